@@ -1,4 +1,4 @@
-"""Static checks of a run's input: under a second, before anything heavy is imported."""
+"""Static checks of a run's input, which take less than a second and import nothing heavy."""
 
 from __future__ import annotations
 
@@ -55,23 +55,25 @@ from raypo.tracking.sinks import check_installed
 Run = TypeVar("Run", bound=RecipeConfig)
 
 LABEL_ROWS = 20_000
-"""Rows of each source whose labels are checked before the start; of others, as they are scored."""
+"""Rows of a source whose labels are checked before the start. Scoring checks the others."""
 
 
 def check_inputs(
     config: AnyConfig, *, has_reward_fn: bool = False, on_this_machine: bool = True
 ) -> list[str]:
-    """Refuse files that are missing or wrong, and what this machine can never hold.
+    """Refuse missing or wrong files, and runs that are too large for this machine.
 
     Args:
-        has_reward_fn: A function was passed in Python, so the config need not name one.
-        on_this_machine: The run would start here, so its cores must do.
+        config: The whole run config.
+        has_reward_fn: Whether a reward function was passed in Python, so that the config need not
+            name one.
+        on_this_machine: Whether the run would start here, so that its cores must suffice.
 
     Returns:
-        What is allowed and seldom meant, in words.
+        Notes on settings that are allowed but rarely intended.
 
     Raises:
-        ConfigError: the first thing that is wrong, as key (value), rule and remedy.
+        ConfigError: the first problem, as key (value), rule and remedy.
     """
     check_installed(config.logging)
     for spec in config.callbacks:
@@ -103,13 +105,13 @@ def check_inputs(
 def check_models(config: AnyConfig) -> None:
     """Refuse models that would be loaded wrongly, before Ray starts.
 
-    Reads headers, configs and tokenizers, no weights; it imports transformers. Of hub ids only
-    configs and tokenizers are looked at.
+    This imports transformers and reads headers, configs and tokenizers, but no weights. For hub ids
+    it reads only configs and tokenizers.
 
     Raises:
-        ConfigError: a folder lacks weights of its model, or has others; the tokens of two models
-            that read the same ids differ; a token has no row in the embedding; LoRA cannot train
-            the layers that it is to.
+        ConfigError: a folder lacks weights of its model or has unexpected ones; two models that
+            read the same token ids have different tokens; a token has no row in the embedding; LoRA
+            cannot train the requested layers.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -144,8 +146,8 @@ def check_models(config: AnyConfig) -> None:
 def _check_same_tokens(key: str, path: str, policy: str) -> None:
     """Refuse a model that would read the policy's token ids as other tokens.
 
-    A critic or a reference may have been saved without a tokenizer; then only the sizes of the
-    vocabularies are compared.
+    For a critic or a reference model saved without a tokenizer only the vocabulary sizes are
+    compared.
     """
     from raypo.models.loading import same_vocabulary, vocabulary_size
 
@@ -166,10 +168,10 @@ def _check_same_tokens(key: str, path: str, policy: str) -> None:
 
 
 def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) -> None:
-    """Refuse what `raypo eval` cannot read.
+    """Refuse input that `raypo eval` cannot read.
 
     Raises:
-        ConfigError: the model, a prompt file or the judge is not there.
+        ConfigError: the model, a prompt file or the reward function is missing or wrong.
     """
     check_model("MODEL", model)
     check_extra(config.rollout.engine)
@@ -180,7 +182,7 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
 
 
 def _models(config: AnyConfig) -> Iterator[tuple[str, str]]:
-    """Config key and path of each model that is named."""
+    """Yield config key and path of each model in the config."""
     model: Any = config.model
     for name in ("policy", "critic", "reference"):
         if (path := getattr(model, name, None)) is not None:
@@ -193,7 +195,7 @@ def _models(config: AnyConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
-    """What scores responses is there, and so are other functions of the user's."""
+    """Refuse a config without a reward function, and user functions or classes that are missing."""
     _check_own_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
@@ -206,7 +208,7 @@ def _check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
 
 
 def _seldom_meant(config: PPOConfig) -> list[str]:
-    """Models that are named and never asked, which a sweep may turn on; old samples as if new."""
+    """Return notes on unused models (which a sweep may turn on) and on stale samples."""
     model, ppo, rollout = config.model, config.ppo, config.rollout
     notes: list[str] = []
     if rollout.staleness > 0 and not ppo.allows_for_staleness:
@@ -230,7 +232,10 @@ def _seldom_meant(config: PPOConfig) -> list[str]:
 
 
 def _check_judged(config: OnlineConfig) -> None:
-    """Nobody need judge what a teacher teaches, but held-out answers need a judge."""
+    """Refuse responses that no reward function scores.
+
+    Distillation needs no reward function for training, but one for held-out prompts.
+    """
     if config.reward.function is not None:
         check_function(config.reward.function)
     judges = config.reward.function or config.model.reward or config.reward.url
@@ -250,7 +255,7 @@ def _check_judged(config: OnlineConfig) -> None:
 
 
 def _check_shards(config: OnlineConfig | PolicyExamplesConfig) -> None:
-    """Models that vLLM cannot cut; those of a hub id are left to vLLM."""
+    """Refuse local models that vLLM cannot shard; vLLM itself checks models from the hub."""
     for role in served_roles(config, num_workers=1, use_gpu=False):
         size, shape = role.num_devices, _local_shape(role.model)
         if size > 1 and shape and (rest := shape.does_not_divide(size)):
@@ -267,20 +272,21 @@ def _local_shape(path: str) -> ModelShape | None:
         return None
     try:
         return ModelShape.read(path)
-    except ConfigError:  # no transformer that raypo knows; vLLM may
+    except ConfigError:  # not a transformer that raypo knows; vLLM may know it
         return None
 
 
 def _check_rows(config: AnyConfig) -> int | None:
-    """Look at the first rows of all sources; the number of those in `data.prompts`, if known."""
+    """Check the first rows of all sources. Return the number of training rows, if known."""
     data, evaluation = config.data, config.eval
     if isinstance(data, ResponsesSection) and data.messages_key is not None:
-        if isinstance(config, SFTConfig) and config.needs_engine:  # it answers prompts
+        if isinstance(config, SFTConfig) and config.needs_engine:  # engines answer these prompts
             _peek(data, "eval.prompts", evaluation.prompts, messages_key=None)
         _peek(data, "eval.prompts", evaluation.prompts)
         return _peek(data, "data.prompts", data.prompts)
     columns = _response_columns(data)
-    are_answered = not isinstance(config, SFTConfig | RewardModelConfig)  # or learned from
+    # Held-out rows are prompts to answer, or examples that need the columns of training rows.
+    are_answered = not isinstance(config, SFTConfig | RewardModelConfig)
     _peek(data, "eval.prompts", evaluation.prompts, {} if are_answered else columns)
     unlabelled: Any = {"label_key": None} if isinstance(config, DPOConfig) else {}
     _peek(data, "eval.pairs", getattr(evaluation, "pairs", None), columns, **unlabelled)
@@ -288,7 +294,7 @@ def _check_rows(config: AnyConfig) -> int | None:
 
 
 def _response_columns(data: DataSection) -> dict[str, str]:
-    """Config key -> column of what is learned in each row besides its prompt."""
+    """Map config keys to the columns of training texts other than the prompt."""
     if isinstance(data, PairsSection) and not getattr(data, "desirable_key", None):
         return {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
     column = getattr(data, "response_key", None)
@@ -309,10 +315,11 @@ def _peek(
 def _check_own_functions(
     config: OnlineConfig | PolicyExamplesConfig, *, common: str | bool | None
 ) -> None:
-    """Functions of single sources, and of evaluation: they are there, and no source lacks one.
+    """Check the functions of single sources and of evaluation, and refuse a source without one.
 
     Args:
-        common: Whether there is a function for all sources that have none.
+        config: The whole run config.
+        common: Reward function of all sources without their own; falsy if there is none.
     """
     trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
     for key, functions in (("data.prompts", trained), ("eval.prompts", held_out)):
@@ -324,7 +331,7 @@ def _check_own_functions(
         _require_functions("data.prompts", config.data.prompts, trained, "reward.function")
     if config.eval.function:
         return
-    # Held-out episodes have their own scores, or are judged by what eval names.
+    # Held-out episodes have their own scores, unless eval names functions.
     plays = isinstance(config, OnlineConfig) and config.rollout.is_episodic
     having = held_out if plays else trained | held_out
     if having and (plays or not common):
@@ -334,11 +341,12 @@ def _check_own_functions(
 def _check_labels(
     config: OnlineConfig | PolicyExamplesConfig, common: str | None, *, only_held_out: bool = False
 ) -> None:
-    """Refuse labels that a ready-made reward function cannot read; it would stop the run later.
+    """Refuse labels that a built-in reward function cannot read; they would stop the run later.
 
     Args:
-        common: The function for all sources that have none.
-        only_held_out: Leave `data.prompts` out.
+        config: The whole run config.
+        common: Reward function of all sources without their own.
+        only_held_out: Whether to skip `data.prompts`.
     """
     trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
     # Episodes of an environment or agent have their own scores, unless eval names a function.
@@ -365,7 +373,7 @@ def _check_labels_of(
             f"data.label_key (None): {function} compares the responses to {key} with labels. Set "
             "data.label_key to the column of the answers."
         )
-    if is_data_set(source):  # needs a library to be read
+    if is_data_set(source):  # reading it needs the library `datasets`
         return
     bad = BadRows(data.on_error)
     for row in islice(read_rows(source, key=key, bad=bad), LABEL_ROWS):
@@ -379,7 +387,7 @@ def _check_labels_of(
 def _require_functions(
     key: str, sources: Sequence[PromptSource], having: Mapping[str, str], common: str
 ) -> None:
-    """Refuse a source that no function judges, where others have one of their own."""
+    """Refuse a source without a reward function if others have their own."""
     for source in sources:
         if source_name(source) not in having:
             raise ConfigError(
@@ -390,11 +398,10 @@ def _require_functions(
 
 
 def with_steps_of_epochs(config: Run) -> Run:
-    """The config with the `num_steps` that its `num_epochs` makes; without them as it is.
+    """Return the config with `num_steps` computed from `num_epochs`, if that is set.
 
     Raises:
-        ConfigError: both are set and say different things, the steps are all warm-up, or a file
-            cannot be read.
+        ConfigError: both are set and differ, all steps are warm-up, or a file cannot be read.
     """
     if not isinstance(config, ExamplesConfig) or config.num_epochs is None:
         return config
@@ -402,7 +409,7 @@ def with_steps_of_epochs(config: Run) -> Run:
     sources = config.data.prompts
     rows = sum(1 for each in sources for _ in read_rows(each, key="data.prompts", bad=bad))
     if isinstance(config, DPOConfig) and config.dpo.loss == "kto" and not config.data.desirable_key:
-        rows *= 2  # a pair is two verdicts
+        rows *= 2  # KTO splits a pair into a desirable and an undesirable example
     steps = math.ceil(config.num_epochs * rows / config.learner.batch_size)
     usual = type(config).model_fields["num_steps"].default
     if config.num_steps not in (steps, usual):
@@ -423,14 +430,16 @@ def check_run_folder(
     start_over: str = "--fresh",
     given: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
-    """Refuse to go on in a folder that belongs to another config, or with changed inputs.
+    """Refuse to continue in a folder of another config, or with changed inputs.
 
     Args:
-        start_over: The option or argument that starts over, in the caller's language.
-        given: Config key -> function that Python passed in place of a file.
+        config: The whole run config.
+        files: The run's folder.
+        start_over: Option or argument that starts over, for messages.
+        given: Config key -> function passed in Python instead of a file.
 
     Raises:
-        ConfigError: with every key that differs, or every file that has changed.
+        ConfigError: a key differs or a file has changed; the message lists all of them.
     """
     files.check_unused()
     recorded, done = files.config(), files.last_step()
@@ -439,13 +448,13 @@ def check_run_folder(
             f"name ({config.name}): {files.location} holds a sweep, no run. Choose another name or "
             f"storage_path."
         )
-    if recorded is None or not done:  # it never made a step: nothing to protect
+    if recorded is None or not done:  # without a step there is nothing to protect
         if config.from_checkpoint is not None:
             _check_beginning(config, config.from_checkpoint)
         return
     earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
     config = _decided_as(config, earlier.model_dump())
-    may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs")  # it has become num_steps
+    may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs")  # num_steps is compared instead
     if config.may_change_length:
         may_change = (*may_change, "num_steps")
         if config.num_steps < done:
@@ -477,10 +486,16 @@ def check_recorded_inputs(
     given: Mapping[str, Callable[..., Any]] | None = None,
     start_over: str = "--fresh",
 ) -> None:
-    """Refuse inputs that have changed since a run or sweep began, unless its config accepts them.
+    """Refuse inputs that have changed since a run or sweep began, unless the config accepts them.
+
+    Args:
+        config: The whole run config.
+        files: Folder of the run or sweep.
+        given: Config key -> function passed in Python instead of a file.
+        start_over: Option or argument that starts over, for messages.
 
     Raises:
-        ConfigError: with every file that has changed.
+        ConfigError: a file has changed; the message lists all of them.
     """
     if config.checkpoint.changed_inputs == "accept" or not (known := recorded_inputs(files)):
         return
@@ -494,16 +509,16 @@ def check_recorded_inputs(
 
 
 def _decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
-    """The config, an undecided `model.dtype` as a run of before had it.
+    """Return the config with `model.dtype: auto` resolved as in an earlier run.
 
-    Where it is decided otherwise on this cluster's devices, the trainer checks once more.
+    If this cluster's devices resolve it differently, the trainer's own check refuses the config.
     """
     dtype = earlier.get("model", {}).get("dtype", "auto")
     return config if dtype == "auto" else config.with_dtype(use_gpu=dtype == "bfloat16")
 
 
 def _check_beginning(config: RecipeConfig, place: str) -> None:
-    """Refuse a checkpoint that the run could not load, or from which no step would be left."""
+    """Refuse a checkpoint that the run could not load, or that leaves no step to train."""
     checkpoint = find_checkpoint(place)
     state, earlier = checkpoint_state(checkpoint), config_of(checkpoint)
     if config.num_steps <= state["step"]:
@@ -512,7 +527,7 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
             f"{state['step']}, and steps count on. Set num_steps above {state['step']}."
         )
     run = RunFiles.at(parent_and_name(checkpoint)[0])
-    # The state holds the changes of an adapter, or weights for the names of this very model.
+    # The state holds an adapter for this base model, or weights under this model's names.
     now = {} if config.checkpoint.changed_inputs == "accept" else inputs_of(config)
     if found := changes(recorded_inputs(run), now, keys=("model.policy",)):
         lines = "\n  ".join(found)
@@ -521,7 +536,7 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
             f"back, or set checkpoint.changed_inputs to accept to begin with what is there now."
         )
     config = _decided_as(config, earlier)
-    if earlier:  # with the defaults of keys that are younger than it
+    if earlier:  # parse it, to fill in defaults of keys that are newer than the checkpoint
         earlier = parse_run_config(earlier, origin=f"{place}/config.yaml").model_dump(mode="json")
     theirs, mine = flatten(earlier), flatten(config.model_dump(mode="json"))
     for key in _OF_A_CHECKPOINT:
@@ -547,11 +562,11 @@ _OF_A_CHECKPOINT = (
 )
 """Keys and sections on which the content of a checkpoint depends."""
 _HOW_ADAPTERS_TRAVEL = "model.lora.push"
-"""In one of these sections, and no part of the state."""
+"""Key in one of these sections that does not affect the state."""
 
 
 def is_finished(files: RunFiles, config: RecipeConfig) -> bool:
-    """Whether the folder holds a run that is done: to the last step, or by the rules of `stop`."""
+    """Return True if the folder's run reached its last step, or ended by the same `stop` rules."""
     summary = files.summary()
     if summary is None or summary["status"] != "finished":
         return False
@@ -562,13 +577,13 @@ def is_finished(files: RunFiles, config: RecipeConfig) -> bool:
 
 
 _TRAINED = ("model.policy", "model.critic")
-"""Keys of models that gradients change, or whose weights they replace in the engines."""
+"""Config keys of trained models."""
 
 
 def _check_positions(config: Any) -> None:
     """Refuse prompts and responses that are longer than a model's positions, as vLLM would."""
     for key, path in _models(config):
-        if key != "model.reward":  # which may encode the text anew
+        if key != "model.reward":  # a reward model may use its own tokenizer
             _check_positions_of(config, key, path)
 
 
@@ -586,10 +601,15 @@ def _check_positions_of(config: Any, key: str, path: str) -> None:
 
 
 def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
-    """Refuse a model that is neither a hub id nor a folder whose files are whole.
+    """Refuse a model that is neither a hub id nor a complete folder.
+
+    Args:
+        key: Config key of the model, for messages.
+        path: Folder or hub id.
+        is_trained: Whether the model is trained, so that it must not be quantized.
 
     Raises:
-        ConfigError: with the key, the path and what to give.
+        ConfigError: the model is refused.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -609,8 +629,8 @@ def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
 
 
 def _check_cpus(config: Any) -> None:
-    """Too few cores for a local Ray; a cluster is asked once it is connected."""
-    ray = sys.modules.get("ray")  # asked without importing it
+    """Refuse a run with too many workers for a local Ray; a cluster is checked after connecting."""
+    ray = sys.modules.get("ray")  # checks for a connection without importing Ray
     is_connected = ray is not None and ray.is_initialized()
     if config.cluster.address or os.environ.get("RAY_ADDRESS") or is_connected:
         return

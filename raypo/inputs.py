@@ -1,9 +1,9 @@
-"""Digests of what a run reads besides its config: data, Python files and models.
+"""Digests of a run's inputs besides its config: data, Python files and models.
 
 A run records them in `inputs.json` when it starts, and a resume compares them before anything is
-loaded. A file up to `LARGE_BYTES` is hashed whole, and so is every local data file, which the run
-reads whole in any case. Of a larger file the size and evenly spread blocks are hashed: 16 MB of a
-15 GB model take less than a second, where reading all of it took 12 s from a local disk and would
+loaded. Files up to `LARGE_BYTES` are hashed whole, and so are local data files, which the run reads
+whole anyway. Larger files are sampled: the digest covers the size and evenly spread blocks. 16 MB
+of a 15 GB model take less than a second; reading all of it took 12 s from a local disk and would
 take more than a minute over a network.
 """
 
@@ -28,7 +28,7 @@ from raypo.storage.folder import open_storage
 from raypo.storage.run_files import RunFiles
 
 Files = dict[str, str]
-"""File name -> digest. Empty if nothing is known of them."""
+"""File name -> digest. Empty if the files are unknown."""
 Inputs = dict[str, dict[str, Files]]
 """Config key -> source as the config names it -> its files."""
 
@@ -47,8 +47,8 @@ def inputs_of(
     """Return the digests of every file that the config names.
 
     Args:
-        config: Of any recipe. Relative paths start from the current folder.
-        given: Config key -> function that Python passed in place of a file.
+        config: Config of any recipe. Relative paths start at the current folder.
+        given: Config key -> function passed in Python instead of a file.
     """
     found: Inputs = {}
     for key in config.paths:
@@ -72,7 +72,7 @@ def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, s
 def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None) -> list[str]:
     """Return `key (source): file has changed` for each file that differs.
 
-    A source that only one side names is left to the comparison of configs.
+    Sources that only one side has are skipped; the comparison of configs reports them.
 
     Args:
         keys: Config keys to compare. None compares all.
@@ -104,15 +104,17 @@ def record_inputs(
     """Write `inputs.json`, and return the changes that `checkpoint.changed_inputs` accepts.
 
     Args:
+        config: Config of any recipe.
+        files: Folder of the run or sweep.
         resumes: Whether the run goes on from earlier steps. Otherwise an earlier record is dropped.
-        given: As `inputs_of` takes it.
+        given: See `inputs_of`.
     """
     now, record = inputs_of(config, given), (files.inputs() or {}) if resumes else {}
     earlier, accepted = record.get("inputs", {}), record.get("accepted", [])
     found = changes(earlier, now)
     if found:
         accepted = [*accepted, {"after_step": files.last_step(), "changes": found}]
-    for key, sources in now.items():  # a hub that does not answer today said more before
+    for key, sources in now.items():  # keep earlier digests if the hub does not answer now
         for source, of_source in sources.items():
             sources[source] = of_source or earlier.get(key, {}).get(source, {})
     content = {"inputs": now} | ({"accepted": accepted} if accepted else {})
@@ -121,7 +123,7 @@ def record_inputs(
 
 
 def known_digests() -> dict[tuple[str, int, int, int], str]:
-    """Return what this process has hashed, for `learn_digests` in other processes."""
+    """Return the digests that this process knows, for `learn_digests` in other processes."""
     return dict(_known)
 
 
@@ -137,7 +139,7 @@ def _word(earlier: Files, now: Files, name: str) -> str:
 
 
 def _values(config: Any, key: str) -> list[Any]:
-    """Return the values at a dotted key, in every entry of a list and every value of a mapping."""
+    """Return the values at a dotted key, expanding lists and mappings on the way."""
     found = [config]
     for name in key.split("."):
         found = [value for each in found for value in _items(getattr(each, name, None))]
@@ -153,7 +155,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _model_files(path: str) -> Files:
-    """Digest what transformers reads from a model's folder, or name the commit of a hub id."""
+    """Digest the files that transformers reads from a folder, or return a hub id's commit."""
     folder = Path(path).expanduser()
     if not folder.exists():
         return _commit(path, "model")
@@ -162,7 +164,7 @@ def _model_files(path: str) -> Files:
 
 
 def _digests_below(folder: Path, files: Sequence[Path]) -> Files:
-    """Digest the files that a program reads: none that is hidden or only for people."""
+    """Digest files, except hidden ones, Markdown and licenses."""
     names = {str(file.relative_to(folder)): file for file in sorted(files) if file.is_file()}
     return {
         name: _digest(file)
@@ -182,7 +184,7 @@ def _data_files(key: str, source: str | SourceEntry) -> Files:
             return {}
     folder = Path(path).expanduser()
     if is_saved(path) or (is_data_set(source) and folder.is_dir()):
-        # `datasets` writes its caches beside the data.
+        # `datasets` writes its cache files next to the data.
         files = [file for file in folder.rglob("*") if not file.name.startswith("cache-")]
         return _digests_below(folder, files)
     if is_data_set(source):
@@ -194,9 +196,9 @@ def _data_files(key: str, source: str | SourceEntry) -> Files:
 
 
 def _python_files(spec: str) -> Files:
-    """Digest the file that defines a function and the files beside it that it imports.
+    """Digest the file that defines a function and the neighbouring files that it imports.
 
-    Functions of raypo itself are left out: `summary.json` has its version.
+    Functions of raypo itself are left out, because `summary.json` has raypo's version.
     """
     found = source_files(spec)
     if not found or spec.startswith("raypo."):
@@ -205,13 +207,13 @@ def _python_files(spec: str) -> Files:
 
 
 def _source(function: Callable[..., Any]) -> Files:
-    """Digest the text of a function. The rest of its script may change, like a `num_steps`."""
+    """Digest the source of a function. The rest of its script may change, like a `num_steps`."""
     while isinstance(function, partial):
         function = function.func
     is_named = inspect.isroutine(function) or inspect.isclass(function)
     try:
         text = inspect.getsource(function if is_named else type(function))
-    except (OSError, TypeError):  # typed into a console
+    except (OSError, TypeError):  # defined in an interactive console
         return {}
     return {"its source": _hash(iter([text.encode()]), len(text))}
 
@@ -225,7 +227,7 @@ def _digest(path: Path, *, whole: bool = False) -> str:
             with path.open("rb") as file:
                 _known[key] = _hash(_content(file, size, whole=whole), size)
         return _known[key]
-    except OSError:  # the checks of the inputs say it better
+    except OSError:  # the input checks have a better message
         return _MISSING
 
 
@@ -239,7 +241,7 @@ def _remote_digest(uri: str, key: str) -> str:
 
 
 def _content(file: BinaryIO | Any, size: int, *, whole: bool = False) -> Iterator[bytes]:
-    """Read a file in pieces: all of it, or blocks spread over a large one, its ends included."""
+    """Read a file in blocks: all of it, or evenly spread ones of a large file, ends included."""
     if whole or size <= LARGE_BYTES:
         while block := file.read(1 << 20):
             yield block
@@ -257,7 +259,7 @@ def _hash(content: Iterator[bytes], size: int) -> str:
 
 
 def _commit(name: str, kind: str) -> Files:
-    """Return the commit that a hub id stands for: on the hub, else in this machine's cache."""
+    """Return the commit of a hub id, from the hub or else from this machine's cache."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -265,10 +267,10 @@ def _commit(name: str, kind: str) -> Files:
         try:
             sha = HfApi().repo_info(name, repo_type=kind, timeout=_HUB_TIMEOUT_S).sha
             return {"commit": sha} if sha else {}
-        except Exception:  # of whichever HTTP client; transformers then uses the cache, too
+        except Exception:  # depends on the HTTP client; transformers falls back to the cache too
             pass
     try:
         folder = repo_folder_name(repo_id=name, repo_type=kind)
         return {"commit": Path(constants.HF_HUB_CACHE, folder, "refs", "main").read_text().strip()}
-    except (OSError, ValueError):  # not in the cache, or no hub id: the checks say it better
+    except (OSError, ValueError):  # not cached, or no hub id: the checks have a better message
         return {}

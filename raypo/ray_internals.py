@@ -1,7 +1,7 @@
-"""All that raypo uses of Ray that Ray does not promise to keep; no other module does.
+"""Uses of Ray's private APIs, which no other module touches.
 
-`tests/unit/test_ray_internals.py` says which of it a new version of Ray has changed. Ray is
-imported where it is needed: reading a run's files takes none.
+`tests/unit/test_ray_internals.py` fails if a new version of Ray has changed one of them. Ray is
+imported inside functions, so that reading a run's files does not import it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from ray.tune.schedulers import TrialScheduler
 
 CHECKPOINTS = "checkpoint_manager_snapshot.json"
-"""Ray Train's list of a run's checkpoints, in its folder; what it does not list is not whole."""
+"""Ray Train's list of checkpoints in a run's folder. Checkpoints that it lacks are incomplete."""
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""In which `ray job submit` hands its runtime environment to the driver."""
+"""Variable in which `ray job submit` passes its runtime environment to the driver."""
 CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""What the head of a Ray answers, by gRPC, to whoever may connect."""
+"""gRPC method that a Ray head answers to every client that may connect."""
 
 
 def address_file() -> Path:
-    """Where `ray start` leaves the address of the Ray that it began on this machine."""
+    """Return the file in which `ray start` writes the address of the Ray on this machine."""
     from ray._common.utils import get_ray_address_file
 
     return Path(get_ray_address_file(None))
 
 
 def read_environment_again() -> None:
-    """Have Ray's core, which read the variables when it was imported, go by those of now."""
+    """Make Ray's core read the environment variables again, which it did when it was imported."""
     from ray import _raylet
 
     core: Any = _raylet
@@ -44,23 +44,23 @@ def read_environment_again() -> None:
 
 
 def readiness(actor: ActorHandle) -> Any:
-    """A reference that is there once the actor answers calls."""
+    """Return an object reference that is ready once the actor answers calls."""
     ping: Any = actor.__ray_ready__  # pyright: ignore[reportAttributeAccessIssue]
     return ping.remote()
 
 
 def cause_of(failure: BaseException) -> BaseException:
-    """What a worker of Ray Train has raised, taken out of what Ray Train raises for it."""
+    """Return the exception of a Ray Train worker, unwrapped from Ray Train's own."""
     return getattr(failure, "_base_exc", failure)
 
 
 def failed_to_start(failure: BaseException) -> bool:
-    """Whether an actor is lost because its constructor raised."""
+    """Return True if an actor is lost because its constructor raised."""
     return bool(getattr(failure, "actor_init_failed", False))
 
 
 def kept_runs(storage: Any) -> tuple[FileSystem, str]:
-    """Where Ray Train keeps its runs: a file system, and the path of their folder on it.
+    """Return the storage of Ray Train's runs: a file system, and the path of their folder on it.
 
     Args:
         storage: `ray.train.get_context().get_storage()`.
@@ -69,21 +69,21 @@ def kept_runs(storage: Any) -> tuple[FileSystem, str]:
 
 
 def checkpoint_folder(storage: Any, name: str) -> str:
-    """The path on the run's file system at which Ray Train keeps a checkpoint of this name."""
+    """Return the path of a checkpoint of Ray Train on the run's file system."""
     return storage.build_checkpoint_path_from_name(name)
 
 
 def check_shared(storage: Any) -> None:
-    """Refuse a run's folder that this node does not share with the others, as Ray's own copy does.
+    """Refuse a run's folder that this node does not share with the others, as Ray Train does.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: this node does not see the folder's files.
     """
     storage._check_validation_file()
 
 
 def leave_out_callbacks(trainer: TorchTrainer, names: Iterable[str]) -> None:
-    """Have Ray Train's controller go without some of the callbacks that it makes by itself."""
+    """Remove some default callbacks of Ray Train's controller, by class name."""
     make = trainer._create_default_callbacks
 
     def make_others() -> list[Any]:
@@ -93,7 +93,7 @@ def leave_out_callbacks(trainer: TorchTrainer, names: Iterable[str]) -> None:
 
 
 def run_controllers_here(trainer: TorchTrainer) -> None:
-    """Have Ray Train's controller run in the process of its trainer, where Ray starts another."""
+    """Run Ray Train's controller in the trainer's process; Ray would start an actor for it."""
     from ray.train.v2._internal.execution.controller import TrainController
 
     def run(**arguments: Any) -> Result:
@@ -105,38 +105,39 @@ def run_controllers_here(trainer: TorchTrainer) -> None:
 
 
 def is_driver() -> bool:
-    """Return whether Ray's job ends with this process, which no task and no actor runs."""
+    """Return True if this process is the driver of Ray's job, not a task or an actor."""
     from ray._private.worker import SCRIPT_MODE, global_worker
 
     return global_worker.mode == SCRIPT_MODE
 
 
 def forget_failed(controller: Any, trial: Trial) -> None:
-    """Have schedulers, which look at a Tune controller's live trials, pass over a failed one."""
+    """Remove a failed trial from a Tune controller's live trials, at which schedulers look."""
     controller.get_live_trials().discard(trial)
 
 
 class PastTrial:
-    """Stands for a trial of an earlier attempt; schedulers ask for no more than its id."""
+    """Stand-in for a trial of an earlier attempt; schedulers use only its id."""
 
     def __init__(self, name: str) -> None:
         self.trial_id = name
 
 
 def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str, float]]]) -> None:
-    """What trials of an earlier attempt reported, so that new ones are compared with them too.
+    """Replay the reports of an earlier attempt's trials, so that new trials are compared with them.
 
     Args:
-        past: Name of each trial that has ended -> its reports in order.
+        scheduler: Tune scheduler.
+        past: Name of each ended trial -> its reports in order.
     """
-    controller: Any = SimpleNamespace(get_live_trials=list)  # there are none
+    controller: Any = SimpleNamespace(get_live_trials=list)  # a stand-in without live trials
     for name, reports in past.items():
         trial: Any = PastTrial(name)
         scheduler.on_trial_add(controller, trial)
         last: Mapping[str, float] = {}
         for last in reports:
             scheduler.on_trial_result(controller, trial, dict(last))
-            # The median rule would refuse to hear more of one that it stops; told in another
-            # order than it happened, it may stop one that went on.
+            # The median rule refuses reports of trials that it stopped. Here reports come in
+            # another order than they did, so the rule may stop a trial that went on.
             getattr(scheduler, "_stopped_trials", set()).discard(trial)
         scheduler.on_trial_complete(controller, trial, dict(last))

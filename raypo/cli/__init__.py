@@ -1,4 +1,4 @@
-"""The `raypo` command. Wrong input ends it with status 2 before anything heavy loads."""
+"""The `raypo` command. Wrong input ends it with exit status 2 before heavy imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raypo eval` and `raypo export`: what a run has made, judged and handed out."""
+"""`raypo eval` and `raypo export`: score a trained policy, and copy it out of its run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def export(
         bool, typer.Option("--adapter", help="Of a LoRA run: only the adapter, for peft.")
     ] = False,
 ) -> None:
-    """Copy what a run has trained, as a Hugging Face folder; a LoRA adapter is merged."""
+    """Copy the model that a run has trained, as a Hugging Face folder; a LoRA adapter is merged."""
     import shutil
 
     from raypo.config import ConfigError
@@ -92,7 +92,15 @@ def export(
 
 
 def policy_of(model: str) -> tuple[str, Path | None]:
-    """The folder of a model, named by itself, by its run or its best step; the run's config."""
+    """Resolve a model's folder and its run's config.
+
+    Args:
+        model: Folder of a run, or of its best step, or of a model; or a hub id.
+
+    Returns:
+        policy: Folder or hub id of the model.
+        config: Path of the run's config, or None if `model` names no run.
+    """
     from raypo.storage.run_files import BEST
 
     run = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""How a command ends: what it raises becomes a text for people and an exit status."""
+"""Conversion of a command's exceptions into messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 @contextmanager
 def exit_status(*, resumes: bool = False) -> Iterator[None]:
-    """Turn what a command raises into a text for people and an exit status.
+    """Turn a command's exceptions into a message and an exit status.
 
     Args:
-        resumes: The same command goes on where it was stopped.
+        resumes: Whether the same command resumes the interrupted work, for the message.
     """
     from raypo.config import ConfigError
 
@@ -32,25 +32,28 @@ def exit_status(*, resumes: bool = False) -> Iterator[None]:
         more = "; the same command resumes from the last checkpoint" if resumes else ""
         tell(f"stopped at once{more}.")
         sys.stdout.flush()
-        os._exit(INTERRUPTED)  # Ray's threads must not hold the process back
+        os._exit(INTERRUPTED)  # a normal exit could wait for Ray's threads
     except Exception as error:
         raise typer.Exit(_tell_failure(error)) from None
 
 
 def tell(text: str) -> None:
-    """Write lines to standard error, each under raypo's name."""
+    """Write lines to standard error, each with the prefix `raypo:`."""
     typer.echo("\n".join(f"raypo: {line}" for line in text.splitlines()), err=True)
 
 
 def _tell_failure(error: Exception) -> int:
-    """Write a whole error; input that only the workers could check is reported like other input."""
+    """Write an error with its traceback, and return the exit status.
+
+    Wrong input that only workers could detect is reported like other wrong input.
+    """
     import traceback
 
     from raypo.config import ConfigError
     from raypo.ray_internals import cause_of
 
     at_start = getattr(error, "controller_failure", None)
-    if isinstance(at_start, ConfigError):  # a worker has raised it, and Ray added its traceback
+    if isinstance(at_start, ConfigError):  # raised in a worker; Ray has added a traceback
         tell(str(getattr(at_start, "cause", at_start)))
         return WRONG_INPUT
     failures = getattr(error, "worker_failures", None)
@@ -61,5 +64,5 @@ def _tell_failure(error: Exception) -> int:
     if all(isinstance(cause, ConfigError) for cause in causes):
         tell(str(causes[0]))
         return WRONG_INPUT
-    typer.echo(str(error), err=True)  # it holds the workers' tracebacks
+    typer.echo(str(error), err=True)  # includes the workers' tracebacks
     return FAILED

@@ -1,4 +1,4 @@
-"""`raypo monitor`: raypo's dashboard for the Grafana beside Ray."""
+"""`raypo monitor`: write raypo's Grafana dashboard next to Ray's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def monitor(
         Path | None, typer.Option(help="Only write the dashboard's JSON there.")
     ] = None,
 ) -> None:
-    """Put raypo's dashboard where Grafana looks, and say how to start Prometheus and Grafana."""
+    """Write raypo's dashboard for Grafana, and say how to start Prometheus and Grafana."""
     from raypo.config import ConfigError
     from raypo.tracking.grafana import UID, grafana_dashboard
 
-    config = session.resolve() / "metrics"  # the files that Ray writes for both programs
+    config = session.resolve() / "metrics"  # Ray writes config files of both programs there
     if dashboard is None and not (config / "grafana").exists():
         raise ConfigError(
             f"--session ({session}): no Ray is there that exports its metrics. Start a run or "

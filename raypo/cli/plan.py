@@ -1,4 +1,4 @@
-"""`raypo plan`: what a run would need, and whether it fits; starts nothing."""
+"""`raypo plan`: predict a run's memory and time, and check if it fits, without starting it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def plan(
 ) -> None:
     """Check a config, print bundles, devices, predicted memory and seconds a step.
 
-    Seconds are told of known GPUs, and of the CPUs of this machine, which are measured for it.
+    Seconds are predicted for known GPUs, and for this machine's CPUs, which are measured for it.
 
-    Status 2: it does not fit.
+    Exit status 2 means that the run does not fit.
     """
     from raypo.checks import check_inputs
     from raypo.config import parse_run_config
@@ -79,7 +79,7 @@ def plan(
 
 
 def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | None) -> None:
-    """Trials, what each takes, how many run at a time, what all will cost."""
+    """Print a sweep's trials, the resources of each, their concurrency, and the total cost."""
     from raypo.checks import check_inputs
     from raypo.config.sweep_config import SweepConfig
     from raypo.plan.placement import takes_gpus
@@ -97,7 +97,7 @@ def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | Non
 
 
 def _nodes(run: RecipeConfig, cluster: str | None) -> list[Node]:
-    """The hardware of the text, else of the cluster that the run would join, else this machine."""
+    """Return the nodes of `--cluster`, else of the run's Ray cluster, else this machine."""
     import os
 
     from raypo.plan.hardware import parse_cluster, this_machine

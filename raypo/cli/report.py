@@ -1,4 +1,4 @@
-"""`raypo report`: a run, several, or a sweep as one HTML page."""
+"""`raypo report`: one HTML page of a run, of several runs, or of a sweep."""
 
 from __future__ import annotations
 

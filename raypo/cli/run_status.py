@@ -1,4 +1,4 @@
-"""`raypo status`: how runs and sweeps stand."""
+"""`raypo status`: show the progress of runs and sweeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def status(
         typer.Option(help="Also the runs under way on this Ray cluster: host:port, or auto."),
     ] = None,
 ) -> None:
-    """Say of each run whether it goes on, how far it is, its scores, and the time left."""
+    """Show of each run its status, progress, scores and remaining time."""
     import time
     from concurrent.futures import ThreadPoolExecutor
     from dataclasses import replace
@@ -41,12 +41,12 @@ def status(
         run = run_status(files, now)
         try:
             sweep = sweep_status(files, now)
-        except ConfigError as error:  # of an earlier version, perhaps; the others are shown
+        except ConfigError as error:  # maybe from an earlier version; still show the other runs
             return run and replace(run, recipe="sweep", notes=(f"Its config is refused: {error}",))
         return sweep or (run and as_trial(run, files))
 
     found: list[RunStatus] = []
-    with ThreadPoolExecutor(8) as threads:  # a storage answers one request in a tenth of a second
+    with ThreadPoolExecutor(8) as threads:  # remote storage takes about 0.1 s a request
         for location in runs or ["runs"]:
             files = RunFiles.at(location)
             own = status_at(files)
@@ -69,7 +69,7 @@ def status(
 
 
 def _under_way(address: str, now: float) -> list[RunStatus]:
-    """The runs of a cluster by their monitors: their folders may be out of reach from here."""
+    """Return a cluster's runs as their monitors report them; their folders may be unreachable."""
     import ray
 
     from raypo.cluster.connect import look_into

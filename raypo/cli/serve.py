@@ -1,4 +1,4 @@
-"""`raypo serve`: a policy behind OpenAI's protocol."""
+"""`raypo serve`: serve a policy with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def serve(
         tensor_parallel=tensor_parallel,
     )
     of_run = getattr(load_run_config(run_config), "model", None) if run_config else None
-    with listen(host, port) as listening:  # vLLM would refuse a port that is taken after 20 s
+    with listen(host, port) as listening:  # fail early: vLLM would notice a taken port after 20 s
         port = listening.getsockname()[1]
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from raypo.serving.openai_server import run_openai_server

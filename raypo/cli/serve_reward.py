@@ -1,4 +1,4 @@
-"""`raypo serve-reward`: a reward function or model behind a port."""
+"""`raypo serve-reward`: serve a reward function or reward model over HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serve_reward(
         int, typer.Option(min=1, help="Of a model: most tokens of one forward pass.")
     ] = 4096,
 ) -> None:
-    """Serve rewards as JSON over HTTP until Ctrl-C; runs ask it by reward.url."""
+    """Serve rewards as JSON over HTTP until Ctrl-C; runs use it through reward.url."""
     from raypo.checks import check_model
     from raypo.custom.loader import check_function, load_function
     from raypo.rewards.wire import TOKEN_VARIABLE
@@ -61,7 +61,11 @@ def serve_reward(
 
 
 def token_for(host: str, variable: str, use: str) -> str | None:
-    """The token of an environment variable, which is there where others reach the port."""
+    """Return the token of an environment variable, or None.
+
+    Raises:
+        ConfigError: other machines can reach the port, but there is no token.
+    """
     from raypo.config import ConfigError
 
     token = os.environ.get(variable)

@@ -1,4 +1,4 @@
-"""`raypo show`: samples of a run in the terminal."""
+"""`raypo show`: print samples of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raypo sweep`: many runs over the keys of a config."""
+"""`raypo sweep`: search over the keys of a run config."""
 
 from __future__ import annotations
 

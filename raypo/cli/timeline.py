@@ -1,4 +1,4 @@
-"""`raypo timeline`: when each worker and replica did what."""
+"""`raypo timeline`: write a trace of what each worker and replica did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`raypo train`: one run."""
+"""`raypo train`: start or resume a run."""
 
 from __future__ import annotations
 

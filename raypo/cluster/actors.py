@@ -1,4 +1,4 @@
-"""Actors with names that people read in the dashboard."""
+"""Named actors, their errors and health checks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from raypo.ray_internals import readiness
 T = TypeVar("T")
 
 NAME_TIMEOUT_S = 30.0
-"""How long an actor of an earlier attempt may take to give up its name."""
+"""Seconds to wait for a name that a dying actor of an earlier attempt still has."""
 PING_TIMEOUT_S = 5.0
-"""How long an actor may take to answer before it counts as busy."""
+"""Timeout of a health check, after which an actor counts as busy."""
 
 
 class DeploymentError(RuntimeError):
@@ -34,21 +34,21 @@ class DeploymentError(RuntimeError):
 
 
 class ReplicaLost(DeploymentError):
-    """The one replica that was asked ended before it answered."""
+    """The replica of a call ended before it answered."""
 
 
 class NoReplicaLeft(DeploymentError):
-    """No replica serves, and none will before the caller does something about it."""
+    """No replica serves, and none will until the caller intervenes."""
 
 
 def survivors(
     calls: Iterable[Pending[T]], *, passing_over: type[DeploymentError] = ReplicaLost
 ) -> list[T]:
-    """Wait for calls to several replicas; leave out the replicas that were lost.
+    """Wait for calls to several replicas, and return the results of those that were not lost.
 
     Args:
-        calls: One for each replica.
-        passing_over: Errors that leave a replica out. All others are raised.
+        calls: Pending calls, one per replica.
+        passing_over: Error that marks a replica as lost. All others are raised.
     """
     values: list[T] = []
     for call in calls:
@@ -58,7 +58,13 @@ def survivors(
 
 
 def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[str, Any]) -> Any:
-    """An actor of this name, owned by this process; waits for a dying one to give the name up.
+    """Start an actor with this name, owned by this process; wait while a dying one has the name.
+
+    Args:
+        cls: Class of the actor.
+        name: Name of the actor, which Ray's dashboard shows.
+        options: Ray's options of the actor.
+        kwargs: Arguments of the class.
 
     Raises:
         DeploymentError: the name is still taken after `NAME_TIMEOUT_S` seconds.
@@ -80,17 +86,16 @@ def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[s
 
 
 def is_lost_actor(error: BaseException) -> bool:
-    """Whether what a call raises says that the actor itself is gone, for a moment or for good.
-
-    Ray 2.60 has errors of their own for an actor that its memory monitor has killed, and for one
-    whose node is gone. A method that met another dead actor raises such an error too, as its own.
-    """
+    """Return True if a call's error means that its actor is gone, temporarily or for good."""
+    # Ray 2.60 has separate errors for actors killed by its memory monitor, and for those whose node
+    # is gone.
     lost = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
+    # A RayTaskError of these types comes from the method, which has called another dead actor.
     return isinstance(error, lost) and not isinstance(error, RayTaskError)
 
 
 def is_alive(actor: ActorHandle) -> bool:
-    """Whether it answers; one that is busy counts as alive."""
+    """Return True if the actor answers a health check, or is busy."""
     try:
         ray.get(readiness(actor), timeout=PING_TIMEOUT_S)
     except GetTimeoutError:

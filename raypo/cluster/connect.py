@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting a local one with the dashboard on."""
+"""Connection to a Ray cluster, or start of a local one with its dashboard."""
 
 from __future__ import annotations
 
@@ -24,57 +24,58 @@ from raypo.ray_internals import (
 from raypo.tracking.console import Console
 
 PROBE_TIMEOUT_S = 5.0
+"""Timeout of a connection to an address, before Ray itself connects."""
 
 _WORKER_DEFAULTS = {
     "NCCL_DEBUG": "WARN",
-    # Costs NVLS, saves memory that NCCL else takes beside CUDA graphs. NCCL 2.22 is said to have
-    # mended that (nccl#1234), yet others who took it out beside vLLM went back (SkyRL#1629).
+    # This disables NVLS, but saves memory that NCCL otherwise takes with CUDA graphs. NCCL 2.22 is
+    # said to fix that (nccl#1234), but SkyRL removed the setting and put it back (SkyRL#1629).
     "NCCL_CUMEM_ENABLE": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # A worker that asks for no GPU sees none, as it was before Ray 2.60: else it would take one.
+    # Hide GPUs from workers that request none, as before Ray 2.60: else they would use one.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
-    # Learner, engine and reference take turns on the same cores: threads that spin while they
-    # wait take them from the others (20 times slower sampling was measured). A thread that sleeps
-    # at once pays at each of a pass's thousands of small products: it spins a moment first.
+    # Learner, engine and reference model take turns on the same cores. OpenMP threads that spin
+    # while idle take those from the others (sampling was 20 times slower). But sleeping at once is
+    # expensive in passes of thousands of small products, so they spin for a moment first.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "20000",
 }
 _PASSED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "VLLM_", "HF_")
-"""Beginnings of the variables that reach workers from where the command starts."""
+"""Prefixes of the driver's variables that are passed to workers."""
 _OF_ONE_NODE = {"VLLM_HOST_IP", "VLLM_HOST_PORT", "HF_TOKEN"}
-"""But for these: addresses are each node's own, and everybody can read a job's variables."""
+"""Exceptions: addresses differ between nodes, and a job's variables are public, unlike a token."""
 _LOCAL_DEFAULTS = {
-    # A process that imports ray.train: seconds of a small machine's start-up, and the one machine
-    # is not going to be taken away.
+    # The watcher is a process that imports ray.train, which takes seconds on a small machine. A
+    # local machine is not preempted.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 _DRIVER_DEFAULTS = {
-    # Runs and their workers under /api/train/v2/runs/v1 of Ray's dashboard.
+    # Show runs and their workers under /api/train/v2/runs/v1 of Ray's dashboard.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-    # A report waits until the controller has polled the one before: of steps that are shorter than
-    # the interval each takes as long as it. Ray's default is 2 s; a poll costs about a millisecond.
+    # A report blocks until the controller has polled the previous one, so a step takes at least
+    # this long. Ray's default is 2 s; a poll costs about a millisecond.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
 }
 
 
 _our_job = ""
-"""The job that this process has begun by `connect`, and that has our variables."""
+"""Ray job that `connect` has started in this process, with raypo's variables."""
 
 
 class ClusterError(RuntimeError):
-    """Ray itself could not be started."""
+    """Ray could not be started."""
 
 
 def connect(section: ClusterSection) -> bool:
-    """Be connected to Ray: as already is, else by address, else to a local one started here.
+    """Connect to Ray: reuse the current connection, else join the address, else start a local Ray.
 
-    Where this machine runs a Ray that `ray start` began, a line says which one was taken.
+    If `ray start` has started a Ray on this machine, a printed line says which Ray is used.
 
     Returns:
-        Whether this call connected, so that the caller is the one to disconnect.
+        True if this call connected, so that the caller has to disconnect.
 
     Raises:
-        ConfigError: no Ray answers at the address, or not with the token that is known here.
+        ConfigError: no Ray answers at the address, or it refuses the token.
         ClusterError: a local Ray did not start in time.
     """
     global _our_job
@@ -83,7 +84,7 @@ def connect(section: ClusterSection) -> bool:
         return False
     address, source = cluster_address(section)
     running, is_auto = _started_here(), address == "auto"
-    if is_auto and running:  # else Ray itself looks for one; a file that is stale would hang it
+    if is_auto and running:  # probe it below: with a stale address file Ray itself would hang
         address, source = running, f"{source}=auto"
     if address:
         _probe(address, source)
@@ -94,7 +95,7 @@ def connect(section: ClusterSection) -> bool:
                 f"raypo: starting a Ray of its own beside the one that runs on this machine "
                 f"({running}); cluster.address=auto takes that one"
             )
-        # Processes of a local Ray inherit ours; a runtime_env would cost each of them a second.
+        # Processes of a local Ray inherit variables; a runtime_env would cost each a second.
         os.environ.update(worker_environment())
         _set_defaults(_LOCAL_DEFAULTS)
         where = {"address": "local", "include_dashboard": True}
@@ -103,14 +104,14 @@ def connect(section: ClusterSection) -> bool:
         ray.init(
             namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR, **where
         )
-    except ConnectionError as error:  # `auto`, and nothing runs on this machine
+    except ConnectionError as error:  # `auto`, but no Ray runs on this machine
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"{source} ({address}): no cluster was found ({first_line}). Start one (ray start "
             f"--head), give its host:port, or leave the address out for a local Ray."
         ) from None
     except Exception as error:
-        if "timed out during startup" not in str(error):  # Ray raises a bare Exception
+        if "timed out during startup" not in str(error):  # Ray raises a plain Exception
             raise
         raise ClusterError(
             "Ray did not start on this machine within 30 seconds, Ray's own limit. Run the command "
@@ -133,13 +134,14 @@ def connect(section: ClusterSection) -> bool:
 
 
 def look_into(address: str, source: str) -> None:
-    """Be connected to a cluster that runs, only to ask what goes on there.
+    """Connect to a running cluster, only to query it.
 
     Args:
-        source: What names the address, for messages.
+        address: host:port, or auto for the Ray on this machine.
+        source: Setting or option that gave the address, for messages.
 
     Raises:
-        ConfigError: no Ray answers at the address, or not with the token that is known here.
+        ConfigError: no Ray answers at the address, or it refuses the token.
     """
     address = (_started_here() or address) if address == "auto" else address
     _probe(address, source)
@@ -153,14 +155,14 @@ def look_into(address: str, source: str) -> None:
 
 
 def cluster_address(section: ClusterSection) -> tuple[str | None, str]:
-    """The address of the cluster and which setting names it; None: a local Ray."""
+    """Return the cluster's address and the setting that gives it. None means a local Ray."""
     if section.address:
         return section.address, "cluster.address"
     return os.environ.get("RAY_ADDRESS") or None, "RAY_ADDRESS"
 
 
 def _started_here() -> str | None:
-    """Address of the Ray that `ray start` last began on this machine; it may have ended since."""
+    """Return the address of the last `ray start` on this machine; that Ray may have ended."""
     try:
         return address_file().read_text().strip() or None
     except OSError:
@@ -168,7 +170,7 @@ def _started_here() -> str | None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Variables that workers get; what the user has set is kept, device flags too."""
+    """Return the variables for workers; the user's values and device flags take precedence."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -179,10 +181,10 @@ def worker_environment() -> dict[str, str]:
 
 
 def untold_environment() -> dict[str, str]:
-    """The part of `worker_environment` that started processes do not get from Ray's job.
+    """Return the part of `worker_environment` that Ray's job does not pass to new processes.
 
-    It is empty where `connect` has begun the job; where somebody else has called `ray.init`, it is
-    all that they have not set themselves.
+    It is empty if `connect` has started the job. If other code has called `ray.init`, it has all
+    variables that this code has not set.
     """
     if not ray.is_initialized() or _job() == _our_job:
         return {}
@@ -198,7 +200,7 @@ def _job() -> str:
 
 
 def dashboard_url() -> str | None:
-    """Address of the Ray dashboard of the cluster we are connected to; None without one."""
+    """Return the URL of the connected cluster's Ray dashboard, or None if it has none."""
     url = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR).dashboard_url
     return f"http://{url}" if url else None
 
@@ -209,21 +211,19 @@ def _set_defaults(defaults: Mapping[str, str]) -> None:
 
 
 def _beside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """What `ray job submit` was not told already: Ray refuses to hear it twice."""
+    """Return the worker variables that `ray job submit` has not set; Ray refuses duplicates."""
     job = json.loads(environ.get(JOB_CONFIG_VARIABLE, "{}"))
     said = job.get("runtime_env", {}).get("env_vars", {})
     return {name: value for name, value in worker_environment().items() if name not in said}
 
 
 def dashboard_token() -> str | None:
-    """What the dashboard asks a browser for; None where it asks for nothing, or nobody knows.
-
-    Ray itself looks in the same three places, in this order.
-    """
+    """Return the token that Ray's dashboard asks for; None if it needs none or it is unknown."""
     return _token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
 
 
 def _token() -> str | None:
+    # Ray looks in the same three places, in this order.
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -235,7 +235,7 @@ def _token() -> str | None:
 
 
 def _probe(address: str, source: str) -> None:
-    """Ray itself retries for minutes at an address where nothing listens."""
+    """Refuse an address where no Ray listens; Ray itself would retry for minutes."""
     if address in ("auto", "local"):
         return
     if address.startswith("ray://"):
@@ -258,7 +258,7 @@ def _probe(address: str, source: str) -> None:
 
 
 def refusal(address: str) -> OSError | None:
-    """Return why host:port cannot be reached, or None if somebody listens there."""
+    """Return why host:port cannot be reached, or None if something listens there."""
     host, port = address.rsplit(":", 1)
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
@@ -268,12 +268,12 @@ def refusal(address: str) -> OSError | None:
 
 
 def _authenticate(address: str, source: str) -> None:
-    """Go into Ray's token mode where the cluster asks for a token, as `ray start` does by itself.
+    """Enable Ray's token mode if the cluster asks for a token.
 
-    Ray does so for `auto` alone; with a host and port it would try without a token, for 20 s.
+    Ray enables it only for `auto`; with host:port it would try without a token for 20 s.
     """
     if os.environ.get("RAY_USE_TLS", "0") != "0" or "RAY_ENABLE_K8S_TOKEN_AUTH" in os.environ:
-        return  # it takes Ray itself to ask
+        return  # the probe below speaks neither TLS nor Kubernetes tokens
     if _answer(address, source, token=None):
         return
     token, mode = _token(), os.environ.get("RAY_AUTH_MODE")
@@ -297,7 +297,7 @@ def _authenticate(address: str, source: str) -> None:
 
 
 def _answer(address: str, source: str, *, token: str | None) -> bool:
-    """Whether the head of a Ray lets in who has this token; asked without Ray, which retries."""
+    """Return True if a Ray head accepts this token. This uses gRPC, because Ray would retry."""
     import grpc
 
     told = [("authorization", f"Bearer {token}")] if token else []
@@ -309,7 +309,7 @@ def _answer(address: str, source: str, *, token: str | None) -> bool:
             code = error.code()
             if code == grpc.StatusCode.UNAUTHENTICATED:
                 return False
-            if code != grpc.StatusCode.DEADLINE_EXCEEDED:  # it may be busy
+            if code != grpc.StatusCode.DEADLINE_EXCEEDED:  # at a timeout the head may be busy
                 raise ConfigError(
                     f"{source} ({address}): what listens there is not the head of a Ray "
                     f"({code.name}). Give the address that `ray start --head` printed, port 6379 "

@@ -1,4 +1,4 @@
-"""Which devices a process sees, and who says so: Ray, or the user by a NOSET flag."""
+"""Visible devices of a process, which Ray sets, or the user with a NOSET flag."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NOSET = {
     "ROCR_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
 }
-"""Variable of a kind of accelerator -> flag by which Ray leaves it alone."""
+"""Variable of visible devices -> flag that keeps Ray from setting it."""
 
 
 def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The flags that the user has set, with the devices shown instead; workers get both."""
+    """Return the NOSET flags that the user has set and their variables; workers get both."""
     chosen = {}
     for variable, flag in NOSET.items():
         if _is_set(environ, flag):
@@ -27,18 +27,19 @@ def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 BFLOAT16_CAPABILITY = (8, 0)
+"""Lowest CUDA compute capability with bfloat16."""
 OTHERS = ("NPU", "TPU", "HPU", "neuron_cores")
-"""Accelerators as Ray names them, that raypo has no engine and no learner for."""
+"""Ray's names of accelerators that raypo does not support."""
 
 
 def check_accelerators(resources: Mapping[str, float]) -> None:
-    """Refuse a cluster whose accelerators would stand idle while all runs on CPUs.
+    """Refuse a cluster whose accelerators would be idle while the run uses CPUs.
 
     Args:
-        resources: Of the cluster, as Ray names them. AMD's GPUs are `GPU` too.
+        resources: Ray's resources of the cluster. AMD's GPUs are `GPU` too.
 
     Raises:
-        ConfigError: it has some that are no GPUs, and no GPU.
+        ConfigError: the cluster has unsupported accelerators and no GPU.
     """
     found = [name for name in OTHERS if resources.get(name)]
     if found and not resources.get("GPU"):
@@ -49,14 +50,15 @@ def check_accelerators(resources: Mapping[str, float]) -> None:
 
 
 def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this machine") -> None:
-    """Refuse GPUs that torch cannot use, which else would go by without a word: all runs on CPUs.
+    """Refuse GPUs that torch cannot use; otherwise the run would silently use CPUs.
 
     Args:
-        gpus: Those that nvidia-smi or Ray finds there.
-        use_gpu: `learner.use_gpu`; where it is auto, a torch that is built for CPUs is a choice.
+        gpus: Number of GPUs that nvidia-smi or Ray finds.
+        use_gpu: `learner.use_gpu`. With auto, a torch built for CPUs is accepted as a choice.
+        where: Name of the machine, for the message.
 
     Raises:
-        ConfigError: torch finds none of them.
+        ConfigError: torch finds no GPU.
     """
     import torch
 
@@ -64,7 +66,7 @@ def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this 
     if not gpus or is_choice or torch.cuda.is_available():
         return
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # raises with the reason why torch cannot use the GPUs
         reason = "it finds no device"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
@@ -77,10 +79,10 @@ def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this 
 
 
 def check_granted() -> None:
-    """The same on a learner worker, of the GPUs that Ray has given it.
+    """Refuse a learner worker whose torch cannot use the GPUs that Ray has assigned to it.
 
     Raises:
-        ConfigError: torch finds none of them.
+        ConfigError: torch finds no GPU.
     """
     import ray
 
@@ -91,10 +93,10 @@ def check_granted() -> None:
 
 
 def check_capability(dtype: str) -> None:
-    """Refuse a GPU that has no bfloat16; called in a process that is to compute on it.
+    """Refuse a GPU without bfloat16. Call this in a process that will use the GPU.
 
     Raises:
-        ConfigError: its compute capability is too low.
+        ConfigError: the GPU's compute capability is too low.
     """
     import torch
 
@@ -110,13 +112,14 @@ def check_capability(dtype: str) -> None:
 
 
 def check_choice(*, has_devices: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a flag that would leave Ray Train's workers without a device.
+    """Refuse a NOSET flag that would leave Ray Train's workers without devices.
 
     Args:
-        has_devices: The cluster has accelerators.
+        has_devices: Whether the cluster has accelerators.
+        environ: Environment variables.
 
     Raises:
-        ConfigError: a flag is set, and its variable is not.
+        ConfigError: a flag is set, but its variable is not.
     """
     for variable, flag in NOSET.items():
         if has_devices and _is_set(environ, flag) and not environ.get(variable):
@@ -128,11 +131,11 @@ def check_choice(*, has_devices: bool, environ: Mapping[str, str] = os.environ) 
 
 
 def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
-    """Environment that shows a process these devices, whatever Ray would show it.
+    """Return the environment that makes these devices visible to a process, overriding Ray.
 
     Args:
-        ids: As Ray numbers the devices of the node; none: nothing is said.
-        is_rocm: torch was built for ROCm.
+        ids: Ray's device ids on the node. Without ids the environment is empty.
+        is_rocm: Whether torch was built for ROCm.
     """
     if not ids:
         return {}
@@ -141,10 +144,12 @@ def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
 
 
 def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment of a process that a NOSET flag shows all devices, for those that are its own.
+    """Return the environment that narrows a NOSET flag's visible devices to a process's own.
 
     Args:
-        ids: What Ray has reserved for it; none: it takes turns on devices that it was told.
+        ids: Devices that Ray has reserved for the process. Without ids the environment is empty,
+            because the process shares devices that it was given explicitly.
+        environ: Environment variables.
     """
     return {
         variable: ",".join(ids)
@@ -154,7 +159,7 @@ def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dic
 
 
 def together(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Environment that shows a process the devices of several (`shown`), in that order."""
+    """Join several environments of `shown` into one with all their devices, in this order."""
     first, *_ = environments
     joined = {
         variable: ",".join(environment[variable] for environment in environments)

@@ -1,13 +1,16 @@
-"""Garbage collection of the placement groups of runs that share a cluster, as trials do.
+"""Garbage collection of placement groups of runs that share a cluster, like trials of a sweep.
 
-A janitor removes the groups whose holder has died: Ray keeps a group that an actor made until the
-whole job ends, and a trial that Ray Tune kills has no chance to clean up. It also lets one run at a
-time reserve: of two that held one group each, both might wait for their second one.
+A janitor removes the groups whose holder has died: Ray keeps a group that an actor created until
+the job ends, and a trial that Ray Tune kills cannot clean up. It also serialises reservations: two
+runs that hold one group each could deadlock, both waiting for their second one.
 
-A sweep has one janitor for all of its trials, owned by its driver. Every other run that a task or
-an actor of Ray starts has one of its own, which is detached and ends itself after the run. Ray
-Train's PlacementGroupCleaner knows only the learner workers' group, and was seen to live on for
-minutes after its run.
+A sweep has one janitor for all trials, owned by its driver. Every other run that a Ray task or
+actor starts has its own janitor, which is detached and ends itself after the run. Ray Train's
+PlacementGroupCleaner knows only the learner workers' group, and was seen to outlive its run by
+minutes.
+
+Threads: Ray calls the actor's methods concurrently. A daemon thread checks the leases once a
+second. A lock guards the lists, but `take_turn` also runs a health check while it holds the lock.
 """
 
 from __future__ import annotations
@@ -23,21 +26,22 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from raypo.cluster.actors import is_alive
 
 LOOK_EVERY_S = 1.0
+"""Interval of the health checks of leases."""
 
 
 class Janitor:
-    """Watches leases: actors that die with the process that started them. A zero-CPU actor."""
+    """Zero-CPU actor that watches leases; a lease is an actor that dies with its run's process."""
 
     def __init__(self, until: ActorHandle | None = None) -> None:
-        """Hold nothing yet.
+        """Start the thread that watches leases.
 
         Args:
-            until: The lease of the one run that it is for, after which it ends its own process.
+            until: Lease after whose death the janitor ends its own process. None means never.
         """
         self._until = until
         self._held: list[tuple[ActorHandle, PlacementGroup]] = []
         self._turn: tuple[str, ActorHandle] | None = None
-        """Which run is reserving, and its lease."""
+        """Run that is reserving, and its lease."""
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, name="raypo-janitor", daemon=True).start()
 
@@ -47,9 +51,12 @@ class Janitor:
             self._held.append((lease, group))
 
     def take_turn(self, run: str, lease: ActorHandle) -> bool:
-        """Whether the run may reserve now, until `end_turn`; whatever it left before is gone then.
+        """Try to start a run's turn to reserve. Groups of dead leases are removed before.
 
-        Its turn also ends where its lease dies.
+        The turn lasts until `end_turn`, or until the run's lease dies.
+
+        Returns:
+            False if another run is reserving.
         """
         self._remove_dead()
         with self._lock:
@@ -59,13 +66,13 @@ class Janitor:
             return not is_taken
 
     def end_turn(self, run: str) -> None:
-        """The run holds all that it needs."""
+        """End the run's turn: it holds all its groups."""
         with self._lock:
             if self._turn is not None and self._turn[0] == run:
                 self._turn = None
 
     def close(self) -> None:
-        """Remove every group that is still held: all leases are at their end."""
+        """Remove all groups that are still held, after all runs have ended."""
         with self._lock:
             held, self._held = self._held, []
         for _, group in held:
@@ -98,13 +105,14 @@ def start_janitor(*, until: ActorHandle | None = None) -> ActorHandle:
     """Start a janitor that lives as long as this process.
 
     Args:
-        until: A run's lease. If given, the janitor outlives this process and ends after the lease.
+        until: Lease of a run. If given, the janitor is detached from this process and ends after
+            the lease.
     """
     janitor: Any = ray.remote(Janitor).options(
         num_cpus=0,
         max_concurrency=16,
         lifetime=None if until is None else "detached",
-        # Not in the placement group of a Tune trial, whose removal kills every actor in it.
+        # Keep it out of a Tune trial's placement group, whose removal kills every actor in it.
         scheduling_strategy="DEFAULT",
     )
     return janitor.remote(until)

@@ -1,4 +1,9 @@
-"""A run's messenger: workers tell what happens, the driver shows it and may ask for a stop."""
+"""Monitor of a run: workers send events to the driver, and the driver may request a stop.
+
+Processes: the monitor is an actor that the driver owns. Rank 0 sends events without waiting; the
+driver polls them with `drain`. Workers query `stop_requested`. Other processes of the cluster query
+`standing`. The actor runs one method at a time, so it needs no lock.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ from raypo.cluster.actors import start_named
 
 
 class Monitor:
-    """Events on their way to the driver, and the driver's wish to stop. A zero-CPU actor."""
+    """Zero-CPU actor that buffers events for the driver and holds its request to stop."""
 
     def __init__(self, about: Mapping[str, Any] | None = None) -> None:
         self._about = dict(about or {})
@@ -30,30 +35,30 @@ class Monitor:
         self._driver: list[dict[str, float]] = []
 
     def tell(self, kind: str, content: Any) -> None:
-        """Keep an event for the driver."""
+        """Buffer an event for the driver."""
         self._events.append((kind, content))
-        if kind in ("start", "step"):  # `start` says the first step, of a run that goes on a later
+        if kind in ("start", "step"):  # `start` has the first step, which is not 1 after a resume
             self._metrics = content if kind == "step" else {"step": content - 1}
             self._changed_at = time.time()
 
     def standing(self) -> dict[str, Any]:
-        """How the run stands: what `about` says, `metrics` of its last step, and `changed_at`.
+        """Return the run's status: `about`, `metrics` of its last step, and `changed_at`.
 
-        The last is when that step ended, or when the run began; seconds since 1970.
+        `changed_at` is when that step ended, or when the run began, in seconds since 1970.
         """
         return {**self._about, "metrics": self._metrics, "changed_at": self._changed_at}
 
     def drain(self, memory: dict[str, float]) -> list[tuple[str, Any]]:
-        """The events since the last call, in order.
+        """Return the events since the last call, in order.
 
         Args:
-            memory: Of the driver, as `raypo.metrics.process_memory` says.
+            memory: Memory of the driver, from `raypo.metrics.process_memory`.
         """
         events, self._events, self._driver = self._events, [], [memory]
         return events
 
     def driver_memory(self) -> list[dict[str, float]]:
-        """What the driver last said of its memory; empty before."""
+        """Return the driver's memory as of its last `drain`; empty before the first one."""
         return self._driver
 
     def request_stop(self) -> None:
@@ -61,22 +66,22 @@ class Monitor:
         self._stop = True
 
     def stop_requested(self) -> bool:
-        """Whether the driver wants the run to stop."""
+        """Return True if the driver has requested a stop."""
         return self._stop
 
     def begin_attempt(self, group: PlacementGroup | None) -> float:
-        """Note that learner workers have begun, in this placement group.
+        """Record that learner workers have started, in this placement group.
 
         Returns:
-            Seconds since the run began that no worker has counted: of a later attempt none, for
-            the checkpoint that it resumes from holds what the first one has counted.
+            Seconds before the workers of the first attempt started. 0 for later attempts, because
+            the checkpoint that they resume from includes the time.
         """
         waited_s = 0.0 if self._attempts else time.monotonic() - self._made
         self._attempts, self._group = self._attempts + 1, group
         return waited_s
 
     def end_attempt(self) -> tuple[int, PlacementGroup | None]:
-        """How many attempts there were, and the group of the last; None: it was not begun."""
+        """Return the number of attempts, and the last one's group; None if it had not started."""
         group, self._group = self._group, None
         return self._attempts, group
 
@@ -86,30 +91,32 @@ class Monitor:
 
 _PREFIX, _SUFFIX = "raypo:", ":monitor"
 ANSWER_TIMEOUT_S = 5.0
-"""How long the monitors of other runs may take to say how these stand."""
+"""Timeout of a status query to other runs' monitors."""
 
 
 def start_monitor(run: str, *, about: Mapping[str, Any] | None = None) -> ActorHandle:
-    """The monitor of a run, owned by this process.
+    """Start the monitor of a run, owned by this process.
 
     Args:
-        about: `recipe`, `location` and `num_steps` of the run, for who asks the cluster.
+        run: Name of the run.
+        about: `recipe`, `location` and `num_steps` of the run, for status queries.
     """
     name, kwargs = f"{_PREFIX}{run}{_SUFFIX}", {"about": dict(about or {})}
     return start_named(Monitor, name, options={"num_cpus": 0}, kwargs=kwargs)
 
 
 def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
-    """The runs of the cluster that this process is connected to, and what their monitors say.
+    """Return the runs of the connected cluster, in all namespaces, with their monitors' status.
 
-    Those of all namespaces; one that does not answer says nothing.
+    Runs whose monitor does not answer in time are left out.
     """
     asked: dict[Any, str] = {}
-    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)  # typed as texts
+    # Ray's annotation says list[str], but with all namespaces these are dicts.
+    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
     for actor in named:
         name = str(actor["name"])
         if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
-            with suppress(ValueError):  # ended meanwhile
+            with suppress(ValueError):  # the actor has ended since
                 answer = ray.get_actor(name, actor["namespace"]).standing.remote()
                 asked[answer] = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     if asked:
@@ -122,40 +129,40 @@ def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
 
 
 class MonitorClient:
-    """A worker's end of the monitor; silent where there is none or on other ranks than 0."""
+    """Worker's client of the monitor. It does nothing without one, as on ranks other than 0."""
 
     def __init__(self, monitor: ActorHandle | None) -> None:
         self._monitor = monitor
 
     def begin_attempt(self, group: PlacementGroup | None) -> float:
-        """Tell that the learner workers have begun; seconds that the run took before that."""
+        """Report that the learner workers have started; see `Monitor.begin_attempt`."""
         if self._monitor is None:
             return 0.0
         (waited_s,) = ray.get([self._monitor.begin_attempt.remote(group)])
         return waited_s
 
     def phase(self, text: str) -> None:
-        """What is going on now."""
+        """Report the current phase."""
         self._tell("phase", text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step that has ended."""
+        """Report the metrics of a step that has ended."""
         self._tell("step", dict(metrics))
 
     def start(self, first_step: int) -> None:
-        """The first step, counted from 1, is about to begin."""
+        """Report the first step, counted from 1, before it begins."""
         self._tell("start", first_step)
 
     def message(self, text: str) -> None:
-        """A line for people."""
+        """Report a line of text for the user."""
         self._tell("message", text)
 
     def stop_requested(self) -> bool:
-        """Whether the driver wants the run to stop."""
+        """Return True if the driver has requested a stop."""
         return self._monitor is not None and bool(ray.get(self._monitor.stop_requested.remote()))
 
     def driver_memory(self) -> list[dict[str, float]]:
-        """What the driver last said of its memory; empty where there is none."""
+        """Return the driver's last reported memory; empty without a monitor."""
         return [] if self._monitor is None else ray.get(self._monitor.driver_memory.remote())
 
     def _tell(self, kind: str, content: Any) -> None:

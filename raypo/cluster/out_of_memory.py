@@ -1,4 +1,4 @@
-"""What to do when memory runs out, told with the error."""
+"""Out-of-memory errors that name the config keys to change."""
 
 from __future__ import annotations
 
@@ -26,27 +26,31 @@ FROZEN_REMEDY = (
 _SIGNS = (
     "out of memory",
     "can't allocate memory",  # torch on a CPU
-    "no available memory for the cache blocks",  # vLLM, as the next two
+    "no available memory for the cache blocks",  # vLLM, like the next two
     "less than desired gpu memory utilization",
     "is larger than the available kv cache memory",
 )
 
 
 class OutOfMemory(RuntimeError):
-    """A device or the machine has too little memory for what was asked."""
+    """A device or the machine ran out of memory."""
 
 
 @contextmanager
 def memory_advice(who: str, remedy: str) -> Iterator[None]:
-    """Say who was short of memory, and what to change.
+    """Replace out-of-memory errors by one that names the process and the remedy.
+
+    Args:
+        who: Name of the process or model, for the message.
+        remedy: Sentence that says which keys to change.
 
     Raises:
-        OutOfMemory: in the place of whatever torch or vLLM said.
+        OutOfMemory: torch or vLLM ran out of memory.
     """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError, ValueError) as error:
-        # What a replica says of itself is explained already.
+        # Errors of a replica already contain its own advice.
         if isinstance(error, OutOfMemory | DeploymentError) or not _is_about_memory(error):
             raise
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else "no details"

@@ -1,4 +1,4 @@
-"""What the nodes of a running cluster have."""
+"""Nodes of a running cluster and their resources."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from raypo.plan.placement import Resources
 
 
 def alive_nodes() -> list[Resources]:
-    """Resources of the nodes of the connected cluster."""
+    """Return the resources of each node that is alive in the connected cluster."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def cluster_nodes(section: ClusterSection) -> list[Node]:
-    """The nodes that are alive; joins the cluster for as long as it takes to ask.
+    """Return the nodes of a cluster that are alive; connect to it only for this query.
 
     Raises:
-        ConfigError: nothing listens at the address.
+        ConfigError: no Ray answers at the address, or it refuses the token.
     """
     connected_here = connect(section)
     try:
@@ -31,7 +31,7 @@ def cluster_nodes(section: ClusterSection) -> list[Node]:
 
 
 def describe(name: str, resources: Resources) -> Node:
-    """A node by its Ray resources; Ray's `memory` leaves out what its object store takes."""
+    """Convert a node's Ray resources; its RAM is Ray's `memory` plus the object store."""
     kinds = [key.split(":")[1] for key in resources if key.startswith("accelerator_type:")]
     gpu = next(filter(None, map(gpu_of, kinds)), None)
     ram = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)

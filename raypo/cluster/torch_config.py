@@ -1,6 +1,6 @@
-"""Ray Train's set-up of torch on workers with GPUs, which looks at these first.
+"""Ray Train's torch backend, with a check of the workers' GPUs.
 
-Ray Train's controller imports this module: it takes no model code.
+Ray Train's controller imports this module, so it must not import model code.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ _Usual: Any = TorchConfig().backend_cls
 
 
 class CheckedBackend(_Usual):
-    """Workers whose torch cannot use their GPUs say why; NCCL would only say that it finds none."""
+    """Backend that explains why torch cannot use a GPU; NCCL would only say that it finds none."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Called by the controller before it connects the workers."""
+        """Check the GPUs of all workers, before the controller connects them."""
         worker_group.execute(check_granted)
         super().on_start(worker_group, backend_config)
 
 
 class CheckedTorchConfig(TorchConfig):
-    """Ray Train's, of workers with GPUs."""
+    """Ray Train's TorchConfig with `CheckedBackend`, for workers with GPUs."""
 
     @classmethod
     def of(cls, given: TorchConfig | None) -> TorchConfig:
-        """The same values; a kind of the user's own stays as it is."""
+        """Copy the values of a TorchConfig; the user's own subclass is returned unchanged."""
         if given is None:
             return cls()
         return cls(**asdict(given)) if type(given) is TorchConfig else given
 
     @property
     def backend_cls(self) -> Any:
-        """What sets up the workers' process group."""
+        """Backend that sets up the workers' process group."""
         return CheckedBackend

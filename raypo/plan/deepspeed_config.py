@@ -1,4 +1,4 @@
-"""How DeepSpeed is set up, and what of that decides over memory."""
+"""DeepSpeed's config, and the part of it that determines memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_LIVE = 1_000_000_000
 
 @dataclass(frozen=True)
 class Sharding:
-    """How DeepSpeed holds a model that is trained: what its config says of memory."""
+    """The settings of a DeepSpeed config that determine the memory of a trained model."""
 
     stage: int
     workers: int = 1
@@ -33,7 +33,7 @@ class Sharding:
     def of(
         cls, section: WorkersSection, *, dtype: str, num_workers: int, on_gpu: bool = False
     ) -> Sharding:
-        """Read it from the DeepSpeed config that the workers will get."""
+        """Read the settings from the DeepSpeed config that the workers will get."""
         config = deepspeed_config(section, dtype=dtype, num_workers=num_workers, on_gpu=on_gpu)
         zero = config["zero_optimization"]
 
@@ -53,11 +53,12 @@ class Sharding:
 
     @property
     def overlaps(self) -> bool:
-        """Gradients are summed during the backward pass: stage 2 then has a second bucket.
+        """True if gradients are reduced during the backward pass.
 
-        Only where streams and several workers are: a worker alone sums nothing. Below stage 2
-        DeepSpeed refuses it together with unmanaged accumulation.
+        Stage 2 then has a second bucket. The default is True only on GPUs, which have streams, with
+        several workers: a single worker reduces nothing.
         """
+        # Below stage 2 DeepSpeed refuses overlap together with unmanaged accumulation.
         if self.stage < OVERLAPPED_STAGE:
             return False
         is_default = self.overlap_comm is None
@@ -77,18 +78,16 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Generate the DeepSpeed config and merge `learner.deepspeed` over it.
 
-    A single worker shards nothing: its stages 1 and 2 are stage 0, whose updates are the same, and
-    whose gradients are not copied into buckets and partitions.
-
-    In bfloat16 sums over micro-batches and master weights are float32 at every stage. DeepSpeed's
-    own stage 0 cannot: FP16_UnfusedOptimizer sums in bfloat16, and its first Adam updates are too
-    small. So stage 0 is DeepSpeed's stage 1 there, whose updates are the same; and what stage 1
-    sends at the end of a step are sums, which must not be rounded. Stages 2 and 3 send each
-    micro-batch's gradients, which are bfloat16 already, and add what arrives in float32.
+    In bfloat16, master weights and gradient sums over micro-batches are float32 at every stage.
+    DeepSpeed's own stage 0 cannot do that: FP16_UnfusedOptimizer sums in bfloat16, and its first
+    Adam updates are too small. So stage 0 runs as DeepSpeed's stage 1, whose updates are the same.
 
     Args:
-        on_gpu: The workers have GPUs, whose streams can sum gradients during the backward pass.
+        on_gpu: Whether the workers have GPUs, whose streams can reduce gradients during the
+            backward pass.
     """
+    # A single worker shards nothing. Stages 1 and 2 would give the same updates as stage 0, but
+    # copy gradients into buckets and partitions.
     is_alone = num_workers == 1 and section.zero_stage < 3
     stage = 0 if is_alone and not section.deepspeed.get("zero_optimization") else section.zero_stage
     generated: dict[str, Any] = {
@@ -112,8 +111,11 @@ def deepspeed_config(
     zero = config["zero_optimization"]
     if dtype == "bfloat16" and zero["stage"] <= 1:
         zero["stage"] = 1
+        # Stage 1 communicates sums at the end of a step, which must not be rounded. Stages 2 and 3
+        # communicate each micro-batch's gradients, which are bfloat16 already, and add in float32.
         config.setdefault("communication_data_type", "fp32")
-    # Last, for the rule needs the stage that DeepSpeed will see. Null would be true at stage 3.
+    # This comes last because the rule needs the stage that DeepSpeed will see. At stage 3 DeepSpeed
+    # would take null as true.
     if zero.get("overlap_comm") is None:
         told = Sharding(int(zero["stage"]), num_workers, on_gpu=on_gpu)
         zero["overlap_comm"] = told.overlaps

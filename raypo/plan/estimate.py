@@ -1,4 +1,4 @@
-"""From a config and the shapes of its models to the memory of each role, and of each device."""
+"""Predict the memory of each role of a run from its config and the shapes of its models."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ RUNTIME = {
     "cpu": {"learner": 700 * 10**6, "engine": 1100 * 10**6, "frozen": 600 * 10**6},
     "cuda": {"learner": 600 * 10**6, "engine": 600 * 10**6, "frozen": 600 * 10**6},
 }
-"""Bytes of a process that holds no model yet: imports on CPU, the CUDA context and its libraries'
-workspaces on a GPU. Measured on CPU (runs of a tiny model: a learner worker 0.71 GB, a reference
-0.56 GB; tests/benchmarks/test_memory.py); a usual number on GPUs."""
+"""Bytes of a process before it loads a model: imports on CPU, the CUDA context and library
+workspaces on GPU. The CPU numbers are measured with a tiny model (learner worker 0.71 GB, reference
+model 0.56 GB; tests/benchmarks/test_memory.py); the GPU numbers are typical values."""
 SEVERAL_ON_CPU = {"worker": 900 * 10**6, "asks": 750 * 10**6}
-"""Of a vLLM in several processes: each of them, and the one beside that asks them. Measured."""
+"""Bytes of vLLM with several processes on CPU (measured): each worker process, and the process that
+sends them requests."""
 HOST_RUNTIME = 2 * 10**9
-"""RAM of a process that works on a GPU: imports and CUDA's libraries."""
+"""RAM of a process that uses a GPU: imports and CUDA's libraries."""
 RAY_BYTES = 10**9
 """RAM of Ray's own processes on a node."""
 CPU_HEAP = 1.4
-"""Resident bytes a byte of activations on CPU: glibc's heap keeps what is freed (measured)."""
+"""Resident bytes per byte of activations on CPU (measured): glibc's heap keeps freed memory."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,16 @@ class Models:
     references: dict[str, ModelShape]
     """Reference models by role."""
     rewards: dict[str, ModelShape]
-    """Reward models by role; they are read without a language-model head."""
+    """Reward models by role; they are loaded without a language-model head."""
 
     @property
     def frozen(self) -> dict[str, ModelShape]:
-        """Reward models and references, by role."""
+        """Reward models and reference models, by role."""
         return self.rewards | self.references
 
     @classmethod
     def read(cls, config: AnyConfig) -> Models:
-        """The shapes read from folders or the hub; the same path is read once."""
+        """Read the shapes from folders or the hub, each path once."""
         read: dict[str, ModelShape] = {}
 
         def shape(key: str, path: str) -> ModelShape:
@@ -93,7 +94,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Role:
-    """One kind of process."""
+    """A kind of process and its memory."""
 
     name: str
     memory: Memory
@@ -106,7 +107,7 @@ class Learned:
     name: str
     shape: ModelShape
     weights: int
-    """Elements of all it has, its head included."""
+    """Number of elements, head included."""
 
 
 def roles_of(
@@ -116,7 +117,7 @@ def roles_of(
     device: Device,
     gpu_bytes: int | None,
 ) -> list[Role]:
-    """Each kind of process with its memory; replicas of one kind are alike."""
+    """Return each kind of process with its memory; replicas of one kind need the same."""
     roles = [Role(name, memory) for name, memory in _learners(config, models, sharding, device)]
     for role in served_roles(config, num_workers=1, use_gpu=device == "cuda"):
         if role.kind == "engine":
@@ -131,7 +132,7 @@ def roles_of(
 def _learners(
     config: AnyConfig, models: Models, sharding: Sharding, device: Device
 ) -> Iterator[tuple[str, Memory]]:
-    """The learner workers: of both models, or of policy and critic each."""
+    """Yield the learner workers: one kind for both models, or one each for policy and critic."""
     policy, critic = models.policy, models.critic
     weights = policy.parameters
     if isinstance(config, RewardModelConfig):
@@ -162,10 +163,10 @@ def _learner(
     sharding: Sharding,
     device: Device,
 ) -> Memory:
-    """A learner worker under DeepSpeed.
+    """Return the memory of a learner worker under DeepSpeed.
 
-    One that learns from examples has a reference of its own while that is asked, before the first
-    update, and no engine that it must push all weights to.
+    A worker that learns from examples loads the reference model itself, before the first update.
+    Its pushes to an engine, if it has one, are not counted.
     """
     itemsize, first = ITEMSIZE[config.model.dtype], learned[0].shape
     has_words = learned[0].name == "policy" and not isinstance(config, RewardModelConfig)
@@ -209,7 +210,7 @@ def _learner(
         if device == "cuda":
             result.host |= pushed
         elif sharding.stage < 3 and not config.model.lora:
-            pushed = {"push bucket": 0}  # it goes to the store from where it lies
+            pushed = {"push bucket": 0}  # the weights go into the object store without a copy
         result.phases |= {"push": pushed, "probe": log_probs}
     return result
 
@@ -217,10 +218,10 @@ def _learner(
 def _loaded_whole(
     config: AnyConfig, learned: Sequence[Learned], sharding: Sharding, held: Bytes
 ) -> int:
-    """Bytes that the largest model takes before stage 3 cuts it, beyond what is held afterwards.
+    """Return the bytes that loading the largest model takes beyond what is held afterwards.
 
-    DeepSpeed moves a whole model to its device; those of `learner.trained_model.in_shares` it does
-    not get whole.
+    Before stage 3 shards a model, DeepSpeed moves all of it to the device, except a model that
+    `learner.trained_model.in_shares` loads in shards.
     """
     apart = config.learner.total_workers > config.learner.num_workers
     in_shares = sharding.workers > 1 and not apart and not isinstance(config, RewardModelConfig)
@@ -231,7 +232,7 @@ def _loaded_whole(
 
 
 def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
-    """The largest micro-batch of an update on one of so many workers, and of passes before it."""
+    """Return a worker's largest micro-batch in an update, and in the passes before the update."""
     if isinstance(config, OnlineConfig):
         rows = config.rows_per_update, config.responses_per_step
         return _batch(config, rows[0], workers), _batch(config, rows[1], workers)
@@ -249,7 +250,7 @@ def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
 def _logits(
     config: AnyConfig, shape: ModelShape, batch: Batch, device: Device, *, learns: bool = False
 ) -> int:
-    """Bytes of the logits that a head makes at a time, and of its gradient where it learns."""
+    """Return the bytes of a chunk of logits, and of the head's gradient if `learns`."""
     return memory.logits(
         shape,
         batch,
@@ -261,7 +262,7 @@ def _logits(
 
 
 def _trained(config: AnyConfig, model: Learned) -> tuple[int, int]:
-    """Elements that a model trains, and of the largest tensor among them."""
+    """Return the number of trained elements, and the elements of the largest trained tensor."""
     lora, shape = config.model.lora, model.shape
     if lora is None:
         return model.weights, shape.largest_tensor
@@ -272,9 +273,9 @@ def _trained(config: AnyConfig, model: Learned) -> tuple[int, int]:
 
 
 def adapter_weights(lora: LoraSection, shape: ModelShape) -> int:
-    """Elements of an adapter of a model: rank * (in + out) for each linear layer that has one.
+    """Return the elements of a LoRA adapter: rank * (in + out) for each adapted linear layer.
 
-    Where the config names layers that `linears` does not know, all of them are taken to have one.
+    If the config names layers that are not in `linears`, all linear layers are counted as adapted.
     """
     linears, targets = shape.linears, lora.target_modules
     if targets != "all-linear" and linears.keys() >= set(targets):
@@ -289,7 +290,7 @@ def _frozen(
     device: Device,
     gpu_bytes: int | None,
 ) -> Memory:
-    """A reference, or a reward model, which is read without a language-model head."""
+    """Return the memory of a reference model or a reward model (without language-model head)."""
     assert isinstance(config, OnlineConfig)
     assert isinstance(role.section, FrozenSection)
     itemsize, head = ITEMSIZE[config.model.dtype], role.kind == "reference"
@@ -313,7 +314,7 @@ def engine(
     device: Device,
     gpu_bytes: int | None,
 ) -> Memory:
-    """A vLLM engine on one of its devices, or its process there."""
+    """Return the memory of a vLLM engine on one of its devices, or of one of its CPU processes."""
     itemsize = ITEMSIZE[config.model.dtype]
     section, lora = config.rollout.engine, config.model.lora
     sequences = sequences_at_once(section, gpu_bytes)
@@ -335,7 +336,7 @@ def engine(
 
 
 def sequences_at_once(section: EngineSection, gpu_bytes: int | None) -> int:
-    """Most sequences that each engine samples at a time."""
+    """Return the maximum number of sequences that an engine samples at a time."""
     return section.extra.get("max_num_seqs") or engine_sequences(gpu_bytes)
 
 
@@ -349,10 +350,10 @@ def _in_vllm(
     max_model_len: int,
     more: Bytes | None = None,
 ) -> Memory:
-    """vLLM takes `gpu_memory_fraction` of a GPU, and what it leaves free of that is KV cache."""
+    """Return the memory of vLLM: on a GPU the KV cache fills up `gpu_memory_fraction`."""
     size = section.tensor_parallel
     runtime = RUNTIME[device]["engine"]
-    if device == "cpu" and size > 1:  # each bears its part of the process that asks them
+    if device == "cpu" and size > 1:  # each has its share of the process that sends requests
         runtime = SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["asks"] // size
     held: Bytes = {"runtime": runtime, "weights": weights // size, **(more or {})}
     if isinstance(section, EngineSection) and section.kv_cache_gb is not None:
@@ -367,14 +368,14 @@ def _in_vllm(
 
 
 def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bool:
-    """Whether whole weights go through the object store.
+    """Return whether weights are pushed through Ray's object store.
 
     Raises:
-        ConfigError: `rollout.engine.transport` cannot work on such devices.
+        ConfigError: `rollout.engine.transport` does not work on these devices.
     """
     lora = config.model.lora
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
-        return True  # the base, beside adapters
+        return True  # the base model, in addition to the adapters
     transport = config.rollout.engine.resolved_transport(
         colocated=config.placement.group_of("engine") == "colocated",
         use_gpu=device == "cuda",
@@ -384,12 +385,12 @@ def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bo
 
 
 def max_model_len(config: OnlineConfig | PolicyExamplesConfig) -> int:
-    """Most tokens of prompt and response together."""
+    """Return the maximum number of tokens of a prompt and its response."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def _batch(config: OnlineConfig, rows: int, workers: int) -> Batch:
-    """The largest micro-batch on one of so many workers, of so many responses over all of them."""
+    """Return the largest micro-batch of a worker, given the responses of all workers together."""
     return memory.worst_batch(
         max_tokens=config.learner.microbatch_tokens,
         max_rows=-(-rows // workers),
@@ -400,8 +401,9 @@ def _batch(config: OnlineConfig, rows: int, workers: int) -> Batch:
 
 
 def _update(device: Device, gathered: int, saved: int, made: int, step: int) -> Bytes:
-    """Activations and logits are gone when the optimizer steps, but the heap on CPU keeps them."""
+    """Return what an update adds at its peak: during a backward pass or the optimizer's step."""
     if device == "cpu":
+        # Activations are freed before the optimizer steps, but the heap keeps them.
         kept = int(CPU_HEAP * saved)
         added = {"logits": made} if made >= step else {"gradient copies": step}
         return _named(gathered, {"activations": kept, **added})

@@ -1,4 +1,4 @@
-"""The plan of a run: bundles on nodes, memory of roles and devices, whether it fits, what helps."""
+"""The plan of a run: bundles on nodes, memory of roles and devices, remedies if it is too large."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from raypo.plan.placement import (
 from raypo.plan.sizes import cpu_sequence_bytes
 
 USABLE = 0.95
-"""Share of a device that is planned with: Ray kills workers above 95 % of a node's RAM, and torch's
-allocator loses as much of a GPU to fragments."""
+"""Usable share of a device's memory: Ray kills workers above 95 % of a node's RAM, and torch's
+allocator loses about as much of a GPU to fragmentation."""
 SIDE_BY_SIDE = 0.85
-"""Share of a GPU that `auto` may fill: predictions are good to about 15 %, and a run that does not
-fit fails, where one that takes turns is only slower."""
+"""Share of a GPU that `auto` may fill. Predictions are good to about 15 %; a run that does not fit
+fails, but a run whose models take turns on the GPU is only slower."""
 GPU_MICROBATCHES = (16384, 8192, 4096)
-"""Tokens that `learner.max_tokens_per_microbatch: auto` chooses from, the fastest first: a pass of
-a small model over fewer tokens takes as long as its kernels' launches."""
+"""Candidates of `learner.max_tokens_per_microbatch: auto`, the fastest first. With fewer tokens a
+small model is limited by kernel launches."""
 CHOICES = (
     (0, False, False),
     (1, False, False),
@@ -57,40 +57,40 @@ CHOICES = (
 )
 """ZeRO stage, optimizer off-loaded, weights off-loaded."""
 OFF_LOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-"""Of `learner.deepspeed`: the optimizer in RAM."""
+"""Values of `learner.deepspeed` that off-load the optimizer to RAM."""
 MAX_REMEDIES = 3
 MOMENTS = {phase.value: phase for phase in Phase if phase != Phase.LEARN} | {
     "load": Phase.LEARN,
     "log_probs": Phase.LEARN,
     "update": Phase.LEARN,
 }
-"""What a role's memory is stated for, and the phase in which it is."""
+"""Moment for which a role states its memory -> the phase that contains the moment."""
 
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """What a GPU or a node's RAM must hold at its worst moment."""
+    """Peak memory of a GPU or of a node's RAM."""
 
     name: str
     phase: str
     needed: int
     available: int | None
-    """Bytes; None: not stated."""
+    """Bytes. None means unknown."""
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU's memory, and not a node's RAM."""
+        """True for a GPU's memory, False for a node's RAM."""
         return not self.name.endswith("RAM")
 
     @property
     def fits(self) -> bool:
-        """Whether it stays below the usable share."""
+        """True if the load stays within the usable share, or the memory is unknown."""
         return self.available is None or self.needed <= USABLE * self.available
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one way to shard would need on the fullest device and the fullest node."""
+    """A way to shard the learner's models, with its loads on the fullest device and node."""
 
     sharding: Sharding
     is_chosen: bool
@@ -100,30 +100,30 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on some nodes: everything that `raypo plan` prints."""
+    """A run laid out on nodes: everything that `raypo plan` prints."""
 
     config: AnyConfig
     nodes: Sequence[Node]
     device: Device
-    """Where the models live."""
+    """Kind of device that holds the models."""
     models: Models
     bundles: list[PlacedBundle]
     decisions: tuple[str, ...] = ()
-    """Which value each `auto` has become, and why, a sentence each."""
+    """One sentence for each `auto`: the value chosen, and why."""
 
     @property
     def fits(self) -> bool:
-        """Whether the run can be started."""
+        """True if the run can be started."""
         return not self.problems
 
     @property
     def holds(self) -> bool:
-        """Whether every device holds its part; does not search for what would help."""
+        """True if every device has enough memory. Cheaper than `fits`: it searches no remedies."""
         return not any(_impossible(self)) and all(load.fits for load in self.loads)
 
     @cached_property
     def problems(self) -> list[str]:
-        """One sentence each: key (value): rule. remedy."""
+        """Reasons why the run cannot start, each as `key (value): rule. remedy.`"""
         problems = [*_impossible(self), *self._torn_apart()]
         full = [load for load in self.loads if not load.fits]
         if full:
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """What `auto` has become, and what was not known."""
+        """Values chosen for `auto`, and quantities that were unknown."""
         notes = list(self.decisions)
         if not self.models.policy.is_exact:
             notes.append("model.policy has no weights here: its size is computed from config.json")
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def sharding(self) -> Sharding:
-        """How the learner holds its models."""
+        """Sharding of the learner's models."""
         learner, dtype = self.config.learner, self.config.model.dtype
         return Sharding.of(
             learner, dtype=dtype, num_workers=learner.num_workers, on_gpu=self.device == "cuda"
@@ -159,25 +159,25 @@ class Plan:
 
     @property
     def roles(self) -> list[Role]:
-        """Each kind of process with its memory."""
+        """Kinds of processes, each with its memory."""
         return roles_of(self.config, self.models, self.sharding, self.device, self.gpu_bytes)
 
     @cached_property
     def loads(self) -> list[DeviceLoad]:
-        """Each GPU and each node's RAM at its worst phase."""
+        """Peak memory of each GPU and of each node's RAM."""
         return self._loads(self.sharding)
 
     @property
     def choices(self) -> list[Choice]:
-        """The ways to shard the learner's models."""
+        """Ways to shard the learner's models."""
         own, choices = self.sharding, []
         kinds = [*CHOICES, (own.stage, own.offload_optimizer, own.offload_param)]
         for stage, optimizer, param in dict.fromkeys(kinds):
             sharding = replace(own, stage=stage, offload_optimizer=optimizer, offload_param=param)
             if self.device == "cpu" and (optimizer or param) and sharding != own:
-                continue  # they are in RAM already
+                continue  # everything is in RAM already
             if stage == 0 and self.config.model.dtype == "bfloat16":
-                continue  # it runs as 1
+                continue  # it runs as stage 1, see deepspeed_config
             fullest = sorted(
                 self._loads(sharding),
                 key=lambda load: -load.needed / (load.available or load.needed * 2),
@@ -189,24 +189,24 @@ class Plan:
 
     @property
     def gpu_bytes(self) -> int | None:
-        """Memory of the smallest GPU that is used; None: not stated."""
+        """Memory of the smallest GPU in use. None means unknown."""
         sizes = [self.nodes[each.node].gpu_bytes for each in self.bundles]
         return min((size for size in sizes if size), default=None)
 
     def _torn_apart(self) -> list[str]:
-        """Learner workers that would share a replica and lie on several nodes."""
+        """Return an error for each role whose replica would span workers on several nodes."""
         where = [each.node for each in self.bundles if each.group == "workers"]
         count, use_gpu = self.config.learner.num_workers, self.device == "cuda"
         roles = served_roles(self.config, num_workers=count, use_gpu=use_gpu)
         found = [torn_apart(role, where) for role in roles if role.group == "colocated"]
-        return list(dict.fromkeys(filter(None, found)))  # reward models have one key
+        return list(dict.fromkeys(filter(None, found)))  # reward models share one key, so one error
 
     def _loads(self, sharding: Sharding) -> list[DeviceLoad]:
-        """The loads where the learner's models are held so."""
+        """Return the loads with the learner's models sharded in this way."""
         config, device = self.config, self.device
         roles = roles_of(config, self.models, sharding, device, self.gpu_bytes)
         by_name = {role.name: role for role in roles}
-        # What does not work on a learner worker's GPU is moved to the host.
+        # Models that are idle in a phase are moved from a learner worker's GPU to the host.
         takes_turns = (
             isinstance(config, OnlineConfig)
             and device == "cuda"
@@ -228,7 +228,9 @@ class Plan:
                 processes.setdefault(each.node, []).extend([role] * guest.processes)
             in_turn.setdefault(each.node, []).extend(guests if is_shared else ())
             if by_name.get("engine") in guests or (each.group, each.index) == ("workers", 0):
-                stores.add(each.node)  # pushed weights, from rank 0 to the engines
+                stores.add(
+                    each.node
+                )  # the object store holds weights pushed from rank 0 to engines
         stored = 0
         sampled = engine_config(config)
         if sampled is not None and estimate.by_object(sampled, device):
@@ -243,7 +245,7 @@ class Plan:
 
 
 def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
-    """Plan a run on some nodes; pure but for the models' headers.
+    """Plan a run on nodes. Reads the models' configs and headers, and starts nothing.
 
     Raises:
         ConfigError: a model's sizes cannot be read, learner.use_gpu is true and no node has a GPU,
@@ -263,12 +265,12 @@ def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
 
 
 def decided_for_gpus(config: AnyConfig, gpu_bytes: int) -> Plan:
-    """Decide every `auto` of a run as `make_plan` does, for workers that have their GPUs already.
+    """Decide every `auto` of a run as `make_plan` does, for workers that already have their GPUs.
 
     Args:
         gpu_bytes: Memory of the smallest GPU.
     """
-    # Where bundles lie does not matter here, so one node has room for all of them.
+    # Placement does not matter here, so plan on one node with room for all bundles.
     packed = config.placement.model_copy(update={"strategy": "PACK"})
     on_gpus = config.learner.model_copy(update={"use_gpu": True})
     anywhere = config.model_copy(update={"placement": packed, "learner": on_gpus})
@@ -281,9 +283,9 @@ def decided_for_gpus(config: AnyConfig, gpu_bytes: int) -> Plan:
 def decided(plan: Plan) -> Plan:
     """Decide `learner.max_tokens_per_microbatch: auto` and `rollout.engine.sleep: auto` on GPUs.
 
-    Of the choices that fill GPUs to at most `SIDE_BY_SIDE` it is the first: models side by side
-    before turns, then many tokens before few. If none fits, it is the one of least memory, and the
-    plan's problems say what is missing. What is set stays.
+    Take the first choice that fills GPUs to at most `SIDE_BY_SIDE`: prefer models side by side to
+    taking turns, then many tokens to few. If none fits, take the one that needs least memory; the
+    plan's problems then say what is missing. Values other than auto are kept.
     """
     choices = _choices_of(plan.config)
     if choices == [plan.config]:
@@ -302,12 +304,12 @@ def decided(plan: Plan) -> Plan:
 
 
 def cautious(config: AnyConfig) -> AnyConfig:
-    """Decide every `auto` as where memory is short."""
+    """Decide every `auto` for the least memory."""
     return _choices_of(config)[-1]
 
 
 def undecided_as(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
-    """Return the config with `auto` again wherever it is auto in another, to compare the two."""
+    """Return the config with `auto` restored wherever the other has auto, to compare the two."""
     if other.learner.max_tokens_per_microbatch == "auto":
         learner = config.learner.model_copy(update={"max_tokens_per_microbatch": "auto"})
         config = config.model_copy(update={"learner": learner})
@@ -319,7 +321,7 @@ def undecided_as(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
 
 
 def _choices_of(config: AnyConfig) -> list[Any]:
-    """The configs that `auto` leaves open, the fastest first and the one of least memory last."""
+    """Return the configs that `auto` can become, from the fastest to the one of least memory."""
     tokens = config.learner.max_tokens_per_microbatch
     counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
     learners = [
@@ -338,7 +340,7 @@ def _choices_of(config: AnyConfig) -> list[Any]:
 
 
 def _is_open(config: AnyConfig) -> bool:
-    """Whether `rollout.engine.sleep` is to be decided; engines on their own GPUs never sleep."""
+    """Return True if `rollout.engine.sleep` is undecided; engines on their own GPUs never sleep."""
     return (
         isinstance(config, OnlineConfig)
         and config.rollout.engine.sleep == "auto"
@@ -347,13 +349,13 @@ def _is_open(config: AnyConfig) -> bool:
 
 
 def _leaves_room(plan: Plan) -> bool:
-    """Whether no GPU is filled beyond `SIDE_BY_SIDE`; False where their memory is not known."""
+    """Return True if no GPU is filled beyond `SIDE_BY_SIDE`; False if their memory is unknown."""
     gpus = [load for load in plan.loads if load.is_gpu]
     return all(load.needed <= SIDE_BY_SIDE * (load.available or 0) for load in gpus)
 
 
 def _because(plan: Plan) -> str:
-    """The fullest GPU of a plan, in words."""
+    """Describe the fullest GPU of a plan."""
     gpus = [load for load in plan.loads if load.is_gpu and load.available]
     if not gpus:
         return ", the memory of the GPUs is not known"
@@ -362,7 +364,7 @@ def _because(plan: Plan) -> str:
 
 
 def tried(plan: Plan, changes: Mapping[str, Any]) -> Plan | None:
-    """The plan with other values by dotted key; None where they are refused."""
+    """Plan the run with some values changed, by dotted key; None if a check refuses them."""
     try:
         config = plan.config.parse(with_values(plan.config.model_dump(), changes))
         return make_plan(config, plan.nodes)
@@ -371,17 +373,18 @@ def tried(plan: Plan, changes: Mapping[str, Any]) -> Plan | None:
 
 
 def engine_config(config: AnyConfig) -> OnlineConfig | PolicyExamplesConfig | None:
-    """The config of a run that has engines; None where nothing samples."""
+    """Return the config if the run has engines, else None."""
     if isinstance(config, PolicyExamplesConfig):
         return config if config.needs_engine else None
     return config if isinstance(config, OnlineConfig) else None
 
 
 def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
-    """Bytes of some processes together at their worst phase, and which it is.
+    """Return the bytes of some processes in their largest phase, and the phase.
 
     Args:
-        is_ahead: Rollouts are sampled and scored while the learner updates: the worst of both.
+        is_ahead: Rollouts are sampled and scored while the learner updates, so the peaks of learner
+            and served models add up.
     """
     if is_ahead:
         learner, phase = _worst([role for role in roles if role.name in LEARNERS])
@@ -397,7 +400,7 @@ def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
 
 
 def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
-    """The same as `_worst` for a GPU whose processes take turns; at the start one by one."""
+    """Return the same as `_worst` for a GPU whose processes take turns and start one by one."""
     turns = {moment: sum(_here(role, moment) for role in roles) for moment in MOMENTS}
     start = Phase.START.value
     served = [role for role in roles if role.name not in LEARNERS]
@@ -408,33 +411,36 @@ def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
 def _ram(
     roles: Sequence[Role], in_turn: Sequence[Role], device: Device, is_ahead: bool
 ) -> tuple[int, str]:
-    """RAM of a node: Ray, what the processes hold, and what leaves the GPUs by turns."""
+    """Return a node's peak RAM (Ray, processes, models moved off the GPUs) and its phase."""
     if device == "cpu":
         needed, phase = _worst(roles, is_ahead)
         return estimate.RAY_BYTES + needed, phase
     host = sum(estimate.HOST_RUNTIME + sum(role.memory.host.values()) for role in roles)
-    moments = MOMENTS.keys() - {Phase.START.value}  # the learner is not made yet
+    moments = MOMENTS.keys() - {Phase.START.value}  # the learner does not exist yet
     away, phase = max((sum(_away(role, moment) for role in in_turn), moment) for moment in moments)
     return estimate.RAY_BYTES + host + away, phase if away else "update"
 
 
 def _here(role: Role, moment: str) -> int:
-    """Bytes of a role on the GPU."""
+    """Return the bytes of a role on the GPU at a moment."""
     present = (None, *PRESENT[MOMENTS[moment]])
     held = sum(size for part, _, size in _parts(role) if part in present)
     return held + role.memory.added(moment)
 
 
 def _away(role: Role, moment: str) -> int:
-    """Bytes of a role in RAM meanwhile; but for vLLM's they keep the pinned place that they got."""
+    """Return the bytes of a role in RAM at a moment.
+
+    Pinned buffers stay allocated while the model is on the GPU, except those of vLLM.
+    """
     stays, present = role.name != "engine", PRESENT[MOMENTS[moment]]
     return sum(size for part, kept, size in _parts(role) if kept and (stays or part not in present))
 
 
 def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
-    """What a role always holds: its part of the phase table, whether RAM keeps it, and its bytes.
+    """Yield what a role always holds: part of the phase table, whether RAM keeps it, bytes.
 
-    A process's runtime stays where it is; keys and values are thrown away.
+    A process's runtime stays on the GPU; keys and values are discarded.
     """
     for what, size in role.memory.held.items():
         if what == "runtime":
@@ -449,7 +455,7 @@ def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
 
 
 def _impossible(plan: Plan) -> Iterator[str]:
-    """What more memory elsewhere cannot mend: the engine's own part is too small."""
+    """Yield an error if the engine's KV cache cannot hold one sequence of full length."""
     config, gpu_bytes = engine_config(plan.config), plan.gpu_bytes
     if config is None:
         return
@@ -486,12 +492,12 @@ def _impossible(plan: Plan) -> Iterator[str]:
 
 
 def _up(number: float) -> float:
-    """Two digits, rounded up."""
+    """Round up to two decimals."""
     return -(-number * 100 // 1) / 100
 
 
 def _remedy(plan: Plan) -> str:
-    """Which keys make it fit: up to three, each by itself, else several together."""
+    """Name the keys that make the run fit: up to three alternatives, else several together."""
     one_key, several_keys = _ways(plan.config)
     found = list(itertools.islice(_that_fit(plan, one_key), MAX_REMEDIES))
     found = found or list(_that_fit(plan, several_keys))
@@ -501,11 +507,11 @@ def _remedy(plan: Plan) -> str:
 
 
 Way = list[dict[str, Any]]
-"""Values by key that may help, from mild to severe."""
+"""Alternative changes, each a dict of dotted key -> value, from mild to severe."""
 
 
 def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
-    """Changes of one key and of several, in the order in which they should be tried."""
+    """Return changes of one key, and changes of several keys, in the order to try them."""
     learner, sampled = config.learner, engine_config(config)
     fraction = sampled.rollout.engine.gpu_memory_fraction if sampled else 0.0
     halves = [learner.microbatch_tokens // 2**n for n in range(1, 32)]
@@ -536,7 +542,7 @@ def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
 
 
 def _that_fit(plan: Plan, ways: Sequence[Way]) -> Iterator[str]:
-    """The mildest values of each way with which the run fits, found by planning with them."""
+    """Yield the mildest change of each way with which the run fits, found by planning with it."""
     for way in ways:
         for changes in way:
             changed = tried(plan, changes)
@@ -546,6 +552,6 @@ def _that_fit(plan: Plan, ways: Sequence[Way]) -> Iterator[str]:
 
 
 def _flow(value: Any) -> str:
-    """A value as it stands in a run file, on one line."""
+    """Format a value as in a run file, on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")

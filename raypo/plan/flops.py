@@ -1,12 +1,12 @@
-"""Arithmetic that models need for the texts that pass them, as PaLM counts it.
+"""FLOPs of a model over sequences, counted as in PaLM.
 
 A forward pass of a sequence of n tokens, r of whose logits are needed, takes
 
     2 (layers * W * n + hidden * vocabulary * r) + 4 * layers * attention * n^2    FLOPs
 
-with W matrix weights of a layer that one token passes (of its own experts only): two FLOPs per
-weight and token, and two products of attention over all pairs of tokens. A backward pass takes
-twice as many. Embeddings, norms and what is computed twice to save memory do not count.
+W is the number of matrix weights that one token uses in a layer (active experts only). This counts
+two FLOPs per weight and token, and two attention products over all pairs of tokens. A backward pass
+takes twice as many. Embeddings, norms and recomputed activations do not count.
 
     MFU = FLOPs of a phase / (its seconds * peak FLOP/s of the devices)
 """
@@ -21,18 +21,18 @@ from raypo.plan.model_shape import ModelShape
 
 
 class Lengths(NamedTuple):
-    """Sums over sequences that pass a model once."""
+    """Sums over the sequences of one forward pass."""
 
     tokens: float
-    """Prompt and response."""
+    """Prompt and response tokens."""
     responses: float
-    """Response tokens: those whose logits are needed."""
+    """Response tokens, the ones whose logits are needed."""
     squares: float
-    """Tokens squared."""
+    """Squared sequence lengths."""
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[int, int]]) -> Lengths:
-        """The sums over sequences, each given by its number of prompt and response tokens."""
+        """Sum over sequences, each given as its number of prompt and response tokens."""
         seen = [(prompt + response, response) for prompt, response in lengths]
         return cls(
             float(sum(tokens for tokens, _ in seen)),
@@ -43,7 +43,7 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """Prompts and the responses to each, all as long as they may be."""
+    """Prompts, each with a group of responses, all of maximum length."""
 
     prompts: float
     samples: int
@@ -53,11 +53,15 @@ class Groups:
 
     @property
     def tokens(self) -> float:
-        """Tokens of all groups; a prompt is read once."""
+        """Tokens of all groups; each prompt counts once for its group."""
         return self.prompts * (self.prompt_tokens + self.samples * self.response_tokens)
 
     def within(self, tokens: int) -> Groups:
-        """As many whole groups as have so many tokens, else one of fewer or shorter responses."""
+        """Return as many whole groups as fit a token budget.
+
+        If a whole group exceeds the budget, return one with fewer responses; if even one response
+        exceeds it, with a shorter prompt and response.
+        """
         each = self.prompt_tokens + self.samples * self.response_tokens
         if each <= tokens:
             return replace(self, prompts=max(1, min(int(self.prompts), tokens // each)))
@@ -67,7 +71,7 @@ class Groups:
         return Groups(1, samples, max(1, prompt), max(2, response))
 
     def forward_flops(self, shape: ModelShape, *, with_logits: bool = True) -> float:
-        """FLOPs of one forward pass, each prompt read once for its responses."""
+        """Return the FLOPs of one forward pass; each prompt is computed once for its group."""
         count, again = self.prompts * self.samples, self.prompts * (self.samples - 1)
         prompt, long = self.prompt_tokens, self.prompt_tokens + self.response_tokens
         every = Lengths(count * long, count * self.response_tokens, count * long**2)
@@ -77,7 +81,7 @@ class Groups:
 
 
 def forward_flops(shape: ModelShape, lengths: Lengths, *, with_logits: bool = True) -> float:
-    """FLOPs of one forward pass over all sequences; without logits for a model with a score head.
+    """Return the FLOPs of one forward pass; a model with a score head needs no logits.
 
     Example: one layer of 10 matrix weights and attention width 2, hidden 1, vocabulary 5, and one
     sequence of 3 tokens, 2 of them a response: 2 (30 + 10) + 4 * 2 * 9 = 152.

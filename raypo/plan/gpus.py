@@ -1,4 +1,4 @@
-"""GPUs by their data sheets; dense rates, and links in one direction."""
+"""Data-sheet figures of GPUs: rates without sparsity, links in one direction."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Gpu:
     host_gbs: float
     """Bandwidth to its node's RAM: PCIe."""
     network_gbs: float
-    """Its part of the bandwidth that a node of the usual make has to other nodes."""
+    """One GPU's share of the bandwidth that a typical node has to other nodes."""
 
     def tflops(self, dtype: str) -> float:
-        """TFLOP/s in products of matrices of a dtype."""
+        """Return the TFLOP/s of matrix products in a dtype."""
         return self.bfloat16_tflops if dtype == "bfloat16" else self.float32_tflops
 
 
@@ -40,12 +40,17 @@ GPUS = (
     Gpu("L4", 24, 121.0, 30.3, 300, 12, 12, 6),
     Gpu("A10G", 24, 70.0, 31.2, 600, 25, 25, 6),
 )
-"""A kind stands before one whose name is a part of its own; where there are two of a name, the
-smaller. Kinds without bfloat16, like V100 and T4, are refused (`cluster.devices`)."""
+"""Known GPUs, longer names before shorter ones that they contain (H100-NVL before H100). If a name
+has two memory sizes, this is the smaller one. GPUs without bfloat16, like V100 and T4, are refused
+(`cluster.devices`)."""
 
 
 def gpu_of(name: str) -> Gpu | None:
-    """The kind by how a cluster, Ray or torch names it, like NVIDIA H100 80GB HBM3."""
+    """Find a GPU by the name that a cluster, Ray or torch gives it, like NVIDIA H100 80GB HBM3.
+
+    Returns:
+        None if the GPU is unknown.
+    """
     asked = re.split(r"[^A-Z0-9]+", name.upper())
     return next(
         (

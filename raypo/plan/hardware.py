@@ -1,15 +1,15 @@
-"""Nodes that a run may get: as a text describes them, or as this machine has them.
+"""Nodes for a plan: parsed from a text (`--cluster`), or detected on this machine.
 
     text  = group *("+" group)        8xGPU80G,2 + 64xCPU,256G
     group = item *("," item)
     item  = N "x" KIND                N GPUs of a kind, like 8xH100 or 8xA100-80G, on a node
-          | N "xGPU" M "G"            N GPUs of M GB each: without their kind no times are given
+          | N "xGPU" M "G"            N GPUs of M GB each; without their kind no times are predicted
           | N "xCPU"                  N CPU cores on a node
           | M "G"                     M GB of memory on a node
-          | M "Gbit"                  M Gbit/s from a node to others; else as such nodes have it
-          | N                         so many nodes of this kind; 1 if it is left out
+          | M "Gbit"                  M Gbit/s from a node to others; default: typical for the GPU
+          | N                         N nodes of this kind; default 1
 
-GB are 1e9 bytes, as data sheets count. What a text does not say is not checked.
+A GB is 1e9 bytes, as in data sheets. Resources that the text leaves out are not checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NVIDIA_SMI = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,nohea
 NVIDIA_SMI_TIMEOUT_S = 2.0
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux keeps a container's limits, in files of cgroup version 2 or 1."""
+"""Folder of a container's limits, in the format of cgroup version 2 or 1."""
 
 _ITEMS = [
     re.compile(pattern, re.IGNORECASE)
@@ -44,12 +44,12 @@ _ITEMS = [
         r"(?P<count>\d+)",
     )
 ]
-"""What an item may be, with the names of its numbers."""
+"""Patterns of an item; group names are the quantities."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine; what is None is not stated, so it is not checked."""
+    """A machine. None means that a quantity is unknown, so it is not checked."""
 
     name: str
     gpus: int = 0
@@ -64,15 +64,15 @@ class Node:
 
     @property
     def resources(self) -> dict[str, float]:
-        """Resources as Ray counts them; what is not stated is without bounds."""
+        """Resources as Ray counts them; unknown CPUs are unlimited."""
         return {"CPU": math.inf if self.cpus is None else self.cpus, "GPU": self.gpus}
 
 
 def parse_cluster(text: str) -> list[Node]:
-    """The nodes of a text like `8xGPU80G,2`; the grammar stands at the head of this module.
+    """Parse a text like `8xGPU80G,2` into nodes; this module's docstring has the grammar.
 
     Raises:
-        ConfigError: an item is none of these, comes twice, or is zero.
+        ConfigError: an item is unknown, given twice, or zero.
     """
     nodes: list[Node] = []
     for group in text.split("+"):
@@ -82,7 +82,7 @@ def parse_cluster(text: str) -> list[Node]:
 
 
 def this_machine() -> list[Node]:
-    """What is here, without torch and without Ray."""
+    """Detect this machine's resources without torch and Ray."""
     gpus = _own_gpus()
     return [
         Node(
@@ -97,7 +97,7 @@ def this_machine() -> list[Node]:
 
 
 def cpu_count() -> int:
-    """Cores, or the container's limit where that is smaller, as Ray counts them."""
+    """Return the number of CPU cores, or the container's limit if lower, as Ray counts them."""
     cores = os.cpu_count() or 1
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
@@ -149,7 +149,7 @@ def _refusal(text: str, problem: str) -> ConfigError:
 
 
 def _own_gpus() -> list[tuple[int, str]]:
-    """Bytes and name of each NVIDIA GPU that this process may use."""
+    """Return bytes of memory and name of each NVIDIA GPU that this process may use."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return []
     try:
@@ -167,7 +167,7 @@ def _own_gpus() -> list[tuple[int, str]]:
 
 
 def _memory() -> int:
-    """Bytes of memory, or the container's limit where that is smaller."""
+    """Return the bytes of RAM, or the container's limit if lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:

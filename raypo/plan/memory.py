@@ -1,7 +1,7 @@
-"""Predicted memory of one process of a run, by what it holds and by phase: pure arithmetic.
+"""Predicted memory of one process of a run, by content and phase. Pure arithmetic.
 
-N weights of b bytes each, W learner workers, S tokens of a micro-batch, R of them responses, V
-vocabulary, h hidden, a all query heads, i MLP width. Every formula names what it follows.
+Notation: b bytes per weight, W learner workers, h hidden size, a width of all query heads, i MLP
+width. Every formula names the code or paper that it follows.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from raypo.plan.sizes import (
 )
 
 MASTER = 4
-"""Bytes of a master weight, of each of AdamW's two moments and of an accumulated gradient: fp32."""
+"""Bytes of a master weight, of each AdamW moment and of an accumulated gradient (float32)."""
 SCRATCH_COPIES = 3
-"""Chunks of float32 logits that `_TokenLogProbs` holds at a time: z, exp(z) and a product."""
+"""Float32 chunks of logits that `_TokenLogProbs` holds at a time: z, exp(z) and a product."""
 
 Bytes = dict[str, int]
-"""What holds memory -> bytes."""
+"""Kind of content -> bytes."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The largest micro-batch that a phase may see: prompts, each with its responses."""
+    """The largest micro-batch of a phase: prompts, each with its responses."""
 
     prompts: int
     responses: int
@@ -37,46 +37,49 @@ class Batch:
     prompt_tokens: int
     """Tokens of each prompt."""
     tokens: int
-    """All of them; a prompt is read once."""
+    """Tokens of the micro-batch; each prompt counts once for its responses."""
 
 
 @dataclass
 class Memory:
-    """Bytes of one process: what it always holds, and what each phase adds."""
+    """Memory of one process: what it always holds, and what each phase adds."""
 
     held: Bytes = field(default_factory=dict)
     phases: dict[str, Bytes] = field(default_factory=dict)
-    """Phase -> what it adds at its peak."""
+    """Phase -> memory that it adds at its peak."""
     host: Bytes = field(default_factory=dict)
-    """Off-loaded parts in the node's RAM, where the process works on a GPU."""
+    """Off-loaded parts in the node's RAM, if the process uses a GPU."""
 
     @property
     def steady(self) -> int:
-        """What it holds between phases."""
+        """Bytes held between phases."""
         return sum(self.held.values())
 
     def added(self, phase: str) -> int:
-        """What a phase adds; 0 for one that it takes no part in."""
+        """Return the bytes that a phase adds; 0 if the process takes no part in it."""
         return sum(self.phases.get(phase, {}).values())
 
     @property
     def peak(self) -> int:
-        """The largest sum over its phases."""
+        """Bytes held in the largest phase."""
         return self.steady + max((self.added(phase) for phase in self.phases), default=0)
 
 
 def worst_batch(
     *, max_tokens: int, max_rows: int, samples: int, prompt_tokens: int, response_tokens: int
 ) -> Batch:
-    """The micro-batch of most memory that a token budget allows.
+    """Return the micro-batch with the most memory that a token budget allows.
 
-    It is filled to its last token where the share has as many, with prompts and responses as long
-    as they may be; of `batches_by_tokens`. Many short responses to a long prompt may hold more on
-    CPU, where each has a copy of the prompt's keys and values.
+    It is full if the worker's share has enough tokens, and its prompts and responses have maximum
+    length (compare `batches_by_tokens`). On CPU, where each response has a copy of the prompt's
+    keys and values, many short responses to a long prompt may take more.
 
     Args:
+        max_tokens: Token budget; one prompt with one response may exceed it.
         max_rows: Responses of a worker's share.
         samples: Responses to each prompt.
+        prompt_tokens: Maximum tokens of a prompt.
+        response_tokens: Maximum tokens of a response.
     """
     whole = -(-max_rows // samples) * prompt_tokens + max_rows * response_tokens
     tokens = max(prompt_tokens + response_tokens, min(max_tokens, whole))
@@ -88,17 +91,18 @@ def worst_batch(
 def activations(
     shape: ModelShape, batch: Batch, *, itemsize: int, device: str, checkpointing: bool = False
 ) -> int:
-    """Bytes that a forward pass saves for the backward pass.
+    """Return the bytes that a forward pass saves for the backward pass.
 
-    With checkpointing (`learner.activation_checkpointing`) that is the input of each layer (bh) and
-    all of one layer, which the backward pass computes anew.
+    With checkpointing (`learner.activation_checkpointing`) these are the input of each layer (bh)
+    and everything of one layer, which the backward pass recomputes.
 
-    Of transformers' Llama with packed attention. A norm saves its input in float32, the normalised
-    input and its output (4h + 2bh); attention saves queries, keys, values and its output (4ba), on
-    CPUs where prompts are short those of whole rows, the prompt in each of them, and the outputs of
-    each token (ba); an MLP with a gate saves gate, silu(gate), up and their product (4bi), one
-    without two (2bi).
-    Compare Korthikanti et al. 2022, arXiv:2205.05198, section 4.
+    Bytes per token, for transformers' Llama with packed attention:
+    - norm: input in float32, normalised input and output (4h + 2bh);
+    - attention: queries, keys, values, its output (4ba), and the outputs of each token (ba). On
+      CPUs with short prompts the first four are of whole rows, which repeat the prompt;
+    - MLP: gate, silu(gate), up and their product (4bi); 2bi without a gate.
+
+    Paper: compare Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     """
     norm = (4 + 2 * itemsize) * shape.hidden
     mlp = (4 if shape.gated else 2) * itemsize * shape.intermediate
@@ -115,7 +119,7 @@ def activations(
 
 
 def layer_scratch(shape: ModelShape, batch: Batch, *, itemsize: int) -> int:
-    """Bytes that one layer holds at a time without gradients: residual, norm and MLP."""
+    """Return the peak bytes of one layer without gradients: residual, norm and MLP."""
     return batch.tokens * itemsize * (3 * shape.hidden + 4 * shape.intermediate)
 
 
@@ -128,14 +132,14 @@ def logits(
     learns: bool,
     of_divergence: bool = False,
 ) -> int:
-    """Bytes of a chunk's logits and of what is worked out beside them.
+    """Return the bytes of a chunk of logits and of the temporaries beside it.
 
-    Of `raypo.models.token_log_probs`: the gradient of log-probs is written over the logits, and
-    that of the head's weight, made in the weight's dtype, is added up in float32.
+    This follows `raypo.models.token_log_probs`: the gradient of the log-probs overwrites the
+    logits; that of the head's weight is computed in the weight's dtype and summed in float32.
 
     Args:
-        learns: The weight of the head has a gradient.
-        of_divergence: All of a chunk is worked on at once in float32, with gradients of autograd.
+        learns: Whether the head's weight has a gradient.
+        of_divergence: Whether the whole chunk is processed in float32 at once, with autograd.
     """
     elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS[device])
     if of_divergence:
@@ -144,33 +148,40 @@ def logits(
     if not learns:
         return elements * itemsize + scratch
     weight = shape.vocabulary * shape.hidden
-    return elements * itemsize + 4 * weight + max(scratch, itemsize * weight)  # a chunk's, to add
+    # The last term: a chunk's gradient of the weight, before it is added to the float32 sum.
+    return elements * itemsize + 4 * weight + max(scratch, itemsize * weight)
 
 
 def trained(
     parameters: int, largest: int, sharding: Sharding, *, itemsize: int, frozen: int = 0
 ) -> tuple[Bytes, Bytes, Bytes]:
-    """One model under DeepSpeed on one worker.
+    """Return the memory of one model under DeepSpeed on one worker.
+
+    - Stage 0 (float32 only) holds weights, gradients and AdamW's moments whole: 16 bytes a weight.
+    - Stages 1 and 2 hold all weights, and shard master weights and moments over the W workers.
+      Stage 1 sums all gradients on every worker, in bfloat16 (BF16_Optimizer) in addition to those
+      of the last micro-batch; stage 2 shards the summed gradients too. Gradients are reduced in
+      buckets of `reduce_bucket_size` elements.
+    - Stage 3 also shards the weights and gathers those in use, up to `stage3_max_live_parameters`.
 
     Frozen weights have no gradients and no moments; stage 3 shards them like the others.
 
-    Stage 0 (float32 only) keeps weights, gradients and AdamW's moments whole: 16 bytes a weight.
-    Stages 1 and 2 hold all weights, and of master weights and moments one part in W; stage 2 of
-    the summed gradients too, where stage 1 sums all of them on every worker, in bfloat16
-    (BF16_Optimizer) beside those of the last micro-batch. Gradients pass a bucket of
-    `reduce_bucket_size` elements. Stage 3 shards the weights too and gathers those in use, up to
-    `stage3_max_live_parameters`. Rajbhandari et al. 2020, arXiv:1910.02054, section 5;
-    deepspeed/runtime/bf16_optimizer.py, zero/stage_1_and_2.py and zero/stage3.py of 0.19.
+    The code that this follows is deepspeed/runtime/bf16_optimizer.py, zero/stage_1_and_2.py and
+    zero/stage3.py of DeepSpeed 0.19.
 
     Args:
-        parameters: Weights that are trained.
-        largest: Elements of the largest tensor that is trained.
-        frozen: Weights that are not.
+        parameters: Number of trained weights.
+        largest: Elements of the largest trained tensor.
+        sharding: DeepSpeed's settings.
+        itemsize: Bytes of a weight.
+        frozen: Number of frozen weights.
 
     Returns:
-        held: What is always there; weights, master weights, moments.
-        update: What the update adds; gradients and buckets.
-        host: What is off-loaded.
+        held: Bytes that are always there: weights, gradients, buckets and optimizer state.
+        update: Bytes that an update adds: gradient copies, gathered weights, buckets of stage 0.
+        host: Bytes that are off-loaded.
+
+    Paper: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.
     """
     held: Bytes = {"weights": (parameters + frozen) * itemsize}
     host: Bytes = {}
@@ -183,8 +194,8 @@ def trained(
     gradients = (parameters if sharding.stage == 1 else share) * MASTER
     if sharding.stage == 1 and itemsize < MASTER:
         gradients += parameters * itemsize
-    # Stage 2: the reduced part of a backward pass and its copy, before they join the sum. Else
-    # the flat gradient of the step and AdamW's two intermediates.
+    # Stage 2: the reduced shard of a backward pass and its copy, before they are added to the sum.
+    # Other stages: the flat gradient of the step and AdamW's two intermediates.
     copies = 2 if sharding.stage == 2 else 3
     update = {"gradient copies": copies * MASTER * share}
     if sharding.stage == 3:
@@ -209,6 +220,6 @@ def trained(
 
 
 def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
-    """RAM of one bucket of `raypo.weights.buckets` whose tensors are made for the push."""
+    """Return the RAM of one bucket of `raypo.weights.buckets` whose tensors the push creates."""
     largest = max(BUCKET_BYTES, shape.largest_tensor * itemsize)
     return min(largest, shape.parameters * itemsize)

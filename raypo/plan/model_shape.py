@@ -1,4 +1,4 @@
-"""Sizes of a language model, from its config.json and safetensors headers; nothing is loaded."""
+"""Sizes of a language model, read from its config.json and safetensors headers, without weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from safetensors import SafetensorError, safe_open
 from raypo.config import ConfigError
 
 PLAIN_MLP = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt")
-"""Model types whose MLP has two matrices; every other one is taken to have a gate, so three."""
+"""Model types whose MLP has two matrices. All others are assumed to have a gate, so three."""
 OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
     "intermediate_size": ("n_inner", "ffn_dim"),
 }
-"""What older architectures call the same numbers."""
+"""Names of the same config keys in older architectures."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 VOCABULARY_PAD = 64
 """vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
@@ -28,10 +28,10 @@ VOCABULARY_PAD = 64
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the memory of a transformer depends on; counts of elements, not bytes."""
+    """Sizes of a transformer that determine its memory; counts of elements, not bytes."""
 
     parameters: int
-    """All weights, a tied head once."""
+    """Number of weights; a tied head counts once."""
     largest_tensor: int
     """Elements of the largest weight."""
     layers: int
@@ -40,12 +40,12 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    """Width of the MLP that one token passes; of all its experts together."""
+    """MLP width that one token uses: the sum over its active experts."""
     vocabulary: int
     tied: bool
     gated: bool
     is_exact: bool
-    """Whether `parameters` was counted in the weights' headers, not computed from config.json."""
+    """True if `parameters` was counted in safetensors headers, not computed from config.json."""
 
     @property
     def backbone_parameters(self) -> int:
@@ -59,12 +59,12 @@ class ModelShape:
 
     @property
     def key_value(self) -> int:
-        """Width of all key heads together; the values have as much."""
+        """Width of all key heads together, and also of all value heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the linear maps of a layer that one token passes, by name."""
+        """Linear layers that one token uses in a decoder layer: name -> (inputs, outputs)."""
         gate = {"gate_proj": (self.hidden, self.intermediate)} if self.gated else {}
         return {
             "q_proj": (self.hidden, self.attention),
@@ -78,17 +78,18 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of these."""
+        """Number of weights in `linears`."""
         return sum(inputs * outputs for inputs, outputs in self.linears.values())
 
     def kv_bytes_per_token(self, dtype: str, *, tensor_parallel: int = 1) -> int:
-        """Bytes of keys and values of one token in a device's cache, over all layers."""
+        """Return the bytes of one token's keys and values in a device's cache, over all layers."""
         heads = max(1, self.kv_heads // tensor_parallel)  # at least one on each device, as in vLLM
         return 2 * self.layers * heads * self.head_dim * ITEMSIZE[dtype]
 
     def does_not_divide(self, size: int) -> str | None:
-        """What vLLM cannot cut into as many equal shards; None: it can."""
-        shared_heads = size > self.kv_heads and size % self.kv_heads == 0  # then they are repeated
+        """Name the dimension that vLLM cannot split into `size` equal shards; None if it can."""
+        # With more shards than key-value heads, vLLM repeats the heads.
+        shared_heads = size > self.kv_heads and size % self.kv_heads == 0
         cut = {
             "attention heads": self.heads,
             "key-value heads": size if shared_heads else self.kv_heads,
@@ -101,10 +102,14 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: str, *, key: str = "model.policy") -> ModelShape:
-        """The shape of a Hugging Face folder or hub id (then only config.json is fetched).
+        """Read the shape of a model.
+
+        Args:
+            path: Hugging Face folder, or hub id, of which only config.json is downloaded.
+            key: Config key of the model, for messages.
 
         Raises:
-            ConfigError: there is no config.json, or it names no sizes of a transformer.
+            ConfigError: there is no config.json, or it lacks a size of a transformer.
         """
         folder = _folder(path, key)
         values = _json(folder / "config.json", f"{key} ({path})")
@@ -119,11 +124,12 @@ class ModelShape:
 
 
 def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = None) -> ModelShape:
-    """The shape that a config.json describes.
+    """Return the shape that a config.json describes.
 
     Args:
-        values: Of config.json; a nested text_config is looked into.
-        counted: Weights and the elements of the largest, from headers; None: computed here.
+        values: Content of config.json; sizes may be in a nested text_config.
+        counted: Number of weights and elements of the largest tensor, from headers. None means that
+            both are computed from `values`.
 
     Raises:
         KeyError: a size is missing.
@@ -158,7 +164,7 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
 
 
 def _computed(shape: ModelShape, values: dict[str, Any], width: int) -> int:
-    """Weights of an architecture like Llama's, or like GPT-2's where the MLP has no gate."""
+    """Count the weights as in Llama, or as in GPT-2 if the MLP has no gate."""
     hidden, attention, key_value = shape.hidden, shape.attention, shape.key_value
     layer = 2 * hidden * attention + 2 * hidden * key_value + 2 * hidden  # two norms
     layer += (3 if shape.gated else 2) * hidden * width
@@ -185,7 +191,7 @@ def _size(values: dict[str, Any], name: str, default: Any = None) -> Any:
 
 
 def _folder(path: str, key: str) -> Path:
-    """Where the model's files lie: the folder itself, or the hub's cache."""
+    """Return the folder with the model's files: `path` itself, or a folder in the hub's cache."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -193,7 +199,7 @@ def _folder(path: str, key: str) -> Path:
 
     try:
         return Path(huggingface_hub.hf_hub_download(path, "config.json")).parent
-    except Exception as error:  # the hub has a dozen of them
+    except Exception as error:  # huggingface_hub raises a dozen unrelated types
         raise ConfigError(
             f"{key} ({path}): its config.json cannot be had: {type(error).__name__}. Give a local "
             f"folder, or correct the hub id."
@@ -208,16 +214,16 @@ def _json(path: Path, what: str) -> dict[str, Any]:
 
 
 def _count_in_headers(folder: Path) -> tuple[int, int] | None:
-    """Elements of all weights and of the largest one; None without safetensors files."""
+    """Return the elements of all weights and of the largest; None without complete safetensors."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
             with safe_open(path, framework="numpy") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError:  # a pointer of Git LFS, or half a file
+        except SafetensorError:  # a Git LFS pointer, or an incomplete file
             return None
         sizes |= {name: math.prod(each.get_shape()) for name, each in slices.items()}
     index = folder / "model.safetensors.index.json"
     if index.is_file() and set(_json(index, str(folder)).get("weight_map", ())) - set(sizes):
-        return None  # a part is missing
+        return None  # a file of the index is missing
     return (sum(sizes.values()), max(sizes.values())) if sizes else None

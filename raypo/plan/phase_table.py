@@ -1,6 +1,6 @@
-"""What lies in the devices' memory in which phase of a colocated step on GPUs.
+"""Phases of a colocated step on GPUs, and the models that are in device memory in each.
 
-`raypo.run.phases` moves models by this table, and `raypo plan` predicts memory by it.
+`raypo.run.phases` moves models according to this table, and `raypo plan` predicts memory from it.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What the devices are used for."""
+    """Use of the devices during a part of a step."""
 
     START = "start"
-    """Engines and frozen models start, one role after the other, and sleep before the next does:
-    vLLM measures what is free. The learner is not there yet."""
+    """Start of engines and frozen models, before the learner exists. Roles start one by one, and
+    each sleeps before the next starts, because vLLM measures the free memory."""
     LEARN = "learn"
-    """Evaluate, update, save."""
+    """Evaluation, update and checkpoint."""
     PUSH = "push"
-    """New weights go from the learner to the engines."""
+    """Weight sync from the learner to the engines."""
     PROBE = "probe"
-    """Engine and learner give their log-probs to the same tokens."""
+    """Comparison of the log-probs of engine and learner on the same tokens."""
     GENERATE = "generate"
     SCORE = "score"
-    """Reward and reference models."""
+    """Forward passes of reward and reference models."""
 
 
 TRAINING_STATE, PARAMETERS = "training state", "parameters"
@@ -37,8 +37,8 @@ PRESENT: dict[Phase, tuple[str, ...]] = {
     Phase.GENERATE: (ENGINE_WEIGHTS, KV_CACHE),
     Phase.SCORE: (FROZEN_MODELS,),
 }
-"""What lies in the devices' memory. Training state: optimizer, master weights, gradients, and the
-whole critic, which no push needs."""
+"""Contents of device memory by phase. The training state is optimizer, master weights, gradients
+and the whole critic, none of which a push needs."""
 
 ALLOWED: dict[Phase, tuple[Phase, ...]] = {
     Phase.START: (Phase.LEARN,),

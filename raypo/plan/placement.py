@@ -1,8 +1,8 @@
-"""Which process of a run lies in which bundle, and on which node a bundle comes to lie.
+"""Placement of a run's processes into bundles, and of bundles onto nodes.
 
-`raypo plan`, the checks before a start, a sweep's capacity and the reservation itself ask here. A
-run has up to two placement groups: the dedicated one, which is reserved first, and that of the
-learner workers, in which all else lies. Pure arithmetic on resources as Ray counts them.
+`raypo plan`, the checks before a start, the capacity of a sweep and the reservation itself all use
+this module. A run has up to two placement groups: the dedicated group, which is reserved first, and
+the learner workers' group, which holds everything else. Pure arithmetic on Ray's resources.
 """
 
 from __future__ import annotations
@@ -31,40 +31,42 @@ LEARNER = "learner worker"
 CRITIC = "critic worker"
 """A worker that trains only the critic (`learner.critic_workers`)."""
 LEARNERS = (LEARNER, CRITIC)
-"""Names of those roles; what is served is called engine, reference, reward_0, reward_1, ..."""
+"""Names of the learner's roles; served roles are engine, reference, reward_0, reward_1, ..."""
 _ROUNDING = 1e-9
+"""Tolerance for sums of fractional GPU shares."""
 
 
 class PlacementError(ConfigError):
-    """The cluster can never hold what the run asks for, or does not hold it in time."""
+    """The cluster is too small for the run's bundles, or they were not placed in time."""
 
 
 @dataclass(frozen=True)
 class ServedRole:
-    """What is deployed besides the learner: what it holds, how often, what a replica takes."""
+    """A deployment besides the learner: its model, number of replicas and resources."""
 
     name: str
     """engine, reference, reward_0, ..."""
     kind: RoleKind
     model: str
-    """Path of what it holds."""
+    """Path of the model."""
     section: EngineSection | FrozenSection
     group: Group
     num_replicas: int | Literal["auto"]
-    """auto: as many as `on_every_device` says, of a dedicated group one."""
+    """Number of replicas. "auto" means one in a dedicated group, else see `on_every_device`."""
     gpu_share: float
-    """What a dedicated replica takes of each of its GPUs."""
+    """Share of each of its GPUs that a dedicated replica reserves."""
     on_every_device: bool = False
-    """auto: on the devices of all learner workers, else only on the first of each node."""
+    """Location of colocated replicas if their number is "auto": on the devices of all learner
+    workers if True, else on those of the first worker of each node."""
 
     @property
     def num_devices(self) -> int:
-        """GPUs of each replica, on CPUs its processes."""
+        """GPUs of a replica, or its processes on CPUs."""
         return self.section.tensor_parallel
 
     @property
     def devices_key(self) -> str:
-        """The config key of `num_devices`."""
+        """Config key of `num_devices`."""
         is_engine = self.kind == "engine"
         where = "rollout.engine" if is_engine else f"placement.frozen.{self.kind}"
         return f"{where}.tensor_parallel"
@@ -72,14 +74,14 @@ class ServedRole:
 
 @dataclass(frozen=True)
 class Guest:
-    """What lies in a bundle: a learner worker, or (a part of) a replica of what is served."""
+    """An occupant of a bundle: a learner worker, or (a part of) a replica of a served role."""
 
     role: str
     index: int
     gpus: float = 0.0
-    """What it takes of a dedicated bundle's GPUs."""
+    """GPUs that it takes of a dedicated bundle."""
     processes: int = 1
-    """Its processes in this bundle."""
+    """Number of its processes in this bundle."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.index}" if self.role in LEARNERS else f"{self.role}:{self.index}"
@@ -87,14 +89,14 @@ class Guest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Resources that are reserved together, on one node, and what shares them."""
+    """Resources that are reserved together on one node, and their occupants."""
 
     resources: Resources
     guests: tuple[Guest, ...]
 
     @property
     def gpus(self) -> int:
-        """Whole devices."""
+        """Number of whole GPUs."""
         return round(self.resources.get("GPU", 0.0))
 
     def __str__(self) -> str:
@@ -107,33 +109,33 @@ class PlacedBundle:
 
     group: Literal["dedicated", "workers"]
     index: int
-    """Its number in its group; of the workers' group the rank."""
+    """Index in its group; in the workers' group the worker's rank."""
     bundle: Bundle
     node: int
     """Index of the node."""
     gpus: range
-    """Numbers of its GPUs there."""
+    """Indices of its GPUs on the node."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What lies in it, for people."""
+        """Display names of the occupants."""
         return tuple(map(str, self.bundle.guests))
 
     @property
     def devices(self) -> str:
-        """`GPU 0, 1`."""
+        """Display name of the devices, like `GPU 0, 1`."""
         return f"GPU {', '.join(map(str, self.gpus))}" if self.gpus else "CPU"
 
 
 def words(resources: Resources) -> str:
-    """`1 CPU, 2 GPU`; what is without bounds is left out."""
+    """Format resources, like `1 CPU, 2 GPU`; unlimited ones are left out."""
     named = sorted(resources.items())
     bounded = [f"{amount:g} {name}" for name, amount in named if math.isfinite(amount)]
     return ", ".join(bounded) or "enough"
 
 
 def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[ServedRole]:
-    """All that a run needs besides its learner: engines first, then frozen models."""
+    """Return all deployments of a run besides its learner: engines first, then frozen models."""
     if isinstance(config, RewardModelConfig):
         return []
     if isinstance(config, PolicyExamplesConfig) and not config.needs_engine:
@@ -164,10 +166,10 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
 
 
 def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
-    """The dedicated group, engines first; empty where everything is colocated.
+    """Return the bundles of the dedicated group, engines first; empty if everything is colocated.
 
-    Replicas share a bundle as long as their shares of GPUs fit it. On CPU all frozen models take
-    turns on the cores of the first, but no two engines do.
+    Replicas share a bundle as long as their GPU shares fit into it. On CPU all frozen models share
+    the cores of the first bundle, but each engine has its own.
     """
     bundles: list[tuple[int, list[Guest]]] = []
     for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
@@ -191,10 +193,10 @@ def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
 def worker_bundles(
     config: AnyConfig, *, use_gpu: bool, each: Resources | None = None
 ) -> list[Bundle]:
-    """The learner workers' group, without what lies beside them.
+    """Return the bundles of the learner workers, without colocated replicas.
 
     Args:
-        each: Resources of a worker; None: as the config has it.
+        each: Resources of a worker. None means those of the config.
     """
     resources = each or worker_resources(config, use_gpu=use_gpu)
     learner = config.learner
@@ -205,13 +207,13 @@ def worker_bundles(
 
 
 def takes_gpus(config: AnyConfig, nodes: Sequence[Resources]) -> bool:
-    """Whether learner workers take GPUs: as the config says, auto where a node has some."""
+    """Return `learner.use_gpu`; auto means True if a node has GPUs."""
     has_gpus = any(node.get("GPU") for node in nodes)
     return has_gpus if config.learner.use_gpu == "auto" else config.learner.use_gpu
 
 
 def worker_resources(config: AnyConfig, *, use_gpu: bool) -> Resources:
-    """What each learner worker takes."""
+    """Return the resources of a learner worker."""
     return _resources(config.learner.cpus_per_worker, 1 if use_gpu else 0)
 
 
@@ -220,7 +222,7 @@ def _resources(cpus: int, gpus: int) -> Resources:
 
 
 def with_dedicated(config: OnlineConfig, roles: Iterable[str]) -> OnlineConfig:
-    """The config with these roles in the dedicated group, and no others.
+    """Return the config with exactly these roles in the dedicated group.
 
     Args:
         roles: engine, reference, reward_0, ...
@@ -235,13 +237,14 @@ def with_dedicated(config: OnlineConfig, roles: Iterable[str]) -> OnlineConfig:
 
 
 def workers_beside(role: ServedRole, nodes: Sequence[Hashable]) -> list[range]:
-    """Of each colocated replica of a role, the ranks of the workers in whose bundles it lies.
+    """Return, for each colocated replica of a role, the ranks of the workers whose bundles it uses.
 
-    Engines lie beside the first workers, frozen models on every device, on CPU beside the first
-    worker of each node; what is tensor parallel spans the bundles of as many workers from there on.
+    Engines are placed beside the first workers. Frozen models are placed on every device, on CPU
+    beside the first worker of each node. A tensor-parallel replica spans as many consecutive
+    workers as it has devices.
 
     Args:
-        nodes: Of each worker, in the order of ranks.
+        nodes: Node of each worker, in the order of ranks.
     """
     size = role.num_devices
     if role.name == "engine" and role.num_replicas != "auto":
@@ -252,12 +255,12 @@ def workers_beside(role: ServedRole, nodes: Sequence[Hashable]) -> list[range]:
 
 
 def first_workers(role: ServedRole, nodes: Sequence[Hashable]) -> list[int]:
-    """Rank of the first worker that each replica of a frozen model is near to.
+    """Return, for each replica of a frozen model, the first rank that it is close to.
 
-    A number of replicas is spread evenly over the workers.
+    A fixed number of replicas is spread evenly over the workers.
 
     Args:
-        nodes: Of each worker, in the order of ranks.
+        nodes: Node of each worker, in the order of ranks.
     """
     count = role.num_replicas
     if count != "auto":
@@ -274,12 +277,21 @@ def first_workers(role: ServedRole, nodes: Sequence[Hashable]) -> list[int]:
 
 
 def nearest(first: Sequence[int], rank: int) -> int:
-    """Number of the replica that a worker asks: the last one that begins at or before it."""
+    """Return the index of the replica that a worker uses: the last one that starts at or before it.
+
+    Args:
+        first: First rank of each replica, ascending.
+        rank: Rank of the worker.
+    """
     return max(0, bisect_right(first, rank) - 1)
 
 
 def torn_apart(role: ServedRole, nodes: Sequence[Hashable]) -> str | None:
-    """Why a colocated replica of a role cannot lie beside workers on these nodes; None: it can."""
+    """Return why a colocated replica of a role cannot be placed beside these workers, or None.
+
+    Args:
+        nodes: Node of each worker, in the order of ranks.
+    """
     key, size = role.devices_key, role.num_devices
     for ranks in workers_beside(role, nodes):
         if ranks.stop > len(nodes):
@@ -304,13 +316,14 @@ def lay_out(
     use_gpu: bool,
     each_worker: Resources | None = None,
 ) -> list[PlacedBundle]:
-    """All bundles of a run on nodes that are otherwise empty, the dedicated group first.
+    """Place all bundles of a run on empty nodes, the dedicated group first.
 
     Args:
-        each_worker: Resources of a learner worker; None: as the config has it.
+        each_worker: Resources of a learner worker. None means those of the config.
 
     Raises:
-        PlacementError: they do not fit, with what is asked, what there is, and what to change.
+        PlacementError: the bundles do not fit. The message compares request and resources, and says
+            what to change.
     """
     strategy = config.placement.strategy
     dedicated = dedicated_bundles(config, use_gpu=use_gpu)
@@ -319,7 +332,7 @@ def lay_out(
     beside = place(workers, without(nodes, dedicated, placed), strategy)
     if len(placed) < len(dedicated) or len(beside) < len(workers):
         raise PlacementError(_refusal(dedicated, workers, nodes, strategy))
-    ranks = sorted(beside.values())  # as Ray Train sorts its workers
+    ranks = sorted(beside.values())  # node of each rank, as Ray Train sorts its workers
     guests = {rank: list(bundle.guests) for rank, bundle in enumerate(workers)}
     for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
         for index, span in enumerate(workers_beside(role, ranks)):
@@ -339,10 +352,10 @@ def lay_out(
 
 
 def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) -> dict[int, int]:
-    """Bundle -> node, by index, as Ray places a group; those that find no room are left out.
+    """Place a group as Ray does: bundle index -> node index. Bundles that do not fit are left out.
 
-    Ray takes the largest bundles first and prefers the node with the most room. PACK fills a node
-    before it begins another; SPREAD takes the node with the fewest bundles of the group.
+    Ray places the largest bundles first and prefers the node with the most room. PACK fills a node
+    before it starts another; SPREAD takes the node with the fewest bundles of the group.
     """
     if strategy == "STRICT_PACK":
         on_one = [place(bundles, [node], "PACK") for node in nodes]
@@ -352,7 +365,7 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
     left, placed = list(nodes), dict[int, int]()
     sizes = [(bundle.gpus, bundle.resources.get("CPU", 0.0)) for bundle in bundles]
     begun: dict[int, int] = {}
-    """Node -> how many nodes were begun before it."""
+    """Node -> number of nodes that were in use before it."""
     for index in sorted(range(len(bundles)), key=lambda index: sizes[index], reverse=True):
         rooms = [_room(bundles[index], node) for node in left]
         fitting = [node for node, room in enumerate(rooms) if room]
@@ -374,7 +387,7 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
 def without(
     nodes: Sequence[Resources], bundles: Sequence[Bundle], placed: Mapping[int, int]
 ) -> list[Resources]:
-    """What placed bundles leave of the nodes."""
+    """Return the nodes' resources minus those of the placed bundles."""
     left = [dict(node) for node in nodes]
     for index, node in placed.items():
         for name, amount in bundles[index].resources.items():
@@ -385,7 +398,7 @@ def without(
 def groups_side_by_side(
     groups: Sequence[Sequence[Bundle]], nodes: Sequence[Resources], strategy: str, *, at_most: int
 ) -> int:
-    """How often all of these groups fit at the same time."""
+    """Return how many copies of these groups fit at the same time."""
     left = list(nodes)
     for count in range(at_most):
         for bundles in groups:
@@ -397,7 +410,7 @@ def groups_side_by_side(
 
 
 def _room(bundle: Bundle, node: Resources) -> int:
-    """How often a node holds a bundle; a million times where its resources are not stated."""
+    """Return how many copies of a bundle fit on a node, at most a million."""
     parts = [node.get(name, 0.0) / each for name, each in bundle.resources.items() if each]
     return int(min(1e6, *parts) + _ROUNDING)
 
@@ -408,7 +421,7 @@ def _refusal(
     nodes: Sequence[Resources],
     strategy: str,
 ) -> str:
-    """A sentence where not even the learner workers fit, else a table of all groups."""
+    """Return a sentence if not even the learner workers fit, else a table of all groups."""
     names = sorted({name for bundle in (*dedicated, *workers) for name in bundle.resources})
     total = {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
     largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in names}
@@ -458,7 +471,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _change(workers: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) -> str:
-    """The key to change where the learner workers do not fit onto nodes."""
+    """Return the key to change if the learner workers do not fit onto nodes."""
     each, loose = workers[0].resources, strategy.removeprefix("STRICT_")
     if len(place(workers, nodes, loose)) == len(workers):
         return f"Set placement.strategy to {loose}"

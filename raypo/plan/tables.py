@@ -1,4 +1,4 @@
-"""A plan as tables for people."""
+"""Tables of a plan for the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raypo.plan.times import StepTime
 
 
 def tables(plan: Plan) -> Iterator[Table]:
-    """Bundles, memory by role and phase, devices, and what other ways to shard would need."""
+    """Yield tables of bundles, of memory by role and phase, of devices, and of ways to shard."""
     yield _bundles(plan)
     yield _roles(plan.roles)
     yield _loads(plan.loads)
@@ -22,7 +22,7 @@ def tables(plan: Plan) -> Iterator[Table]:
 
 
 def times(step: StepTime, changes: Sequence[tuple[str, float]]) -> Table:
-    """What a step takes by phase, what limits each, and which key would save most."""
+    """Return a table of a step's phases and their limits, with the keys that would save most."""
     title = f"A step of {step.responses:,} responses, as long as they may be"
     table = _table(title, "phase", "limited by", right="seconds")
     table.add_column("moved by each device, GB", justify="right")
@@ -42,7 +42,7 @@ def times(step: StepTime, changes: Sequence[tuple[str, float]]) -> Table:
 
 
 def gb(size: int) -> str:
-    """Bytes as GB of 1e9."""
+    """Format bytes as GB (1e9 bytes)."""
     return f"{size / GB:.2f}" if size >= GB // 100 else "<0.01"
 
 
@@ -101,7 +101,7 @@ def _choices(plan: Plan) -> Table:
 
 
 def _verdict(*loads: DeviceLoad) -> str:
-    """Whether all of them together fit."""
+    """Say if all loads fit."""
     if not all(load.fits for load in loads):
         return "too much"
     return "not checked" if any(load.available is None for load in loads) else "fits"

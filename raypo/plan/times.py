@@ -1,9 +1,9 @@
-"""Seconds of a step on stated hardware: a roofline of each phase, pure arithmetic.
+"""Predicted seconds of a step on given hardware: a roofline model of each phase. Pure arithmetic.
 
-A phase takes as long as the slowest of its parts that run side by side, arithmetic, memory and
-links, and what comes after them. Rates are those of data sheets times the share that such programs
-reach, so figures are good to a factor, and better for comparing two configs than for a bill. On
-CPUs they are measured where the plan is made. All responses are taken to be as long as they may.
+The time of a phase is that of the slowest of its concurrent parts (arithmetic, memory, links), plus
+the parts that follow. On GPUs rates are data-sheet values times the share that such programs reach.
+They are rough: trust comparisons of two configs more than absolute times. On CPUs rates are
+measured on the machine that makes the plan. All responses are assumed to have maximum length.
 """
 
 from __future__ import annotations
@@ -20,64 +20,69 @@ from raypo.plan.model_shape import ITEMSIZE, ModelShape
 from raypo.plan.placement import LEARNER, served_roles
 
 COMPUTED, READ, SENT = 0.45, 0.7, 0.7
-"""Shares of a data sheet's arithmetic, memory bandwidth and link bandwidth that are reached: what
-is usually told of training and sampling with these libraries, not measured by raypo."""
+"""Reached shares of a data sheet's FLOP/s, memory bandwidth and link bandwidth: values commonly
+reported for training and sampling with these libraries, not measured by raypo."""
 ENGINE_STEP_S = 0.004
-"""Of a step of vLLM on a GPU, beside what the GPU does: scheduling and sampling."""
+"""Seconds of scheduling and sampling in a vLLM step on a GPU, in addition to the GPU's work."""
 OPTIMIZER_BYTES = 30
-"""Read and written by AdamW for each weight: gradient, master weight, moments, the weight."""
+"""Bytes that AdamW reads and writes per weight: gradient, master weight, moments, the weight."""
 IPC_COPIES = 3
-"""Of each pushed byte within a GPU: into the bucket, out of it, into place."""
+"""Copies of each pushed byte within a GPU: into the bucket, out of it, into place."""
 STORE_BYTES_S = 2e9
-"""Through Ray's object store, checksums and copies included."""
+"""Bytes a second through Ray's object store, checksums and copies included."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """FLOP/s of some cores together, counted as in `raypo.plan.flops`, and bytes a second."""
+    """Measured rates of CPU cores: FLOP/s, counted as in `raypo.plan.flops`, and bytes a second."""
 
     forward: float
-    """In a pass without gradients."""
+    """FLOP/s of a pass without gradients."""
     update: float
-    """In a forward and a backward pass, which count as three."""
+    """FLOP/s of a forward and a backward pass, which count as three forward passes."""
     decode: float
-    """In the products of an engine's step, of weights that no cache holds."""
+    """FLOP/s of the matrix products of an engine's step, with weights too large for caches."""
     memory: float
+    """Bytes a second."""
 
     def times(self, factor: float) -> Reached:
-        """What `factor` times as many cores reach."""
+        """Return the rates of `factor` times as many cores."""
         return Reached(*(factor * rate for rate in astuple(self)))
 
 
 CPU_ENGINE_STEP_S = 0.005
 CPU_STORE_BYTES_S = 4e8
-"""Of SmolLM2-135M on two cores: docs/performance.md. How far they carry: docs/scale.md."""
+"""Seconds a step and bytes a second on CPUs, measured with SmolLM2-135M on two cores
+(docs/performance.md; docs/scale.md says how far they generalise)."""
 WORTH = 0.03
-"""Share of a step that a change must save to be told."""
+"""Share of a step's time that a change must save to be proposed."""
 MAX_CHANGES = 3
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches, in FLOP/s, bytes a second and seconds."""
+    """Reached rates of a device: FLOP/s, bytes a second, and seconds per engine step."""
 
     flops: float
     memory: float
     link: float
-    """To the other learner workers; over the slowest part of the way."""
+    """Bytes a second to the other learner workers, over the slowest link."""
     host: float
-    """Between a GPU and its node's RAM."""
+    """Bytes a second between a GPU and its node's RAM."""
     engine_step_s: float = ENGINE_STEP_S
     store: float = STORE_BYTES_S
     update: float | None = None
-    """FLOP/s of forward and backward passes together, where that is another than `flops`."""
+    """FLOP/s of forward and backward passes together. None means `flops`."""
     sampled: float | None = None
-    """FLOP/s of a part of an engine, where that is another than `flops`."""
+    """FLOP/s of an engine while it samples. None means `flops`."""
 
     @classmethod
     def of(cls, plan: Plan) -> Rates | None:
-        """Of the slowest GPU that is used; None where its kind was not said, on CPUs, and
-        for recipes whose steps are not ppo's."""
+        """Return the rates of the slowest GPU in use.
+
+        Returns:
+            None if a GPU is unknown, on CPUs, and for recipes other than ppo.
+        """
         used = [plan.nodes[each.node] for each in plan.bundles]
         gpus = [node.gpu for node in used if node.gpu is not None]
         if plan.device == "cpu" or len(gpus) < len(used) or not isinstance(plan.config, PPOConfig):
@@ -97,11 +102,11 @@ class Rates:
 
     @classmethod
     def of_cores(cls, plan: Plan, core: Reached) -> Rates:
-        """The rates of a ppo run on the cores of one machine.
+        """Return the rates of a ppo run on the cores of one machine.
 
         Args:
-            plan: Of the run.
-            core: What one core reaches.
+            plan: The plan of the run.
+            core: Rates of one core.
         """
         config = plan.config
         assert isinstance(config, PPOConfig), "rates are told of ppo runs only"
@@ -127,41 +132,41 @@ class Rates:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """What a phase of a step takes on each of the devices that do it."""
+    """Time of a phase on each of the devices that take part in it."""
 
     phase: str
     beside: dict[str, float] = field(default_factory=dict)
-    """What runs side by side -> seconds: arithmetic, memory, links."""
+    """Concurrent part (arithmetic, memory, links) -> seconds."""
     after: dict[str, float] = field(default_factory=dict)
-    """What comes besides -> seconds."""
+    """Part that follows the concurrent ones -> seconds."""
     moved: float = 0.0
     """Bytes that each device sends and receives over links and PCIe."""
 
     @property
     def seconds(self) -> float:
-        """The duration of the phase."""
+        """Duration of the phase."""
         return max(self.beside.values(), default=0.0) + sum(self.after.values())
 
     @property
     def limit(self) -> str:
-        """What takes longest."""
+        """Name of the part that takes longest."""
         parts = self.beside | self.after
         return max(parts, key=lambda name: parts[name]) if parts else ""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step's phases, and the step."""
+    """Predicted time of a step and its phases."""
 
     phases: list[PhaseTime]
     responses: int
-    """That are sampled in it."""
+    """Number of responses sampled in a step."""
     is_ahead: bool
-    """Rollouts are collected while the learner updates."""
+    """True if rollouts are collected while the learner updates."""
 
     @property
     def seconds(self) -> float:
-        """The duration of the step."""
+        """Duration of the step."""
         by_name = {each.phase: each.seconds for each in self.phases}
         rollout = by_name["generate"] + by_name["score"]
         rest = sum(by_name.values()) - rollout
@@ -169,19 +174,19 @@ class StepTime:
 
     @property
     def longest(self) -> PhaseTime:
-        """The phase that limits it."""
+        """The longest phase."""
         return max(self.phases, key=lambda phase: phase.seconds)
 
 
 def groups_of(config: PPOConfig) -> Groups:
-    """What is sampled in a step."""
+    """Return the groups that are sampled in a step."""
     rollout = config.rollout
     lengths = config.data.max_prompt_tokens, rollout.max_response_tokens
     return Groups(rollout.prompts_per_step, rollout.samples_per_prompt, *lengths)
 
 
 def microbatch_of(config: PPOConfig) -> Groups:
-    """What a learner worker reads at a time in an update."""
+    """Return a learner worker's micro-batch in an update."""
     part = config.ppo.minibatch_size / config.responses_per_step / config.learner.num_workers
     whole = groups_of(config)
     share = replace(whole, prompts=max(1.0, part * whole.prompts))
@@ -189,7 +194,7 @@ def microbatch_of(config: PPOConfig) -> Groups:
 
 
 def sampled_of(plan: Plan) -> tuple[int, int]:
-    """Responses of each engine in a step, and how many of them it samples at a time."""
+    """Return an engine's number of responses in a step, and how many it samples at a time."""
     config = plan.config
     assert isinstance(config, PPOConfig), "rates are told of ppo runs only"
     engines = {g.index for each in plan.bundles for g in each.bundle.guests if g.role == "engine"}
@@ -206,7 +211,7 @@ def sampled_of(plan: Plan) -> tuple[int, int]:
 
 
 def step_time(plan: Plan, rates: Rates) -> StepTime:
-    """The roofline of each phase of a step of a ppo run."""
+    """Predict the phases of a step of a ppo run."""
     work = _Work(plan, rates)
     phases = [
         work.generate(),
@@ -224,7 +229,7 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
 def faster(
     plan: Plan, rates_of: Callable[[Plan], Rates | None] = Rates.of
 ) -> list[tuple[str, float]]:
-    """Changes of one key with which the run still fits, and the step's seconds; the best first."""
+    """Return single-key changes that shorten the step and fit, with its seconds, best first."""
     rates = rates_of(plan)
     if rates is None or not isinstance(plan.config, PPOConfig):
         return []
@@ -269,7 +274,7 @@ def _changes(config: PPOConfig, policy: ModelShape) -> Iterator[tuple[str, Any]]
 
 
 class _Work:
-    """What each phase of a planned step has to do."""
+    """Work of each phase of a planned step."""
 
     def __init__(self, plan: Plan, rates: Rates) -> None:
         assert isinstance(plan.config, PPOConfig), "rates are told of ppo runs only"
@@ -292,7 +297,7 @@ class _Work:
         self._memory = {role.name: role.memory for role in plan.roles}
 
     def generate(self) -> PhaseTime:
-        """Each step of an engine reads all weights, and the keys and values of all it samples."""
+        """Predict sampling: each engine step reads all weights and its sequences' KV cache."""
         config, rates, shape = self.config, self._rates, self._plan.models.policy
         size, engines = self._devices["engine"], self._replicas["engine"]
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
@@ -315,7 +320,7 @@ class _Work:
         )
 
     def score(self) -> PhaseTime:
-        """Frozen models read every sample once; one after the other where they share devices."""
+        """Predict scoring: each frozen model reads every sample once, one model after the other."""
         models = self._plan.models
         seconds = sum(
             self._pass(shape, with_logits=role in models.references)
@@ -325,7 +330,7 @@ class _Work:
         return PhaseTime("score", {"arithmetic": seconds})
 
     def log_probs(self) -> PhaseTime:
-        """Old log-probs, where the update does not find them itself, and values."""
+        """Predict the passes before the update: old log-probs (if needed) and values."""
         config, models = self.config, self._plan.models
         is_one_update = config.responses_per_step <= config.ppo.minibatch_size
         computes = config.ppo.computes_old_log_probs(is_one_update=is_one_update)
@@ -342,7 +347,7 @@ class _Work:
         return PhaseTime("log_probs", beside | self._links(moved), moved=moved)
 
     def update(self) -> PhaseTime:
-        """The policy's and the critic's, or the longer of the two where they are apart."""
+        """Predict the update of policy and critic; the longer of both if they have own workers."""
         models, apart = self._plan.models, self.config.learner.critic_workers
         critic = [models.critic] if models.critic else []
         if not apart:
@@ -356,7 +361,7 @@ class _Work:
     def _updated(
         self, policy: list[ModelShape], critic: list[ModelShape], workers: int
     ) -> PhaseTime:
-        """Forward and backward of all minibatches, gradients summed, and the optimizer's steps."""
+        """Predict forward and backward passes, gradient reduction and optimizer steps."""
         config, rates, stage = self.config, self._rates, self._sharding.stage
         epochs, ring = config.ppo.num_epochs, (workers - 1) / workers
         steps = epochs * self._minibatches
@@ -377,7 +382,7 @@ class _Work:
         return PhaseTime("update", beside | self._links(moved), after, moved)
 
     def push(self) -> PhaseTime:
-        """Weights to every engine, bucket by bucket: all of them, or only an adapter's."""
+        """Predict the weight sync to every engine, of all weights or only of an adapter."""
         shape, rates, lora = self._plan.models.policy, self._rates, self.config.model.lora
         if lora is not None and lora.push == "adapter":
             size = float(adapter_weights(lora, shape) * self._itemsize)
@@ -401,10 +406,7 @@ class _Work:
         return PhaseTime("push", after=after, moved=gathered + (whole if way == "nccl" else 0.0))
 
     def take_turns(self) -> PhaseTime:
-        """Who has no turn leaves the GPU; frozen models do not change, so they only come back.
-
-        The weights of an engine are dropped where the next thing that happens to it is a push.
-        """
+        """Predict off-loading of idle models; unchanged frozen models are only copied back."""
         config = self.config
         sleeps = config.placement.group_of("engine") == "colocated" and config.rollout.engine.sleeps
         if self._plan.device == "cpu" or not sleeps:
@@ -416,27 +418,30 @@ class _Work:
         )
         held = {name: memory.held.get("weights", 0) for name, memory in self._memory.items()}
         frozen = sum(size for name, size in held.items() if name not in (LEARNER, "engine"))
+        # An engine that sleeps before a push discards its weights; these two need them again.
         is_kept = config.pushes_adapter or config.is_refilled
         moved = 2.0 * learner + 2.0 * is_kept * held["engine"] + frozen
         return PhaseTime("take turns", after={"PCIe": moved / self._rates.host}, moved=moved)
 
     @property
     def _minibatches(self) -> int:
-        """Optimizer steps of an epoch."""
+        """Optimizer steps in an epoch."""
         return max(1, self.config.responses_per_step // self.config.ppo.minibatch_size)
 
     def _microbatches(self, workers: int) -> int:
-        """The microbatches of one worker in a pass over the step's experience."""
+        """Return a worker's number of micro-batches in a pass over the step's experience."""
         config = self.config
         tokens = self._groups.tokens / self._minibatches / workers
         of_one = max(1, -(-int(tokens) // config.learner.microbatch_tokens))
         return self._minibatches * of_one
 
     def _slowest(self, policy: float) -> float:
-        """FLOPs of a worker, of all that the policy's share and one pass of the critic.
+        """Return a worker's FLOPs: its share of the policy's passes and of one critic pass.
+
+        If the critic has its own workers, return the larger of the two shares.
 
         Args:
-            policy: FLOPs of the policy, over all workers.
+            policy: FLOPs of the policy over all workers.
         """
         critic = self._plan.models.critic
         values = self._pass(critic, with_logits=False) if critic else 0.0
@@ -451,5 +456,5 @@ class _Work:
         return float(shape.parameters * self._itemsize)
 
     def _pass(self, shape: ModelShape, *, with_logits: bool = True) -> float:
-        """FLOPs of a forward pass over the step's samples; a prompt is read once for its group."""
+        """Return the FLOPs of a forward pass over the step's samples; prompts are shared."""
         return self._groups.forward_flops(shape, with_logits=with_logits)

@@ -1,4 +1,4 @@
-"""The trainers: one a recipe, each a Ray Train TorchTrainer."""
+"""Trainers, one per recipe; each is a Ray Train TorchTrainer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from raypo.trainer.trainer import RecipeTrainer
 
 
 def _loop(name: str, *kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A recipe's loop, imported where it runs.
+    """Return a recipe's train loop, which is imported only when it runs.
 
-    A driver that loads no models starts in two thirds of the time.
+    A driver that does not import model code starts in two thirds of the time.
 
     Args:
-        name: Module and function in `raypo`.
-        kinds: Of a loop that several recipes share: the recipe's view of a run, named likewise.
+        name: `module:function` in `raypo`.
+        kinds: For a loop that several recipes share, `module:class` of the recipe's run.
     """
 
     def loop(setup: dict[str, Any]) -> dict[str, Any]:
@@ -51,35 +51,35 @@ class SFTTrainer(RecipeTrainer[SFTConfig]):
 
 
 class RewardModelTrainer(RecipeTrainer[RewardModelConfig]):
-    """A reward model from pairs: `RewardModelTrainer("reward_model.yaml").fit()`."""
+    """Reward-model training on pairs: `RewardModelTrainer("reward_model.yaml").fit()`."""
 
     loop = _loop("run.examples_run:examples_loop", "recipes.reward_model:RewardModelRun")
     config_class = RewardModelConfig
 
 
 class DPOTrainer(RecipeTrainer[DPOConfig]):
-    """A policy from preferences: `DPOTrainer("dpo.yaml").fit()`."""
+    """DPO and its variants on preference pairs: `DPOTrainer("dpo.yaml").fit()`."""
 
     loop = _loop("run.examples_run:examples_loop", "recipes.dpo:DPORun")
     config_class = DPOConfig
 
 
 class RejectionSamplingTrainer(RecipeTrainer[RejectionSamplingConfig]):
-    """The best of several samples, learned: `RejectionSamplingTrainer("run.yaml").fit()`."""
+    """Fine-tuning on the best of several samples: `RejectionSamplingTrainer("run.yaml").fit()`."""
 
     loop = _loop("run.rounds_run:rounds_loop", "recipes.rejection_sampling:RejectionSamplingRun")
     config_class = RejectionSamplingConfig
 
 
 class DistillationTrainer(RecipeTrainer[DistillationConfig]):
-    """A policy from a teacher's distributions: `DistillationTrainer("run.yaml").fit()`."""
+    """Distillation from a teacher's distributions: `DistillationTrainer("run.yaml").fit()`."""
 
     loop = _loop("run.rounds_run:rounds_loop", "recipes.distillation:DistillationRun")
     config_class = DistillationConfig
 
 
 class IterativeDPOTrainer(RecipeTrainer[IterativeDPOConfig]):
-    """DPO on pairs of its own samples: `IterativeDPOTrainer("run.yaml").fit()`."""
+    """DPO on pairs of the policy's own samples: `IterativeDPOTrainer("run.yaml").fit()`."""
 
     loop = _loop("run.rounds_run:rounds_loop", "recipes.iterative_dpo:IterativeDPORun")
     config_class = IterativeDPOConfig
@@ -100,10 +100,15 @@ _TRAINERS: dict[type[RecipeConfig], type[RecipeTrainer[Any]]] = {
 
 
 def trainer_class(config: RecipeConfig) -> type[RecipeTrainer[Any]]:
-    """The trainer's class of a config's recipe."""
+    """Return the trainer class of a config's recipe."""
     return _TRAINERS[type(config)]
 
 
 def trainer_for(config: RecipeConfig, **arguments: Any) -> RecipeTrainer[Any]:
-    """The trainer of a config's recipe, with the arguments that it takes."""
+    """Create the trainer of a config's recipe.
+
+    Args:
+        config: The whole run config.
+        arguments: Keyword arguments of `RecipeTrainer`.
+    """
     return trainer_class(config)(config, **arguments)

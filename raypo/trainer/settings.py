@@ -1,4 +1,4 @@
-"""What Python passes to a trainer, joined with the run file: Python wins."""
+"""Python arguments of a trainer, merged into the run config; the arguments take precedence."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from raypo.storage.run_files import GIVEN_ROWS, RunFiles
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 CONTROLLER_FAILURE_LIMIT = 2
-"""Ray's own default retries a start that can never succeed without an end."""
+"""Limit on retries of a failed start. Ray's default retries without end."""
 
 Rows = Any
-"""What has a length and gives mappings: a `datasets.Dataset`, a list of dicts."""
+"""Sized iterable of mappings: a `datasets.Dataset`, a list of dicts."""
 
 GIVEN = "rows of datasets="
-"""Stands in a config for rows until they are written."""
+"""Placeholder in a config for rows that are not written yet."""
 
 RAY_RUN_NAME = "ray_train_run-"
-"""How the names begin that RunConfig makes up."""
+"""Prefix of the names that RunConfig generates."""
 
 _REFUSED = {
     "train_loop_per_worker": "the recipe is the loop. For a loop of your own use Ray's "
@@ -54,19 +54,21 @@ _REFUSED = {
     "resume_from_checkpoint": "a run goes on by itself from the last checkpoint in its folder. "
     "Give the storage_path and name of the run.",
 }
-"""Arguments of TorchTrainer that would do nothing."""
+"""Arguments of TorchTrainer that would have no effect -> what to do instead."""
 
 
 def read_config(
     config: object, kind: type[AnyConfig], rows: Mapping[str, Any] | None = None
 ) -> AnyConfig:
-    """The config that a trainer was given, or that of the run file whose path it was given.
+    """Return a config, loaded from a run file if `config` is a path.
 
     Args:
-        rows: What Python hands over in the place of config keys, which a file may lack then.
+        config: Config or path of a run file.
+        kind: Config class of the recipe.
+        rows: Config key -> rows passed in Python. The file may omit these keys.
 
     Raises:
-        ConfigError: it is neither, or the config of another recipe.
+        ConfigError: `config` is neither, or it is the config of another recipe.
     """
     if isinstance(config, str | Path):
         return kind.load(config, dict.fromkeys(rows or (), GIVEN))
@@ -85,10 +87,10 @@ def check_arguments(
     reward_fn: RewardFunction | None,
     torch_trainer_arguments: Mapping[str, Any],
 ) -> None:
-    """Refuse what could not act; what TorchTrainer does not know it refuses itself.
+    """Refuse arguments that would have no effect; TorchTrainer refuses unknown ones itself.
 
     Raises:
-        ConfigError: the first argument that could not.
+        ConfigError: an argument would have no effect.
     """
     for name, value in torch_trainer_arguments.items():
         if name in _REFUSED and value is not None:
@@ -121,11 +123,11 @@ def check_arguments(
 
 
 def check_not_started_by_import(config: RecipeConfig) -> None:
-    """Refuse a script that starts a run whenever it is imported, as workers import it.
+    """Refuse a script that starts a run when it is imported, because workers import it.
 
     Raises:
-        ConfigError: this process is importing it, or is the script and stands at a statement that
-            the import would reach.
+        ConfigError: this process is importing the script, or it runs the script and the current
+            statement would also run on import.
     """
     remedy = 'Put what starts the run below `if __name__ == "__main__":`.'
     if (spec := imported_now()) is not None:
@@ -149,7 +151,7 @@ def _is_script(frame: FrameType) -> bool:
 
 
 def _is_guarded(script: Path, line: int) -> bool:
-    """Return whether a line is below a condition on `__name__`."""
+    """Return True if a line is inside a condition on `__name__`."""
     return any(
         isinstance(node, ast.If)
         and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))
@@ -164,7 +166,7 @@ def resolve(
     run: RunConfig | None,
     reward_fn: RewardFunction | None = None,
 ) -> AnyConfig:
-    """The config with what Python passed recorded in it, checked once more as a whole."""
+    """Merge Python's arguments into the config, and validate it again as a whole."""
     values: dict[str, Any] = config.model_dump()
     if scaling is not None:
         values["learner"]["num_workers"] = _without_the_critics(scaling.num_workers, config)
@@ -175,7 +177,7 @@ def resolve(
         cpus = resources.get("CPU")
         values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
     if run is not None:
-        # Ray fills both in where the user says nothing.
+        # Ray fills in both if the user sets neither.
         if not str(run.name).startswith(RAY_RUN_NAME):
             values["name"] = run.name
         if run.storage_path != RunConfig().storage_path:
@@ -195,7 +197,7 @@ def resolve(
 
 
 def _without_the_critics(count: Any, config: Any) -> int:
-    """`learner.num_workers`, where Ray's scaling config counts so many workers in all."""
+    """Return `learner.num_workers`; Ray's scaling config also counts the critic's own workers."""
     apart = config.learner.total_workers - config.learner.num_workers
     if count <= apart:
         raise ConfigError(
@@ -213,7 +215,7 @@ def _function_name(function: RewardFunction) -> str:
 
 
 def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
-    """Ray's scaling config of the resolved config; what else the given one says stays."""
+    """Return Ray's scaling config for the resolved config; other fields of `given` are kept."""
     learner = config.learner
     use_gpu = _has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
     if learner.use_gpu is True and not _has_cluster(config):
@@ -228,12 +230,12 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
 
 
 def _has_cluster(config: RecipeConfig) -> bool:
-    """Whether there is a Ray already, whose nodes may be other machines."""
+    """Return True if there is a Ray cluster, whose nodes may be other machines."""
     return ray.is_initialized() or cluster_address(config.cluster)[0] is not None
 
 
 def _has_gpus(config: RecipeConfig) -> bool:
-    """Asks the cluster where there is one, else this machine, without starting anything."""
+    """Return True if the cluster, else this machine, has usable GPUs. Starts no Ray."""
     if _has_cluster(config):
         connect(config.cluster)
         resources = ray.cluster_resources()
@@ -246,7 +248,7 @@ def _has_gpus(config: RecipeConfig) -> bool:
 
 
 def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
-    """Ray's run config of the resolved config; what else the given one says stays."""
+    """Return Ray's run config for the resolved config; other fields of `given` are kept."""
     run = given or RunConfig()
     failure = run.failure_config or FailureConfig()
     limit = failure.controller_failure_limit
@@ -267,10 +269,10 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
 
 
 def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
-    """Refuse what names no key of the recipe, or cannot be read more than once.
+    """Refuse rows for an unknown key, and rows that can be read only once.
 
     Raises:
-        ConfigError: the first that does.
+        ConfigError: a key or its rows are refused.
     """
     known = [key for key in kind.paths if key.startswith(("data.", "eval."))]
     for key, rows in given.items():
@@ -288,12 +290,12 @@ def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
 
 
 def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
-    """The config that names files in the run's folder, with rows that Python handed over.
+    """Write Python's rows into the run's folder, and return the config that names the files.
 
-    The name of a file is made of what is in it, so that a run that goes on with others is refused.
+    A file's name contains a hash of its content, so a run that resumes with other rows is refused.
 
     Raises:
-        ConfigError: a row is no mapping, or has what JSON cannot say.
+        ConfigError: a row is no mapping, or JSON cannot represent it.
     """
     if not given:
         return config
@@ -307,7 +309,7 @@ def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
 
 
 def _write(key: str, rows: Rows, files: RunFiles) -> str:
-    """Rows as JSON lines; their path or URI."""
+    """Write rows as JSON lines, and return the path or URI."""
     folder = files.folder / GIVEN_ROWS
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
@@ -336,7 +338,7 @@ def _lines(key: str, rows: Rows) -> Iterator[bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """What NumPy holds, as lists and numbers."""
+    """Convert NumPy values to lists and numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} is in it")

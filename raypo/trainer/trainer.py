@@ -1,4 +1,8 @@
-"""A Ray Train TorchTrainer that checks, watches, resumes and stops a run of any recipe."""
+"""A Ray Train TorchTrainer that checks, monitors, resumes and stops a run of any recipe.
+
+Threads: Ray Train runs in a thread of its own (`_fit_in_thread`). The main thread handles signals,
+and polls the monitor actor for the workers' events until that thread's future is done.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +75,13 @@ from raypo.trainer.watch import (
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 POLL_S = 0.2
+"""Interval at which the driver polls the monitor for events."""
 
 
 class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     """A recipe as a `ray.train.torch.TorchTrainer`: the same arguments and the same Result.
 
-    What Python passes wins over the config, and the resolved config records it.
+    Python arguments take precedence over the config, and are recorded in the resolved config.
     """
 
     loop: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
@@ -95,25 +100,25 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         fresh: bool = False,
         **torch_trainer_arguments: Any,
     ) -> None:
-        """Check the input and resolve the config; starts nothing.
+        """Check the input and resolve the config, without starting anything.
 
         Args:
-            config: The whole run file, or its path.
-            scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` win
-                over the `learner` section, its strategy over `placement.strategy`. Ray's default
-                is `use_gpu=False`: pass True for GPUs, or leave the argument out.
+            config: The whole run config, or the path of a run file.
+            scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` override
+                the `learner` section, its strategy overrides `placement.strategy`. Ray's default is
+                `use_gpu=False`: pass True for GPUs, or leave the argument out.
             run_config: Its `name`, `storage_path`, `failure_config` (`max_failures`) and
                 `checkpoint_config` (`num_to_keep`: `checkpoint.keep`, `checkpoint_score_attribute`
-                and `_order`: `checkpoint.best_by` and `best_mode`) win over the config's. What
-                equals Ray's default says nothing.
-            reward_fn: Of PPO: (list[Rollout]) -> list[float], a function or an object with
-                `__call__`; wins over `reward.function`.
-            datasets: Rows in the place of config keys, a `datasets.Dataset` or a list of dicts:
-                `{"data.prompts": rows, "eval.prompts": held_out}`. They are written into the run's
-                folder, and the resolved config names the files.
-            fresh: Whether `fit` starts over; it removes the run that is there.
-            torch_trainer_arguments: `torch_config`. TorchTrainer's others could not act and are
-                refused.
+                and `_order`: `checkpoint.best_by` and `best_mode`) override the config's. Values
+                equal to Ray's defaults count as not set.
+            reward_fn: Reward function, for recipes that sample: (list[Rollout]) -> list[float], a
+                function or an object with `__call__`. Overrides `reward.function`.
+            datasets: Config key -> rows that replace its files, a `datasets.Dataset` or a list of
+                dicts: `{"data.prompts": rows, "eval.prompts": held_out}`. The rows are written into
+                the run's folder, and the resolved config names the files.
+            fresh: Whether `fit` starts over and removes an existing run.
+            torch_trainer_arguments: `torch_config`. Other arguments of TorchTrainer have no effect
+                and are refused.
 
         Raises:
             ConfigError: a file, a key, an argument or a combination is wrong.
@@ -144,15 +149,15 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def fit(self) -> Result:
-        """Run, resume, or hand back the result of a run that is finished.
+        """Run or resume training, or return the result of a finished run.
 
         Returns:
-            Ray Train's Result; its `metrics_dataframe` has every step, `return_value["status"]`
-            is finished or interrupted.
+            Ray Train's Result. Its `metrics_dataframe` has every step; `return_value["status"]` is
+            finished or interrupted.
 
         Raises:
             ConfigError: the run folder belongs to another config, or the cluster is too small.
-            ray.train.TrainingFailedError: a worker or Ray Train itself failed, once more than
+            ray.train.TrainingFailedError: workers or Ray Train itself failed more often than
                 `max_failures` allows.
             KeyboardInterrupt: a second Ctrl-C or SIGTERM.
         """
@@ -160,7 +165,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         with self._files.lock():
             if self._fresh:
                 self._files.remove()
-                with_rows(self.config, self._datasets)  # they were removed as well
+                with_rows(self.config, self._datasets)  # `remove` has deleted these files too
             self._check_folder()
             if is_finished(self._files, self.config):
                 Console().message(
@@ -182,8 +187,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _fit_watched(self) -> Result:
         self._check_cluster()
-        # Each starts a process that imports ray.train, seconds on a small machine. No recipe reads
-        # Ray Data sets, and `self._janitor` removes the placement groups of a run that was killed.
+        # Each of these callbacks starts a process that imports ray.train, which takes seconds on a
+        # small machine. They are not needed: no recipe reads Ray Data, and `self._janitor` removes
+        # the placement groups of a run that was killed.
         leave_out_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
         self._tell_workers()
         self._files.write_config(self.config.model_dump(mode="json"))
@@ -232,15 +238,18 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             dedicated.shutdown(graceful=status == "finished")
 
     def _tell_workers(self) -> None:
-        """Give workers the variables that they do not get from the job; what is given wins."""
+        """Pass environment variables to workers that the Ray job does not set.
+
+        The user's `worker_runtime_env` takes precedence.
+        """
         if variables := untold_environment():
             given = dict(self.run_config.worker_runtime_env or {})
             given["env_vars"] = {**variables, **given.get("env_vars", {})}
             self.run_config.worker_runtime_env = given
 
     def _start_janitor(self, monitor: ActorHandle) -> ActorHandle | None:
-        # Ray removes a job's groups when its driver ends. Those of a task or an actor, like a trial
-        # of Ray Tune, it keeps until then.
+        # Ray removes placement groups only when the job's driver ends. A task or an actor, like a
+        # trial of Ray Tune, needs a janitor, because the job may go on after it was killed.
         return None if is_driver() else start_janitor(until=monitor)
 
     def _check_folder(self) -> None:
@@ -266,10 +275,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def _fit_in_thread(self, monitor: ActorHandle, console: Console, *, begun: float) -> Result:
-        """Ray Train takes over Ctrl-C only in the main thread, so it gets another one.
+        """Run Ray Train in a thread and show the workers' events until it ends.
 
         Args:
-            begun: When `stop.after_s` begins, by the monotonic clock.
+            monitor: The run's monitor.
+            console: Console for the events.
+            begun: Start of `stop.after_s`, by the monotonic clock.
         """
         after_s = self.config.stop.after_s
         deadline = math.inf if after_s is None else begun + after_s
@@ -281,6 +292,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
 
         with stop_on_signal(stop):
+            # Ray Train overrides the handler of Ctrl-C, but only in the main thread.
             outcome = daemon_future(lambda: self._fit_under_controllers(monitor), name="raypo-fit")
             while not outcome.done():
                 wait([outcome], timeout=POLL_S)
@@ -298,9 +310,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             return outcome.result()
 
     def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
-        """As TorchTrainer.fit; where its controller is lost, another one takes its place.
+        """Run TorchTrainer.fit, and start another controller if one is lost.
 
-        Ray counts lost workers in the controller; only the driver can count the controller's end.
+        Ray counts lost workers in the controller; only the driver can count lost controllers.
         """
         self._allow_failures(self.config.max_failures)
         while True:
@@ -310,7 +322,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 if not is_lost_controller(error):
                     raise
                 attempts, group = ray.get(monitor.end_attempt.remote())
-                if group is not None:  # all else that the workers had ends with them
+                if group is not None:  # everything else of the workers ends with their processes
                     remove_placement_group(group)
                 left = failures_left(self.config.max_failures, attempts)
                 if group is None or left is None:
@@ -330,19 +342,19 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
 
     def _is_unwanted(self) -> bool:
-        """Return whether a sweep wants the run to end after its step."""
+        """Return True if a sweep wants the run to end after its step."""
         return False
 
     def _check_cluster(self) -> None:
-        """Refuse what no waiting could ever place; Ray itself would wait without an end."""
+        """Refuse a run that the cluster can never place; Ray itself would wait without end."""
         lay_out(
             self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self._worker_resources
         )
 
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
-        """Wait until the learner workers' group could be placed, which Ray Train then makes.
+        """Wait until the learner workers' placement group fits, by reserving and removing one.
 
-        It would not say which bundle waits, for what, or who has it.
+        Ray Train then creates its own. It would not say which bundle waits for which resources.
         """
         group = reserve(
             worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self._worker_resources),
@@ -356,12 +368,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """The config as the plan takes it, of whichever recipe."""
+        """The config, typed for the plan, which accepts all recipes."""
         return self.config
 
     @property
     def _worker_resources(self) -> dict[str, float]:
-        """What each learner worker takes, custom resources of the scaling config too."""
+        """Resources of a learner worker, including custom ones of the scaling config."""
         scaling = self.scaling_config
         resources: dict[str, Any] = {
             "CPU": scaling.num_cpus_per_worker,
@@ -371,7 +383,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return {name: amount for name, amount in resources.items() if amount}
 
     def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
-        """Step 2 of what outlives the workers: before they start."""
+        """Start the dedicated deployments, before the workers, which they outlive."""
         if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
         from raypo.run.dedicated_services import start_dedicated  # model code
@@ -386,7 +398,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
-        """Have the group removed if this process is killed, before anything waits for it."""
+        """Register the group with the janitor, which removes it if this process is killed."""
         if self._janitor is not None:
             ray.get(self._janitor.hold.remote(monitor, group))
 
@@ -396,7 +408,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _with_every_step(self, result: Result) -> Result:
         rows = self._files.metrics()
-        if result.return_value is None and is_finished(self._files, self.config):  # handed back
+        # A result that was read back from the folder of a finished run has no return value.
+        if result.return_value is None and is_finished(self._files, self.config):
             steps = {"status": "finished", "step": self._files.last_step()}
             result = dataclasses.replace(result, return_value=steps)
         return dataclasses.replace(
@@ -406,7 +419,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def _write_summary(self, status: Literal["failed", "interrupted"], wall_s: float) -> None:
-        """Write what the workers have not: they write it where they come to the loop's end."""
+        """Write the run's summary, unless workers wrote it at the end of their loop."""
         if status != "failed" and (self._files.summary() or {}).get("status") == status:
             return
         self._files.write_summary(

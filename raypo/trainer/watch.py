@@ -1,4 +1,8 @@
-"""What the driver does while the workers run: events, signals, and a controller that is lost."""
+"""Driver-side supervision of a run: events, signals, and loss of Ray Train's controller.
+
+Threads: signal handlers run in the main thread. After the first signal a daemon thread polls Ray's
+head, and ends the process if the head is gone before the run has stopped.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +26,27 @@ from raypo.tracking.console import Console
 
 
 def show_events(console: Console, monitor: ActorHandle) -> None:
-    """Show what the workers have reported since the last call."""
+    """Print the events that workers have reported since the last call."""
     shown = {"start": console.resume, "step": console.step, "phase": console.phase}
     for kind, content in ray.get(monitor.drain.remote(peak_memory())):
         shown.get(kind, console.message)(content)
 
 
 INTERRUPTED = 130
-"""Exit status of a process that a signal has ended."""
+"""Exit status of a process that was ended by Ctrl-C."""
 LOOK_EVERY_S = 1.0
+"""Interval at which Ray's head is polled after the first signal."""
 GRACE_S = 5.0
-"""Seconds in which files are written before the process ends, once Ray is gone."""
+"""Seconds for writing files after Ray is gone, before the process exits."""
 
 
 @contextmanager
 def stop_on_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """Ask for an end at the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt at the second.
+    """Call `ask` at the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt at the second.
 
-    From the first signal on a thread looks whether Ray's head is still there: one to the whole
-    process group, as `timeout` sends it, ends a local Ray too.
+    After the first signal a thread checks that Ray's head is alive, because a signal to the whole
+    process group, like that of `timeout`, also ends a local Ray. Outside the main thread this
+    context manager does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -81,27 +87,28 @@ def _end_with_ray(address: str, is_over: threading.Event) -> None:
     )
     main = threading.main_thread().ident
     assert main is not None
-    signal.pthread_kill(main, signal.SIGINT)  # the second signal, also out of a call that blocks
+    # As the second signal, this also interrupts a call that blocks.
+    signal.pthread_kill(main, signal.SIGINT)
     time.sleep(GRACE_S)
     os._exit(INTERRUPTED)
 
 
 def is_lost_controller(error: BaseException) -> bool:
-    """Whether what `TorchTrainer.fit` raises says that the process of its controller ended.
+    """Return True if an error of `TorchTrainer.fit` means that its controller's process ended.
 
-    The controller's own code may fail with such an error of another actor, and its start may fail:
-    neither would go better under another controller.
+    False if the controller's code failed with such an error of another actor, or if the controller
+    failed to start: another controller would not help.
     """
     may_live = isinstance(error, ActorUnavailableError)
     return is_lost_actor(error) and not may_live and not failed_to_start(error)
 
 
 def failures_left(max_failures: int, failures: int) -> int | None:
-    """How many more failures a run may have after some; None: it has had one too many.
+    """Return how many more failures a run may have, or None if it has had too many.
 
     Args:
-        max_failures: As Ray's FailureConfig says it; -1: any number, which is also what is left.
-        failures: Lost workers and controllers so far.
+        max_failures: As in Ray's FailureConfig. -1 means no limit, and -1 is returned.
+        failures: Number of lost workers and controllers so far.
     """
     if max_failures == -1:
         return -1
@@ -110,7 +117,7 @@ def failures_left(max_failures: int, failures: int) -> int | None:
 
 
 def advice(max_failures: int) -> str:
-    """What to do where the run cannot go on by itself."""
+    """Return the remedy for a run that cannot go on by itself."""
     return (
         f"max_failures ({max_failures}): the process of Ray Train's controller ended, and the run "
         "either had as many failures as it may have or had not begun. Start it again: it goes on "

@@ -1,4 +1,4 @@
-"""Keeps the record of a sweep's trials while Tune runs them, and shows it."""
+"""Record and display a sweep's trials while Tune runs them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from raypo.tuning.search import POINT
 from raypo.tuning.view import SweepView
 
 WRITE_EVERY_S = 10.0
+"""Interval at which records are saved while trials run."""
 
 
 class Board(Callback):
-    """Tune's callback that notes starts, reports and ends of trials."""
+    """Tune callback that records starts, reports and ends of trials."""
 
     def __init__(
         self,
@@ -31,14 +32,15 @@ class Board(Callback):
         write: Callable[[], None],
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Nothing has started.
+        """Start from the records of earlier attempts.
 
         Args:
-            records: By trial number, those of earlier attempts; new ones are added to it.
-            num_steps: Of a whole trial.
-            num_devices: That a trial holds.
-            write: Keeps the records where a killed driver finds them again.
-            is_stopping: Whether trials end because the user wants to stop.
+            records: Records of earlier attempts by trial number.
+            view: Display of the sweep.
+            num_steps: Steps of a whole trial.
+            num_devices: Devices that a trial holds.
+            write: Function that saves the records for a later attempt.
+            is_stopping: Function that returns True if trials end because the user wants to stop.
         """
         self.records = dict(records)
         self._view, self._num_steps, self._num_devices = view, num_steps, num_devices
@@ -46,10 +48,10 @@ class Board(Callback):
         self._looked = self._written = time.monotonic()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune keeps its callbacks for a restore of its own, which no sweep uses
+        return {}  # Tune pickles callbacks for its own restore, which sweeps do not use
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
-        """A trial starts, or goes on after a pause."""
+        """Record that a trial starts, or resumes after a pause."""
         record = self._record_of(trial)
         is_new = record.status not in ("running", "waiting") or not record.point
         record.point, record.status, record.error = dict(trial.config[POINT]), "running", ""
@@ -60,7 +62,7 @@ class Board(Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Trial], trial: Trial, result: dict, **_: Any
     ) -> None:
-        """A trial reports a step."""
+        """Record a trial's report of a step."""
         record = self.records[number_of(trial)]
         record.metrics = metrics_of(result)
         record.step = int(result.get(STEP, record.step))
@@ -68,9 +70,9 @@ class Board(Callback):
     def on_trial_complete(
         self, iteration: int, trials: list[Trial], trial: Trial, **_: Any
     ) -> None:
-        """A trial came to its end, or was stopped."""
+        """Record that a trial finished or was stopped."""
         record = self.records.get(number_of(trial))
-        if record is None or not record.point:  # stopped before it started
+        if record is None or not record.point:  # the trial was stopped before it started
             return
         self._add_time(trials)
         if record.step >= self._num_steps:
@@ -81,8 +83,8 @@ class Board(Callback):
         self._view.ended(record)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
-        """A trial failed; the others go on."""
-        record = self._record_of(trial)  # its process may not even have started
+        """Record that a trial failed; the others go on."""
+        record = self._record_of(trial)  # creates one if the trial's process never started
         record.point = dict(trial.config[POINT])
         self._add_time(trials)
         record.status = "interrupted" if self._is_stopping() else "failed"
@@ -91,14 +93,14 @@ class Board(Callback):
         self._view.ended(record)
 
     def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
-        """Tune looked after its trials once more."""
+        """Update times and display; Tune calls this after each iteration of its loop."""
         self._add_time(trials)
         self._view.show(list(self.records.values()))
         if time.monotonic() - self._written > WRITE_EVERY_S:
             self._keep()
 
     def close(self) -> None:
-        """Tune has come to its end: a trial that has not was interrupted."""
+        """Mark trials that are still running as interrupted, after Tune has ended."""
         for record in self.records.values():
             if record.status == "running":
                 record.status = "interrupted"
@@ -122,12 +124,12 @@ class Board(Callback):
 
 
 def number_of(trial: Trial) -> int:
-    """A trial's number, from its name."""
+    """Return a trial's number, parsed from its name."""
     return int(str(trial).rpartition("-")[2])
 
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """raypo's metrics of a report, without what Tune and the sweep add."""
+    """Return raypo's metrics of a report, without the entries that Tune and the sweep add."""
     return {
         name: float(value)
         for name, value in result.items()
@@ -136,12 +138,16 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def error_text(trial: Trial) -> str:
-    """What the trial raised; Tune itself looks for it in the storage, where it comes later."""
+    """Return the traceback of a trial.
+
+    It is read from the trial's local file: Tune's own lookup is in the storage, where the file is
+    copied later.
+    """
     file = Path(trial.error_file) if trial.error_file else None
     return file.read_text() if file is not None and file.exists() else ""
 
 
 def last_line(text: str) -> str:
-    """The last line that says something: an error's name and message."""
+    """Return the last line that is not empty, an error's name and message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "the trial's process was lost"

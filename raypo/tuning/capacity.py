@@ -1,4 +1,4 @@
-"""What a sweep will do: its trials, what each asks of the cluster, and how many run at a time."""
+"""Capacity of a sweep: its trials, the resources of each, and how many run concurrently."""
 
 from __future__ import annotations
 
@@ -31,41 +31,43 @@ from raypo.tuning.sweep_folder import TRIALS_FOLDER
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """How many trials, of which size, how many at a time."""
+    """Number of trials, resources of each, and concurrency."""
 
     num_trials: int
     bundles: tuple[Bundle, ...]
-    """That a trial holds: those of its dedicated group, if any, and those of its workers."""
+    """Bundles that a trial holds: those of its dedicated group, if any, and of its workers."""
     num_slots: int
-    """Trials at a time."""
+    """Number of concurrent trials."""
     sharing: Sharing
-    """What all trials have in common."""
+    """Deployments that all trials share."""
 
     @property
     def device(self) -> str:
-        """The unit of cost: GPU where a trial has any, else CPU."""
+        """Unit of cost: GPU if a trial has any, else CPU."""
         return "GPU" if _amount("GPU", self.bundles) else "CPU"
 
     @property
     def num_devices(self) -> float:
-        """Devices that a trial holds."""
+        """Number of devices that a trial holds."""
         return _amount(self.device, self.bundles)
 
 
 def plan_sweep(
     sweep: SweepConfig, base: AnyConfig, nodes: Sequence[Resources], *, use_gpu: bool
 ) -> SweepPlan:
-    """Fit as many trials side by side as the cluster holds; the others wait for their turn.
+    """Plan as many concurrent trials as the cluster holds; the others wait.
 
-    A trial holds the bundles of its learner workers and, where its engines or frozen models are
-    dedicated, a second group for these; what is shared by all trials takes its place before them.
+    A trial holds the bundles of its learner workers, and a second group if its engines or frozen
+    models are dedicated. Deployments that all trials share are placed before the trials.
 
     Args:
+        sweep: Config of the sweep.
+        base: Run config of a trial, without the values of the space.
         nodes: Resources of each node of the cluster.
         use_gpu: Whether a learner worker takes a GPU.
 
     Raises:
-        ConfigError: not even one trial fits.
+        ConfigError: not even one trial fits, or pbt cannot run all trials concurrently.
     """
     strategy = base.placement.strategy
     try:
@@ -116,7 +118,7 @@ def plan_sweep(
 
 
 def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
-    """The plan as lines for people."""
+    """Return the plan as lines for the terminal."""
     goals = ", ".join(f"{m} ({mode})" for m, mode in zip(sweep.metric, sweep.mode, strict=True))
     lines = [
         f"{sweep.name}: {plan.num_trials} trials of {sweep.base}, judged by {goals}",
@@ -135,9 +137,9 @@ def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
 
 
 def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> str:
-    """What it costs if no trial is stopped early, by the steps of a run that is there.
+    """Estimate the cost of a sweep whose trials all run to the end.
 
-    That is one of this sweep's trials, or the base's own run.
+    The estimate uses the step times of one of the sweep's trials, else of the base's own run.
     """
     trials = below(sweep.storage_path, sweep.name, TRIALS_FOLDER)
     runs = [(trials, trial_name(sweep.name, number)) for number in range(plan.num_trials)]
@@ -156,13 +158,13 @@ def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> str:
 
 
 def grid_points(sweep: SweepConfig) -> list[dict[str, Any]]:
-    """Every combination of the lists of the space, the last key changing fastest."""
+    """Return all combinations of the lists of the space; the last key changes fastest."""
     by_key = {key: domain.values for key, domain in sweep.space.items()}
     return [dict(zip(by_key, point, strict=True)) for point in itertools.product(*by_key.values())]
 
 
 def trial_name(sweep: str, number: int) -> str:
-    """Name of a trial's run: unique in a cluster, the same when the sweep is resumed."""
+    """Return the name of a trial's run: unique in a cluster, and stable when the sweep resumes."""
     return f"{sweep}-{number:05d}"
 
 
@@ -171,7 +173,7 @@ def _amount(name: str, bundles: Sequence[Bundle]) -> float:
 
 
 def _words(bundles: Sequence[Bundle]) -> str:
-    """`2 x (1 CPU + 1 GPU)`, of bundles that differ one after the other."""
+    """Format bundles, like `2 x (1 CPU + 1 GPU)`; equal ones are grouped."""
     counts = Counter(
         " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.resources.items()))
         for bundle in bundles

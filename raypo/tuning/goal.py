@@ -1,4 +1,4 @@
-"""What a sweep wants: metrics, their direction, and constraints; which of two trials is better."""
+"""Objective of a sweep: metrics, their directions and constraints; comparison of trials."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ Metrics = Mapping[str, float]
 SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
 KL = "kl/ref_response_mean"
 VALUE = "sweep/value"
-"""One number a report for schedulers: larger is better, whatever the sweep maximises."""
+"""Name of the one number per report that schedulers compare; larger is always better."""
 SCORED_STEP = "sweep/scored_step"
-"""The step that the first metric's last known value is of; 0: before the first update."""
+"""Name of the step of the first metric's last known value; 0 is before the first update."""
 STEP = "step"
 INFEASIBLE = -1e9
-"""Below every feasible value."""
+"""Upper bound of the value of an infeasible trial, below every feasible value."""
 UNKNOWN = -1e18
+"""Value of a trial whose score, or a metric that a constraint bounds, is unknown."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Judges trials by their last known metrics."""
+    """Objective by which trials are compared, from their last known metrics."""
 
     metrics: tuple[str, ...]
     signs: tuple[float, ...]
-    """1 where the metric is to be large, -1 where it is to be small."""
+    """1 for a metric to maximise, -1 for one to minimise."""
     constraints: tuple[Constraint, ...] = ()
 
     @classmethod
     def of(cls, sweep: SweepConfig) -> Goal:
-        """The goal that a sweep file states."""
+        """Return the goal of a sweep's config."""
         signs = tuple(1.0 if mode == "max" else -1.0 for mode in sweep.mode)
         return cls(sweep.metric, signs, sweep.constraint)
 
     @property
     def named(self) -> list[str]:
-        """The metrics, and those that constraints bound."""
+        """Names of the metrics and of those that constraints bound."""
         return [*self.metrics, *(each.metric for each in self.constraints)]
 
     def gains(self, known: Metrics) -> tuple[float, ...]:
-        """The metrics, signed so that larger is better; -inf where one is unknown or NaN."""
+        """Return the metrics, signed so that larger is better; -inf if one is unknown or NaN."""
         values = [known.get(metric, math.nan) for metric in self.metrics]
         return tuple(
             -math.inf if math.isnan(value) else sign * value
@@ -51,20 +52,20 @@ class Goal:
         )
 
     def excess(self, known: Metrics) -> tuple[float, ...]:
-        """By how much each constraint is broken; 0 or less where it is kept."""
+        """Return the violation of each constraint; 0 or less if it is satisfied."""
         return tuple(each.excess(known.get(each.metric, math.nan)) for each in self.constraints)
 
     def is_feasible(self, known: Metrics) -> bool:
-        """Whether all constraints are kept."""
+        """Return True if all constraints are satisfied."""
         return all(value <= 0.0 for value in self.excess(known))
 
     def broken(self, known: Metrics) -> tuple[str, ...]:
-        """The constraints that are not kept."""
+        """Return the violated constraints."""
         pairs = zip(self.constraints, self.excess(known), strict=True)
         return tuple(str(each) for each, excess in pairs if excess > 0.0)
 
     def value(self, known: Metrics) -> float:
-        """The first metric as one finite number: infeasible below feasible, unknown last."""
+        """Return the first metric as a finite number; infeasible is lower, unknown lowest."""
         gain = self.gains(known)[0]
         if not math.isfinite(gain):
             return UNKNOWN
@@ -74,20 +75,20 @@ class Goal:
         return INFEASIBLE - worst if math.isfinite(worst) else UNKNOWN
 
     def dominates(self, one: Metrics, other: Metrics) -> bool:
-        """Whether one is at least as good in every metric and better in some (Pareto)."""
+        """Return True if one is at least as good in every metric and better in some (Pareto)."""
         pairs = list(zip(self.gains(one), self.gains(other), strict=True))
         return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
     def ranks(self, trials: Sequence[Metrics]) -> list[int]:
-        """Rank of each trial from 1, ties by their order.
+        """Rank the trials from 1; ties keep their order.
 
-        Scores of different steps are never compared: the trials whose score is of a later step
-        come first, as those do that successive halving (arXiv:1810.05934) let go on. A trial that
-        came to its end is before all that were stopped.
+        Feasible trials come first, then infeasible ones, then those without a score. Scores of
+        different steps are never compared: among feasible trials, and among infeasible ones, a
+        score of a later step ranks first, as in successive halving (arXiv:1810.05934). So a stopped
+        trial ranks below those that went on to a later score.
 
-        Feasible ones first: of those of a step Pareto front by front, within a front by the first
-        metric. Then the infeasible ones, those of a step by how much they break, then those
-        without a score.
+        Feasible trials of the same step are ordered by Pareto front, then by the first metric;
+        infeasible ones by their largest violation.
         """
         fronts = self._fronts(trials)
         keys = [
@@ -107,13 +108,14 @@ class Goal:
         return ranks
 
     def front(self, trials: Sequence[Metrics]) -> set[int]:
-        """Rows of the latest scores that no feasible trial of them dominates; of one metric, the
-        best.
+        """Return the rows of the Pareto front among the feasible trials with the latest score.
+
+        With one metric these are the best trials.
         """
         return {row for row, number in self._fronts(trials).items() if number == 0}
 
     def _fronts(self, trials: Sequence[Metrics]) -> dict[int, int]:
-        """Row of each feasible trial with a score -> number of its front, latest step first."""
+        """Map the row of each feasible trial with a score to its front, latest step first."""
         left = [row for row, known in enumerate(trials) if self.value(known) > INFEASIBLE]
         fronts: dict[int, int] = {}
         number = 0
@@ -132,16 +134,16 @@ class Goal:
 
 
 def scored_step(known: Metrics) -> int:
-    """The step that a trial's score is of; 0 where none is known."""
+    """Return the step of a trial's score, or 0 if it has none."""
     return int(known.get(SCORED_STEP, 0))
 
 
 def known_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
-    """The last value of each metric; an evaluation before the first update counts as its first.
+    """Return the last value of each metric; the initial evaluation counts as its first value.
 
     Args:
-        rows: Metrics by step; what was known before may stand first.
-        goal: Of its first metric the step of the last value is kept: SCORED_STEP.
+        rows: Metrics by step; earlier known metrics may come first.
+        goal: Its first metric is the one whose last step is returned as SCORED_STEP.
     """
     known: dict[str, float] = {}
     score = goal.metrics[0]
@@ -157,5 +159,5 @@ def known_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
 
 
 def as_report(known: Metrics, goal: Goal) -> dict[str, float]:
-    """Metrics as Tune gets them: with the number that schedulers judge by."""
+    """Return the metrics for a report to Tune, with the value that schedulers compare."""
     return {**known, VALUE: goal.value(known)}

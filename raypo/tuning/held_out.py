@@ -1,4 +1,4 @@
-"""What held-out scores say: which trial is best, and which trials game the reward model."""
+"""Sentences about held-out scores: the best trial, and trials that game the reward model."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from raypo.tuning.record import TrialRecord
 from raypo.tuning.view import point_text
 
 MAX_NAMED = 4
-"""Trials in one sentence."""
+"""Maximum number of trials named in a sentence."""
 
 Scores = Mapping[Any, float]
-"""By held-out prompt, the mean of its samples."""
+"""Held-out prompt -> mean score of its samples."""
 Changes = Mapping[str, Change]
-"""SCORE and REWARD_MODEL -> how they changed on the held-out prompts, as far as they are known."""
+"""SCORE and REWARD_MODEL, if known -> change on the held-out prompts."""
 
 
 def who_is_best(
     trials: Sequence[TrialRecord], goal: Goal, held_out: Callable[[TrialRecord], Scores]
 ) -> str:
-    """A sentence on the first trial and the next one whose score is of the same step.
+    """Describe the best trial and its lead over the next one with a score of the same step.
 
     Args:
-        trials: Best first; those without a score are passed over.
-        held_out: Gives a trial's held-out scores by prompt, those that its score is the mean of.
+        trials: Trials, best first; those without a score are skipped. At least one has a score.
+        goal: Objective of the sweep.
+        held_out: Function that returns a trial's held-out scores by prompt.
     """
     trials = [trial for trial in trials if math.isfinite(goal.gains(trial.judged)[0])]
     best, metric = trials[0], goal.metrics[0]
@@ -63,7 +64,7 @@ def who_is_best(
 
 
 def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
-    """How held-out score and reward model's score of a trial changed up to a step, in pairs."""
+    """Return the paired changes of a trial's held-out score and reward-model score up to a step."""
     changes: dict[str, Change] = {}
     score = held_out_change(files, step)
     if score is None:
@@ -75,7 +76,7 @@ def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
 
 
 def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Scores:
-    """What the reward models say of each held-out prompt's samples: `eval/reward_model_mean`."""
+    """Return the mean reward-model score of each held-out prompt (`eval/reward_model_mean`)."""
     columns = ("group_index", "prompt", "scores_by_source")
     scores: dict[Hashable, list[float]] = {}
     for row in files.rollouts(step, held_out=True, columns=columns):
@@ -87,7 +88,7 @@ def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Sc
 
 
 def model_weights(config: Mapping[str, Any]) -> dict[str, float]:
-    """Reward model among the sources of a score -> its weight, from a run's resolved config."""
+    """Map each reward model among the sources of a score to its weight in a run's config."""
     entries = (config.get("model") or {}).get("reward") or ()
     of_all = ((config.get("reward") or {}).get("weights") or {}).get("model", 1.0)
     names = ["model"] if len(entries) == 1 else [f"model_{n}" for n in range(len(entries))]
@@ -99,11 +100,12 @@ def gaming_words(
     changes: Mapping[str, Changes],
     held_out: Mapping[str, Scores],
 ) -> list[str]:
-    """What to say of trials that both have judged; nothing where fewer than two are.
+    """Return sentences about trials whose held-out score and reward-model score disagree.
 
     Args:
-        changes: By trial, what happened to both scores.
-        held_out: By trial, its held-out scores by prompt.
+        trials: All trials. With fewer than two that have both scores, nothing is returned.
+        changes: Trial -> changes of both scores.
+        held_out: Trial -> held-out scores by prompt.
     """
     judged = [trial for trial in trials if {SCORE, REWARD_MODEL} <= trial.judged.keys()]
     if len(judged) < 2:
@@ -114,14 +116,14 @@ def gaming_words(
 
 
 def _is_gamed(change: Changes) -> bool:
-    """Whether the one rose and the other fell, both by more than chance."""
+    """Return True if the reward-model score rose and the held-out score fell, beyond chance."""
     if not {SCORE, REWARD_MODEL} <= change.keys():
         return False
     return change[REWARD_MODEL].direction == 1 and change[SCORE].direction == -1
 
 
 def _of_gamed(gamed: Sequence[tuple[TrialRecord, Changes]]) -> str:
-    """Trials whose policy got better for the one by getting worse for the other."""
+    """Describe the trials that game the reward model, worst first."""
     if not gamed:
         return ""
     gamed = sorted(gamed, key=lambda pair: pair[1][SCORE].after - pair[1][SCORE].before)
@@ -139,7 +141,7 @@ def _of_gamed(gamed: Sequence[tuple[TrialRecord, Changes]]) -> str:
 
 
 def _of_favourite(judged: Sequence[TrialRecord], held_out: Mapping[str, Scores]) -> str:
-    """Whether it is the reward model's favourite too, of the trials that came as far."""
+    """Compare the reward model's favourite to the best trial, among those with the latest score."""
     last = max(trial.scored_step for trial in judged)
     as_far = [trial for trial in judged if trial.scored_step == last]
     best = max(as_far, key=lambda trial: trial.metrics[SCORE])

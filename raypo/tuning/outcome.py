@@ -1,4 +1,4 @@
-"""What a sweep came to: the best trial as a run config, and a summary."""
+"""Outcome of a sweep: the best trial as a run config, and a summary."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ BEST = "best.yaml"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a sweep ended."""
+    """Result of a sweep."""
 
     status: str
-    """finished, failed (no trial has a score) or interrupted."""
+    """One of finished, failed (an error, or no trial has a score) and interrupted."""
     location: str
     best: TrialRecord | None
     front: tuple[TrialRecord, ...]
-    """Trials that no other one beats in every metric; of one metric the best alone."""
+    """Trials on the Pareto front; with one metric the best trial."""
     broken: tuple[str, ...]
-    """Constraints that even the best trial breaks."""
+    """Constraints that the best trial violates."""
     failed: tuple[TrialRecord, ...]
     records: tuple[TrialRecord, ...]
     wall_s: float
     lead: str = ""
-    """Whether the best one is better than the next by more than chance."""
+    """Sentence on the lead of the best trial over the next, and whether it may be chance."""
 
     @property
     def device_s(self) -> float:
-        """What all trials cost."""
+        """Device-seconds of all trials."""
         return sum(record.device_s for record in self.records)
 
     def lines(self) -> list[str]:
-        """The outcome for people."""
+        """Return the outcome as lines for the terminal."""
         lines = []
         for record in self.failed:
             lines.append(f"{record.name} failed: {record.error}")
@@ -87,8 +87,12 @@ def write_outcome(
     """Write trials.parquet, best.yaml and summary.json.
 
     Args:
-        base: The base as written when the sweep began, overrides included.
-        status: finished or interrupted, or failed where something else did.
+        files: The sweep's folder.
+        sweep: Config of the sweep.
+        records: All trials.
+        base: The base run config as written when the sweep began, overrides included.
+        status: finished, interrupted, or failed if the sweep itself raised.
+        wall_s: Seconds of this attempt.
     """
     goal = Goal.of(sweep)
     ordered = sorted(records, key=lambda record: record.number)
@@ -127,7 +131,7 @@ def write_outcome(
 
 
 def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) -> str:
-    """The best trial as a run config: the base as written, with the trial's point on top."""
+    """Return the best trial as a run config: the base as written, overridden by its point."""
     own: dict[str, Any] = {"name": f"{sweep.name}-best", "storage_path": sweep.storage_path}
     values = with_values(base, {**best.point, **own})
     head = [
@@ -146,7 +150,7 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
 
 
 def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:
-    """Each trial's point and last metrics beside its curves: `tensorboard --logdir trials`."""
+    """Write each trial's point and last metrics beside its curves, for TensorBoard."""
     shown = {*goal.named, SCORE, REWARD_MODEL, KL}
     for record in records:
         metrics = {name: value for name, value in record.metrics.items() if name in shown}

@@ -1,9 +1,9 @@
-"""Population-based training: trials begin again from other trials' checkpoints.
+"""Population-based training: weak trials restart from the checkpoints of better ones.
 
-Every some steps all trials wait for each other, and are compared at the same step. Ray Tune then
-hands checkpoints from trial to trial; what it hands on here is a pointer, a folder with one small
-file that names the run's own checkpoint: policy, critic, optimizers, KL controller, cursor. A trial
-that begins with it takes a copy into its own folder, on one disk by hard links.
+At a fixed interval all trials wait for each other and are compared at the same step. Ray Tune then
+passes checkpoints from trial to trial. A checkpoint here is only a pointer: a folder with a small
+file that names the run's own checkpoint (policy, critic, optimizers, KL controller, data cursor). A
+trial that starts from it copies that checkpoint into its own folder, with hard links on one disk.
 
 Paper: Jaderberg et al. 2017, arXiv:1711.09846.
 """
@@ -35,13 +35,13 @@ from raypo.tuning.search import POINT
 
 SEGMENT = "segment.json"
 COPIED = "copied"
-"""Folder of a segment: the checkpoint that it began with."""
+"""Folder in a segment with the checkpoint that it started from."""
 KEPT_CHECKPOINTS = 2
-"""At least: all trials start at the same time, and one may still be copying another's."""
+"""Minimum number of checkpoints that a trial keeps, because another one may still be copying."""
 
 
 class Population(PopulationBasedTraining):
-    """Ray Tune's, in step: what it decides depends on scores and the sweep's seed alone."""
+    """Ray Tune's synchronous scheduler, made deterministic given scores and the sweep's seed."""
 
     def __init__(
         self,
@@ -52,13 +52,14 @@ class Population(PopulationBasedTraining):
         last_comparison: int = 0,
         **arguments: Any,
     ) -> None:
-        """Compare trials that all run at the same time.
+        """Create a scheduler for trials that all run concurrently.
 
         Args:
             every: Steps between two comparisons.
-            num_steps: Of a whole trial.
-            seed: Of the values that are drawn.
-            last_comparison: Step of the last one that an earlier attempt has made.
+            num_steps: Steps of a whole trial.
+            seed: Seed of the drawn values.
+            last_comparison: Step of the last comparison of an earlier attempt; 0 if there is none.
+            arguments: Arguments of Ray Tune's scheduler.
         """
         super().__init__(
             perturbation_interval=every,
@@ -70,22 +71,23 @@ class Population(PopulationBasedTraining):
         self._every, self._num_steps, self._seed = every, num_steps, seed
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
-        """Trials wait for each other where they are compared; at their end they are left alone."""
+        """Pause trials at the step of a comparison, except at their last step."""
         step = result[STEP]
         if step % self._every or step >= self._num_steps:
             return self.CONTINUE
-        random.seed(f"{self._seed} {step}")  # Ray draws from the process's own generators
+        random.seed(f"{self._seed} {step}")  # Ray's scheduler draws from the global generators
         np.random.seed(np.random.SeedSequence((self._seed, step)).generate_state(4))
         return super().on_trial_result(tune_controller, trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
-        """The others do not wait for one that has failed, as Ray would."""
+        """Drop a failed trial from the comparison."""
         super().on_trial_error(tune_controller, trial)
-        forget_failed(tune_controller, trial)
+        forget_failed(tune_controller, trial)  # Ray would let the others wait for it
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
-        """The next trial to go on; those that wait for one that has failed are compared now."""
+        """Return the next trial to resume."""
         chosen = super().choose_trial_to_run(tune_controller)
+        # If a trial failed while all others waited for it, compare those now.
         live = list(tune_controller.get_live_trials())
         if chosen is None and live and all(trial.status == Trial.PAUSED for trial in live):
             self.on_trial_result(tune_controller, live[0], live[0].last_result)
@@ -94,43 +96,44 @@ class Population(PopulationBasedTraining):
 
 
 def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
-    """A Tune config whose perturbed values are brought back into their domains."""
+    """Return a Tune config with its perturbed values moved to the nearest ones in their domains."""
     point = {key: domains[key].nearest(value) for key, value in config[POINT].items()}
     return {**config, POINT: point}
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a trial's run between two copies; Ray Train resumes within it by itself."""
+    """Part of a trial's run between two copies. Within a segment Ray Train resumes by itself."""
 
     trial: str
-    """Its name."""
+    """Name of the trial."""
     number: int = 0
     resume_from: str | None = None
-    """A copy of another trial's checkpoint, which it begins with while it has made none."""
+    """Copy of another trial's checkpoint to start from. None means a start from scratch."""
     checkpoint: str | None = None
-    """The last one; `resume_from` where there is no other."""
+    """Last checkpoint of the segment, initially `resume_from`."""
     known: Mapping[str, float] = field(default_factory=dict)
-    """What was known of the trial at that checkpoint."""
+    """Known metrics of the trial at that checkpoint."""
     compared: int = 0
-    """Step of the last comparison after which it went on."""
+    """Step of the last comparison after which the trial went on."""
 
     @classmethod
     def last(cls, files: RunFiles) -> Segment:
-        """The one that a trial is in."""
+        """Read the current segment of a trial."""
         written = files.read(SEGMENT)
         return cls(files.name) if written is None else cls(**json.loads(written))
 
     @property
     def folder(self) -> str:
-        """Below the trial's own."""
+        """Folder of the segment, relative to the trial's folder."""
         return f"segment_{self.number}"
 
     def next(self, pointer: tune.Checkpoint, files: RunFiles) -> Segment:
-        """After a comparison: a new one where the pointer is another trial's, else this one.
+        """Return the segment after a comparison, and write it.
 
-        The new one has a copy of the other trial's checkpoint, which the other one deletes some
-        time. What this trial has made so far nobody needs any more.
+        If the pointer is another trial's, this is a new segment with a copy of that trial's
+        checkpoint (the other trial will delete the original), and the folder of this segment is
+        removed. Else it is this segment.
 
         Raises:
             OSError: the checkpoint is gone; nothing has changed then.
@@ -146,7 +149,7 @@ class Segment:
         following = Segment(
             self.trial, number=self.number + 1, known=other.known, compared=compared
         )
-        open_folder(files.location, following.folder).remove()  # of an attempt that was killed
+        open_folder(files.location, following.folder).remove()  # left by an attempt that was killed
         copied = below(files.location, following.folder, COPIED)
         copy_checkpoint(other.checkpoint, copied)
         following = dataclasses.replace(following, resume_from=copied, checkpoint=copied)
@@ -155,10 +158,12 @@ class Segment:
         return following
 
     def at(self, checkpoint: str, known: Mapping[str, float], files: RunFiles) -> Segment:
-        """The same with a later checkpoint, also in the trial's folder.
+        """Return the segment with a later checkpoint, and write it.
 
         Args:
-            checkpoint: Its path as Ray Train says it, without the scheme of a URI.
+            checkpoint: Path from Ray Train, without the scheme of a URI.
+            known: Known metrics of the trial at the checkpoint.
+            files: The trial's folder.
         """
         path = below(files.location, self.folder, Path(checkpoint).name)
         later = dataclasses.replace(self, checkpoint=path, known=dict(known))
@@ -166,35 +171,35 @@ class Segment:
         return later
 
     def write(self, files: RunFiles) -> None:
-        """Keep it in the trial's folder."""
+        """Write the segment to the trial's folder."""
         files.write(SEGMENT, json.dumps(dataclasses.asdict(self)).encode())
         files.sync()
 
     def report(self, report: dict[str, float]) -> None:
-        """Report to Tune, with this as the pointer to the trial's checkpoint."""
+        """Report to Tune, with this segment as the pointer to the trial's checkpoint."""
         with tempfile.TemporaryDirectory(prefix="raypo-pointer-") as folder:
             (Path(folder) / SEGMENT).write_text(json.dumps(dataclasses.asdict(self)))
             tune.report(report, checkpoint=tune.Checkpoint.from_directory(folder))
 
     def run_config(self, run_config: RunConfig, files: RunFiles) -> RunConfig:
-        """Ray's run config, in a folder of the segment's own."""
+        """Return Ray's run config with the segment's folder."""
         kept = run_config.checkpoint_config or CheckpointConfig()
         num_to_keep = kept.num_to_keep and max(kept.num_to_keep, KEPT_CHECKPOINTS)
         return dataclasses.replace(
             run_config,
             name=self.folder,
             storage_path=files.location,
-            # The newest ones, whatever is best: others may begin with them.
+            # Keep the newest checkpoints, not the best: other trials start from the newest one.
             checkpoint_config=CheckpointConfig(num_to_keep=num_to_keep),
         )
 
 
 def copy_checkpoint(source: str, target: str) -> None:
-    """Copy another trial's checkpoint, which that trial may delete; hard links on one disk.
+    """Copy another trial's checkpoint, with hard links on one disk.
 
     Args:
-        source: A local path or a URI, as the target is.
-        target: Nothing is there yet.
+        source: A local path or a URI.
+        target: A path of the same kind, which does not exist yet.
 
     Raises:
         OSError: the source is gone.

@@ -1,4 +1,4 @@
-"""What a sweep knows of its trials, kept in one file: `trials.parquet`."""
+"""Records of a sweep's trials, stored in `trials.parquet`."""
 
 from __future__ import annotations
 
@@ -19,55 +19,56 @@ ENDED: tuple[Status, ...] = ("finished", "stopped")
 
 @dataclass
 class TrialRecord:
-    """One trial."""
+    """Record of a trial."""
 
     number: int
     name: str
     point: dict[str, Any]
-    """Dotted key of the run config -> the value that was tried."""
+    """Dotted key of the run config -> tried value."""
     status: Status = "waiting"
-    """stopped: by the scheduler; interrupted, failed: goes on when the sweep is resumed."""
+    """State of the trial. The scheduler ended a stopped one; an interrupted or failed one goes on
+    when the sweep resumes."""
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    """The last known value of each figure."""
+    """Last known value of each metric."""
     seconds: float = 0.0
-    """Wall time, over all attempts."""
+    """Wall time over all attempts."""
     device_s: float = 0.0
-    """Seconds times the devices that it held: GPUs where it has any, else CPU cores."""
+    """Seconds times devices held: GPUs if the trial has any, else CPU cores."""
     error: str = ""
-    """The last line of what went wrong."""
+    """Last line of the error."""
 
     @property
     def judged(self) -> dict[str, float]:
-        """What it is ranked by: nothing where it failed."""
+        """Metrics by which the trial is ranked; empty if it failed."""
         return {} if self.status == "failed" else {SCORED_STEP: self.step, **self.metrics}
 
     @property
     def scored_step(self) -> int:
-        """The step that its score is of."""
+        """Step of the trial's score."""
         return scored_step(self.judged)
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if the trial finished or was stopped by the scheduler."""
         return self.status in ENDED
 
 
 def ranked(records: Sequence[TrialRecord], goal: Goal) -> list[TrialRecord]:
-    """Best first."""
+    """Sort trials, best first."""
     ranks = goal.ranks([record.judged for record in records])
     return [record for _, record in sorted(zip(ranks, records, strict=True), key=lambda p: p[0])]
 
 
 def best_of(records: Sequence[TrialRecord], goal: Goal) -> TrialRecord | None:
-    """The trial that ranks first of those that have a score and did not fail."""
+    """Return the highest ranked trial that has a score and did not fail, or None."""
     known = (r for r in ranked(records, goal) if math.isfinite(goal.gains(r.judged)[0]))
     return next(known, None)
 
 
 def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any]]:
-    """One row a trial, the best one first: rank, point, status, cost, last metrics."""
-    # Those with a column of their own; the column metrics has all, as JSON.
+    """Return one row per trial, best first: rank, point, status, cost, last metrics."""
+    # These metrics have columns of their own; the column `metrics` has all, as JSON.
     shown = (*goal.named, SCORE, REWARD_MODEL, "rollout/score_mean", KL)
     return [
         {
@@ -91,7 +92,7 @@ def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any
 
 
 def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) -> None:
-    """Replace the file as a whole."""
+    """Replace `trials.parquet` with these records."""
     import pyarrow as pa
 
     rows = trial_rows(records, goal)
@@ -107,7 +108,7 @@ def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) ->
 
 
 def read_trials(files: RunFiles) -> list[TrialRecord]:
-    """The trials by number; none where there is no file."""
+    """Read the trials, sorted by number; empty if there is no file."""
     content = files.read(TRIALS)
     if content is None:
         return []

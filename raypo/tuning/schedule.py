@@ -1,4 +1,4 @@
-"""Schedulers: which trials go on, and what those of an earlier attempt came to."""
+"""Schedulers, which decide which trials go on, and the past reports that they need."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ _JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
 def scheduler_of(
     sweep: SweepConfig, base: AnyConfig, *, last_comparison: int = 0
 ) -> TrialScheduler:
-    """The sweep's scheduler; it judges by `sweep/value`, in which infeasible is below feasible.
+    """Return the sweep's scheduler. It compares `sweep/value`; infeasible trials are lowest.
 
     Args:
-        last_comparison: Of pbt: step of the last one that an earlier attempt has made.
+        sweep: Config of the sweep.
+        base: Run config of a trial.
+        last_comparison: Step of the last pbt comparison of an earlier attempt.
     """
     section = sweep.scheduler
     grace_steps = min(section.grace_steps or base.eval.every, base.num_steps)
@@ -37,13 +39,13 @@ def scheduler_of(
             grace_period=grace_steps,
             max_t=base.num_steps,
             reduction_factor=section.reduction_factor,
-            stop_last_trials=False,  # who comes to the end ends by itself
+            stop_last_trials=False,  # a trial that reaches max_t ends by itself
             **_JUDGED_BY,
         )
     if section.kind == "median":
         return MedianStoppingRule(
             grace_period=grace_steps,
-            min_time_slice=base.num_steps,  # else it pauses trials, and each start is dear
+            min_time_slice=base.num_steps,  # else it pauses trials, and restarts are expensive
             **_JUDGED_BY,
         )
     if section.kind == "pbt":
@@ -66,10 +68,12 @@ def scheduler_of(
 
 
 def reports_of(files: RunFiles, goal: Goal, *, last_step: int) -> list[dict[str, float]]:
-    """What a trial's run has reported to Tune, from its own files.
+    """Reconstruct a trial's reports to Tune from its run's files.
 
     Args:
-        last_step: That Tune was told of; one that it stops makes one step more.
+        files: The trial's folder.
+        goal: Objective of the sweep.
+        last_step: Last step reported to Tune. A stopped trial runs one more step.
     """
     reports: list[dict[str, float]] = []
     known: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Searchers: which point of the space the next trial tries."""
+"""Searchers, which choose the point of the space for each trial."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raypo.tuning.goal import INFEASIBLE, Goal, Metrics
 from raypo.tuning.record import TrialRecord
 
 Point = dict[str, Any]
-"""Dotted key of the run config -> the value that a trial tries."""
+"""Dotted key of the run config -> value of a trial."""
 NUMBER, POINT = "number", "point"
 """Keys of a trial's Tune config."""
 
@@ -32,11 +32,12 @@ NUMBER, POINT = "number", "point"
 def listed_space(
     sweep: SweepConfig, ended: Sequence[TrialRecord] = (), begun: Sequence[TrialRecord] = ()
 ) -> dict[str, Any]:
-    """All trials that are left as a grid of Tune's own: they do not depend on results.
+    """Return the remaining trials as a Tune grid, for searchers that do not depend on results.
 
     Args:
-        ended: Trials of an earlier attempt that are done.
-        begun: Those that are not: they come first.
+        sweep: Config of the sweep.
+        ended: Trials that an earlier attempt has completed.
+        begun: Trials that an earlier attempt has begun; they come first.
     """
     known = {record.number: record.point for record in begun}
     grid = grid_points(sweep) if sweep.searcher == "grid" else None
@@ -53,7 +54,7 @@ def listed_space(
 def numbers_left(
     sweep: SweepConfig, ended: Sequence[TrialRecord], begun: Sequence[TrialRecord]
 ) -> list[int]:
-    """Numbers of the trials to run: first of those that were begun, then the lowest unused ones."""
+    """Return the numbers of the trials to run: first begun ones, then the lowest unused numbers."""
     num_left = sweep.num_trials - len(ended)
     used = {record.number for record in (*ended, *begun)}
     unused = [number for number in range(len(used) + num_left) if number not in used]
@@ -61,23 +62,23 @@ def numbers_left(
 
 
 def random_point(sweep: SweepConfig, number: int) -> Point:
-    """The point of a trial of the random searcher; it depends on seed and number alone."""
+    """Draw a trial's point for the random searcher; it depends only on seed and trial number."""
     draw = np.random.RandomState(np.random.SeedSequence((sweep.seed, number)).generate_state(4))
     domains = sorted(sweep.space.items())
     return {key: _plain(as_tune(each).sample(random_state=draw)) for key, each in domains}
 
 
 def as_tune(domain: Domain) -> Any:
-    """A domain as Tune's, which knows a step of a range only where it divides both ends."""
+    """Convert a domain to Tune's."""
     if domain.is_list:
         return tune.choice(list(domain.values))
-    if domain.kind == "quniform":
+    if domain.kind == "quniform":  # Tune's own requires that the step divides both ends
         return tune.choice(list(domain.steps))
     return getattr(tune, domain.kind)(*domain.values)
 
 
 def as_optuna(domain: Domain) -> BaseDistribution:
-    """A domain as Optuna's."""
+    """Convert a domain to Optuna's."""
     if domain.is_list:
         return CategoricalDistribution(list(domain.values))
     low, high = domain.values[:2]
@@ -89,11 +90,11 @@ def as_optuna(domain: Domain) -> BaseDistribution:
 
 
 class OptunaSearcher(Searcher):
-    """TPE over the space, which learns also from which trials break a constraint.
+    """TPE over the space, with constraints as in Optuna's TPESampler.
 
-    It asks and tells an Optuna study itself: Ray's OptunaSearch takes no constraints.
+    It uses Optuna's ask-and-tell interface, because Ray's OptunaSearch takes no constraints.
 
-    Paper: Watanabe 2023, arXiv:2304.11127; constraints as in Optuna's TPESampler.
+    Paper: Watanabe 2023, arXiv:2304.11127.
     """
 
     def __init__(
@@ -102,11 +103,12 @@ class OptunaSearcher(Searcher):
         ended: Sequence[TrialRecord] = (),
         begun: Sequence[TrialRecord] = (),
     ) -> None:
-        """A study that knows the trials of an earlier attempt.
+        """Create a study with the trials of an earlier attempt.
 
         Args:
-            ended: Those that are done: it learns from them.
-            begun: Those that are not: they come first.
+            sweep: Config of the sweep.
+            ended: Completed trials, from which the study learns.
+            begun: Trials that were begun; they are suggested first.
         """
         super().__init__()
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -117,9 +119,9 @@ class OptunaSearcher(Searcher):
         self.study = optuna.create_study(
             directions=["maximize" if mode == "max" else "minimize" for mode in sweep.mode],
             sampler=optuna.samplers.TPESampler(
-                # Or new trials would repeat the draws of earlier ones.
+                # With the same seed new trials would repeat the draws of earlier ones.
                 seed=sweep.seed + len(ended) + len(begun),
-                # Trials before TPE begins: Optuna's usual 10, but at most half of a small sweep.
+                # Random trials before TPE: Optuna's default of 10, but at most half of the sweep.
                 n_startup_trials=min(10, max(sweep.num_trials // 2, 1)),
             ),
         )
@@ -136,7 +138,7 @@ class OptunaSearcher(Searcher):
             self.study.enqueue_trial(record.point)
 
     def suggest(self, trial_id: str) -> dict[str, Any]:
-        """Number and point of the next trial."""
+        """Return number and point of the next trial."""
         self._asked[trial_id] = trial = self.study.ask(self._space)
         point = {key: _plain(value) for key, value in trial.params.items()}
         return {NUMBER: self._numbers.pop(0), POINT: point}
@@ -144,7 +146,7 @@ class OptunaSearcher(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: dict | None = None, error: bool = False
     ) -> None:
-        """Tell Optuna what a trial came to, and by how much it broke each constraint."""
+        """Tell Optuna a trial's metrics and its violation of each constraint."""
         trial, values = self._asked.pop(trial_id), self._values(result or {})
         if not values:
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -154,13 +156,13 @@ class OptunaSearcher(Searcher):
         self.study.tell(trial, values)
 
     def save(self, checkpoint_path: str) -> None:
-        """Nothing to keep: the sweep's own record is all that a resumed sweep reads."""
+        """Do nothing: a sweep resumes from its own records."""
 
     def restore(self, checkpoint_path: str) -> None:
-        """Nothing was kept."""
+        """Do nothing: `save` stores nothing."""
 
     def _values(self, known: Metrics) -> list[float]:
-        """The value of each metric; none where one is not known."""
+        """Return the value of each metric; empty if one is unknown."""
         values = [known.get(name, math.nan) for name in self._goal.metrics]
         return [] if any(map(math.isnan, values)) else values
 
@@ -172,5 +174,5 @@ class OptunaSearcher(Searcher):
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers as Python's, which go into YAML."""
+    """Convert a NumPy scalar to a Python one, for YAML."""
     return value.item() if isinstance(value, np.generic) else value

@@ -1,6 +1,6 @@
-"""What the trials of a sweep have in common: frozen models that all ask, engines that are lent.
+"""Deployments that the trials of a sweep share: frozen models, and a pool of engines.
 
-On small machines a trial's price is its start-up, and most of that is loading models.
+On small machines start-up dominates the cost of a trial, and most of it is loading models.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from raypo.run.setup import Shared
 
 @dataclass(frozen=True)
 class Sharing:
-    """Which deployments a sweep starts itself."""
+    """Deployments that the sweep starts itself, and its trials share."""
 
     models: tuple[str, ...] = ()
-    """Roles that all trials ask: reference, reward_0, ..."""
+    """Roles of the frozen models that all trials use: reference, reward_0, ..."""
     engines: bool = False
-    """Whether engines are handed on from trial to trial."""
+    """True if each deployment of engines is reused by one trial after the other."""
     pool: bool = False
-    """Whether all trials use the same engines, each with a LoRA adapter of its own."""
+    """True if all trials use the same engines at the same time, each with its own LoRA adapter."""
     share_batches: bool = False
-    """Whether they then sample in the same batches."""
+    """True if trials that share a pool also sample in the same batches."""
     bundles: tuple[Bundle, ...] = ()
-    """Of the placement group that models and pool get; none on CPUs, where they take turns."""
+    """Bundles of the placement group of models and pool; empty on CPUs, where they share cores."""
 
     @classmethod
     def of(cls, sweep: SweepConfig, base: AnyConfig, *, use_gpu: bool) -> Sharing:
-        """All of `share` that the base has and no key of the space changes.
+        """Share those roles of `share` that the base has and that no key of the space changes.
 
-        What is dedicated is each trial's own, in its own group.
+        Dedicated roles are never shared: each trial has them in its own placement group.
         """
         if not isinstance(base, OnlineConfig):
             return cls()
@@ -66,11 +66,11 @@ class Sharing:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """What all trials use at the same time."""
+        """Roles that all trials use at the same time."""
         return (*self.models, "engine") if self.pool else self.models
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return a description as lines for the terminal."""
         told = []
         if self.roles:
             place = f", in {len(self.bundles)} bundles of their own" if self.bundles else ""
@@ -86,15 +86,21 @@ class Sharing:
 def started(
     sharing: Sharing, base: AnyConfig, name: str, *, num_slots: int, logs_dir: str
 ) -> Iterator[Shared | None]:
-    """The deployments while trials run; None where trials train on examples.
+    """Start the shared deployments, and shut them down when the trials are over.
 
     Args:
-        base: With absolute paths.
-        name: Of the sweep.
-        num_slots: Trials at a time; each is lent one deployment of engines, or a seat in the pool.
+        sharing: Deployments to start.
+        base: Base run config with absolute paths.
+        name: Name of the sweep.
+        num_slots: Number of concurrent trials. Each leases one deployment of engines, or a slot in
+            the pool.
+        logs_dir: Folder of the logs.
+
+    Yields:
+        The deployments; None if the trials train on examples, so they sample nothing.
 
     Raises:
-        PlacementError: what the models ask for was not free in time.
+        PlacementError: the resources of the models were not free in time.
     """
     from raypo.deployment.lender import start_lender
     from raypo.run.shared_services import start_shared  # model code
@@ -103,7 +109,7 @@ def started(
         yield None
         return
     use_gpu = bool(sharing.bundles)
-    base = base.with_dtype(use_gpu=use_gpu)  # as each trial decides it
+    base = base.with_dtype(use_gpu=use_gpu)  # the same decision as in each trial
     open_ones = []
     lender = None
     try:

@@ -1,7 +1,4 @@
-"""The folder of a sweep: whose it is, how it stands, and whether anything is left to do.
-
-Imports neither Ray nor torch.
-"""
+"""The folder of a sweep: recorded config, status and completion. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ from raypo.tuning.goal import Goal
 from raypo.tuning.record import TRIALS, best_of, read_trials
 
 TRIALS_FOLDER = "trials"
-"""Below a sweep's folder: the run folders of its trials."""
+"""Folder of the trials' runs, relative to the sweep's folder."""
 TRIALS_DO_NOT_DEPEND_ON = (
     "max_concurrent",
     "num_samples",
-    "overrides",  # compared as part of the base, which has them
+    "overrides",  # compared as part of the base, which contains them
     "resources",
     "storage_path",
 )
-"""Keys of a sweep file that may change when it is resumed, or given more trials."""
+"""Keys of a sweep file that may change when the sweep resumes or gets more trials."""
 
 
 def recorded_sweep(files: RunFiles) -> tuple[SweepConfig, dict[str, Any]] | None:
-    """The sweep that a folder holds, and the values of its base; None where it holds none."""
+    """Read a folder's sweep and the values of its base; None if the folder holds no sweep."""
     recorded = files.config() or {}
     base = recorded.pop(RECORDED_BASE, None)
     if base is None:
@@ -39,16 +36,16 @@ def recorded_sweep(files: RunFiles) -> tuple[SweepConfig, dict[str, Any]] | None
 
 
 def recorded_config(sweep: SweepConfig, base: AnyConfig) -> dict[str, Any]:
-    """What the folder's config.yaml holds."""
+    """Return the content of the folder's config.yaml."""
     values = sweep.model_dump(mode="json", exclude_unset=True)
     return {"name": sweep.name, **values, RECORDED_BASE: base.model_dump(mode="json")}
 
 
 def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> None:
-    """Refuse to go on in a folder that belongs to another sweep, or with changed inputs.
+    """Refuse to continue in a folder of another sweep, or with changed inputs.
 
     Raises:
-        ConfigError: with every key that differs, or every file that has changed.
+        ConfigError: a key differs or a file has changed; the message lists all of them.
     """
     files.check_unused()
     if not files.exists():
@@ -79,7 +76,7 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
 
 
 def is_done(sweep: SweepConfig, files: RunFiles) -> bool:
-    """Whether the folder holds this sweep with as many trials, all ended and none failed."""
+    """Return True if the folder's sweep is finished, with enough trials of which none failed."""
     summary = files.summary()
     return (
         summary is not None
@@ -90,9 +87,10 @@ def is_done(sweep: SweepConfig, files: RunFiles) -> bool:
 
 
 def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
-    """How a sweep stands; None where the folder holds none.
+    """Return the status of a folder's sweep, or None if it holds no sweep.
 
     Args:
+        files: The folder.
         now: Seconds since 1970.
     """
     recorded = recorded_sweep(files)
@@ -130,7 +128,10 @@ def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
 
 
 def as_trial(run: RunStatus, files: RunFiles) -> RunStatus:
-    """The run; a trial as its sweep knows it, whose scheduler may have stopped it."""
+    """Return a run's status; for a trial, with the status that its sweep has recorded.
+
+    Only the sweep knows that its scheduler stopped a trial.
+    """
     storage, _, _ = files.location.rpartition("/")
     sweep_location, _, folder = storage.rpartition("/")
     if folder != TRIALS_FOLDER or run.status == "running":

@@ -1,4 +1,4 @@
-"""The page of a sweep: who won, why, what all trials did and what they cost. Needs no Ray."""
+"""HTML page of a sweep: the best trial and why, all trials, and their cost. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from raypo.tuning.sweep_folder import TRIALS_FOLDER, recorded_sweep
 from raypo.tuning.view import point_text, status_words, value_text
 
 MAX_LABEL = 40
-"""Characters of a legend."""
+"""Maximum characters of a label in a legend."""
 
 
 @dataclass(frozen=True)
 class SweepData:
-    """What a sweep has left so far."""
+    """Results of a sweep so far."""
 
     config: SweepConfig
     num_steps: int
@@ -50,17 +50,17 @@ class SweepData:
     status: str
     files: RunFiles
     trials: list[TrialRecord]
-    """Best first."""
+    """Trials, best first."""
     rows: dict[str, list[dict[str, Any]]]
-    """Metrics by step of each trial's run."""
+    """Trial -> metrics of each step."""
     held_out: Mapping[str, Scores]
-    """Of each trial, the held-out scores by prompt that its score is the mean of."""
+    """Trial -> held-out scores by prompt; their mean is the trial's score."""
     changes: Mapping[str, Changes]
-    """Of each trial, how its held-out scores changed until then."""
+    """Trial -> changes of its held-out scores up to the step of its score."""
 
 
 def load_sweep(files: RunFiles) -> SweepData | None:
-    """What a folder's sweep has left so far; None where it holds none."""
+    """Load the results of a folder's sweep so far; None if it holds no sweep."""
     recorded = recorded_sweep(files)
     if recorded is None:
         return None
@@ -90,7 +90,7 @@ def load_sweep(files: RunFiles) -> SweepData | None:
 
 
 def sweep_page(sweep: SweepData) -> Page:
-    """The page: result, what the values did, trials, score against KL, curves, cost."""
+    """Return the page: result, effect of the values, trials, score against KL, curves, cost."""
     written = time.strftime("%Y-%m-%d %H:%M")
     page = Page(
         title=sweep.config.name,
@@ -272,7 +272,7 @@ def _cost(section: Section, sweep: SweepData) -> None:
 
 
 def _saved(trial: TrialRecord, sweep: SweepData) -> float:
-    """Device-seconds of the steps that a stopped trial left out, at the pace of those it made."""
+    """Estimate the device-seconds saved by stopping a trial early, from its median step time."""
     paces = [row["time/step_s"] for row in sweep.rows.get(trial.name, ()) if "time/step_s" in row]
     if trial.status != "stopped" or not paces or not trial.seconds:
         return 0.0
@@ -281,7 +281,7 @@ def _saved(trial: TrialRecord, sweep: SweepData) -> float:
 
 
 def _labels(sweep: SweepData) -> dict[str, str]:
-    """A label for each trial: its values where all are short and distinct, else its name."""
+    """Return a label for each trial: its values if all are short and distinct, else its name."""
     texts = {trial.name: point_text(trial.point) for trial in sweep.trials}
     is_short = all(len(text) <= MAX_LABEL for text in texts.values())
     if is_short and len(set(texts.values())) == len(texts):

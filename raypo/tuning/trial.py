@@ -1,7 +1,12 @@
-"""A trial: a trainer's run inside a Ray Tune trial, reported through Ray's own callback.
+"""A trial of a sweep: a trainer's run inside a Ray Tune trial.
 
-On a small machine the price of a trial is its processes, each of which imports Ray and torch. So
-Ray Train's controller runs in the trial's own one, and Tune hands that on to the next trial.
+Processes: Tune runs each trial in an actor, and `run_trial` runs Ray Train's controller in the same
+actor. The controller calls `TrialReports` after each report of the learner workers, and waits there
+until Tune has decided whether the trial goes on.
+
+On a small machine most of a trial's cost is starting processes, each of which imports Ray and
+torch. So the controller has no process of its own, and Tune reuses the actor for the next trial (on
+CPUs, without pbt).
 """
 
 from __future__ import annotations
@@ -33,45 +38,46 @@ from raypo.tuning.population import Segment
 from raypo.tuning.search import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
-"""A process that Tune has stopped is killed well before."""
+"""Maximum wait for the stopped process of the same trial; Tune kills it well before."""
 TURN_S = 0.5
-"""How often a trial asks whether it may reserve its placement groups."""
+"""Polling interval of a trial that waits for its turn to reserve placement groups."""
 LAST_STEP_TIMEOUT_S = 3600
-"""For the last step of a trial whose process is handed on; Tune fails the next trial after it."""
+"""Limit on a stopped trial's last step before its actor is reused; past it Tune fails the next
+trial."""
 
 
 @dataclass(frozen=True)
 class TrialSetup:
-    """What all trials of a sweep have in common; it travels to their processes."""
+    """Settings that all trials of a sweep share; pickled to their processes."""
 
     sweep: str
     base: dict[str, Any]
-    """The base as written, overrides included."""
+    """Values of the base run config as written, overrides included."""
     storage_path: str
-    """Of the trials' runs."""
+    """Storage path of the trials' runs."""
     working_dir: str
-    """The driver's folder; relative paths start there."""
+    """Working directory of the driver, where relative paths start."""
     goal: Goal
     is_population: bool = False
-    """Whether trials copy each other's checkpoints (pbt)."""
+    """True if trials copy each other's checkpoints (pbt)."""
     janitor: ActorHandle | None = None
     shared: Shared | None = None
     digests: Mapping[tuple[str, int, int, int], str] = field(default_factory=dict)
-    """Digests of the inputs that trials share, so that each is read once and not once a trial."""
+    """Digests of shared inputs, so that files are hashed once and not once per trial."""
 
     def config(self, name: str, point: Point) -> AnyConfig:
-        """The run config of a trial."""
+        """Return the run config of a trial."""
         fixed = {"name": name, "storage_path": self.storage_path}
         values = with_values(self.base, {**point, **fixed})
         return parse_run_config(values, origin=name).with_absolute_paths(self.working_dir)
 
     def files(self, number: int) -> RunFiles:
-        """The files of a trial's run."""
+        """Return the files of a trial's run."""
         return RunFiles(self.storage_path, trial_name(self.sweep, number))
 
 
 def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
-    """Start or resume the run of a trial; Tune calls it in an actor of its own."""
+    """Start or resume the run of a trial. Tune calls this function in the trial's actor."""
     name = tune.get_context().get_trial_name()
     assert name is not None
     run, files = setup.config(name, config[POINT]), RunFiles(setup.storage_path, name)
@@ -79,7 +85,7 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
     learn_digests(setup.digests)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
     known = known_metrics(files.metrics(), setup.goal)
-    if is_finished(files, run):  # the driver was killed before it could note that
+    if is_finished(files, run):  # the driver was killed before it could record that
         tune.report(as_report(known, setup.goal))
         return
     segment = None
@@ -87,30 +93,30 @@ def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
         segment, pointer = Segment.last(files), tune.get_checkpoint()
         if pointer is not None:
             segment = segment.next(pointer, files)
-        elif segment.checkpoint is not None:  # the sweep goes on: here it may have to wait
+        elif segment.checkpoint is not None:  # the sweep was resumed: the report may block here
             segment.report(as_report(segment.known, setup.goal))
         known = segment.known
     reports = TrialReports(setup.goal, known, files, segment)
     trial_trainer(run)(run, setup, reports, segment).fit()
     if reports.are_unwanted:
-        raise SystemExit(0)  # as Tune has asked for
+        raise SystemExit(0)  # Tune requested it in `TrialReports.after_report`
 
 
 def _wait_for_predecessor(files: RunFiles) -> None:
-    """pbt starts a trial again while the process that it has stopped may still be dying."""
+    """Wait for the earlier process of the trial, which pbt has stopped and which may still exit."""
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
     while files.is_running() and time.monotonic() < deadline:
         time.sleep(0.5)
 
 
 def trial_trainer(config: AnyConfig) -> type[TrialTrainer]:
-    """The trainer of a trial of the config's recipe."""
+    """Return the trainer class for trials of the config's recipe."""
     kind = trainer_class(config)
     return type("TrialTrainer", (TrialTrainer,), {"loop": kind.loop, "config_class": type(config)})
 
 
 class TrialTrainer(RecipeTrainer[AnyConfig]):
-    """A trainer whose workers know the sweep that they are part of."""
+    """A trainer that uses its sweep's shared deployments, placement-group janitor and segments."""
 
     def __init__(
         self,
@@ -142,7 +148,7 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         return super()._start_dedicated(monitor, say)
 
     def _is_unwanted(self) -> bool:
-        # One that pbt has stopped begins again where it was stopped.
+        # pbt starts a stopped trial again where it was stopped.
         return self._reports.are_unwanted and self._segment is None
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
@@ -152,30 +158,32 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
     def _check_folder(self) -> None:
         if self._segment is None:
             super()._check_folder()
-        elif self._files.last_step():  # pbt changes the config of a run as it goes, not its files
+        elif self._files.last_step():  # pbt changes the config during a run, but not the inputs
             check_recorded_inputs(self.config, self._files)
 
 
 class TrialReports(UserCallback):
-    """Each step's metrics for Tune, with the last known values of those that it did not measure.
+    """Ray Train callback that reports each step's metrics to Tune.
 
-    Schedulers compare trials at every report; held-out scores are not measured at every step.
+    Schedulers compare trials at every report, but held-out scores are not measured at every step.
+    So a report also has the last known values of metrics that the step did not measure.
     """
 
     def __init__(
         self, goal: Goal, known: Mapping[str, float], files: RunFiles, segment: Segment | None
     ) -> None:
-        """Nothing is reported yet.
+        """Start from the metrics known so far.
 
         Args:
-            known: Metrics of the trial as far as it has come.
-            files: Of the trial.
-            segment: Of pbt: what its reports point to.
+            goal: Objective of the sweep.
+            known: Last known metrics of the trial.
+            files: Files of the trial.
+            segment: Segment of a pbt trial, to whose checkpoint the reports point.
         """
         self._goal, self._known = goal, known
         self._files, self._segment = files, segment
         self.are_unwanted = False
-        """Whether Tune has stopped the trial and waits for its process to become free."""
+        """True if Tune has stopped the trial and waits for its actor to become free."""
 
     def after_report(
         self,
@@ -183,9 +191,9 @@ class TrialReports(UserCallback):
         metrics: list[dict[str, Any]],
         checkpoint: Checkpoint | None,
     ) -> None:
-        """Ray Train's controller, in this process, calls it after each report of the workers.
+        """Report to Tune; return when Tune has decided whether the trial goes on.
 
-        It comes back when Tune has decided whether the trial goes on.
+        Ray Train's controller, in this process, calls this method after each report of the workers.
         """
         self._known = known_metrics([self._known, metrics[0]], self._goal)
         report = as_report(self._known, self._goal)
@@ -197,5 +205,5 @@ class TrialReports(UserCallback):
                 self._segment.report(report)
             else:
                 tune.report(report)
-        except SystemExit:  # so Tune ends a trial; the run ends after its step
+        except SystemExit:  # Tune stops a trial in this way; the run ends after its step
             self.are_unwanted = True

@@ -1,4 +1,4 @@
-"""The driver of a sweep: what ended before is told to searcher and scheduler, the rest is run."""
+"""Driver of a sweep: replay completed trials to searcher and scheduler, then run the others."""
 
 from __future__ import annotations
 
@@ -41,36 +41,39 @@ from raypo.tuning.view import SweepView
 
 TUNE_FOLDER = "tune"
 DRIVER_RESOURCES: dict[str, float] = {"memory": 1}
-"""Of the process that drives a trial: next to nothing, or trials could wait for each other."""
+"""Resources of a trial's actor: almost nothing, otherwise trials could wait for each other. Learner
+workers reserve theirs in placement groups of their own."""
 _TUNE_ENVIRONMENT = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # `Board` and the runs record everything
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `stop_on_signal` handles signals
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # keep the working directory, where relative paths start
 }
 
 
 @dataclass
 class Stop(Stopper):
-    """Ends all trials once somebody wants to stop."""
+    """Tune stopper that ends all trials on request."""
 
     is_wanted: bool = False
 
     def __call__(self, trial_id: str, result: dict) -> bool:
-        """No trial is stopped by itself."""
+        """Return False: single trials are not stopped."""
         return False
 
     def stop_all(self) -> bool:
-        """Whether the sweep is to stop."""
+        """Return True if the sweep is to stop."""
         return self.is_wanted
 
 
 def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
-    """Run the trials that are left; the caller holds the sweep's lock.
+    """Run the remaining trials of a sweep. The caller holds the sweep's lock.
 
     Args:
-        files: Of the sweep; its config is written here.
+        sweep: Config of the sweep.
+        base: Run config of a trial, without the values of the space.
+        files: The sweep's folder, into which its config is written.
 
     Raises:
         ConfigError: not even one trial fits the cluster.
@@ -91,9 +94,9 @@ def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
 
 
 def last_comparison(setup: TrialSetup, left: Sequence[TrialRecord]) -> int:
-    """Step of the last comparison of pbt that an earlier attempt has made; 0 where there is none.
+    """Return the step of the last pbt comparison of an earlier attempt; 0 if there is none.
 
-    It is over as soon as one of the trials that are left has gone on after it.
+    A comparison is complete as soon as one of the remaining trials has gone on after it.
     """
     compared = (Segment.last(setup.files(record.number)).compared for record in left)
     return max(compared, default=0)
@@ -138,7 +141,7 @@ class _Sweep:
         )
 
     def run(self) -> Outcome:
-        """Run what is left, and write what it came to."""
+        """Run the remaining trials and write the outcome."""
         self._greet()
         status = "failed"
         try:
@@ -179,12 +182,12 @@ class _Sweep:
             ) as shared:
                 self._fit_trials(dataclasses.replace(self._setup, janitor=janitor, shared=shared))
         finally:
-            ray.get(janitor.close.remote())  # of trials that were stopped at the very end
+            ray.get(janitor.close.remote())  # removes groups of trials that were stopped at the end
             ray.kill(janitor)
 
     def _fit_trials(self, setup: TrialSetup) -> None:
         scheduler = scheduler_of(self._sweep, self._base, last_comparison=self._last_comparison)
-        if not setup.is_population:  # it looks at those alone that still run
+        if not setup.is_population:  # pbt compares only trials that still run
             past = {
                 record.name: reports_of(
                     setup.files(record.number), self._goal, last_step=record.step
@@ -204,7 +207,8 @@ class _Sweep:
                 **search,
                 scheduler=scheduler,
                 max_concurrent_trials=self._plan.num_slots,
-                # On GPUs a trial that is stopped makes way at once and not after its step.
+                # A reused actor finishes its step first. On GPUs a stopped trial is killed at once,
+                # to free them.
                 reuse_actors=self._plan.device == "CPU" and not setup.is_population,
                 trial_name_creator=name_of,
                 trial_dirname_creator=name_of,
@@ -221,7 +225,7 @@ class _Sweep:
         tuner.fit()
 
     def _trials(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Arguments of the Tuner and of its TuneConfig that say which trials to run."""
+        """Return the arguments of Tuner and of TuneConfig that select the trials to run."""
         if self._sweep.searcher != "optuna":
             return {"param_space": listed_space(self._sweep, self._ended, self._left)}, {}
         return {}, {

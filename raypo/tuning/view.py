@@ -1,4 +1,4 @@
-"""The ranked table of a sweep's trials, live in a terminal, as lines elsewhere."""
+"""Ranked table of a sweep's trials: live in a terminal, otherwise printed as lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 24
 _ALWAYS = ("at step", "steps", "status", "trial")
-"""Columns that are shown whatever the width, besides values and metrics."""
+"""Columns that are never left out, besides values and the sweep's own metrics."""
 _GAP = 2
 """Spaces between two columns."""
 _RANKING = (
@@ -35,7 +35,7 @@ _STYLES = {
 
 
 class SweepView:
-    """What a person sees of a sweep."""
+    """Terminal output of a sweep."""
 
     def __init__(
         self,
@@ -46,10 +46,14 @@ class SweepView:
         device: str,
         stream: TextIO | None = None,
     ) -> None:
-        """Nothing is written yet.
+        """Start the live table, if the stream is a terminal.
 
         Args:
-            device: The unit of cost: CPU or GPU.
+            goal: Objective of the sweep.
+            num_trials: Number of trials of the sweep.
+            num_steps: Steps of a whole trial.
+            device: Unit of cost: CPU or GPU.
+            stream: Output. None means standard output.
         """
         from rich.console import Console
         from rich.live import Live
@@ -64,7 +68,7 @@ class SweepView:
             self._live.start()
 
     def message(self, text: str) -> None:
-        """A line of its own, above the table."""
+        """Print a line above the table."""
         if self._live is not None:
             self._console.print(text, markup=False, highlight=False)
         else:
@@ -72,11 +76,11 @@ class SweepView:
             self._stream.flush()
 
     def started(self, record: TrialRecord) -> None:
-        """A trial starts."""
+        """Print that a trial starts."""
         self.message(f"{record.name} starts: {point_text(record.point)}")
 
     def ended(self, record: TrialRecord) -> None:
-        """A trial has ended."""
+        """Print how a trial ended."""
         scores = ", ".join(
             f"{name} {record.metrics[name]:.4g}"
             for name in self._goal.metrics
@@ -87,22 +91,22 @@ class SweepView:
         self.message("; ".join(word for word in words if word))
 
     def show(self, records: Sequence[TrialRecord]) -> None:
-        """The table as it is now, in a terminal."""
+        """Update the live table, if there is one."""
         if self._live is not None:
             self._live.update(self.table(records))
 
     def close(self, records: Sequence[TrialRecord]) -> None:
-        """The last table, which stays."""
+        """End the live table and print the final one."""
         if self._live is not None:
             self._live.stop()
             self._live = None
         self._console.print(self.table(records), soft_wrap=False)
 
     def table(self, records: Sequence[TrialRecord]) -> Table:
-        """The trials, best first: the values that were tried, then what they came to.
+        """Return the table of trials, best first: tried values, then results.
 
-        Nothing is cut. Where the console is too narrow, the columns that matter least are left
-        out (`trials.parquet` has all of them), and then the values share one column.
+        No cell is truncated. If the console is too narrow, the least important columns are left out
+        (`trials.parquet` has all of them); if it is still too narrow, the values share one column.
         """
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
@@ -119,7 +123,7 @@ class SweepView:
             caption=_RANKING if len(steps) > 1 else None,
             caption_justify="left",
             box=SIMPLE_HEAD,
-            padding=(0, _GAP - 1, 0, 0),  # and what the box puts between
+            padding=(0, _GAP - 1, 0, 0),  # the box adds one more space
             show_edge=False,
         )
         ranks = {"rank": [f"{row + 1}{'*' * (row in front)}" for row in range(len(shown))]}
@@ -149,7 +153,7 @@ class SweepView:
         return len(self._goal.metrics) + len(_ALWAYS)
 
     def _columns(self, shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
-        """What the trials came to, by heading; what matters least is last."""
+        """Return the columns of results by heading; the least important comes last."""
         metrics = [*self._goal.named, REWARD_MODEL, KL]
         seen = [m for m in dict.fromkeys(metrics) if any(m in r.metrics for r in shown)]
         by_metric = {
@@ -168,13 +172,13 @@ class SweepView:
 
 
 def status_words(record: TrialRecord, goal: Goal) -> str:
-    """A trial's status; of one that came to something, whether it breaks a constraint."""
+    """Return a trial's status; "infeasible" if it has ended and violates a constraint."""
     is_broken = record.has_ended and not goal.is_feasible(record.metrics)
     return "infeasible" if is_broken else record.status
 
 
 def _values(shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
-    """The values that trials tried, by their keys without the section where that is enough."""
+    """Return columns of the tried values; headings omit a key's section unless ambiguous."""
     keys = list(dict.fromkeys(key for record in shown for key in record.point))
     tails = [key.partition(".")[2] or key for key in keys]
     names = [t if tails.count(t) == 1 else key for key, t in zip(keys, tails, strict=True)]
@@ -185,7 +189,7 @@ def _values(shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
 
 
 def _width(columns: Mapping[str, Sequence[str]]) -> int:
-    """Characters of columns side by side: headings break between words, cells nowhere."""
+    """Return the width of a table in characters; headings wrap between words, cells never."""
     widths = [max(map(len, [*name.split(), *cells])) for name, cells in columns.items()]
     return sum(widths) + _GAP * (len(widths) - 1)
 
@@ -195,12 +199,12 @@ def _heading(metric: str) -> str:
 
 
 def point_text(point: dict[str, Any]) -> str:
-    """`ppo.kl.coef=0.1, seed=2`."""
+    """Format a point, like `ppo.kl.coef=0.1, seed=2`."""
     return ", ".join(f"{key}={value_text(value)}" for key, value in point.items())
 
 
 def value_text(value: Any) -> str:
-    """A value of the space, short."""
+    """Format a value of the space, floats with 4 digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
