@@ -453,7 +453,7 @@ def check_run_folder(
             _check_beginning(config, config.from_checkpoint)
         return
     earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
-    config = _decided_as(config, earlier.model_dump())
+    config = decided_as(config, earlier.model_dump())
     may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs")  # num_steps is compared instead
     if config.may_change_length:
         may_change = (*may_change, "num_steps")
@@ -508,13 +508,28 @@ def check_recorded_inputs(
         )
 
 
-def _decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
-    """Return the config with `model.dtype: auto` resolved as in an earlier run.
+def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
+    """Return the config with its `auto` values resolved as in an earlier run.
 
-    If this cluster's devices resolve it differently, the trainer's own check refuses the config.
+    If this cluster's devices resolve `model.dtype` differently, the trainer's own check refuses the
+    config. Micro-batches and sleep were numbers in runs recorded before they could be `auto`.
     """
     dtype = earlier.get("model", {}).get("dtype", "auto")
-    return config if dtype == "auto" else config.with_dtype(use_gpu=dtype == "bfloat16")
+    if dtype != "auto":
+        config = config.with_dtype(use_gpu=dtype == "bfloat16")
+    now, before = flatten(config.model_dump()), flatten(earlier)
+    for key in ("learner.max_tokens_per_microbatch", "rollout.engine.sleep"):
+        if now.get(key) == "auto" and before.get(key) is not None:
+            config = _with_value(config, key, before[key])
+    return config
+
+
+def _with_value(config: Any, key: str, value: Any) -> Any:
+    """Return a copy of a frozen config or section with another value at a dotted key."""
+    name, _, rest = key.partition(".")
+    if rest:
+        value = _with_value(getattr(config, name), rest, value)
+    return config.model_copy(update={name: value})
 
 
 def _check_beginning(config: RecipeConfig, place: str) -> None:
@@ -535,7 +550,7 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
             f"from_checkpoint ({place}): its run was begun with another model:\n  {lines}\nPut it "
             f"back, or set checkpoint.changed_inputs to accept to begin with what is there now."
         )
-    config = _decided_as(config, earlier)
+    config = decided_as(config, earlier)
     if earlier:  # parse it, to fill in defaults of keys that are newer than the checkpoint
         earlier = parse_run_config(earlier, origin=f"{place}/config.yaml").model_dump(mode="json")
     theirs, mine = flatten(earlier), flatten(config.model_dump(mode="json"))

@@ -72,7 +72,8 @@ def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, s
 def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None) -> list[str]:
     """Return `key (source): file has changed` for each file that differs.
 
-    Sources that only one side has are skipped; the comparison of configs reports them.
+    Sources that only one side has are skipped; the comparison of configs reports them. Callbacks
+    are recorded and not compared: they only watch a run, and one that failed has to be corrected.
 
     Args:
         keys: Config keys to compare. None compares all.
@@ -81,7 +82,8 @@ def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None)
     for key, sources in now.items():
         for source, files in sources.items():
             earlier = recorded.get(key, {}).get(source)
-            if not earlier or not files or (keys is not None and key not in keys):
+            is_compared = key != "callbacks" if keys is None else key in keys
+            if not earlier or not files or not is_compared:
                 continue
             for name in sorted(earlier.keys() | files.keys()):
                 if earlier.get(name) != files.get(name):

@@ -167,8 +167,8 @@ def source_files(spec: str) -> list[Path]:
     For `package.module:name` only the module's own file is returned, because its imports could lead
     to the whole package. The list is empty if there is no such file, or only a compiled one.
     """
-    place, _ = _parts(spec, "")
     try:
+        place, _ = _parts(spec, "")  # a lambda or closure of Python has no import path
         found = _module_source(place, spec, "") if place[-3:] != ".py" else Path(place).expanduser()
     except ConfigError:
         return []

@@ -11,9 +11,9 @@ not change the value: `50%` is 50.
 | `-5`, `−5`, `-$5`, `$-5` | -5 |
 | `1,234.5`, `1{,}234.5`, `1.2345e3`, `1.2345 \times 10^{3}` | 1234.5 |
 | `.5`, `1/2`, `\frac{1}{2}`, `\frac12`; `1 1/2` | 0.5; 1.5 |
-| `答案是42。`, `x=42`, `42 apples`, `$42/hour` | 42 |
+| `答案是42。`, `x=42`, `42 apples`, `42km`, `42 - a lot`, `$42/hour` | 42 |
 | `1,2,3`, `1.2.3`, `12:30`, `2024-01-05`, `1/2/3`, `1 000` | none: not one number, nor several |
-| `x^2`, `\sqrt{2}`, `\frac{2}{x}`, `x2`, `2x`, `5cm`, `f(2)`, `2(x+1)` | none: part of a formula |
+| `x^2`, `\sqrt{2}`, `\frac{2}{x}`, `x2`, `2x`, `2xy`, `f(2)`, `2(x+1)` | none: part of a formula |
 | `10-7`, `10 - 7`, `2*3`, `2 \cdot 3` | none: operands. `10 - 7 = 3` has the number 3 |
 """
 
@@ -66,10 +66,15 @@ _OPERAND_BEFORE_SPACE = re.compile(
     |[0-9](?:[ \t]+x)?|[\^√]|(?<!\\)\{{|{_COMMAND})[ \t]+\Z                  # 1 000, 2 x 3""",
     re.VERBOSE,
 )
+_UNIT = (  # behind a number without a space; other letters there are factors, as in 2xy
+    r"(?:[kcmµ]m|[km]g|lbs?|oz|ft|yds?|mi|ml|km/h|kph|mph|hrs?|mins?|secs?|ms|[ap]m|[kMG]Hz|[kMGT]B|"
+    r"kW|kWh)"
+)
 _OPERAND_BEHIND = re.compile(
-    rf"""{WORD}|[.,:][0-9]|[ \t]*\^|[({{}}\[!√]
+    rf"""(?!{_UNIT}(?:[\s.,;:!?)\]}}*]|\Z)){WORD}|[.,:][0-9]|[ \t]*\^|[({{}}\[!√]
     |(?!/{_LETTER}{{2}}){_OPERATOR}+(?:{WORD}|[({{√]|\\[a-zA-Z]|\$[0-9])
-    |[ \t]+{_OPERATOR}{{1,2}}[ \t]+(?:[0-9(√$]|\\[a-zA-Z]|{_LETTER}(?!{_LETTER}))
+    |(?![ \t]+-{{1,2}}[ \t]+(?:a|I)[ \t]+{_LETTER}{{2}})  # a dash before a word: 42 - a lot
+    [ \t]+{_OPERATOR}{{1,2}}[ \t]+(?:[0-9(√$]|\\[a-zA-Z]|{_LETTER}(?!{_LETTER}))
     |[ \t]+(?:x[ \t]+)?[-+]?\.?[0-9]
     |[ \t]*{_COMMAND}""",
     re.VERBOSE,

@@ -42,6 +42,11 @@ _BEFORE_CONFIG = re.compile(
     rf"{_LOGS}|{GIVEN_ROWS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*"
 )
 """Files that a run may leave if it dies before it writes its config; the marker is Ray Train's."""
+_WRITTEN = re.compile(
+    rf"{_METRICS}|{_CONFIG}|{_SUMMARY}|{_INPUTS}|{_ROLLOUTS}|{_TIMELINE}|{BEST}|checkpoint_.*|"
+    r"policy|critic|adapter|reward_model"
+)
+"""Names that a run writes. A user's own files, such as its log, may lie beside them."""
 _ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
 
 
@@ -265,7 +270,8 @@ class RunFiles:
         is_mapping = isinstance(config, dict)
         found = "sweep" if is_mapping and RECORDED_BASE in config else "run"
         is_this_run = is_mapping and config.get("name") == self.name and found == kind
-        strangers = self._foreign_names()
+        strangers = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
+        strangers.sort(key=_CONFIG.__eq__)  # config.yaml last: other names explain more
         if strangers and not is_this_run:
             raise ConfigError(
                 f"name ({self.name}): {self.location} is not the folder of such a {kind}, it holds "
@@ -280,17 +286,13 @@ class RunFiles:
         Raises:
             ConfigError: the folder has such files. A run could overwrite them.
         """
-        if not self.exists() and (strangers := self._foreign_names()):
+        taken = [name for name in self._folder.names() if _WRITTEN.fullmatch(name)]
+        if taken and not self.exists():
             raise ConfigError(
-                f"name ({self.name}): {self.location} holds {strangers[0]}, and no config.yaml, so "
+                f"name ({self.name}): {self.location} holds {taken[0]}, and no config.yaml, so "
                 f"it is no run's folder and its files could be overwritten. Choose another name or "
                 f"storage_path, or move the files away."
             )
-
-    def _foreign_names(self) -> list[str]:
-        """Return names that a run that died before its config would not have left."""
-        names = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
-        return sorted(names, key=_CONFIG.__eq__)  # config.yaml last: other names explain more
 
     def is_running(self) -> bool | None:
         """Return whether a process holds the run's lock; None for a URI, which has no lock."""

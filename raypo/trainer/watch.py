@@ -35,6 +35,8 @@ def show_events(console: Console, monitor: ActorHandle) -> None:
 INTERRUPTED = 130
 """Exit status of a process that was ended by Ctrl-C."""
 LOOK_EVERY_S = 1.0
+FAILURES = 5
+"""Failed connections in a row after which Ray counts as gone: a busy head may refuse one."""
 """Interval at which Ray's head is polled after the first signal."""
 GRACE_S = 5.0
 """Seconds for writing files after Ray is gone, before the process exits."""
@@ -76,7 +78,9 @@ def _end_with_ray(address: str, is_over: threading.Event) -> None:
 
     Ray's client would try to reach the head for 60 s, and then abort the process with a C++ error.
     """
-    while refusal(address) is None:
+    failures = 0
+    while failures < FAILURES:
+        failures = 0 if refusal(address) is None else failures + 1
         if is_over.wait(LOOK_EVERY_S):
             return
     if is_over.is_set():

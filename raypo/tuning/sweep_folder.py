@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raypo.checks import check_recorded_inputs
+from raypo.checks import check_recorded_inputs, decided_as
 from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, AnyConfig, ConfigError, parse_run_config
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
@@ -59,10 +59,11 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
     earlier, earlier_base = recorded
     origin = f"{files.location}/config.yaml"
     changes = earlier.differences(sweep, ignore=TRIALS_DO_NOT_DEPEND_ON)
+    begun = parse_run_config(earlier_base, origin=origin)
     changes += [
         f"{sweep.base}, {change}"
-        for change in parse_run_config(earlier_base, origin=origin).differences(
-            base, ignore=("name", *NUMBERS_DO_NOT_DEPEND_ON)
+        for change in begun.differences(
+            decided_as(base, begun.model_dump()), ignore=("name", *NUMBERS_DO_NOT_DEPEND_ON)
         )
     ]
     if changes:

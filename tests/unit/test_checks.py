@@ -222,13 +222,14 @@ def test_a_run_folder_with_another_config_is_refused_with_the_difference(values:
     assert "tensorboard" not in str(caught.value)  # it changes no number
 
 
-@pytest.mark.parametrize("name", ["policy", "metrics.jsonl", "notes.txt"])
+@pytest.mark.parametrize("name", ["policy", "metrics.jsonl", "checkpoint_2026"])
 def test_a_folder_of_somebody_elses_is_not_written_to(values: dict, name: str):
     """Weights that another program has left under policy/ would be replaced by the run's."""
     config = PPOConfig.parse(values)
     files = RunFiles(config.storage_path, config.name)
     (files.folder / "logs").mkdir(parents=True)
-    check_run_folder(config, files)  # what a run leaves that died at its start
+    (files.folder / "train.log").touch()  # `raypo train > runs/run/train.log`
+    check_run_folder(config, files)  # a run that died at its start leaves logs
     (files.folder / name).mkdir()
     with pytest.raises(ConfigError, match=rf"name \(run\): .* holds {name}, and no config\.yaml"):
         check_run_folder(config, files)
@@ -493,3 +494,17 @@ def test_models_that_nobody_asks_are_told_of(values: dict):
         f"model.critic ({policy}): has no effect, ppo.advantage grpo has no critic",
         f"model.reference ({policy}): has no effect, ppo.kl.coef is 0",
     ]
+
+
+def test_a_run_recorded_before_a_key_could_be_auto_goes_on(values: dict):
+    config = PPOConfig.parse(values)
+    files = RunFiles(config.storage_path, config.name)
+    recorded = config.model_dump(mode="json")
+    recorded["learner"]["max_tokens_per_microbatch"] = 4096
+    recorded["rollout"]["engine"]["sleep"] = True
+    files.write_config(recorded)
+    files.append_metrics(1, {})
+    check_run_folder(config, files)
+    given = PPOConfig.parse(values | {"learner": {"max_tokens_per_microbatch": 512}})
+    with pytest.raises(ConfigError, match="max_tokens_per_microbatch: 4096 -> 512"):
+        check_run_folder(given, files)

@@ -11,6 +11,7 @@ from raypo import inputs
 from raypo.checks import check_run_folder
 from raypo.config import RECIPES, ConfigError
 from raypo.config.sweep_config import SweepConfig
+from raypo.custom.loader import source_files
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, write_trials
@@ -87,7 +88,7 @@ def test_a_run_of_any_recipe_is_not_resumed_with_other_data_models_or_functions(
     text = refusal(values, files)
     assert f"data.prompts ({tmp_path}/part_*.jsonl): {tmp_path}/part_2.jsonl has changed" in text
     assert f"model.policy ({tmp_path}/policy): model.safetensors has changed" in text
-    assert f"callbacks ({tmp_path}/mine.py:score): mine.py has changed" in text
+    assert "callbacks" not in text, "they only watch, and a bug in one is no reason to start over"
     assert "checkpoint.changed_inputs (refuse)" in text
     assert "rows.jsonl has changed" not in text
 
@@ -297,3 +298,8 @@ def test_digests_of_another_process_are_used_only_while_the_file_is_the_same(tmp
     monkeypatch.undo()
     touch("rows.jsonl")(tmp_path)
     assert inputs.inputs_of(config) != expected
+
+
+@pytest.mark.parametrize("name", ["__main__:<lambda>", "file.py:made.<locals>.<lambda>", ":score"])
+def test_a_function_of_python_without_an_import_path_has_no_source_file(name: str):
+    assert source_files(name) == []
