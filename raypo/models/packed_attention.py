@@ -44,8 +44,8 @@ to row may cause only 0.01, so every model is also tried in float32."""
 BLOCK = 128
 """Block size of flex attention, in tokens."""
 KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
-"""For few tokens torch would choose a decoding kernel, whose blocks do not fit these if several
-heads share keys and values (pytorch/pytorch#185349)."""
+"""Options of flex attention. For few tokens torch would choose a decoding kernel, whose blocks do
+not fit these if several heads share keys and values (pytorch/pytorch#185349)."""
 LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
 """Heads larger than the first number need the second in bytes of shared memory per multiprocessor
 (backward pass of flex attention; pytorch/pytorch#198224)."""

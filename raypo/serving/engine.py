@@ -518,6 +518,7 @@ class Engine:
             WeightError: a push is no longer stored, arrived corrupted, or does not fit this model.
             RuntimeError: the engine was started without adapters, or is broken.
         """
+        # Checked here without a lock to save fetches, and again by `_load_all` on the vLLM thread.
         missing = [kept for kept in pushes if not self._holds(kept)]
         found = [(kept, kept.fetch()) for kept in missing]
         if any(push is None for _, push in found):

@@ -17,7 +17,7 @@ class SamplingRequest:
     """Sampling temperature. 0 means greedy."""
     top_p: float = 1.0
     top_k: int | None = None
-    """None means all tokens."""
+    """Top-k limit. None means all tokens."""
     min_p: float = 0.0
     seed: int | None = 0
     """Random seed. None uses the engine's own random state."""

@@ -95,7 +95,7 @@ class VllmLoop:
             start: Creates a `vllm.LLM`. Called in the thread.
             serving: State of the engine. vLLM is stepped only while `may_step` is True.
             max_waiting: Most requests in the queue. `submit` blocks if it is full.
-            probes: How many of vLLM's `max_num_seqs` are reserved for requests with negative
+            probes: Part of vLLM's `max_num_seqs` that is reserved for requests with negative
                 priority.
 
         Raises:
