@@ -1,7 +1,8 @@
-"""What this machine's cores reach in passes like a run's: a few layers of its model, timed.
+"""Benchmark of this machine's CPU on a few layers of a run's model, for time estimates.
 
-A model takes as long as its layers and its head. Models of one and of two layers are timed on the
-run's own packed rows, and the difference is a layer; the head is timed on a chunk of tokens.
+The time of a model is that of its layers plus its head. Models of one and two layers are timed on
+packed rows of the run's sizes, and the difference is one layer. The head is timed on a chunk of
+tokens.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from raypo.plan.sizes import CHUNK_ELEMENTS
 from raypo.plan.times import Rates, Reached, microbatch_of, sampled_of
 
 BUDGET_S = 1.0
-"""Seconds that a forward and backward pass of a layer should not exceed; longer rows are cut."""
+"""Time budget of a layer's forward and backward pass, in seconds; longer rows are cut."""
 VOCABULARY = 1 << 15
-"""Most columns of the head that is timed; its time grows with them."""
+"""Largest vocabulary of the timed head. Its time is scaled up to the model's."""
 REPEATS = 2
-"""Timed calls of each, after one that does not count."""
+"""Timed calls of each function, after one warm-up call."""
 
 
 def rates_here(plan: Plan) -> Callable[[Plan], Rates | None]:
-    """The rates of plans like this one, a ppo run's, on the cores of this machine, as measured."""
+    """Measure this machine and return a function from similar ppo plans to their rates."""
     config, learner = plan.config, plan.config.learner
     assert isinstance(config, PPOConfig)
     threads = min(plan.nodes[0].cpus or 1, learner.total_workers * learner.cpus_per_worker)
@@ -52,11 +53,13 @@ def rates_here(plan: Plan) -> Callable[[Plan], Rates | None]:
 
 
 def measure(section: ModelSection, shape: ModelShape, groups: Groups, *, sequences: int) -> Reached:
-    """Time a policy's layers and its head on all threads of this process; no weight is read.
+    """Time a policy's layers and head on all threads of this process, with random weights.
 
     Args:
-        groups: A micro-batch of the run.
-        sequences: That an engine samples at a time.
+        section: The model section.
+        shape: Shape of the policy.
+        groups: A microbatch of the run.
+        sequences: Sequences that an engine samples at a time.
     """
     flops = measured_flops(section.dtype, "cpu")
     groups = groups.within(int(BUDGET_S * flops / (6 * shape.layer_weights)))
@@ -67,7 +70,7 @@ def measure(section: ModelSection, shape: ModelShape, groups: Groups, *, sequenc
 
     def of_pass(*, learns: bool) -> float:
         first, second = (_seconds(partial(_read, m, packed, learns=learns)) for m in (one, two))
-        layer = max(second - first, 0.1 * second)  # never nothing, however the clock jumps
+        layer = max(second - first, 0.1 * second)  # stays positive if the timings are noisy
         chunk = _seconds(partial(_predict, head, rows, learns=learns))
         of_head = chunk / rows * num_states * shape.vocabulary / head.weight.shape[0]
         return max(first - layer, 0.0) + shape.layers * layer + of_head
@@ -92,14 +95,14 @@ def _packed(groups: Groups, vocabulary: int) -> Packed:
 
 
 def _cut(section: ModelSection, layers: int) -> Any:
-    """The policy with random weights, so many layers and a small vocabulary."""
+    """Create the policy with random weights, `layers` layers and a small vocabulary."""
     config = AutoConfig.from_pretrained(section.policy)
     text = config.get_text_config()
     for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:  # an entry a layer
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:  # one per layer
             setattr(text, name, value[:layers])
     text.num_hidden_layers, text.vocab_size = layers, min(text.vocab_size, VOCABULARY)
-    text.pad_token_id = None  # it may be beyond that
+    text.pad_token_id = None  # it may lie beyond the small vocabulary
     is_auto, dtype = section.attention == "auto", getattr(torch, section.dtype)
     chosen = {} if is_auto else {"attn_implementation": section.attention}
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen).eval()
@@ -110,7 +113,7 @@ def _cut(section: ModelSection, layers: int) -> Any:
 
 
 def _read(model: Any, packed: Packed, *, learns: bool) -> None:
-    """A pass through the layers, and back."""
+    """Run a forward pass through the layers, and with `learns` a backward pass."""
     with torch.set_grad_enabled(learns):
         states = hidden_states(model.base_model, packed)
     if learns:
@@ -118,7 +121,7 @@ def _read(model: Any, packed: Packed, *, learns: bool) -> None:
 
 
 def _predict(head: Any, rows: int, *, learns: bool) -> None:
-    """Log-probs of a token after each of some states, and back."""
+    """Compute the log-prob of a token at `rows` states, and with `learns` the gradients."""
     states = torch.ones(rows, head.weight.shape[1], dtype=head.weight.dtype, requires_grad=learns)
     ids = torch.zeros(rows, dtype=torch.int64)
     with torch.set_grad_enabled(learns):
@@ -128,7 +131,7 @@ def _predict(head: Any, rows: int, *, learns: bool) -> None:
 
 
 def _decode_flops(shape: ModelShape, sequences: int, dtype: torch.dtype) -> float:
-    """FLOP/s of a layer's products for a token of each sequence, its weights read from RAM."""
+    """Return the FLOP/s of a layer for one token per sequence, with weights read from RAM."""
     count = max(1, READ_BYTES // (shape.layer_weights * dtype.itemsize))
     sizes = list(shape.linears.values()) * count
     layers = nn.ModuleList(nn.Linear(*size, bias=False, dtype=dtype) for size in sizes)
@@ -144,7 +147,7 @@ def _decode_flops(shape: ModelShape, sequences: int, dtype: torch.dtype) -> floa
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    """The mean duration of a call, after one that is not counted."""
+    """Return the mean duration of a call in seconds, after a warm-up call."""
     work()
     begin = time.perf_counter()
     for _ in range(REPEATS):

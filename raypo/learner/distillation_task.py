@@ -1,6 +1,6 @@
-"""What a policy learns from a teacher: its distribution in the place of every response token.
+"""Distillation: a policy learns a teacher's distribution at every response token.
 
-M response tokens of some examples, K tokens whose log-probs the teacher tells.
+M response tokens of some examples, K tokens per position with log-probs of the teacher.
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ _TOKEN = np.zeros(1, np.int32)
 
 
 class Student(Policy):
-    """A policy that is also compared with a teacher."""
+    """Policy that also computes its divergence from a teacher."""
 
     def __init__(self, model: Any, section: DistillationSection, *, vocabulary: int) -> None:
-        """A causal language model; `vocabulary`: tokens that there are."""
+        """Wrap a model.
+
+        Args:
+            model: A causal language model.
+            section: Kind of divergence.
+            vocabulary: Size of the vocabulary; logits beyond it are padding.
+        """
         super().__init__(model, temperature=1.0)
         self._section, self._vocabulary = section, vocabulary
 
     def forward(self, batch: Experience | Sequence[Taught], **arguments: Any) -> Any:
-        """Log-probs of an experience, as `Policy`; of what is taught the divergences, [M] nats."""
+        """Return log-probs of an experience (as `Policy`), or divergences [M] of taught items."""
         if isinstance(batch, Experience):
             return super().forward(batch, **arguments)
         device = self.model.get_output_embeddings().weight.device
@@ -62,20 +68,20 @@ class Student(Policy):
 
 
 class DistillationTask(PolicyTask[Taught]):
-    """The policy's distributions come closer to the teacher's; `raypo.ppo.divergences`."""
+    """Distillation task: minimise the divergence from the teacher (`raypo.ppo.divergences`)."""
 
     blank = Taught(_TOKEN, _TOKEN, np.zeros((1, 1), np.float32), np.zeros((1, 1), np.int32))
 
     def __init__(self, model: Any, section: DistillationSection, *, vocabulary: int) -> None:
-        """A causal language model; `vocabulary`: tokens that there are."""
+        """Wrap a causal language model; arguments as for `Student`."""
         self.module = Student(model, section, vocabulary=vocabulary)
 
     def weight(self, item: Taught) -> float:
-        """Its response tokens."""
+        """Return the number of response tokens."""
         return float(len(item.response_ids))
 
     def loss(self, model: Any, items: Sequence[Taught], device: Any) -> tuple[Tensor, Sums]:
-        """Divergence at the responses' tokens, and what the teacher told of its probability."""
+        """Return the summed divergence, and the probability mass that the teacher reported."""
         found = model(items)  # [M]
         told = np.concatenate([np.exp(item.teacher_log_probs).sum(-1) for item in items])
         tokens = float(len(told))

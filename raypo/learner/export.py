@@ -1,4 +1,4 @@
-"""What a learner leaves for others: Hugging Face folders and peft adapters."""
+"""Export of trained models as Hugging Face folders and peft adapters."""
 
 from __future__ import annotations
 
@@ -19,22 +19,32 @@ from raypo.weights.buckets import grouped
 
 WHOLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-"""Most bytes of a file of weights."""
+"""Largest size of a weight file, in bytes."""
 
 
 def save_folder(
     model: TrainedModel, network: Any, folder: Path, *, tokenizer: Any, workers: Workers
 ) -> None:
-    """The network, an adapter merged, as a Hugging Face folder; rank 0 writes, all call it.
+    """Save a network with its adapter merged as a Hugging Face folder.
 
-    A file is written as soon as it is full, so that rank 0 holds `SHARD_BYTES` and no whole model.
+    Rank 0 writes, all workers call it. Each file is written as soon as it is full, so that rank 0
+    holds `SHARD_BYTES` instead of the whole model.
+
+    Args:
+        model: The trained model.
+        network: The Hugging Face model inside it.
+        folder: Where to save.
+        tokenizer: Saved beside the model.
+        workers: The workers that train the model.
     """
     weights = model.named_weights(network)
     if workers.rank > 0:
-        for _ in weights:  # it takes part in the gathering
+        for _ in weights:  # takes part in the gathering
             pass
         return
-    network.should_save_on_this_rank = bool  # transformers means rank 0 of all workers
+    # transformers saves only on rank 0 of the default group, which may be in another team. `bool`
+    # returns the argument `is_main_process` instead.
+    network.should_save_on_this_rank = bool
     parts: list[Path] = []
     on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
     for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
@@ -46,7 +56,7 @@ def save_folder(
 
 
 def _name_parts(folder: Path, parts: list[Path]) -> None:
-    """One file has a plain name; of several an index tells what lies where."""
+    """Rename the files: a single one gets a plain name, several get numbers and an index."""
     if len(parts) == 1:
         parts[0].rename(folder / WHOLE)
         return
@@ -61,7 +71,7 @@ def _name_parts(folder: Path, parts: list[Path]) -> None:
 
 
 def save_critic(model: TrainedModel, folder: Path, *, tokenizer: Any, workers: Workers) -> None:
-    """Backbone and value head as a folder that `model.critic` takes; rank 0 writes, all call it."""
+    """Save backbone and value head as a folder for `model.critic`; rank 0 writes, all call it."""
     save_folder(model, model.module.backbone, folder, tokenizer=tokenizer, workers=workers)
     head = kept(model.named_weights(model.module.value_head), workers)
     if workers.rank == 0:
@@ -77,14 +87,14 @@ def save_adapter(
     base: str,
     workers: Workers,
 ) -> None:
-    """The network's adapter as a peft folder; rank 0 writes, all call it."""
+    """Save the network's adapter as a peft folder; rank 0 writes, all call it."""
     weights = kept(model.gathered(lora.adapter_weights(network)), workers)
     if workers.rank == 0:
         lora.save_adapter(folder, lora.adapter_config(network, section, base=base), weights)
 
 
 def kept(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
-    """All tensors on the CPU, on rank 0; the others only take part in the gathering."""
+    """Return all tensors on the CPU of rank 0; other ranks only take part in the gathering."""
     kept: dict[str, Tensor] = {}
     for name, tensor in named_weights:
         if workers.rank == 0:

@@ -1,4 +1,4 @@
-"""Policy and critic of one learner worker: log-probs, update, hand out weights, save, restore.
+"""Training of policy and critic on one learner worker: log-probs, update, weights, checkpoints.
 
 B responses, T response tokens.
 """
@@ -44,19 +44,19 @@ from raypo.types import Experience, to_device
 from raypo.weights.adapter import AdapterPush
 
 _SEED_WORD = 3
-"""First of the numbers that seed an order; the prompt stream has 1, dealing 2, requests 4."""
+"""First number of the minibatch order's seed. The prompt stream uses 1, sharding 2, requests 4."""
 
 
 def minibatch_order(seed: int, step: int, epoch: int, count: int) -> list[int]:
-    """The order in which an epoch of a step takes its minibatches."""
+    """Return the order of the minibatches in an epoch of a step."""
     return np.random.default_rng((_SEED_WORD, seed, step, epoch)).permutation(count).tolist()
 
 
 class Learner:
-    """The learner's part on one worker; every method is called by all workers together.
+    """Learner on one worker. Every method is collective: all workers call it together.
 
-    Where policy and critic have workers of their own, what is about the policy's weights is called
-    by its workers, and what is about the critic's by the critic's.
+    If policy and critic have separate workers, methods that concern only the policy's weights are
+    called by the policy's workers, and those that concern only the critic's by the critic's.
     """
 
     def __init__(
@@ -73,11 +73,19 @@ class Learner:
         critic_start: CriticStart | None = None,
         roles: Roles | None = None,
     ) -> None:
-        """Load what this worker trains.
+        """Load the models that this worker trains.
 
         Args:
-            workers: All of them.
-            roles: Who of them trains what; None: all train policy and critic.
+            model: Models, dtype, attention and LoRA.
+            ppo: The PPO section.
+            section: The learner section.
+            temperature: Sampling temperature of the responses.
+            max_new_tokens: Most tokens of a response; the `constant` aggregation divides by it.
+            num_steps: Number of training steps, for the learning rate schedule.
+            seed: Seed of new weights and of the minibatch order.
+            workers: All learner workers.
+            critic_start: Initial weights of the critic. None means `model.critic`, else the policy.
+            roles: Assignment of policy and critic to workers. None means all train both.
         """
         torch.manual_seed(seed)
         self._roles = roles = roles or Roles.shared(workers)
@@ -90,14 +98,15 @@ class Learner:
         shared |= {"workers": roles.own, "mpu": roles.mpu}
         self._model = model
         self._is_reference = ppo.needs_reference and model.is_own_reference
-        shares: Any = nullcontext  # transformers fills shares from rank 0 of all workers
+        # transformers fills ZeRO-3 shards from rank 0 of all workers, so separate roles load whole.
+        shares: Any = nullcontext
         if not roles.are_apart:
             shares = partial(in_shares, section, dtype=model.dtype, workers=workers)
         network = None
         if roles.trains_policy:
             with shares():
                 network = load_policy(model)
-        if roles.are_apart:  # the critic's new weights are those that come after the policy's
+        if roles.are_apart:  # so that the critic's new weights equal those with shared workers
             torch.set_rng_state(workers.broadcast(torch.get_rng_state()))
         self._trained_policy = None
         if network is not None:
@@ -110,7 +119,7 @@ class Learner:
             )
         self._critic = None
         self.critic_start = ""
-        """In words, which weights the critic starts from."""
+        """Description of the critic's initial weights, for messages."""
         if ppo.needs_critic and roles.trains_critic:
             start = critic_start or CriticStart(model.critic or model.policy)
             with shares():
@@ -129,18 +138,19 @@ class Learner:
         return self._trained_policy
 
     def with_log_probs_and_values(self, experience: Experience) -> Experience:
-        """The experience with `old_log_probs` and, where there is a critic, `values`.
+        """Add `old_log_probs` and, with a critic, `values` to the experience.
 
-        With `ppo.old_log_probs: engine` these are the engine's. Where the step is a single update
-        and nothing before it reads the old log-probs, they are the update's own, which adds them.
-        With `ppo.bootstrap_truncated` also `last_values`, 0 for responses that ended; where the
-        policy without its adapter is the reference, also `ref_log_probs`. All is cut as the update
-        cuts it, so that the first update has a ratio of exactly 1.
+        - `old_log_probs` are the engine's with `ppo.old_log_probs: engine`. If the step is a single
+          update and nothing before it reads them, they are left to `update`.
+        - `last_values` are added with `ppo.bootstrap_truncated`; 0 for responses that ended.
+        - `ref_log_probs` are added if the policy without its adapter is the reference model.
+
+        The microbatches are those of `update`, so the first update has a ratio of exactly 1.
         """
         found: dict[str, Tensor] = {}
         is_one_update = len(self._minibatches(experience)) <= 1
         if self._ppo.old_log_probs == "engine":
-            known = ~experience.rollout_log_probs.isnan()  # what is not known, no ratio is made of
+            known = ~experience.rollout_log_probs.isnan()  # tokens without one are not trained
             if not known.all():
                 experience = experience.with_(loss_mask=experience.counted & known)
             old = experience.rollout_log_probs.where(known, 0.0)
@@ -162,17 +172,18 @@ class Learner:
         kl_coef: float = 0.0,
         entropy_coef: float = 0.0,
     ) -> tuple[Experience, dict[str, float]]:
-        """PPO epochs over the experience; every minibatch is one optimizer step of each model.
+        """Run the PPO epochs of a step. Every minibatch is one optimizer step of each model.
 
         Args:
-            step: Counted from 1; it decides the learning rates. The first
-                `ppo.critic_warmup_steps` leave the policy alone.
-            kl_coef: Of this step, for a KL placed in the loss.
-            entropy_coef: Of this step.
+            experience: This worker's rows, with advantages (and returns, with a critic).
+            step: Step number, from 1; it determines the learning rates. The first
+                `ppo.critic_warmup_steps` steps do not update the policy.
+            kl_coef: Coefficient of a KL term in the loss.
+            entropy_coef: Coefficient of the entropy bonus.
 
         Returns:
-            experience: With `old_log_probs`, also where they were left to the update.
-            metrics: Of the step, reduced over workers: they do not depend on how it was cut.
+            experience: The experience with `old_log_probs`.
+            metrics: Metrics of the step, reduced over workers; independent of the microbatches.
 
         Raises:
             NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
@@ -219,21 +230,21 @@ class Learner:
         return experience, self._joined(statistics.reduce(self._workers) | rates)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights under their checkpoint names; all workers iterate together."""
+        """Yield the policy's weights under their checkpoint names; all workers iterate together."""
         return self._policy.named_weights(self._policy.module.model)
 
     @torch.no_grad()
     def log_probs(self, experience: Experience) -> Tensor:
-        """Log-probs of the policy as it is now, [B, T] float32, zero where masked."""
+        """Return log-probs under the current policy, [B, T] float32, zero where masked."""
         evaluated = self._policy(self._on_device(experience, torch.arange(len(experience))))[0]
         return torch.where(experience.response_mask, evaluated.cpu(), 0.0)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights below the policy's adapter; all workers iterate together."""
+        """Yield the policy's weights without its adapter; all workers iterate together."""
         return self._policy.gathered(lora.base_weights(self._policy.module.model))
 
     def adapter_push(self, name: str, version: int) -> AdapterPush | None:
-        """The policy's adapter as it is now, on rank 0; all workers call it."""
+        """Return the policy's current adapter on rank 0, None elsewhere; all workers call it."""
         assert self._model.lora is not None
         network = self._policy.module.model
         tensors = kept(self._policy.gathered(lora.adapter_weights(network)), self._workers)
@@ -243,7 +254,7 @@ class Learner:
         return AdapterPush.of(name, version, config, tensors)
 
     def offload_training_state(self) -> None:
-        """Move all that a push does not need to the host: the policy's weights stay."""
+        """Offload everything except the policy's weights, which a push needs."""
         if self._trained_policy:
             self._policy.offload.training_state()
         if self._critic:
@@ -251,17 +262,17 @@ class Learner:
             self._critic.offload.parameters()
 
     def offload_parameters(self) -> None:
-        """Move the policy's weights to the host too."""
+        """Offload the policy's weights as well."""
         if self._trained_policy:
             self._policy.offload.parameters()
 
     def reload(self) -> None:
-        """Bring back what was moved to the host."""
+        """Move everything offloaded back to the device."""
         for model in self._models:
             model.offload.reload()
 
     def save(self, directory: Path) -> None:
-        """Everything that the next update depends on, this worker's part of it."""
+        """Save this worker's part of the state that the next update depends on."""
         if self._trained_policy:
             self._policy.save(directory / "policy")
         if self._critic:
@@ -269,10 +280,10 @@ class Learner:
         save_worker_state(directory, self._roles.everyone, self._section, self._skipped)
 
     def restore(self, directory: Path) -> None:
-        """What `save` wrote.
+        """Restore what `save` wrote.
 
         Raises:
-            ValueError: it was written by another number of workers or another ZeRO stage.
+            ValueError: the number of workers or the ZeRO stage differs.
         """
         load_worker_state(directory, self._roles.everyone, self._section, self._skipped)
         if self._trained_policy:
@@ -281,17 +292,17 @@ class Learner:
             self._critic.load(directory / "critic")
 
     def save_policy(self, folder: Path, tokenizer: Any) -> None:
-        """The policy as a Hugging Face folder; written by rank 0, all workers call it."""
+        """Save the policy as a Hugging Face folder; rank 0 writes, all workers call it."""
         network = self._policy.module.model
         save_folder(self._policy, network, folder, tokenizer=tokenizer, workers=self._workers)
 
     def save_critic(self, folder: Path, tokenizer: Any) -> None:
-        """The critic as a folder that `model.critic` takes; written by rank 0, all call it."""
+        """Save the critic as a folder for `model.critic`; rank 0 writes, all workers call it."""
         assert self._critic is not None, "the config asks for it only where there is one"
         save_critic(self._critic, folder, tokenizer=tokenizer, workers=self._workers)
 
     def save_adapter(self, folder: Path) -> None:
-        """The policy's adapter as a peft folder; written by rank 0, all workers call it."""
+        """Save the policy's adapter as a peft folder; rank 0 writes, all workers call it."""
         assert self._model.lora is not None
         save_adapter(
             self._policy,
@@ -304,7 +315,7 @@ class Learner:
 
     @torch.no_grad()
     def _policy_log_probs(self, experience: Experience) -> Tensor:
-        """[B, T] float32, zero where masked."""
+        """Return the policy's log-probs, [B, T] float32, zero where masked."""
         log_probs = self._zeros(experience.response_mask.shape)
         for rows in self._pieces(experience):
             batch = self._on_device(experience, rows)
@@ -313,12 +324,12 @@ class Learner:
         return log_probs.cpu()
 
     def _if_policy(self, field: str, experience: Experience) -> dict[str, Tensor]:
-        """The policy's log-probs as a field of the experience, where this worker has a policy."""
+        """Return the policy's log-probs as a field of the experience; empty without a policy."""
         return {field: self._policy_log_probs(experience)} if self._trained_policy else {}
 
     @torch.no_grad()
     def _values(self, experience: Experience, critic: TrainedModel) -> dict[str, Tensor]:
-        """`values` [B, T], zero where masked, and where they are asked for `last_values` [B]."""
+        """Return `values` [B, T], zero where masked, and `last_values` [B] if configured."""
         with_last = self._ppo.bootstrap_truncated
         values = self._zeros(experience.response_mask.shape)
         last_values = self._zeros((len(experience),))
@@ -332,7 +343,7 @@ class Learner:
         return found | ({"last_values": last_values.cpu()} if with_last else {})
 
     def _joined(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics of an update of both roles, on every worker."""
+        """Merge the metrics of both roles, on every worker."""
         if not self._roles.are_apart:
             return metrics
         everyone = self._roles.everyone.gather(metrics)
@@ -341,7 +352,7 @@ class Learner:
         return critic | policy | {skipped: policy[skipped] + critic[skipped]}
 
     def _step(self, statistics: UpdateStatistics, *, with_policy: bool) -> bool:
-        """One optimizer step of policy and critic; False when either was skipped, on any worker."""
+        """Run one optimizer step of policy and critic; False if any was skipped on any worker."""
         all_applied = True
         if with_policy and self._trained_policy:
             all_applied, norm = self._policy.step()
@@ -375,25 +386,25 @@ class Learner:
         return metrics
 
     def _pieces(self, experience: Experience) -> Iterator[Tensor]:
-        """The microbatches of all minibatches, one after the other."""
+        """Yield the microbatches of all minibatches in order."""
         for rows in self._minibatches(experience):
             yield from self._microbatches(experience, rows)
 
     def _minibatches_of_all_epochs(self, experience: Experience, step: int) -> Iterator[Tensor]:
-        """This worker's rows of each optimizer step, epoch after epoch."""
+        """Yield this worker's rows of each optimizer step, epoch by epoch."""
         minibatches = self._minibatches(experience)
         for epoch in range(self._ppo.num_epochs):
             for number in minibatch_order(self.seed, step, epoch, len(minibatches)):
                 yield minibatches[number]
 
     def _minibatches(self, experience: Experience) -> list[Tensor]:
-        """This worker's rows of each minibatch of the step."""
+        """Return this worker's rows of each minibatch."""
         last = experience.minibatch.max() if len(experience) else torch.tensor(-1)
         count = 1 + int(self._workers.max(last))
         return [torch.nonzero(experience.minibatch == number).flatten() for number in range(count)]
 
     def _microbatches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
-        """Rows cut by token budget; every worker gets as many pieces, some of them empty."""
+        """Split rows by token budget; all workers get the same number of pieces, some empty."""
         prompts, tokens = experience.prompt_ids[rows], experience.prompt_mask[rows]
         pieces = batches_by_tokens(
             [ids[own].numpy().tobytes() for ids, own in zip(prompts, tokens, strict=True)],
@@ -406,15 +417,15 @@ class Learner:
         return [rows[torch.tensor(piece, dtype=torch.int64)] for piece in cut]
 
     def _on_device(self, experience: Experience, rows: Tensor) -> Experience:
-        """Some rows on the device; for no rows a blank one that weighs nothing."""
+        """Return rows on the device; for no rows a blank one without weight in the loss."""
         batch = experience.select(rows) if len(rows) else experience.blank()
         return batch.to(self._device)
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """Make room on the device for what all micro-batches of a pass give.
+        """Allocate a tensor on the device for the results of all microbatches of a pass.
 
-        It is read back once, at the end: a copy after each would wait for the device's work, which
-        then idles while the next micro-batch is packed.
+        It is read back once at the end. A copy after each microbatch would block, and the device
+        would idle while the next one is packed.
         """
         return torch.zeros(shape, device=self._device)
 
@@ -426,7 +437,7 @@ class Learner:
 
 
 def _put(new: Tensor, batch: Experience, *, into: Tensor, rows: Tensor) -> None:
-    """Write what a micro-batch says of its rows into [B, T], zero where masked."""
+    """Write a microbatch's results for its rows into [B, T], zero where masked."""
     if len(rows):
         kept = torch.where(batch.response_mask, new.to(into), 0.0)
         into[to_device(rows, into.device), : new.shape[1]] = kept

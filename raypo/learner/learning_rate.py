@@ -1,4 +1,4 @@
-"""Learning rates by step."""
+"""Learning rate schedules."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from raypo.config import WorkersSection
 
 
 def learning_rate(step: int, num_steps: int, *, highest: float, section: WorkersSection) -> float:
-    """The learning rate of a step, counted from 1.
+    """Return the learning rate of a step.
 
-    It rises on a line over `lr_warmup_steps`, reaches `highest` on the step after them, and falls
-    by `lr_schedule` so that a step after the last would have `lr_floor` of the highest.
+    It rises linearly over `lr_warmup_steps`, reaches `highest` on the step after them, and decays
+    by `lr_schedule` such that the step after the last would have `lr_floor` times the highest.
+
+    Args:
+        step: Step number, from 1.
+        num_steps: Number of steps, warm-up included.
+        highest: Peak learning rate.
+        section: Schedule, warm-up and floor.
 
     Example: 4 steps, linear, no warm-up, no floor: 1, 3/4, 1/2, 1/4 of the highest.
 

@@ -1,7 +1,7 @@
-"""What policy and critic minimise on one micro-batch; torch only, no DeepSpeed.
+"""Losses of policy and critic on one microbatch; torch only, no DeepSpeed.
 
 B responses, T response tokens. Losses are divided by the counts of the whole optimizer step over
-all workers, so that the cut into micro-batches and workers cannot matter.
+all workers, so the split into microbatches and workers does not affect the sum.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class StepCounts:
     """Counts of one optimizer step over all workers."""
 
     tokens: float
-    """Sampled tokens."""
+    """Number of sampled tokens that count in the loss."""
     sequences: float
-    """Responses with at least one sampled token; an agent's episode is one, with all its rows."""
+    """Number of responses with at least one such token; all rows of an agent's episode are one."""
     responses: float
-    """All responses, but for truncated ones where `ppo.mask_truncated` leaves them out."""
+    """Number of responses, without truncated ones if `ppo.mask_truncated` excludes them."""
     positive_tokens: float = 0.0
-    """Sampled tokens of positive examples."""
+    """Number of such tokens in positive examples."""
 
     @classmethod
     def of(cls, batch: Experience, ppo: PPOSection, workers: Workers) -> StepCounts:
-        """The counts of the workers' shares together."""
+        """Sum the counts over all workers."""
         tokens, positive = batch.counted.sum(1).double(), positive_mask(batch, ppo)
         of_sample = tokens if batch.sample_tokens is None else batch.sample_tokens.double()
         sequences = tokens / of_sample.clamp(min=1.0)  # 1 over all rows of a sample
@@ -47,7 +47,7 @@ class StepCounts:
         return cls(*workers.sum(as_tensor(*map(float, counts))).tolist())
 
     def normalizer(self, aggregation: str) -> float:
-        """What an aggregation (`raypo.ppo.losses.aggregate`) divides by, at least 1."""
+        """Return the divisor of an aggregation (`raypo.ppo.losses.aggregate`), at least 1."""
         count = {
             "token_mean": self.tokens,
             "sequence_mean": self.sequences,
@@ -58,17 +58,17 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """One micro-batch's policy loss and the sums that are logged."""
+    """Policy loss of one microbatch, and sums for metrics."""
 
     loss: Tensor  # scalar, with gradient
     policy_loss: Tensor  # scalar, only the surrogate
-    kl_loss: Tensor | None  # scalar, the KL term before its coefficient; None: no such term
-    nll_loss: Tensor | None  # scalar, that of positive examples, likewise
+    kl_loss: Tensor | None  # scalar, the KL term before its coefficient; None without it
+    nll_loss: Tensor | None  # scalar, the NLL of positive examples, likewise
     statistics: dict[str, Tensor]
 
 
 def positive_mask(batch: Experience, ppo: PPOSection) -> Tensor:
-    """[B, T] bool, the counted tokens of responses whose own score is at least `nll_min_score`."""
+    """Return a mask [B, T] of counted tokens in responses that score at least `nll_min_score`."""
     return batch.counted & (batch.scores >= ppo.nll_min_score).unsqueeze(1)
 
 
@@ -84,17 +84,23 @@ def policy_objective(
     entropy_coef: float = 0.0,
     custom_surrogate: Surrogate | None = None,
 ) -> PolicyOutput:
-    """The surrogate, less the entropy bonus, plus the KL term where `ppo.kl.placement` is loss.
+    """Compute the policy loss: surrogate - entropy bonus + KL term (if `ppo.kl.placement` is loss).
 
-    All three are aggregated alike. A correction's weights weigh the surrogate, and the KL term
-    where it has importance weights. Without `old_log_probs` this is the first update, and they are
-    the log-probs themselves. With `ppo.nll_coef` comes the mean negative log-likelihood over all
-    tokens of positive examples.
+    All three are aggregated alike. Weights of the rollout correction apply to the surrogate, and to
+    the KL term if it uses importance weights. With `ppo.nll_coef`, the mean negative log-likelihood
+    over all tokens of positive examples is added.
 
     Args:
-        kl_coef: This step's weight of the KL term.
-        entropy_coef: This step's weight of the entropy bonus.
-        custom_surrogate: In the place of `ppo.policy_loss`, where that names a function.
+        log_probs: Log-probs under the current policy, with gradient.
+        entropy: Entropies of the current policy.
+        batch: The microbatch, with advantages. Without `old_log_probs` this is the first update,
+            and they equal `log_probs`.
+        ppo: The PPO section.
+        counts: Counts of the optimizer step.
+        max_new_tokens: Most tokens of a response.
+        kl_coef: Coefficient of the KL term in this step.
+        entropy_coef: Coefficient of the entropy bonus in this step.
+        custom_surrogate: Replaces `ppo.policy_loss`, if that names a user's function.
     """
     assert batch.advantages is not None
     mask = batch.counted
@@ -151,11 +157,11 @@ def policy_objective(
 def values_of(
     critic: Callable[..., Tensor], batch: Experience, *, with_last: bool
 ) -> tuple[Tensor, Tensor]:
-    """The critic's values, and that of the state that a truncated response stopped in.
+    """Compute the critic's values, and the value of the last state of truncated responses.
 
     Returns:
         values: [B, T].
-        last_values: [B], 0 where the response ended by itself, or without `with_last`.
+        last_values: [B], 0 if the response ended by itself, or without `with_last`.
     """
     if not with_last:
         values = critic(batch)
@@ -174,7 +180,7 @@ def value_objective(
     ppo: PPOSection,
     counts: StepCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's loss of one micro-batch, a mean over tokens, and the sums that are logged."""
+    """Compute the critic's loss of one microbatch, a mean over tokens, and sums for metrics."""
     assert batch.values is not None
     assert batch.returns is not None
     return losses.value_loss(

@@ -1,11 +1,11 @@
-"""Moving a trained model to the host and back, whatever its ZeRO stage.
+"""Offloading of a trained model to the host and back, at any ZeRO stage.
 
-DeepSpeed 0.19 has `offload_states`, but BF16_Optimizer lacks it, at stage 3 it moves moments of
-DeepSpeed's FusedAdam only, and at stages 1 and 2 it pins its host memory anew each time. So raypo
-moves the storages themselves, into pinned memory that stays: DeepSpeed holds many views of a few
-flat buffers, and all of them stay valid.
+DeepSpeed 0.19 has `offload_states`, but BF16_Optimizer lacks it, at stage 3 it moves only moments
+of DeepSpeed's FusedAdam, and at stages 1 and 2 it pins new host memory each time. So raypo moves
+the storages themselves into pinned memory that is reused. DeepSpeed holds many views of a few flat
+buffers, and all of them stay valid.
 
-What the config off-loads by itself (`offload_optimizer`, `offload_param`) is on the host already.
+State that the config offloads (`offload_optimizer`, `offload_param`) is already on the host.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from raypo.models.loading import release_memory
 
 
 class Offload:
-    """One model under DeepSpeed, moved to the host in two parts and back as a whole."""
+    """Offloader of one DeepSpeed model: to the host in two parts, and back as a whole."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare the moves.
+        """Create an offloader.
 
         Args:
             engine: A DeepSpeedEngine.
@@ -34,32 +34,32 @@ class Offload:
         self._host = HostMemory()
 
     def training_state(self) -> None:
-        """Move moments, master weights, summed gradients and buckets; safe to call again."""
-        self._engine.empty_partition_cache()  # weights that ZeRO-3 still holds whole
+        """Offload moments, master weights, summed gradients and buckets. Idempotent."""
+        self._engine.empty_partition_cache()  # weights that ZeRO-3 still keeps gathered
         weights = {each.untyped_storage()._cdata for each in self._weights()}
         state = [t for t in self._training_state() if t.untyped_storage()._cdata not in weights]
         self._host.take(state)
         if self._is_accumulating:
             self._host.take(self._gradients())
         else:
-            # Between two steps the sums are over: BF16_Optimizer has zeroed them, and stage 3
-            # overwrites its own at the first micro-batch.
+            # Between two steps the sums are not needed: BF16_Optimizer has zeroed them, and stage 3
+            # overwrites them at the first microbatch.
             self._host.drop(self._gradients(), zeros=True)
         self._host.drop(self._buckets())
         release_memory()
 
     def parameters(self) -> None:
-        """Move the weights, after the training state; safe to call again."""
+        """Offload the weights, after the training state. Idempotent."""
         self._engine.empty_partition_cache()
         self._host.take(self._weights())
         release_memory()
 
     def reload(self) -> None:
-        """Bring everything back to where it was."""
+        """Move everything back to the device."""
         self._host.give_back()
 
     def _weights(self) -> Iterator[Tensor]:
-        """Yield the module's parameters, and at ZeRO-3 this worker's shares of them."""
+        """Yield the module's parameters, and at ZeRO-3 this worker's shards of them."""
         for parameter in self._engine.module.parameters():
             yield parameter.data
             if hasattr(parameter, "ds_tensor"):
@@ -74,7 +74,7 @@ class Offload:
 
     @property
     def _is_accumulating(self) -> bool:
-        """Gradients of the next step are summed up already."""
+        """True if gradients of the next step have been accumulated."""
         return self._engine._unmanaged_backward_count > 0
 
     def _gradients(self) -> Iterator[Tensor]:

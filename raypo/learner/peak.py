@@ -1,4 +1,4 @@
-"""What a device can do: FLOP/s, which MFU is measured against, and bytes a second."""
+"""Peak performance of a device: FLOP/s, the basis of MFU, and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MEASURED_S = 0.2
 SIZES = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the matrices of a measured product."""
 READ_BYTES = 1 << 28
-"""More than processors' caches hold."""
+"""Bytes read in a bandwidth test; more than CPU caches hold."""
 
 
 def peak_flops(dtype: str, declared_tflops: float | None = None) -> float:
-    """FLOP/s of this worker's device: declared, else of its data sheet, else measured.
+    """Return FLOP/s of this worker's device: declared, else from its data sheet, else measured.
 
     Args:
         dtype: float32 or bfloat16.
-        declared_tflops: What the config says, in 1e12 FLOP/s.
+        declared_tflops: Value from the config, in 1e12 FLOP/s. None if there is none.
     """
     if declared_tflops is not None:
         return declared_tflops * 1e12
@@ -33,26 +33,26 @@ def peak_flops(dtype: str, declared_tflops: float | None = None) -> float:
 
 
 def measured_flops(dtype: str, device: str) -> float:
-    """FLOP/s of the fastest of several products of two square matrices, on this process's threads.
+    """Measure FLOP/s as the fastest of several products of two square matrices.
 
-    What a matrix library reaches here, so a bound that models come near to but do not pass.
+    The products use this process's threads. Models approach this bound but do not exceed it.
     """
     size = SIZES[device]
     left, right = torch.ones(2, size, size, dtype=getattr(torch, dtype), device=device)
     is_ours = device == "cpu" and dtype == "float32" and mkl_is_slow()
     multiply = product if is_ours else torch.mm  # as the models' linear layers do
-    multiply(left, right)  # the first one sets the library up
+    multiply(left, right)  # warm-up
     return 2 * size**3 / _fastest(lambda: multiply(left, right), device)
 
 
 def measured_memory() -> float:
-    """Bytes a second that this process's threads read of RAM together, at the fastest."""
+    """Measure the peak RAM bandwidth of this process's threads together, in bytes per second."""
     numbers = torch.ones(READ_BYTES // 4)
     return READ_BYTES / _fastest(lambda: numbers.sum(), "cpu")
 
 
 def _fastest(work: Callable[[], object], device: str) -> float:
-    """Seconds of the fastest of several calls."""
+    """Return the duration of the fastest of several calls, in seconds."""
     best, deadline = float("inf"), time.perf_counter() + MEASURED_S
     while best == float("inf") or time.perf_counter() < deadline:
         _finish(device)

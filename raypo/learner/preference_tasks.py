@@ -1,4 +1,4 @@
-"""What a policy learns from preferences: pairs (DPO and its kind) or single verdicts (KTO).
+"""Preference tasks of a policy: pairs (DPO and variants) or single verdicts (KTO).
 
 B pairs or verdicts, T response tokens.
 """
@@ -22,24 +22,24 @@ _TOKEN = np.zeros(1, np.int32)
 
 
 class PreferenceTask(PolicyTask[Pair]):
-    """The chosen response becomes more likely against the rejected one; `raypo.ppo.preferences`."""
+    """Task that raises the chosen response over the rejected one (`raypo.ppo.preferences`)."""
 
     blank = Pair(_TOKEN, _TOKEN, _TOKEN, ref_log_probs=(0.0, 0.0))
 
     def __init__(self, model: Any, section: DPOSection) -> None:
-        """A causal language model."""
+        """Wrap a causal language model."""
         super().__init__(model)
         self._section = section
 
     def log_probs(
         self, model: Any, items: Sequence[Pair], device: Any
     ) -> list[tuple[float, float]]:
-        """A policy's log-probs of both responses of each pair, summed over their tokens."""
+        """Return a model's log-probs of both responses of each pair, summed over their tokens."""
         chosen, rejected = _of_pairs(model, items, device)
         return list(zip(chosen.log_probs.tolist(), rejected.log_probs.tolist(), strict=True))
 
     def loss(self, model: Any, items: Sequence[Pair], device: Any) -> tuple[Tensor, Sums]:
-        """Loss of the pairs; rewards, margins and log-probs of both responses."""
+        """Return the loss of the pairs, and rewards, margins and log-probs of both responses."""
         dpo = self._section
         kind = cast(PairLoss, dpo.loss)
         chosen, rejected = _of_pairs(model, items, device)
@@ -73,12 +73,12 @@ class PreferenceTask(PolicyTask[Pair]):
 
 
 class VerdictTask(PolicyTask[Verdict]):
-    """Desirable responses become more likely, undesirable ones less (KTO)."""
+    """Task that makes desirable responses more likely and undesirable ones less (KTO)."""
 
     blank = Verdict(_TOKEN, _TOKEN, True, _TOKEN, ref_log_probs=(0.0, 0.0))
 
     def __init__(self, model: Any, section: DPOSection) -> None:
-        """A causal language model."""
+        """Wrap a causal language model."""
         super().__init__(model)
         self._section = section
         self._kl = 0.0
@@ -86,7 +86,7 @@ class VerdictTask(PolicyTask[Verdict]):
     def log_probs(
         self, model: Any, items: Sequence[Verdict], device: Any
     ) -> list[tuple[float, float]]:
-        """What a policy says of each response, and of the one to another prompt: sums."""
+        """Return summed log-probs of each response, and of one to another prompt (`other_ids`)."""
         own, others = _evaluated(
             model,
             [Example(item.prompt_ids, item.response_ids) for item in items]
@@ -99,7 +99,7 @@ class VerdictTask(PolicyTask[Verdict]):
     def before_losses(
         self, model: Any, pieces: Sequence[Sequence[Verdict]], workers: Workers, device: Any
     ) -> None:
-        """The KL of policy and reference over the whole batch of all workers."""
+        """Estimate the KL from the reference model over the whole batch of all workers."""
         total, count = torch.zeros((), dtype=torch.float64, device=device), 0
         for piece in pieces:
             items = piece or [self.blank]
@@ -112,7 +112,7 @@ class VerdictTask(PolicyTask[Verdict]):
         self._kl = kto_kl(*workers.sum(as_tensor(float(total), count)).tolist())
 
     def loss(self, model: Any, items: Sequence[Verdict], device: Any) -> tuple[Tensor, Sums]:
-        """Loss of the verdicts; rewards and log-probs of both kinds of responses."""
+        """Return the loss of the verdicts, and rewards and log-probs of both kinds of responses."""
         dpo = self._section
         examples = [Example(item.prompt_ids, item.response_ids) for item in items]
         log_probs, num_tokens = _evaluated(model, examples, device)
@@ -146,7 +146,7 @@ class VerdictTask(PolicyTask[Verdict]):
 
 
 def _of_pairs(model: Any, items: Sequence[Pair], device: Any) -> tuple[Responses, Responses]:
-    """Chosen and rejected responses of pairs in one pass, where they share their prompts."""
+    """Evaluate chosen and rejected responses in one pass, in which they share their prompts."""
     log_probs, num_tokens = _evaluated(
         model,
         [Example(pair.prompt_ids, pair.chosen_ids) for pair in items]
@@ -161,7 +161,7 @@ def _of_pairs(model: Any, items: Sequence[Pair], device: Any) -> tuple[Responses
 
 
 def _evaluated(model: Any, items: Sequence[Example], device: Any) -> tuple[Tensor, Tensor]:
-    """Log-probs of responses, summed over their tokens, and the counts of these; [B] each."""
+    """Return log-probs of responses, summed over their tokens, and token counts; [B] each."""
     batch = response_batch(items).to(device)
     log_probs, _ = model(batch)  # [B, T]
     mask = batch.response_mask
@@ -171,7 +171,7 @@ def _evaluated(model: Any, items: Sequence[Example], device: Any) -> tuple[Tenso
 def _references(
     items: Sequence[Pair] | Sequence[Verdict], which: int, device: Any
 ) -> Tensor | None:
-    """The reference's log-probs of the first or second response, [B]; None: none was asked."""
+    """Return reference log-probs of the first or second response, [B]; None if not computed."""
     known = [item.ref_log_probs[which] for item in items if item.ref_log_probs]
     if not known:
         return None
@@ -180,7 +180,7 @@ def _references(
 
 
 def _told(name: str, responses: Responses, rewards: Tensor) -> Sums:
-    """Figures of chosen or rejected responses."""
+    """Return metrics of chosen or rejected responses."""
     count = float(len(rewards))
     return {
         f"{name}_reward_mean": (rewards.sum(), count),

@@ -1,4 +1,4 @@
-"""Who trains what: all workers policy and critic, or each of the two workers of its own.
+"""Assignment of policy and critic to workers: shared by all, or separate teams.
 
 B responses, T response tokens.
 """
@@ -21,80 +21,81 @@ from raypo.types import Experience
 
 @dataclass(frozen=True)
 class DataParallel:
-    """A team of workers as DeepSpeed wants to know it, which it calls an mpu; no model is split."""
+    """Team of workers in DeepSpeed's `mpu` interface, without model parallelism."""
 
     group: Any
-    """The team's, of the default backend: gradients and weights go over it."""
+    """Process group of the team, of the default backend, for gradients and weights."""
     alone: Any
-    """The group of this worker, the only one that has its part of the model."""
+    """Process group of this worker alone, as its model-parallel group."""
 
     @classmethod
     def of(cls, teams: tuple[range, ...], rank: int) -> DataParallel:
-        """The view of a worker on its own team; all workers of the default group call it."""
+        """Create the process groups; all workers of the default group call it together."""
         groups = [dist.new_group(list(team)) for team in teams]
         alone = [dist.new_group([each]) for team in teams for each in team]
         own = next(number for number, team in enumerate(teams) if rank in team)
         return cls(groups[own], alone[rank])
 
     def get_data_parallel_group(self) -> Any:
-        """Who has the same model."""
+        """Return the data-parallel group."""
         return self.group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """Their ranks among all workers."""
+        """Return the global ranks of the data-parallel group."""
         return dist.get_process_group_ranks(self.group)
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Return the data-parallel world size."""
         return dist.get_world_size(self.group)
 
     def get_data_parallel_rank(self) -> int:
-        """This worker's rank among them."""
+        """Return this worker's rank in the data-parallel group."""
         return dist.get_rank(self.group)
 
     def get_model_parallel_group(self) -> Any:
-        """Who has parts of the same copy."""
+        """Return the model-parallel group."""
         return self.alone
 
     def get_model_parallel_world_size(self) -> int:
-        """One: the copy is whole."""
+        """Return the model-parallel world size, 1."""
         return 1
 
     def get_model_parallel_rank(self) -> int:
-        """The rank of the only part: 0."""
+        """Return the model-parallel rank, 0."""
         return 0
 
 
 @dataclass(frozen=True)
 class Roles:
-    """One worker's view of who trains policy and critic.
+    """Roles of the workers, as seen by one of them.
 
-    Where they are apart, every row of a step is dealt once to the policy's workers and once to the
-    critic's; what a step sums over workers it sums over one's own team.
+    With separate teams, each row of a step is sharded twice: over the policy's workers and over the
+    critic's. Sums over workers are then sums over one's own team.
     """
 
     everyone: Workers
     own: Workers
-    """Those that train what this worker trains."""
+    """Workers that train the same models as this one."""
     teams: tuple[range, ...]
-    """Their ranks: of all workers, or of the policy's and of the critic's."""
+    """Ranks of each team: all workers, or the policy's workers and the critic's."""
     mpu: DataParallel | None = None
-    """For DeepSpeed, where a team is not all workers."""
+    """Data-parallel group for DeepSpeed. None if the team is all workers."""
 
     @classmethod
     def shared(cls, workers: Workers) -> Roles:
-        """All workers train both."""
+        """Let all workers train both models."""
         return cls(workers, workers, (range(workers.count),))
 
     @classmethod
     def of(cls, workers: Workers, critic_workers: int) -> Roles:
-        """The last workers train the critic, so many of them; all workers call it.
+        """Let the last `critic_workers` workers train the critic; all workers call it together.
 
         Args:
-            critic_workers: `learner.critic_workers`; 0: all train both.
+            workers: All learner workers.
+            critic_workers: `learner.critic_workers`. 0 means that all train both.
 
         Raises:
-            ValueError: none would be left for the policy.
+            ValueError: no worker is left for the policy.
         """
         if not critic_workers:
             return cls.shared(workers)
@@ -111,25 +112,28 @@ class Roles:
 
     @property
     def are_apart(self) -> bool:
-        """Whether policy and critic have workers of their own."""
+        """True if policy and critic have separate workers."""
         return len(self.teams) > 1
 
     @property
     def trains_policy(self) -> bool:
-        """Whether this worker does."""
+        """True if this worker trains the policy."""
         return self.everyone.rank in self.teams[0]
 
     @property
     def trains_critic(self) -> bool:
-        """Whether this worker does, if there is a critic."""
+        """True if this worker trains the critic, if there is one."""
         return self.everyone.rank in self.teams[-1]
 
     def joined(self, experience: Experience, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the teams found about the same rows, for this worker's rows; all call it together.
+        """Exchange results between the teams, for this worker's rows; all call it together.
 
         Args:
-            experience: This worker's share.
-            found: Fields of an Experience that its team has evaluated, [B, T] or [B].
+            experience: This worker's rows.
+            found: Fields of an Experience that this worker has computed, [B, T] or [B].
+
+        Returns:
+            The fields of both teams.
         """
         if not self.are_apart:
             return dict(found)
@@ -156,7 +160,7 @@ class Roles:
 
 
 def _names(experience: Experience) -> Iterator[tuple[int, ...]]:
-    """The name of each row, the same on all workers: its draw, its sample and its row."""
+    """Return an id of each row that is equal on all workers: (group, sample, row)."""
     zeros = torch.zeros_like(experience.group_index)
     parts = (experience.group_index, experience.sample_index, experience.row_index)
     columns = [zeros if part is None else part for part in parts]
@@ -164,7 +168,7 @@ def _names(experience: Experience) -> Iterator[tuple[int, ...]]:
 
 
 def _row(found: Mapping[str, Tensor], row: int, length: int) -> dict[str, np.ndarray]:
-    """What was found about one row, without its padding."""
+    """Return the fields of one row without padding."""
     return {
         field: value[row, :length].numpy() if value.dim() == 2 else value[row].numpy()
         for field, value in found.items()

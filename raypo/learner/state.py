@@ -1,4 +1,4 @@
-"""What learners keep beside their models: random state, skipped updates, the layout of shards."""
+"""Learner state beside the models: random state, skipped updates, layout of shards."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from raypo.config import WorkersSection
 
 
 class NonFiniteUpdateError(RuntimeError):
-    """Too many updates in a row had a loss or gradient that is not finite."""
+    """Error: too many updates in a row had a loss or gradient that is not finite."""
 
 
 class SkippedUpdates:
-    """Counts updates in a row that were skipped, and stops the run after too many."""
+    """Counter of consecutive skipped updates, which stops the run after too many."""
 
     def __init__(self, most: int, rate_keys: str) -> None:
-        """Nothing is skipped yet.
+        """Start at 0.
 
         Args:
             most: `learner.max_skipped_updates`.
-            rate_keys: The config keys of the learning rates, for the error.
+            rate_keys: Config keys of the learning rates, for the error message.
         """
         self.in_a_row = 0
         self._most, self._rate_keys = most, rate_keys
 
     def count(self, applied: bool) -> None:
-        """An update was applied or skipped.
+        """Count an update that was applied or skipped.
 
         Raises:
-            NonFiniteUpdateError: that makes too many.
+            NonFiniteUpdateError: too many updates in a row were skipped.
         """
         self.in_a_row = 0 if applied else self.in_a_row + 1
         if self.in_a_row > self._most:
@@ -46,7 +46,7 @@ class SkippedUpdates:
 def save_worker_state(
     directory: Path, workers: Workers, section: WorkersSection, skipped: SkippedUpdates
 ) -> None:
-    """This worker's random state and counters into a checkpoint."""
+    """Save this worker's random state and counters into a checkpoint."""
     state = {
         "torch": torch.get_rng_state(),
         "skipped_in_a_row": skipped.in_a_row,
@@ -58,10 +58,10 @@ def save_worker_state(
 def load_worker_state(
     directory: Path, workers: Workers, section: WorkersSection, skipped: SkippedUpdates
 ) -> None:
-    """What `save_worker_state` wrote.
+    """Restore what `save_worker_state` wrote.
 
     Raises:
-        ValueError: it was written by another number of workers or another ZeRO stage.
+        ValueError: the number of workers or the ZeRO stage differs.
     """
     first = torch.load(directory / "learner_0.pt", weights_only=True)
     layout = _layout(workers, section)

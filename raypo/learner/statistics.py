@@ -1,4 +1,4 @@
-"""Figures of a step's updates, added up over micro-batches, minibatches and workers."""
+"""Metrics of a step's updates, summed over microbatches, minibatches and workers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from raypo.metrics.reduce import WeightedMeans
 
 
 class UpdateStatistics:
-    """Sums over the pieces of a step; what they become does not depend on the cut."""
+    """Sums over the microbatches of a step. The resulting means do not depend on the split."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float | Tensor] = {}
-        """float64 scalars where the losses are: asking a GPU for one would wait for it."""
+        """float64 scalars on the losses' device; reading one from a GPU would block."""
         self._norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self._num_steps = {"policy": 0, "critic": 0}
         self._num_skipped = 0
 
     def add_policy(self, output: PolicyOutput) -> None:
-        """One micro-batch of the policy."""
+        """Add one microbatch of the policy."""
         self._add("policy_loss", output.policy_loss)
         if output.kl_loss is not None:
             self._add("kl_loss", output.kl_loss)
@@ -34,7 +34,7 @@ class UpdateStatistics:
             self._add(f"policy/{name}", value)
 
     def add_value(self, loss: Tensor, sums: dict[str, Tensor]) -> None:
-        """One micro-batch of the critic."""
+        """Add one microbatch of the critic."""
         self._add("value_loss", loss)
         for name, value in sums.items():
             self._add(f"value/{name}", value)
@@ -42,16 +42,16 @@ class UpdateStatistics:
     def end_step(
         self, model: Literal["policy", "critic"], *, applied: bool, grad_norm: float | None
     ) -> None:
-        """One optimizer step of a model is over."""
+        """Record the end of a model's optimizer step."""
         self._num_steps[model] += 1
         self._num_skipped += not applied
         if grad_norm is not None:
             self._norms[model].append(grad_norm)
 
     def reduce(self, workers: Workers) -> dict[str, float]:
-        """Means over tokens or optimizer steps, named `ppo/*`.
+        """Return means over tokens or optimizer steps, named `ppo/*`.
 
-        A model that made no optimizer step has no metrics.
+        A model without an optimizer step has no metrics.
         """
         means = WeightedMeans()
         if self._num_steps["policy"]:

@@ -1,4 +1,4 @@
-"""The learner of recipes that learn from examples; the tasks are in `raypo.learner.tasks`."""
+"""Learner of recipes that train on examples. The tasks are in `raypo.learner.tasks`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class SupervisedLearner(Generic[Item]):
-    """One worker's part; every method is called by all workers together."""
+    """Learner on one worker. Every method is collective: all workers call it together."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class SupervisedLearner(Generic[Item]):
         workers: Workers,
     ) -> None:
         self.task = task
-        """What is learned."""
+        """The task, with its module and loss."""
         self._section, self._workers = section, workers
         self._num_steps = num_steps
         self._skipped = SkippedUpdates(section.max_skipped_updates, "learner.lr")
@@ -45,17 +45,18 @@ class SupervisedLearner(Generic[Item]):
 
     @property
     def name(self) -> str:
-        """Folder of the saved model in the run's folder."""
+        """Name of the saved model's folder in the run's folder."""
         return self.task.name
 
     def update(self, items: Sequence[Item], *, step: int) -> dict[str, float]:
-        """One optimizer step on this worker's share of a batch.
+        """Run one optimizer step on this worker's share of a batch.
 
         Args:
-            step: Counted from 1; it decides the learning rate.
+            items: This worker's examples.
+            step: Step number, from 1; it determines the learning rate.
 
         Returns:
-            `train/*`, reduced over workers; they do not depend on how the batch was cut.
+            Metrics `train/*`, reduced over workers; independent of the microbatches.
 
         Raises:
             NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
@@ -85,7 +86,7 @@ class SupervisedLearner(Generic[Item]):
 
     @torch.no_grad()
     def evaluate(self, items: Sequence[Item]) -> dict[str, float]:
-        """`eval/*` of this worker's share of the held-out examples, reduced over workers."""
+        """Return metrics `eval/*` of held-out examples, reduced over workers."""
         means = WeightedMeans()
         pieces = self._microbatches(items)
         self._before_losses(pieces)
@@ -95,7 +96,7 @@ class SupervisedLearner(Generic[Item]):
     def without_adapter(
         self, items: Sequence[Item], ask: Callable[[Any, Sequence[Item], Any], list[T]]
     ) -> list[T]:
-        """As `asked`, with the model's adapter off where it has one."""
+        """Run `asked` with the model's adapter, if any, switched off."""
         with adapter_off(self.task.module):
             return self.asked(items, ask)
 
@@ -103,10 +104,15 @@ class SupervisedLearner(Generic[Item]):
     def asked(
         self, items: Sequence[Item], ask: Callable[[Any, Sequence[Item], Any], list[T]]
     ) -> list[T]:
-        """What the model says of this worker's items.
+        """Evaluate a function of the model on this worker's items, without gradients.
 
         Args:
-            ask: Gets the model, some of the items and its device; returns an answer to each.
+            items: This worker's examples.
+            ask: Function `(model, items, device)` that returns one answer per item. It is called
+                for one microbatch at a time.
+
+        Returns:
+            One answer per item, in the order given.
         """
         answers: dict[int, T] = {}
         for places in self._cut(items):
@@ -116,48 +122,48 @@ class SupervisedLearner(Generic[Item]):
         return [answers[place] for place in range(len(items))]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under their checkpoint names; all workers iterate together."""
+        """Yield the weights under their checkpoint names; all workers iterate together."""
         return self._model.named_weights(self.task.network)
 
     @torch.no_grad()
     def log_probs(self, experience: Experience) -> Tensor:
-        """Log-probs of responses, [B, T] float32, zero where masked; of an `sft` learner."""
+        """Return log-probs of responses, [B, T] float32, zero where masked; only for policies."""
         evaluated, _ = self._model(experience.to(self._model.device))
         return torch.where(experience.response_mask, evaluated.cpu(), 0.0)
 
     def offload_training_state(self) -> None:
-        """Move all that a push does not need to the host: the weights stay."""
+        """Offload everything except the weights, which a push needs."""
         self._model.offload.training_state()
 
     def offload_parameters(self) -> None:
-        """Move the weights to the host too."""
+        """Offload the weights as well."""
         self._model.offload.parameters()
 
     def reload(self) -> None:
-        """Bring back what was moved to the host."""
+        """Move everything offloaded back to the device."""
         self._model.offload.reload()
 
     def save(self, directory: Path) -> None:
-        """Everything that the next update depends on, this worker's part of it."""
+        """Save this worker's part of the state that the next update depends on."""
         self._model.save(directory / "model")
         save_worker_state(directory, self._workers, self._section, self._skipped)
 
     def restore(self, directory: Path) -> None:
-        """What `save` wrote.
+        """Restore what `save` wrote.
 
         Raises:
-            ValueError: it was written by another number of workers or another ZeRO stage.
+            ValueError: the number of workers or the ZeRO stage differs.
         """
         load_worker_state(directory, self._workers, self._section, self._skipped)
         self._model.load(directory / "model")
 
     def save_model(self, folder: Path, tokenizer: Any) -> None:
-        """The model as a Hugging Face folder; written by rank 0, all workers call it."""
+        """Save the model as a Hugging Face folder; rank 0 writes, all workers call it."""
         network = self.task.network
         save_folder(self._model, network, folder, tokenizer=tokenizer, workers=self._workers)
 
     def save_adapter(self, folder: Path, section: LoraSection, base: str) -> None:
-        """The model's adapter as a peft folder; written by rank 0, all workers call it."""
+        """Save the model's adapter as a peft folder; rank 0 writes, all workers call it."""
         save_adapter(
             self._model,
             self.task.network,
@@ -171,7 +177,7 @@ class SupervisedLearner(Generic[Item]):
         return [[items[place] for place in places] for places in self._cut(items)]
 
     def _cut(self, items: Sequence[Item]) -> list[list[int]]:
-        """Examples cut by token budget; every worker gets as many pieces, some of them empty."""
+        """Split examples by token budget; all workers get the same number of pieces, some empty."""
         prompts = [item.prompt_ids.tobytes() for item in items]
         prompt_lengths = [len(item.prompt_ids) for item in items]
         lengths = [item.num_tokens - len(item.prompt_ids) for item in items]
@@ -185,13 +191,13 @@ class SupervisedLearner(Generic[Item]):
         self.task.before_losses(self._model, pieces, self._workers, self._model.device)
 
     def _loss(self, piece: list[Item]) -> tuple[Tensor, Sums]:
-        """Summed loss and metrics; for no examples a pass that weighs nothing (ZeRO-3 gathers)."""
+        """Return summed loss and metrics; for no examples a zero-weight pass, as ZeRO-3 gathers."""
         total, sums = self.task.loss(self._model, piece or [self.task.blank], self._model.device)
         return (total, sums) if piece else (total * 0.0, {})
 
 
 def _add(means: WeightedMeans, of_pieces: Sequence[Sums], prefix: str) -> None:
-    """Add what the pieces give, once all passes are queued: each figure is read from the device."""
+    """Add the metrics of all microbatches, after all passes are queued: reading them blocks."""
     for sums in of_pieces:
         for name, (total, weight) in sums.items():
             means.add(f"{prefix}/{name}", total, weight)

@@ -1,6 +1,6 @@
-"""What recipes learn from examples: responses (sft) or pairs (reward_model).
+"""Tasks of recipes that train on examples: responses (sft) or pairs (reward_model).
 
-What a policy learns from preferences (dpo) is in `raypo.learner.preference_tasks`.
+Preference tasks of a policy (dpo) are in `raypo.learner.preference_tasks`.
 
 B examples, T response tokens.
 """
@@ -23,64 +23,67 @@ from raypo.types import Example, Experience, Pair, Taught, Verdict, to_device
 
 Item = TypeVar("Item", Example, Pair, Verdict, Taught)
 Sums = dict[str, tuple[SupportsFloat, SupportsFloat]]
-"""Figure -> sum of its values and how much they count for. Sums stay tensors on the model's device:
-to read one would wait for the device's work."""
+"""Metric -> (sum of its values, sum of weights). Sums stay tensors on the model's device, because
+reading one would block."""
 
 
 class Task(ABC, Generic[Item]):
-    """What is learned from examples: a module, and a loss that is a sum of its examples' losses."""
+    """Training task: a module, and a loss that is a sum over examples."""
 
     module: Policy | SequenceScorer
-    """What is trained."""
+    """The module to train."""
     blank: Item
-    """The shortest example: it takes part in a pass, and its loss is multiplied by zero."""
+    """Shortest example, a placeholder in a pass without examples; its loss is multiplied by 0."""
     name: str
-    """Folder of the saved model in the run's folder."""
+    """Name of the saved model's folder in the run's folder."""
 
     def weight(self, item: Item) -> float:
-        """What an example counts for in the mean: as one, where its tokens do not count."""
+        """Return an example's weight in the mean: 1, unless the task weighs by tokens."""
         return 1.0
 
     def before_losses(
         self, model: Any, pieces: Sequence[Sequence[Item]], workers: Workers, device: Any
     ) -> None:
-        """Find out what a loss needs to know of the whole batch; most need nothing.
+        """Compute statistics of the whole batch that the loss needs. Does nothing by default.
 
         Args:
-            pieces: This worker's microbatches; every worker has as many, some of them empty.
+            model: The model under DeepSpeed.
+            pieces: This worker's microbatches; the same number on all workers, some empty.
+            workers: All workers.
+            device: Device of the model.
         """
 
     @abstractmethod
     def loss(self, model: Any, items: Sequence[Item], device: Any) -> tuple[Tensor, Sums]:
-        """The summed loss of some examples, not yet divided, and metrics of them."""
+        """Return the summed loss of some examples, not divided by their number, and metrics."""
 
     @property
     def network(self) -> Any:
-        """The Hugging Face model, whose names the saved weights have."""
+        """Hugging Face model; saved weights have its names."""
         return self.module.model
 
 
 class PolicyTask(Task[Item]):
-    """What a policy learns from examples."""
+    """Task of a policy."""
 
     name = "policy"
 
     def __init__(self, model: Any) -> None:
-        """A causal language model."""
+        """Wrap a causal language model."""
         self.module = Policy(model, temperature=1.0)
 
 
 class ResponseTask(PolicyTask[Example]):
-    """Supervised fine-tuning: the negative log-likelihood of the responses' tokens."""
+    """Supervised fine-tuning: negative log-likelihood of the responses' tokens."""
 
     blank = Example(np.zeros(1, np.int32), np.zeros(1, np.int32))
 
     def weight(self, item: Example) -> float:
-        """Its response tokens that are learned."""
+        """Return the number of response tokens that are trained."""
         return float(item.num_learned)
 
     def loss(self, model: Any, items: Sequence[Example], device: Any) -> tuple[Tensor, Sums]:
-        """Loss of the responses' tokens that are learned; prompts are given."""
+        """Return the loss of the response tokens that are trained."""
         batch = response_batch(items).to(device)
         log_probs, _ = model(batch)  # [B, T]
         total = -torch.where(batch.response_mask, log_probs, 0.0).sum()
@@ -88,23 +91,23 @@ class ResponseTask(PolicyTask[Example]):
 
 
 class PairTask(Task[Pair]):
-    """A reward model: the chosen response scores higher than the rejected one.
+    """Reward model task: the chosen response should score higher than the rejected one.
 
-    Bradley-Terry: -log sigmoid(chosen - rejected - margin) (arXiv:2203.02155 eq. 1; the margin
-    arXiv:2307.09288 eq. 2), and where asked for `centering_coef` times the square of the sum of
-    the two scores (arXiv:2312.09244 eq. 2).
+    Bradley-Terry loss: -log sigmoid(chosen - rejected - margin) (arXiv:2203.02155 eq. 1; the margin
+    arXiv:2307.09288 eq. 2), plus `centering_coef` times the square of the sum of the two scores
+    (arXiv:2312.09244 eq. 2).
     """
 
     name = "reward_model"
     blank = Pair(np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
 
     def __init__(self, model: Any, *, centering_coef: float) -> None:
-        """A sequence classifier with one label."""
+        """Wrap a sequence classifier with one label."""
         self.module = SequenceScorer(model)
         self._centering_coef = centering_coef
 
     def loss(self, model: Any, items: Sequence[Pair], device: Any) -> tuple[Tensor, Sums]:
-        """Loss of the pairs, and how many are in order."""
+        """Return the loss of the pairs, and their accuracy and scores."""
         prompts = [pair.prompt_ids for pair in items] * 2
         responses = [pair.chosen_ids for pair in items] + [pair.rejected_ids for pair in items]
         better, worse = model(prompts, responses).chunk(2)  # [B] each
@@ -124,7 +127,7 @@ class PairTask(Task[Pair]):
 
 
 def response_batch(items: Sequence[Example]) -> Experience:
-    """Examples as a padded batch; what only rollouts have is zero."""
+    """Convert examples to a padded batch; fields that only rollouts have are zero."""
     count = len(items)
     lengths = [np.ones(len(item.response_ids)) for item in items]
     learned = [

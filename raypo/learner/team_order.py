@@ -1,8 +1,7 @@
-"""ZeRO-3 where not all workers train the same model: the one place that changes DeepSpeed 0.19.
+"""Patch of DeepSpeed 0.19 for ZeRO-3 with separate workers for policy and critic.
 
-While it learns the order in which modules run, DeepSpeed compares that order over the default
-group, in which policy and critic have workers of their own with other orders. A test says if
-DeepSpeed should come to ask the group of the weights itself.
+While DeepSpeed traces the order of modules, it compares that order over the default group, in which
+policy and critic have different orders. A test fails once DeepSpeed uses the weights' own group.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 
 def compare_within(group: Any) -> None:
-    """Have DeepSpeed compare the order of modules only within a worker's own team."""
+    """Make DeepSpeed compare the order of modules only within a worker's own team."""
     from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 
     def assert_same(order: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""One model under DeepSpeed: gradients accumulate until `step`, whatever the ZeRO stage."""
+"""Model under DeepSpeed, with gradient accumulation until `step` at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from raypo.plan.deepspeed_config import deepspeed_config
 
 
 class TrainedModel:
-    """A module, the AdamW of what it trains, and its ZeRO sharding.
+    """Module with AdamW and ZeRO sharding.
 
-    Losses come divided by the counts of the whole optimizer step, so DeepSpeed must only add:
-    its mean over workers is undone by a factor, its division by accumulation steps is off.
+    Losses are already divided by the counts of the whole optimizer step, so DeepSpeed must only
+    sum: a factor undoes its mean over workers, and its division by accumulation steps is off.
     """
 
     def __init__(
@@ -43,11 +43,14 @@ class TrainedModel:
         workers: Workers,
         mpu: DataParallel | None = None,
     ) -> None:
-        """Put it under DeepSpeed; all of its workers call it together.
+        """Initialise DeepSpeed; all workers of the module call it together.
 
         Args:
-            workers: Those that train the module.
-            mpu: The same for DeepSpeed, where they are not all workers of the default group.
+            module: The module to train.
+            dtype: float32 or bfloat16.
+            section: Settings of optimizer and ZeRO.
+            workers: The workers that train the module.
+            mpu: The same workers for DeepSpeed. None means all workers of the default group.
         """
         deepspeed = _import_deepspeed()
         if mpu is not None:
@@ -66,7 +69,8 @@ class TrainedModel:
         self._heads = [m for m in module.modules() if is_rounded and isinstance(m, Float32Linear)]
         self._masters = {p: p.detach().clone() for head in self._heads for p in head.parameters()}
         is_in_shares = any(hasattr(parameter, "ds_id") for parameter in parameters)
-        if is_rounded and is_in_shares:  # then DeepSpeed does not round what came later
+        # With ZeRO-3 shards, DeepSpeed does not round parameters that were created later.
+        if is_rounded and is_in_shares:
             for late in (p for p in parameters if not hasattr(p, "ds_id")):
                 late.data = late.data.to(torch.bfloat16)
         self._engine, *_ = deepspeed.initialize(
@@ -84,54 +88,54 @@ class TrainedModel:
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers, self._section = workers, section
         self._stage = int(self._engine.zero_optimization_stage())
-        has_buckets = hasattr(self._engine.optimizer, "ipg_buckets")  # it takes gradients itself
-        if workers.count == 1 and not has_buckets:  # nothing to sum: it would be copied
+        has_buckets = hasattr(self._engine.optimizer, "ipg_buckets")  # it reduces gradients itself
+        if workers.count == 1 and not has_buckets:  # nothing to reduce; saves a copy
             self._engine.enable_backward_allreduce = False
         self._engine.train()
         for parameter, exact in self._masters.items():
             self._set_master(parameter, exact)
         self._read_masters()
         self.offload = Offload(self._engine, optimizer)
-        """Of the model to the host, where it shares a GPU with an engine."""
+        """Offloader of the model, for a GPU shared with an engine."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
+        """Run the module's forward."""
         return self._engine(*args, **kwargs)
 
     @property
     def device(self) -> torch.device:
-        """Where inputs must lie."""
+        """Device of the inputs."""
         return self._engine.device
 
     @property
     def is_packed(self) -> bool:
-        """Whether all its networks read packed rows."""
+        """True if all its networks read packed rows."""
         return all(map(reads_packed, outermost_networks(self.module)))
 
     @property
     def module(self) -> Any:
-        """The wrapped module; its weights are whole only inside `named_weights`."""
+        """Wrapped module. Under ZeRO-3 its weights are complete only inside `named_weights`."""
         return self._engine.module
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """The rate of the updates from now on; until then it is 0."""
+        """Set the learning rate of the next updates; it is 0 at first."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss that is this worker's part of the sum over workers."""
+        """Accumulate the gradients of a loss, this worker's part of the sum over workers."""
         self._engine.backward(loss * self._workers.count, scale_wrt_gas=False)
 
     def step(self) -> tuple[bool, float | None]:
-        """Update the weights with what `backward` has added up.
+        """Update the weights with the accumulated gradients.
 
         Returns:
-            applied: False when a gradient was not finite and the update was skipped.
-            grad_norm: the global norm before clipping; None when skipped, and at stage 0 of several
-                workers.
+            applied: False if a gradient was not finite and the update was skipped.
+            grad_norm: Global norm before clipping. None if the update was skipped, and at stage 0
+                with several workers.
         """
         norm = None
-        if self._stage == 0:  # where DeepSpeed neither looks for what is not finite nor tells it
+        if self._stage == 0:  # DeepSpeed neither checks for non-finite gradients nor reports them
             own_norm = get_total_norm(
                 [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             )
@@ -147,17 +151,17 @@ class TrainedModel:
         return True, None if norm is None else float(norm)
 
     def named_weights(self, submodule: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Names below `submodule` and whole weights, gathered one at a time under ZeRO-3.
+        """Yield names below `submodule` and full weights, gathered one at a time under ZeRO-3.
 
-        All workers must iterate to the end together. A tied weight comes once under each name, one
-        with an adapter merged; the module itself stays as it is.
+        All workers must iterate to the end together. A tied weight comes once under each name.
+        Adapters are merged into the result; the module itself does not change.
         """
         return self.gathered(merged_weights(submodule))
 
     def gathered(self, weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole tensors of some weights; all workers iterate to the end together.
+        """Yield names and full tensors of some weights; all workers iterate to the end together.
 
-        The weights of a float32 head are its master weights.
+        A float32 head yields its master weights.
         """
         for weight in weights:
             with self._gathered_parameters(list(weight.parts), enabled=self._stage == 3):
@@ -165,7 +169,7 @@ class TrainedModel:
                 yield weight.name, weight.merged() if master is None else master
 
     def save(self, directory: Path) -> None:
-        """What is trained, optimizer and counters, this worker's shard; all workers call it."""
+        """Save this worker's shard of trained weights and optimizer; all workers call it."""
         self._engine.save_checkpoint(
             str(directory),
             tag="state",
@@ -174,22 +178,24 @@ class TrainedModel:
         )
 
     def load(self, directory: Path) -> None:
-        """What `save` wrote with the same number of workers and the same ZeRO stage.
+        """Load what `save` wrote, with the same number of workers and the same ZeRO stage.
 
-        AdamW's constants stay this config's, which may be another one's: of a run that began with
-        this one's state, or of a trial of pbt. The learning rate is set before each update.
+        Raises:
+            RuntimeError: the folder has no DeepSpeed checkpoint that can be loaded.
         """
         path, _ = self._engine.load_checkpoint(
             str(directory), tag="state", load_module_strict=not self._has_frozen
         )
         if path is None:
             raise RuntimeError(f"{directory}: holds no DeepSpeed checkpoint that can be loaded.")
+        # The checkpoint may come from another config (a warm start, or a trial of pbt): AdamW's
+        # constants are this config's. The learning rate is set before each update.
         for group in self._engine.optimizer.param_groups:
             group |= _adamw(self._section)
         self._read_masters()
 
     def _set_master(self, parameter: nn.Parameter, exact: Tensor) -> None:
-        """Undo what DeepSpeed rounded when it made the master weight of a head's parameter."""
+        """Set a head's master weight to the exact value; DeepSpeed made it from a rounded one."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         if self._stage < 3:
@@ -200,7 +206,7 @@ class TrainedModel:
         safe_set_local_fp32_param(parameter, padded.split(size)[self._workers.rank])
 
     def _read_masters(self) -> None:
-        """Give the float32 heads their master weights; all workers call it together."""
+        """Copy master weights into the float32 heads; all workers call it together."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         for head in self._heads:
@@ -211,7 +217,7 @@ class TrainedModel:
 
 
 def _adamw(section: WorkersSection) -> dict[str, Any]:
-    """What a config says of AdamW besides the learning rate."""
+    """Return AdamW's constants from the config, without the learning rate."""
     return {
         "betas": section.adam_betas,
         "eps": section.adam_eps,
@@ -221,10 +227,10 @@ def _adamw(section: WorkersSection) -> dict[str, Any]:
 
 @contextmanager
 def in_shares(section: WorkersSection, *, dtype: str, workers: Workers) -> Iterator[None]:
-    """At ZeRO stage 3, what transformers loads within lies in the workers' shares from the start.
+    """Shard models that transformers loads inside this context, at ZeRO stage 3.
 
-    Each layer is made whole on every worker, cut, and filled by rank 0 from the file's pages; no
-    process holds a whole model. One worker alone, and other stages, load as ever.
+    Each layer is created on every worker, sharded, and filled by rank 0 from the mapped file, so no
+    process holds a whole model. With one worker, or at other stages, nothing changes.
     """
     config = deepspeed_config(
         section, dtype=dtype, num_workers=workers.count, on_gpu=torch.cuda.is_available()
@@ -235,7 +241,7 @@ def in_shares(section: WorkersSection, *, dtype: str, workers: Workers) -> Itera
     zero = _import_deepspeed().zero
     own_init = zero.Init
     zero.Init = _exact_buffers(zero)
-    kept = HfDeepSpeedConfig(config)  # transformers looks at it for as long as it lives
+    kept = HfDeepSpeedConfig(config)  # transformers holds a weak reference to it
     try:
         yield
     finally:
@@ -245,10 +251,10 @@ def in_shares(section: WorkersSection, *, dtype: str, workers: Workers) -> Itera
 
 
 def _exact_buffers(zero: Any) -> Any:
-    """DeepSpeed's `zero.Init`, which rounds weights to the dtype of training, and only these.
+    """Return a subclass of DeepSpeed's `zero.Init` that rounds only parameters, not buffers.
 
-    Its own rounds all that a model makes of numbers: in bfloat16 rotary frequencies are off by up
-    to 0.2 %, which after 1,000 tokens is another angle than an engine's.
+    DeepSpeed's own rounds every tensor a model creates. In bfloat16, rotary frequencies are then
+    off by up to 0.2 %, and after 1,000 tokens the angles differ from an engine's.
     """
 
     class Init(zero.Init):
@@ -266,16 +272,16 @@ def _exact_buffers(zero: Any) -> Any:
 
 
 def outermost_networks(module: nn.Module) -> list[PreTrainedModel]:
-    """The Hugging Face models within a module that are no part of another one."""
+    """Return the Hugging Face models inside a module, without those nested in another one."""
     if isinstance(module, PreTrainedModel):
         return [module]
     return [network for child in module.children() for network in outermost_networks(child)]
 
 
 def _import_deepspeed() -> Any:
-    """DeepSpeed for this machine; on CPU without its shared-memory op.
+    """Import DeepSpeed; on CPU without its shared-memory op.
 
-    That op serves inference alone, and DeepSpeed compiles it for 40 seconds at the first start.
+    That op is only for inference, and DeepSpeed would compile it for 40 s at the first start.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

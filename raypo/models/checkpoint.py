@@ -1,7 +1,7 @@
-"""Check that the files of a model hold every weight of the network that a run makes of them.
+"""Check that a model's files contain every weight of the network.
 
-transformers initialises a weight that the files lack at random and only logs it. Such a run trains,
-and nobody notices. Here that is an error, for every role.
+If a weight is missing, transformers initialises it at random and only logs a message; the run would
+train unnoticed. Here that is an error, for every role.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raypo.models.heads import HEADS
 from raypo.models.model_files import weight_files
 
 VALUE_HEADS = ("v_head", "value_head", "rm_head", "reward_head", "regression_head")
-"""Heads of other libraries' reward models and critics, which transformers has no place for."""
+"""Heads of other libraries' reward models and critics, which transformers does not load."""
 WRAPPERS = (
     "module.",
     "_orig_mod.",
@@ -37,21 +37,21 @@ WRAPPERS = (
     "base_model.model.",
     "pretrained_model.",
 )
-"""Prefixes of names that a model saved from within a wrapper has."""
+"""Prefixes of weight names in a model that was saved from within a wrapper."""
 SHOWN = 3
-"""Names of weights in an error message."""
+"""Most names of weights in an error message."""
 
 
 def read_config(path: str, *, key: str = "model", **values: Any) -> PretrainedConfig:
-    """Return the transformers config of a folder or hub id, with values in place of its own.
+    """Return the transformers config of a folder or hub id; `values` override its entries.
 
     Raises:
         ConfigError: transformers does not know the architecture, or cannot read the file.
     """
     try:
-        # Else transformers asks on the terminal whether it may run a folder's own code.
+        # Without it, transformers asks on the terminal for permission to run a folder's own code.
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **values)
-    except Exception as error:  # what its classes check of their values they raise in many kinds
+    except Exception as error:  # config classes raise many types when they validate their values
         raise ConfigError(
             f"{key} ({path}): transformers cannot read its config.json: {first_line(error)} Give "
             f"a model of an architecture that the installed transformers knows."
@@ -59,7 +59,7 @@ def read_config(path: str, *, key: str = "model", **values: Any) -> PretrainedCo
 
 
 def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = "model") -> Any:
-    """Return the class that one of transformers' Auto classes makes of a config.
+    """Return the class that one of transformers' Auto classes builds from a config.
 
     Raises:
         ConfigError: the architecture has no such class.
@@ -78,7 +78,7 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
 
 
 def cached_folder(path: str) -> str | None:
-    """Return the folder in the hub's cache of a model that has been fetched; None of a folder."""
+    """Return the cache folder of a downloaded hub id. None if `path` is a folder or not cached."""
     if Path(path).expanduser().is_dir():
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -88,18 +88,18 @@ def cached_folder(path: str) -> str | None:
 
 
 def check_weights(key: str, path: str, kind: Any, *, new_head: bool = False) -> None:
-    """Load the names and shapes of a folder's weights into a network without memory.
+    """Check the names and shapes of a folder's weights on the meta device.
 
-    Nothing is read but the headers of its files. A hub id is not looked at: its weights are checked
-    when they are loaded.
+    No values are read. A hub id is skipped: its weights are checked when they are loaded.
 
     Args:
         key: The config key that names the model, for messages.
+        path: Folder or hub id.
         kind: One of transformers' Auto classes.
-        new_head: Whether a classification head may be missing.
+        new_head: Allow a missing classification head.
 
     Raises:
-        ConfigError: a weight is missing, has no place, or has another shape.
+        ConfigError: a weight is missing or unexpected, or has another shape.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -108,7 +108,7 @@ def check_weights(key: str, path: str, kind: Any, *, new_head: bool = False) -> 
     classifies = kind is AutoModelForSequenceClassification
     config = read_config(path, key=key, **({"num_labels": 1} if classifies else {}))
     if getattr(config, "quantization_config", None) is not None:
-        return  # its layers are made by the quantiser; checked when they are loaded
+        return  # the quantiser creates its layers; checked when they are loaded
     network = network_class(kind, config, path, key=key)
     with _silent():
         try:
@@ -135,17 +135,17 @@ def check_weights(key: str, path: str, kind: Any, *, new_head: bool = False) -> 
 def check_loaded(
     model: Any, info: Mapping[str, Any], *, path: str, key: str = "model", new_head: bool = False
 ) -> None:
-    """Refuse a network whose weights do not all come from its files.
+    """Raise if any weight of a network does not come from its files.
 
     Args:
         model: A Hugging Face model.
         info: The loading info of `from_pretrained`.
         path: Folder or hub id, for messages.
         key: The config key that names it, for messages.
-        new_head: Whether a classification head may be missing.
+        new_head: Allow a missing classification head.
 
     Raises:
-        ConfigError: a weight is missing, has no place, or has another shape.
+        ConfigError: a weight is missing or unexpected, or has another shape.
     """
     base = f"{model.base_model_prefix}."
     is_backbone = model.base_model is model
@@ -185,7 +185,7 @@ def check_loaded(
 
 
 def _untied(model: Any) -> list[str]:
-    """Return the weights that the config ties and transformers left apart, for they differ."""
+    """Return weights that the config ties but transformers did not, because their values differ."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     return sorted(set(tied) - set(model.all_tied_weights_keys))
 
@@ -224,7 +224,7 @@ def _remedy(
 
 
 def _meta_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """Return tensors without memory, in the shapes of the files' weights."""
+    """Return meta tensors with the shapes of the files' weights."""
     tensors: dict[str, Tensor] = {}
     for path in files:
         if path.suffix == ".safetensors":
@@ -239,7 +239,7 @@ def _meta_tensors(files: list[Path]) -> dict[str, Tensor]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without transformers' progress bars and its report, which an error message replaces."""
+    """Silence transformers' progress bars and load report; an error message replaces the report."""
     level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

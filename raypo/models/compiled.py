@@ -1,4 +1,4 @@
-"""torch.compile as GPUs get it."""
+"""torch.compile with a persistent code cache."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 import torch
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-"""torch's variable for the folder of compiled code."""
+"""Environment variable for torch's folder of compiled code."""
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile for tensors of any sizes; later processes and runs find what is compiled."""
+    """Compile a function for dynamic shapes. Later processes and runs reuse the compiled code."""
     keep_compiled_code()
     return torch.compile(function, dynamic=True, **options)
 
 
 def keep_compiled_code() -> None:
-    """Let torch keep compiled code in the user's cache, unless the user has named a folder.
+    """Set torch's cache of compiled code to the user's cache folder, unless the user has set one.
 
-    torch's own choice is below the temporary folder, which a container or a restart empties: each
-    process would compile for 10 to 40 s in its first step again.
+    torch's default is below the temporary folder, which is emptied by a restart: each process would
+    then compile for 10 to 40 s in its first step.
     """
     if CACHE in os.environ:
         return
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "raypo" / "inductor"
-    with suppress(OSError):  # a home that cannot be written to: torch's own folder then
+    with suppress(OSError):  # if the home is read-only, torch's default remains
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[CACHE] = str(folder)

@@ -1,4 +1,4 @@
-"""The critic: a backbone with a value head, and where both start.
+"""Critic (a backbone with a value head) and the choice of its initial weights.
 
 B responses, T response tokens, H hidden size.
 """
@@ -23,35 +23,37 @@ from raypo.models.scores import has_score_head
 from raypo.types import Experience
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-"""Beside the backbone's files in the folder of a critic that was saved."""
+"""File of the value head in a saved critic's folder."""
 
 
 @dataclass(frozen=True)
 class CriticStart:
-    """Which weights a critic starts from."""
+    """Initial weights of a critic."""
 
     path: str
     reward_weight: float | None = None
-    """None: the value head starts at that of a saved critic, or at zero; else at the reward model's
-    score head times this."""
+    """If set, the value head starts as the reward model's score head times this. None means the
+    head of a saved critic, or zero."""
     remark: str = ""
-    """In words, why this weight."""
+    """Reason for this weight, for messages."""
 
 
 def critic_start(
     model: ModelSection, weights: RewardWeights, *, has_other_judges: bool, normalizes: bool
 ) -> CriticStart:
-    """`model.critic`, else the first reward model of the policy's vocabulary, else the policy.
+    """Choose `model.critic`, else the first usable reward model, else the policy.
 
-    An encoder is none of them: its values would know the tokens that they are the baseline of.
+    A reward model is usable if it is a decoder with the policy's vocabulary. Encoders are excluded:
+    their values would depend on the tokens that they are the baseline of.
 
-    A reward model's weighted score is its part of the return of a whole response (before KL), so
-    its score head times the weights is a fair first guess of the value; elsewhere a head of zeros
-    says V = 0. What other judges and other reward models add, and what a bound on the scores cuts
-    off, no head could say: the critic learns it. Scores that are normalised as they come are
-    around 0 on a scale that is not known yet: then the head starts at zero.
+    The weighted score of a reward model is its part of a response's return (before KL), so its
+    score head times the weights is a good initial value head. The critic has to learn what other
+    reward functions and models add and what a bound on the scores cuts off. With normalised scores
+    the scale is not known yet, so the head starts at zero.
 
     Args:
+        model: The model section.
+        weights: Weights of the scores in the reward.
         has_other_judges: A reward function or servers score too.
         normalizes: `ppo.shaping.normalize`.
 
@@ -81,10 +83,10 @@ def critic_start(
 
 
 class Critic(nn.Module):
-    """A language model's backbone with a value head."""
+    """Language model's backbone with a value head."""
 
     def __init__(self, backbone: Any) -> None:
-        """Put a value head on a backbone. It starts at zero: V = 0 before training."""
+        """Add a value head to a backbone. It starts at zero, so V = 0 before training."""
         super().__init__()
         self.backbone = backbone
         like = next(backbone.parameters())
@@ -101,12 +103,17 @@ class Critic(nn.Module):
         attention: str = "auto",
         lora: PolicyLoraSection | None = None,
     ) -> tuple[Self, str]:
-        """The critic, and in words where it starts from.
+        """Load a critic.
 
         Args:
+            start: Initial weights.
+            dtype: float32 or bfloat16.
             attention: `model.attention`.
-            lora: Freezes the backbone: an adapter of its own learns with the value head, or the
-                head alone, as `lora.critic` has it. None: all is trained.
+            lora: If set, the backbone is frozen; `lora.critic` decides if an adapter and the value
+                head are trained, or the head alone. None means all weights are trained.
+
+        Returns:
+            The critic, and a description of its initial weights for messages.
         """
         critic, words = cls._load_whole(start, dtype=dtype, attention=attention)
         if lora is None:
@@ -151,10 +158,11 @@ class Critic(nn.Module):
         self.value_head.load_state_dict(weights)
 
     def forward(self, batch: Experience, *, with_last: bool = False) -> Tensor:
-        """Values [B, T] float32 of the states before each response token is chosen, 0 on padding.
+        """Return values [B, T] float32 of the states before each response token, 0 on padding.
 
         Args:
-            with_last: Also of the state after the last token: [B, T + 1].
+            batch: The experience.
+            with_last: Also return the value of the state after the last token: [B, T + 1].
         """
         packed = pack_padded(
             batch.prompt_ids,
@@ -169,5 +177,5 @@ class Critic(nn.Module):
 
 
 def save_value_head(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Put a value head beside its backbone, where `Critic.load` looks for it."""
+    """Save a value head into its backbone's folder, where `Critic.load` finds it."""
     save_file(weights, folder / VALUE_HEAD_FILE)

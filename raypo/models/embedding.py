@@ -1,9 +1,8 @@
-"""Input embeddings on GPUs, kept away from a CUDA kernel with a race.
+"""Workaround for a race in the CUDA backward pass of torch's embedding.
 
-The backward pass of torch's embedding takes a kernel of its own for few indices. It sums blocks of
-1024 and misses a barrier between two of them, so that gradients are rarely wrong, without a word
-(pytorch/pytorch#187687, mended in June 2026). One block has no successor, and many indices take
-another kernel, which sorts them.
+For few indices torch uses a special kernel. It sums blocks of 1024 indices and lacks a barrier
+between two blocks, so gradients are silently wrong in rare cases (pytorch/pytorch#187687, fixed in
+June 2026). A single block is safe, and so are many indices, which use a sorting kernel.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import torch
 from torch import Tensor
 
 RACY_COUNTS = range(1025, 4097)
-"""Indices of a lookup that may take the kernel: up to 3072, and 4096 where Hopper's own limit of
-pytorch/pytorch#137237 is built in."""
+"""Numbers of indices that may use the racy kernel: up to 3072, or 4096 with Hopper's limit of
+pytorch/pytorch#137237."""
 
 
 def avoid_racy_counts(network: Any) -> None:
-    """Let a Hugging Face model look up more tokens where their number could take that kernel.
+    """Patch a Hugging Face model's embedding to pad lookups that could use the racy kernel.
 
-    The first token is looked up again, as often as it takes. Those states are cut off, so their
-    gradients are exact zeros, and the sums stay what they are.
+    The padding repeats the first token. Its states are cut off, so their gradients are exactly zero
+    and the sums do not change.
     """
     embedding = network.get_input_embeddings()
     look_up = embedding.forward

@@ -1,6 +1,6 @@
-"""Value and score heads: they multiply in float32 whatever the dtype of the body before them.
+"""Value and score heads that compute in float32, whatever the dtype of the backbone.
 
-A product in bfloat16 has three digits: values around 10 would be 10, 10.0625, 10.125.
+bfloat16 has three digits: values around 10 would be 10, 10.0625, 10.125.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ HEADS = ("score", "classifier", "classification_head")
 
 
 class Float32Linear(nn.Linear):
-    """A linear layer that multiplies and adds up in float32, whatever dtype its input has.
+    """Linear layer that computes in float32, whatever the dtype of its input.
 
-    Its weights are float32 too (float64 stays float64). DeepSpeed rounds every parameter of a model
-    that is trained in bfloat16 and keeps a float32 master of it; such a layer is given the masters
-    and multiplies with those, while gradients go to the parameters.
+    Its weights are float32 too (float64 stays float64). In bfloat16 training, DeepSpeed rounds
+    every parameter and keeps a float32 master weight. This layer then multiplies with the master
+    weights, while gradients go to the parameters.
     """
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool = True, like: Tensor
     ) -> None:
-        """A layer with newly initialised weights.
+        """Create a layer with newly initialised weights.
 
         Args:
-            like: A weight of the body: its device, and its dtype where that is more than float32.
+            in_features: Size of the input.
+            out_features: Size of the output.
+            bias: Add a bias.
+            like: A weight of the backbone, for the device, and for the dtype if wider than float32.
         """
         dtype = torch.promote_types(like.dtype, torch.float32)
         super().__init__(in_features, out_features, bias, device=like.device, dtype=dtype)
         self.masters: dict[str, Tensor] = {}
-        """Master weights by the name of the parameter; empty: the parameters are exact."""
+        """Master weight of each parameter, by name. Empty if the parameters are exact."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] of any dtype -> [..., out], float32 or float64."""
@@ -48,12 +51,12 @@ class Float32Linear(nn.Linear):
         parameter, master = getattr(self, name), self.masters.get(name)
         if parameter is None or master is None:
             return parameter
-        through = parameter - parameter.detach()  # 0, and the way of the gradient
+        through = parameter - parameter.detach()  # 0; routes the gradient to the parameter
         return master + through.to(master.dtype)
 
 
 def with_float32_heads(model: Any) -> Any:
-    """The classifier itself, the linear layers of its head as `Float32Linear`, weights and all."""
+    """Replace the linear layers of a classifier's head by `Float32Linear`; return the model."""
     for name in HEADS:
         head = getattr(model, name, None)
         if isinstance(head, nn.Linear):

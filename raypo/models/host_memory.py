@@ -1,4 +1,4 @@
-"""Where tensors wait in RAM while others use the GPU: pinned memory that stays."""
+"""Offloading of tensors to pinned host memory that is reused."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 HOST = "cpu"
-"""Device type of what is there already."""
+"""Device type of storages that need no offloading."""
 BLOCK_BYTES = 1 << 28
-"""torch rounds pinned memory up to a power of two, so storages of any size share blocks of one."""
+"""Size of a pinned block. torch rounds pinned memory up to a power of two, so storages share blocks
+of such a size."""
 
 
 class HostMemory:
-    """Moves tensors to the host by their storages, and back: views of them stay valid.
+    """Offloader of tensors. It moves their storages, so that views stay valid.
 
-    A copy to pinned memory takes a tenth of the time that one to pageable memory takes, and to pin
-    it takes longer than the copy. So each storage keeps its place on the host for as long as the
-    storage lives; then the next one gets that place.
+    A copy to pinned memory takes a tenth of the time of one to pageable memory, but pinning takes
+    longer than the copy. So each storage keeps its pinned memory until it is freed; the memory then
+    goes to the next one.
     """
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[StorageWeakRef, list[Tensor]]] = {}
-        """By the address of a storage: its bytes on the host, uint8 [bytes] each. The weak
-        reference also keeps the address from being given to another storage."""
+        """Host memory of each storage, by address, as uint8 [bytes] tensors. The weak reference
+        also prevents the address from being reused."""
         self._away: dict[int, tuple[torch.UntypedStorage, int, bool]] = {}
-        """By address: storages that are empty, the bytes that they had, and whether all were 0."""
+        """Offloaded storages, by address: storage, size in bytes, True to restore it as zeros."""
         self._free: list[Tensor] = []
-        """Pinned memory without an owner, uint8 [bytes] each."""
+        """Unused pinned memory, uint8 [bytes] each."""
 
     def take(self, tensors: Iterable[Tensor], *, unchanged: bool = False) -> None:
-        """Empty the storages of these tensors; what lies on the host already stays.
+        """Copy the storages of these tensors to the host and free their device memory.
+
+        Storages on the host are left alone.
 
         Args:
-            unchanged: Nobody writes to them, so that what was once copied need not be again.
+            tensors: Tensors to offload.
+            unchanged: The contents never change, so a storage is copied only the first time.
         """
         self._forget_the_dead()
         for address, storage in self._present(tensors):
@@ -51,10 +55,11 @@ class HostMemory:
         self._empty()
 
     def drop(self, tensors: Iterable[Tensor], *, zeros: bool = False) -> None:
-        """Empty the storages of tensors whose contents nobody reads again, without a copy.
+        """Free the device memory of tensors whose contents are not needed, without a copy.
 
         Args:
-            zeros: They come back as zeros; else with any contents.
+            tensors: Tensors to empty.
+            zeros: Restore them as zeros. False leaves the contents undefined.
         """
         for address, storage in self._present(tensors):
             self._release(address)
@@ -62,7 +67,7 @@ class HostMemory:
         self._empty()
 
     def give_back(self) -> None:
-        """Fill the storages that were emptied, where they were."""
+        """Restore all offloaded storages on the device."""
         for address, (storage, size, zeros) in self._away.items():
             storage.resize_(size)
             if zeros:
@@ -70,7 +75,7 @@ class HostMemory:
             for device, host in self._pairs(address, storage):
                 device.copy_(host, non_blocking=True)
         self._away = {}
-        if torch.cuda.is_available():  # DeepSpeed gathers on a stream that waits for no other
+        if torch.cuda.is_available():  # DeepSpeed gathers on a stream that does not wait for this
             torch.cuda.current_stream().synchronize()
 
     def _present(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
@@ -80,19 +85,19 @@ class HostMemory:
             address, is_empty = storage._cdata, storage.nbytes() == 0
             if is_empty or address in self._away or storage.device.type == HOST:
                 continue
-            if storage.resizable():  # a file's mapped memory is not
+            if storage.resizable():  # memory mapped from a file is not
                 yield address, storage
 
     def _empty(self) -> None:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # before the memory is others'
+            torch.cuda.synchronize()  # before another process can use the memory
         for storage, *_ in self._away.values():
             storage.resize_(0)
 
     def _pairs(
         self, address: int, storage: torch.UntypedStorage
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the bytes of a storage on its device, and their place on the host."""
+        """Yield the pieces of a storage on its device, each with its host memory."""
         if places := self._places_of(address):
             sizes = [len(place) for place in places]
             yield from zip(_flat(storage).split(sizes), places, strict=True)
@@ -102,7 +107,7 @@ class HostMemory:
         return places
 
     def _forget_the_dead(self) -> None:
-        """Free the places of storages that are gone, such as moments before a checkpoint's."""
+        """Release host memory of freed storages, such as moments that a checkpoint replaced."""
         for address in [key for key, (alive, _) in self._places.items() if alive.expired()]:
             self._release(address)
 

@@ -1,4 +1,4 @@
-"""Linear layers in float32 on CPUs for which MKL, torch's choice, has no fast path."""
+"""Float32 linear layers for CPUs on which MKL, torch's default, is slow."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.nn.functional import linear
 
 
 class OneDnnLinear(nn.Linear):
-    """`nn.Linear` whose float32 products on CPU are oneDNN's, forward and backward.
+    """`nn.Linear` that uses oneDNN for float32 on CPU, forward and backward.
 
-    The sums are float32 too, in another order: results agree to rounding.
+    Results agree with MKL's except for rounding: both sum in float32, in different orders.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -28,12 +28,12 @@ class OneDnnLinear(nn.Linear):
 
     @staticmethod
     def fits(tensor: Tensor) -> bool:
-        """Whether oneDNN takes it."""
+        """Return True if oneDNN can handle this tensor."""
         return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def use_fastest_linear(model: nn.Module) -> None:
-    """Let the linear layers of a model be `OneDnnLinear`, where that is known to be faster here."""
+    """Turn a model's linear layers into `OneDnnLinear` if that is faster on this CPU."""
     if not mkl_is_slow():
         return
     for module in model.modules():
@@ -43,9 +43,9 @@ def use_fastest_linear(model: nn.Module) -> None:
 
 @cache
 def mkl_is_slow() -> bool:
-    """Whether this is a CPU with AVX-512 that is not Intel's: MKL does not use AVX-512 there.
+    """Return True on an AMD CPU with AVX-512, where MKL does not use AVX-512.
 
-    Decided by name and not by a trial, so that a run is the same each time.
+    The CPU's name decides, not a benchmark, so that runs are reproducible.
     """
     if torch.cuda.is_available() or not torch.backends.mkldnn.is_available():
         return False
@@ -77,12 +77,12 @@ class _Linear(torch.autograd.Function):
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """oneDNN's left [N, I] times right [O, I] transposed, plus bias [O]: [N, O]."""
+    """Return left [N, I] times right [O, I] transposed, plus bias [O], by oneDNN: [N, O]."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 
 def product_for(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
-    """The product left [N, I] times right [O, I] transposed as a layer makes it: [N, O]."""
+    """Return the function by which a layer multiplies left [N, I] and right [O, I] to [N, O]."""
     if isinstance(layer, OneDnnLinear) and layer.fits(layer.weight):
         return product
     return linear

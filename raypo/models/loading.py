@@ -1,4 +1,4 @@
-"""Models and tokenizers from Hugging Face folders or hub ids."""
+"""Loading of models and tokenizers from Hugging Face folders or hub ids."""
 
 from __future__ import annotations
 
@@ -31,36 +31,41 @@ from raypo.types import Prompt
 
 
 def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
-    """Load the causal language model of a folder or hub id, dropout off, in training mode.
+    """Load a causal language model in training mode, with dropout off.
 
     Args:
+        path: Folder or hub id.
+        dtype: float32 or bfloat16.
         attention: `model.attention`.
 
     Raises:
-        ConfigError: weights are missing, or the model or this machine does not have that attention.
+        ConfigError: weights are missing, or the model or this machine does not support that
+            attention.
     """
     model = _load(AutoModelForCausalLM, path, dtype, attention)
     with whole_as_it_computes(model):
-        has_plain_head(model)  # tried here, before anybody trains it
+        has_plain_head(model)  # the result is cached; training comes later
     return model
 
 
 def load_backbone(path: str, *, dtype: str, attention: str = "auto") -> Any:
-    """Load the same network without its language-model head, dropout off."""
+    """Load a causal language model without its head, with dropout off."""
     return _load(AutoModel, path, dtype, attention)
 
 
 def load_reward_model(
     path: str, *, dtype: str, attention: str = "auto", new_head: bool = False
 ) -> Any:
-    """Load the sequence classifier with one label of a folder or hub id, dropout off.
+    """Load a sequence classifier with one label, with dropout off.
 
-    Its head is read and multiplies in float32, whatever the dtype of the body.
+    Its head is loaded and computes in float32, whatever the dtype of the backbone.
 
     Args:
+        path: Folder or hub id.
+        dtype: float32 or bfloat16.
         attention: `model.attention`.
-        new_head: Whether a model without a score head loads too, like a causal language model. It
-            gets a new one, from torch's random state.
+        new_head: Also accept a model without a score head, such as a causal language model. It gets
+            a new head, initialised from torch's random state.
 
     Raises:
         ConfigError: the folder is a classifier with more than one label, or weights are missing.
@@ -73,17 +78,17 @@ def load_reward_model(
 
 
 def refuse_other_labels(key: str, path: str) -> None:
-    """Refuse a sequence classifier with more than one label.
+    """Raise if a model is a sequence classifier with more than one label.
 
     Raises:
-        ConfigError: the folder or hub id is one.
+        ConfigError: the model at this folder or hub id is one.
     """
     config = read_config(path, key=key)
     labels = getattr(config, "num_labels", 1)
     architectures = getattr(config, "architectures", None) or []
     told, _ = PretrainedConfig.get_config_dict(path)
     if not {"num_labels", "id2label"} & told.keys():
-        return  # 2 is transformers' default; the shape of the head tells
+        return  # transformers' default is 2 labels; the shape of the head is checked at loading
     if labels != 1 and any("SequenceClassification" in name for name in architectures):
         raise ConfigError(
             f"{key} ({path}): it is a classifier with {labels} labels. A reward model has one "
@@ -92,15 +97,17 @@ def refuse_other_labels(key: str, path: str) -> None:
 
 
 def release_memory() -> None:
-    """Give the GPU memory that torch keeps for later back to the device."""
+    """Return torch's cached GPU memory to the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def same_vocabulary(path: str, other: str, *, key: str = "model.policy") -> bool:
-    """Return whether two folders or hub ids have tokenizers with the same tokens and ids.
+    """Return True if two folders or hub ids have tokenizers with the same tokens and ids.
 
     Args:
+        path: First folder or hub id.
+        other: Second folder or hub id.
         key: The config key that names the first, for messages.
     """
     if path == other:
@@ -109,13 +116,12 @@ def same_vocabulary(path: str, other: str, *, key: str = "model.policy") -> bool
 
 
 def check_tokens(path: str) -> None:
-    """Refuse a policy whose special tokens have no row in its embedding.
+    """Raise if special tokens of a policy have no row in its embedding.
 
-    A tokenizer may have more tokens than the model; what rows are made of is checked as they are
-    read.
+    Other tokens beyond the embedding are allowed in the tokenizer; `Limits` checks the data.
 
     Raises:
-        ConfigError: the tokenizer's first or last token, or a stop token, is such a one.
+        ConfigError: the tokenizer's bos or eos, or a stop token, has no row.
     """
     tokenizer, size = load_tokenizer(path), vocabulary_size(path)
     ends = dict.fromkeys(stop_token_ids(path, tokenizer), "its stop token")
@@ -131,7 +137,7 @@ def check_tokens(path: str) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """What token ids a model can read: how large they may be, and how many in a row."""
+    """Limits of a model's input: vocabulary and number of positions."""
 
     path: str
     vocabulary: int
@@ -146,11 +152,12 @@ class Limits:
         return cls(path, vocabulary_size(path), max_positions(config.to_dict()))
 
     def check(self, rows: Iterable[Sequence[np.ndarray]], tokenizer: Any, *, key: str) -> None:
-        """Refuse rows that the model cannot read; on a GPU they end in a device assert.
+        """Raise on rows that the model cannot read; on a GPU they would cause a device assert.
 
         Args:
-            rows: The parts of each row, int [T] each: its prompt and a response.
-            key: The config key that they come from, for messages.
+            rows: Parts of each row, int [T] each: the prompt and, if any, the response.
+            tokenizer: Tokenizer of the model, for messages.
+            key: The config key that the rows come from, for messages.
 
         Raises:
             ConfigError: a token has no row in the embedding, or a row has too many tokens.
@@ -177,9 +184,9 @@ class Limits:
             )
 
     def check_prompts(self, prompts: Iterable[Prompt], tokenizer: Any, *, key: str) -> None:
-        """Refuse prompts with a token that has no row in the embedding.
+        """Raise on prompts with a token that has no row in the embedding.
 
-        Only a tokenizer that has such tokens makes all prompts be read.
+        Prompts are read only if the tokenizer has such tokens.
 
         Raises:
             ConfigError: there is such a prompt.
@@ -189,18 +196,18 @@ class Limits:
 
 
 START = 16
-"""Tokens of a row that an error message shows."""
+"""Number of tokens of a row in an error message."""
 
 
 def is_causal(path: str) -> bool:
-    """Return whether no state of the backbone of a folder or hub id sees later tokens."""
+    """Return True if the attention of a model's backbone never sees later tokens."""
     with torch.device("meta"):
         backbone = AutoModel.from_config(read_config(path))
     return all(getattr(module, "is_causal", True) for module in backbone.modules())
 
 
 def vocabulary_size(path: str) -> int:
-    """Return how many token ids a model knows; its tokenizer may have fewer."""
+    """Return the size of a model's vocabulary; its tokenizer may have fewer tokens."""
     return read_config(path).get_text_config().vocab_size
 
 
@@ -208,10 +215,11 @@ def load_tokenizer(path: str, *, key: str = "model.policy") -> Any:
     """Load the tokenizer of a folder or hub id.
 
     Args:
+        path: Folder or hub id.
         key: The config key that names it, for messages.
 
     Raises:
-        ConfigError: it has none that transformers reads.
+        ConfigError: there is no tokenizer that transformers can load.
     """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -224,11 +232,11 @@ def load_tokenizer(path: str, *, key: str = "model.policy") -> Any:
 
 
 def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a response: the generation config's, else the tokenizer's end.
+    """Return the ids of tokens that end a response: the generation config's, else the tokenizer's.
 
     Raises:
-        ConfigError: neither names one, so no response could end by itself, or one of them is no
-            token of the tokenizer.
+        ConfigError: neither names one, so no response could end by itself, or an id is not in the
+            tokenizer.
     """
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id
@@ -260,15 +268,12 @@ def _load(
     new_head: bool = False,
     **config_values: Any,
 ) -> nn.Module:
-    """Load a model with every dropout at 0: old and new log-probs must be of one function.
-
-    The config is changed before the model is built, for many models keep the number itself.
-    """
+    """Load a model with every dropout at 0, so that old and new log-probs are comparable."""
     config = read_config(path, **config_values)
-    _turn_dropout_off(config)
+    _turn_dropout_off(config)  # before the model is built: many models store the number itself
     network = network_class(kind, config, path)
     if kind is AutoModelForSequenceClassification and not is_deepspeed_zero3_enabled():
-        _keep_heads_in_float32(network)  # in shares DeepSpeed makes every weight in `dtype`
+        _keep_heads_in_float32(network)  # at ZeRO-3, DeepSpeed creates every weight in `dtype`
     chosen = {} if attention == "auto" else {"attn_implementation": attention}
     try:
         model, info = kind.from_pretrained(
@@ -276,7 +281,7 @@ def _load(
             config=config,
             dtype=getattr(torch, dtype),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_loaded` refuses them, by name
+            ignore_mismatched_sizes=True,  # `check_loaded` raises, with their names
             **chosen,
         )
     except (ImportError, ValueError) as error:
@@ -291,7 +296,7 @@ def _load(
         ) from error
     check_loaded(model, info, path=path, new_head=new_head)
     _make_saveable(model)
-    for module in model.modules():  # those that do not ask the config
+    for module in model.modules():  # dropout that the config does not control
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     use_fastest_linear(model)
@@ -302,9 +307,9 @@ def _load(
 
 
 def _make_saveable(model: Any) -> None:
-    """Take sampling values out of a generation config that does not sample.
+    """Remove sampling values from a generation config with `do_sample` off.
 
-    They have no effect there, and transformers 5 refuses to save such a config: a run would end at
+    They have no effect there, and transformers 5 refuses to save such a config: a run would fail at
     its first checkpoint.
     """
     config = getattr(model, "generation_config", None)
@@ -316,13 +321,13 @@ def _make_saveable(model: Any) -> None:
 
 
 def _keep_heads_in_float32(network: Any) -> None:
-    """Read heads that a folder has in float32 so; transformers asks the model's class."""
+    """Make transformers load heads in float32; it reads the setting from the model's class."""
     kept = set(network._keep_in_fp32_modules_strict or ())
     network._keep_in_fp32_modules_strict = kept | {rf"^{name}\." for name in HEADS}
 
 
 def _turn_dropout_off(config: PretrainedConfig) -> None:
-    """Set attention_dropout, resid_pdrop, layerdrop and their like to 0, in nested configs too."""
+    """Set attention_dropout, resid_pdrop, layerdrop etc. to 0, in nested configs too."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
             _turn_dropout_off(value)

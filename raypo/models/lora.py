@@ -1,4 +1,4 @@
-"""Low-rank adapters: put in, turned off, merged under the model's own names, written for peft.
+"""LoRA adapters: injection, switching off, merging under the model's own names, saving for peft.
 
 r rank, W [out, in], A [r, in], B [out, r]; a trained layer computes W x + scale * B A x.
 Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3.
@@ -28,23 +28,23 @@ from raypo.models.loading import load_causal_lm
 NAME = "default"
 """peft's name of the only adapter of a model."""
 PREFIX = "base_model.model."
-"""What stands before a module's name in peft's files."""
+"""Prefix of module names in peft's files."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the model, and the adapter that changes it."""
+    """Weight of the model with the adapter that changes it, if any."""
 
     name: str
-    """As the model without an adapter has it."""
+    """Name in the model without an adapter."""
     parts: tuple[nn.Parameter, ...]
-    """W, or W, A and B; they are whole while ZeRO-3 gathers them."""
+    """W, or W, A and B. Under ZeRO-3 they are complete only while gathered."""
     scale: float = 1.0
     transposed: bool = False
     """GPT-2 keeps W as [in, out]."""
 
     def merged(self) -> Tensor:
-        """W + scale * B A, rounded once; W itself where no adapter changes it."""
+        """Return W + scale * B A, rounded once; W itself if it has no adapter."""
         weight, *adapter = (part.detach() for part in self.parts)
         if not adapter:
             return weight
@@ -54,17 +54,18 @@ class Weight:
 
 
 def load_policy(section: ModelSection | TrainedModelSection) -> Any:
-    """The causal language model that a config trains, with its adapter where it has one."""
+    """Load the causal language model to train, with a new adapter if the config has one."""
     model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
     return add_adapter(model, section.lora)
 
 
 def check_targets(path: str, kind: Any, section: LoraSection, *, key: str = "model.policy") -> None:
-    """Put an adapter into a network without memory, to see that it can be done.
+    """Check on the meta device that an adapter fits a model.
 
     Args:
         path: Folder or hub id; only its config is read.
         kind: One of transformers' Auto classes.
+        section: Rank and target modules.
         key: The config key that names the model, for messages.
 
     Raises:
@@ -77,22 +78,25 @@ def check_targets(path: str, kind: Any, section: LoraSection, *, key: str = "mod
 
 
 def add_adapter(model: Any, section: LoraSection | None) -> Any:
-    """Freeze a model's weights and put an adapter into its linear layers; B starts at zero.
+    """Freeze a model's weights and add an adapter to its linear layers.
 
-    A classification head is new, so it is trained whole. A comes from torch's random state. A
-    vision tower or another part that texts do not pass gets no adapter. Without a section nothing
-    changes.
+    A is random (torch's random state), B starts at zero. A classification head is new, so it is
+    trained in full. Parts that text does not pass through, such as a vision tower, get no adapter.
+
+    Args:
+        model: A Hugging Face model.
+        section: Rank and target modules. None leaves the model unchanged.
 
     Returns:
         The model itself.
 
     Raises:
-        ConfigError: `target_modules` names no layer, one that is not linear, or a tied head, or the
-            model has experts that no adapter goes into.
+        ConfigError: `target_modules` matches no layer, a layer that is not linear, or a tied head;
+            or the model has fused experts, which cannot have adapters.
     """
     if section is None:
         return model
-    from peft import inject_adapter_in_model  # 3 s, for those who use it
+    from peft import inject_adapter_in_model  # here, because the import takes 3 s
 
     fused = _fused_experts(model)
     if fused and section.target_modules == "all-linear":
@@ -119,7 +123,7 @@ def add_adapter(model: Any, section: LoraSection | None) -> Any:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before its adapter learned anything; without gradients."""
+    """Switch a model's adapter off, so that it computes with the base weights."""
     layers = _layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -131,7 +135,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(model: nn.Module) -> Iterator[Weight]:
-    """Every weight under the name that the model has without an adapter; tied ones come twice."""
+    """Yield every weight under its name in the base model; tied weights come twice."""
     layers = _layers(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
@@ -147,26 +151,28 @@ def merged_weights(model: nn.Module) -> Iterator[Weight]:
 
 
 def base_weights(model: nn.Module) -> Iterator[Weight]:
-    """The weights of `merged_weights` without what the adapter adds."""
+    """Yield the weights of `merged_weights` without the adapter."""
     for weight in merged_weights(model):
         yield Weight(weight.name, weight.parts[:1])
 
 
 def adapter_weights(model: nn.Module) -> Iterator[Weight]:
-    """What is trained, under the names of peft's files."""
+    """Yield the trained weights, under the names of peft's files."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield Weight(PREFIX + name.replace(f".{NAME}.", "."), (parameter,))
 
 
 def adapter_config(model: Any, section: LoraSection, *, base: str) -> dict[str, Any]:
-    """The content of peft's adapter_config.json.
+    """Return the content of peft's adapter_config.json.
 
     Args:
-        base: Path or hub id of the model that the adapter belongs to.
+        model: The model with the adapter.
+        section: Rank and target modules.
+        base: Folder or hub id of the model that the adapter belongs to.
     """
     values = _peft_config(model, section).to_dict()
-    if section.target_modules == "all-linear":  # not every reader knows the word
+    if section.target_modules == "all-linear":  # a keyword that not every reader supports
         values["target_modules"] = {name.rpartition(".")[2] for name in _layers(model)}
     values |= {
         "target_modules": sorted(values["target_modules"]),
@@ -178,7 +184,7 @@ def adapter_config(model: Any, section: LoraSection, *, base: str) -> dict[str, 
 
 
 def save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-    """A folder that peft and vLLM load."""
+    """Save an adapter as a folder that peft and vLLM can load."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(
@@ -211,7 +217,7 @@ def _heads(model: Any) -> list[str]:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """peft's layers by the name of the layer that each is in the place of."""
+    """Return peft's layers, by the name of the layer that each one replaces."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
 
 
@@ -244,10 +250,10 @@ def _fused_experts(model: nn.Module) -> list[str]:
 
 
 def _refuse_experts(model: nn.Module, section: LoraSection, fused: str) -> None:
-    """Refuse to leave experts out in silence.
+    """Raise on fused experts instead of leaving them out silently.
 
-    transformers keeps the weights of all experts of a layer in one tensor [experts, out, in], which
-    is no linear layer. peft can train such a tensor, but merging here and vLLM's adapters cannot.
+    transformers stores all experts of a layer in one tensor [experts, out, in], which is no linear
+    layer. peft can train such a tensor, but neither merging here nor vLLM supports it.
     """
     names = [
         name.rpartition(".")[2]
@@ -262,10 +268,10 @@ def _refuse_experts(model: nn.Module, section: LoraSection, fused: str) -> None:
 
 
 def _refuse_layers(model: nn.Module, section: LoraSection) -> None:
-    """Refuse layers whose adapter could not be merged into a weight of their own.
+    """Raise on layers whose adapter could not be merged into their own weight.
 
-    An embedding that shares the weight would not follow, and a subclass of a linear layer (a router
-    of experts, say) does more than multiply.
+    A tied embedding would not change with the merged weight, and a subclass of a linear layer (such
+    as a router of experts) does more than multiply.
     """
     from transformers.pytorch_utils import Conv1D
 

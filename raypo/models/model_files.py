@@ -1,4 +1,4 @@
-"""Check the files of a model folder without importing torch or transformers."""
+"""Checks of a model folder's files that import neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from safetensors import SafetensorError, safe_open
 from raypo.config import ConfigError
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")
-"""Files that transformers and vLLM read weights from, the first that is there; in shards if there
-is `FILE.index.json`."""
+"""Weight files of transformers and vLLM; the first that exists is used. `FILE.index.json` means
+that the file is sharded."""
 
 
 def config_of(folder: Path, key: str) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 
     Raises:
-        ConfigError: there is none, it is no JSON object, or the folder is an adapter's.
+        ConfigError: the file is missing or no JSON object, or the folder contains an adapter.
     """
     has_adapter = (folder / "adapter_config.json").is_file()
     if not (folder / "config.json").is_file():
@@ -52,7 +52,7 @@ def config_of(folder: Path, key: str) -> dict[str, Any]:
 
 
 def refuse_quantized(values: dict[str, Any], path: str, key: str) -> None:
-    """Refuse to train quantised weights.
+    """Raise if the weights are quantised, because they cannot be trained.
 
     Args:
         values: The content of config.json.
@@ -73,11 +73,12 @@ def refuse_quantized(values: dict[str, Any], path: str, key: str) -> None:
 
 
 def max_positions(values: dict[str, Any]) -> int | None:
-    """Return how many tokens a sequence may have by a config.json; None if it sets no limit.
+    """Return the longest sequence that a config.json allows, in tokens. None means no limit.
+
+    A scaling factor of rotary positions multiplies the limit.
 
     Args:
-        values: The content of config.json. Rotary positions that a factor stretches count times
-            that factor.
+        values: The content of config.json.
     """
     values = values.get("text_config") or values
     limits = [values.get(name) for name in ("max_position_embeddings", "n_positions")]
@@ -90,10 +91,10 @@ def max_positions(values: dict[str, Any]) -> int | None:
 
 
 def weight_files(folder: Path, key: str) -> list[Path]:
-    """Return the files of a folder that hold its weights.
+    """Return the weight files of a folder.
 
     Raises:
-        ConfigError: there are none, one that the index names is absent, or one is damaged.
+        ConfigError: there are none, one that the index names is missing, or one is damaged.
     """
     files = stored_files(folder, key)
     if not files:
@@ -106,10 +107,10 @@ def weight_files(folder: Path, key: str) -> list[Path]:
 
 
 def stored_files(folder: Path, key: str) -> list[Path]:
-    """Return the files with weights, whole as far as their headers tell; none if there are none.
+    """Return the weight files of a folder, complete according to their headers; may be empty.
 
     Raises:
-        ConfigError: one that the index names is absent, or one is damaged.
+        ConfigError: a file that the index names is missing, or one is damaged.
     """
     for name in SINGLE:
         if (folder / name).is_file():
@@ -143,7 +144,7 @@ def _shards(index: Path, key: str) -> list[Path]:
 
 
 def _check_whole(path: Path, key: str) -> None:
-    """Refuse a file that is cut off, or a pointer of Git LFS in its place."""
+    """Raise if a file is truncated or is a Git LFS pointer."""
     with path.open("rb") as file:
         is_pointer = file.read(24) == b"version https://git-lfs."
     problem = "is a pointer of Git LFS, not the weights themselves" if is_pointer else None

@@ -1,4 +1,4 @@
-"""Policy and reward model as modules that return what their updates need.
+"""Policy and reward model as modules for training.
 
 B responses, T response tokens.
 """
@@ -17,7 +17,7 @@ from raypo.types import Experience
 
 
 class Policy(nn.Module):
-    """A causal language model that returns the log-probs of given responses."""
+    """Causal language model that returns the log-probs of given responses."""
 
     def __init__(self, model: Any, *, temperature: float) -> None:
         super().__init__()
@@ -27,7 +27,10 @@ class Policy(nn.Module):
     def forward(
         self, batch: Experience, *, with_entropy: bool = False, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [B, T] float32 and entropies [B, T] of the tempered distribution, or None."""
+        """Return log-probs [B, T] float32, and entropies [B, T] of the tempered distribution.
+
+        The entropies are None without `with_entropy`. `entropy_grad` makes them differentiable.
+        """
         return response_log_probs(
             self.model,
             batch.prompt_ids,
@@ -42,12 +45,12 @@ class Policy(nn.Module):
 
 
 class SequenceScorer(nn.Module):
-    """A sequence classifier with one label that is being trained."""
+    """Sequence classifier with one label, for training a reward model."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Tensor:
-        """Scores [B] float32 of prompts with their responses."""
+        """Return scores [B] float32 of prompts with their responses."""
         return sequence_scores(self.model, prompts, responses)

@@ -1,4 +1,4 @@
-"""Attention over packed rows (`raypo.models.packing`), in the place of a model's own.
+"""Attention over packed rows (`raypo.models.packing`), which replaces a model's own.
 
 N packed tokens, H heads, D their size, n responses of a group.
 """
@@ -26,37 +26,37 @@ from raypo.models.shares import whole_as_it_computes
 from raypo.types import to_device
 
 NAME = "raypo_packed"
-"""As transformers knows it."""
+"""Name of the attention in transformers' registry."""
 BY_ROWS = "raypo_by_rows"
-"""The same attention without a GPU's kernel; for the trial in float32."""
+"""Name of the variant without flex attention, used by the float32 trial."""
 UNDERSTOOD_LAYERS = {"full_attention", "sliding_attention"}
 WINDOW_IN_MASK = {"qwen2_moe", "phimoe", "moshi"}
-"""Models that tell their sliding window to the mask alone, not to the attention."""
+"""Model types that pass their sliding window only to the mask, not to the attention function."""
 _TRIAL = (
     [np.arange(1, 6), np.arange(1, 6), np.arange(4, 6)],
     [np.arange(6, 10), np.arange(3, 6), np.arange(7, 9)],
 )
 EXACT = 1e-4
 MAX_GAP = {torch.float32: EXACT, torch.bfloat16: 0.1}
-"""Largest relative gap of the trial's answers; in float32 of the worst one. Rounding comes to 1e-6
-and 0.01, a wrong attention to 0.3 and more. A recurrent state that runs from row to row may come to
-0.01, so every model is tried in float32."""
+"""Largest relative error in the trial; in float32 of the worst state. Rounding causes about 1e-6
+(float32) and 0.01 (bfloat16), a wrong attention 0.3 or more. A recurrent state that leaks from row
+to row may cause only 0.01, so every model is also tried in float32."""
 BLOCK = 128
-"""Tokens of a side of the blocks of flex attention."""
+"""Block size of flex attention, in tokens."""
 KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
-"""For few tokens torch takes a kernel for decoding, whose blocks do not go into these where several
-heads share keys and values (pytorch/pytorch#185349)."""
+"""Options of flex attention. For few tokens torch would choose a decoding kernel, whose blocks do
+not fit these if several heads share keys and values (pytorch/pytorch#185349)."""
 LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
-"""Heads above this size need so much shared memory of a GPU's multiprocessor (flex attention's
-backward pass; pytorch/pytorch#198224)."""
+"""Heads larger than the first number need the second in bytes of shared memory per multiprocessor
+(backward pass of flex attention; pytorch/pytorch#198224)."""
 MAX_COMPILED = 64
-"""Kinds of calls of flex attention in a process: of dtypes, heads, windows, with and without
-gradients, and not of lengths. One more is an error, where torch else leaves out the compiler and
-makes all scores."""
+"""Most compiled variants of flex attention in a process (dtype, heads, window, with or without
+gradients; not lengths). One more is an error; torch's default would silently run uncompiled and
+materialise all scores."""
 
 
 def can_read_packed(model: Any) -> bool:
-    """Whether a Hugging Face model's attention is one that `packed_attention` can stand in for."""
+    """Return True if `packed_attention` can replace a Hugging Face model's attention."""
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ()) or {"full_attention"}
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
@@ -79,10 +79,11 @@ def _has_room_for_heads(config: Any) -> bool:
 
 
 def use_packed_attention(model: Any) -> None:
-    """Let the model read packed rows from now on; what it reads otherwise, it reads as before.
+    """Make a model read packed rows. Other inputs are read as before.
 
-    It is tried on three short rows first. A model whose answers are others than those of separate
-    rows (it keeps the layout from its attention, or is recurrent) stays as it is, with a warning.
+    The model is first tried on three short rows. If the results differ from those of separate rows
+    (the model does not pass the layout to its attention, or is recurrent), it keeps its own
+    attention and a warning is issued.
     """
     AttentionInterface.register(NAME, packed_attention)
     AttentionInterface.register(BY_ROWS, attention_by_rows)
@@ -103,11 +104,12 @@ def use_packed_attention(model: Any) -> None:
 
 
 def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
-    """Try an attention on packed rows; None if the answers are those of separate rows.
+    """Compare an attention on packed rows with separate rows; return the problem, or None.
 
     Args:
-        name: Of the attention; the model keeps its own.
-        dtype: The one that the model computes in.
+        model: A Hugging Face model. Its own attention is restored.
+        name: Registered name of the attention to try.
+        dtype: The dtype that the model computes in.
     """
     before = model.config._attn_implementation
     backbone, packed = model.base_model, pack(*_TRIAL, device=model.device)
@@ -120,7 +122,8 @@ def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
             return f"{type(error).__name__}: {error}"
         finally:
             model.set_attn_implementation(before)
-    # In bfloat16 a single state may be off by more than 0.1; one that leaks hides among all.
+    # In bfloat16 a single state may be off by more than 0.1, so the norm is over all states. A leak
+    # in a single state could then stay hidden; the float32 trial finds it.
     dim = None if dtype == torch.bfloat16 else -1
     gap = float(((states - apart).norm(dim=dim) / apart.norm(dim=dim)).max())
     return None if gap <= MAX_GAP.get(dtype, EXACT) else f"its answers are {gap:.2g} of them off"
@@ -128,9 +131,9 @@ def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
 
 @contextmanager
 def first_layers(model: Any, most: int = 8) -> Iterator[None]:
-    """Leave out all but the first layers of a deep model: they are of every kind that it has.
+    """Shorten a deep model to its first layers, which include every kind of layer.
 
-    A pass in float32 over all weights of a large model on a CPU would take minutes.
+    A float32 pass over all weights of a large model would take minutes on a CPU.
     """
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
     left_out = [
@@ -150,9 +153,9 @@ def first_layers(model: Any, most: int = 8) -> Iterator[None]:
 
 @contextmanager
 def as_float32(model: nn.Module) -> Iterator[None]:
-    """Let each module have its own weights in float32 while it computes, one module at a time.
+    """Compute in float32: convert each module's weights during its forward pass only.
 
-    The weights themselves stay as they are.
+    The stored weights do not change.
     """
     kept: list[list[tuple[nn.Parameter, Tensor]]] = []
 
@@ -180,16 +183,17 @@ def as_float32(model: nn.Module) -> Iterator[None]:
 
 
 def reads_packed(model: Any) -> bool:
-    """Whether a Hugging Face model reads packed rows; else it reads a padded row a response."""
+    """Return True if a Hugging Face model reads packed rows, not one padded row per response."""
     return model.config._attn_implementation == NAME
 
 
 def hidden_states(backbone: Any, packed: Packed) -> Tensor:
-    """Hidden states [M, H] that the answers of packed rows are made of.
+    """Return the hidden states [M, H] at `packed.states`.
 
     Args:
-        backbone: A Hugging Face model without a head. One whose attention cannot be stood in for
-            reads a padded row for each response.
+        backbone: A Hugging Face model without a head. If it cannot read packed rows, it reads one
+            padded row for each response.
+        packed: The packed rows.
     """
     if reads_packed(backbone):
         return _packed_states(backbone, packed)
@@ -202,20 +206,18 @@ def _packed_states(backbone: Any, packed: Packed) -> Tensor:
 
 
 def state_size(backbone: Any) -> int:
-    """Return the width H of a backbone's hidden states, as a short row has it.
-
-    Configs keep it under several names, and in some models it is not the embedding's width.
-    """
+    """Return the width H of a backbone's hidden states."""
+    # Measured on a short row: configs name it differently, and it may differ from the embedding's.
     ids = pack([np.arange(1, 3)], [np.arange(1, 2)], device=backbone.device)
     with torch.no_grad(), whole_as_it_computes(backbone):
         return hidden_states(backbone, ids).shape[-1]
 
 
 def own_logits(model: Any, packed: Packed) -> Tensor:
-    """Logits [M, V] as a causal language model's own forward pass makes them of those states."""
+    """Return the logits [M, V] at `packed.states` from a causal language model's own forward."""
     if reads_packed(model):
         kept, places = packed.states, None
-        if kept.device.type == "cpu":  # the model indexes them, as `_at` says that it must not
+        if kept.device.type == "cpu":  # unique, because the model's indexing is not `_at`
             kept, places = kept.unique(return_inverse=True)
         logits = model(**packed_inputs(packed), logits_to_keep=kept).logits[0]
         return logits if places is None else _at(logits, places)
@@ -223,20 +225,20 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
 
 
 def packed_inputs(packed: Packed) -> dict[str, Any]:
-    """Arguments of a forward pass over packed rows, of a model that `use_packed_attention` got."""
+    """Return the arguments of a packed forward pass, for a model with packed attention."""
     return {
         "input_ids": packed.input_ids,
         "position_ids": packed.position_ids,
-        "attention_mask": torch.ones(1, 1, 1, 1, device=packed.input_ids.device),  # 4D: as it is
+        "attention_mask": torch.ones(1, 1, 1, 1, device=packed.input_ids.device),  # 4D: used as is
         "layout": packed.layout,
         "use_cache": False,
     }
 
 
 def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
-    """What `read` makes of each response's row ([n, L] -> [n, L, ...]), for the M answers.
+    """Apply `read` ([n, L] -> [n, L, ...]) to one row per response; return the M states' results.
 
-    Rows are padded on the right, where no token of a causal model looks.
+    Rows are padded on the right, which no token of a causal model sees.
     """
     there, back = packed.layout.rows
     return _at(read(packed.input_ids[0][there]).flatten(0, 1), back[packed.states])
@@ -255,11 +257,11 @@ def packed_attention(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Return a layer's attention, [1, N, H, D], for transformers; without a layout its own SDPA.
+    """Compute a layer's attention, [1, N, H, D]. Without a layout it is transformers' SDPA.
 
-    On a GPU flex attention reads the blocks that the layout allows. Elsewhere attention shares
-    prompts that are long enough (`SharedPrompts`); with short ones it alone works on whole rows,
-    padded on the right, where no token looks, and everything else has each token once.
+    On a GPU, flex attention computes only the blocks that the layout allows. On a CPU, long prompts
+    are shared (`SharedPrompts`). With short prompts, attention uses one row per response, padded on
+    the right; the rest of the model still processes each token once.
     """
     if layout is not None and query.is_cuda:
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -285,7 +287,7 @@ def attention_by_rows(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Return what `packed_attention` does where there is no GPU: [1, N, H, D]."""
+    """Compute `packed_attention` without flex attention: [1, N, H, D]."""
     if layout is None:
         if attention_mask is not None and attention_mask.shape[-1] == 1 < query.shape[2]:
             raise ValueError(f"{type(module).__name__} is not told the layout of packed rows.")
@@ -308,12 +310,12 @@ def attention_by_rows(
 
 
 def _at(tokens: Tensor, places: Tensor) -> Tensor:
-    """Return `tokens[places]`, [N, ...] -> [..., ...], with a backward pass that repeats."""
+    """Return `tokens[places]`, [N, ...] -> [..., ...], with a deterministic backward pass."""
     if tokens.device.type != "cpu":
-        # Its backward pass sorts. That of an embedding has a race (see models/embedding.py).
+        # Indexing sorts in its backward pass; an embedding's has a race (models/embedding.py).
         return tokens[places]
-    # On CPU threads would add to a token that several places ask for in the order in which they
-    # come, so the same step would have other bits. An embedding's backward pass is parallel too.
+    # On CPU, the backward pass of indexing adds in the order in which threads arrive, so the bits
+    # would vary. That of an embedding is parallel and deterministic.
     return embedding(places, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
 
@@ -326,7 +328,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Causal attention of n rows, [n, L, H, D]."""
+    """Compute causal attention of n rows, [n, L, H, D]."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     length = q.shape[2]
     if length <= (window or length) and softcap is None:
@@ -353,7 +355,7 @@ def flex(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """The same by flex attention, which skips the blocks that nobody sees: [1, H, N, D]."""
+    """Compute attention by flex attention, which skips masked blocks: [1, H, N, D]."""
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
         assert softcap is not None
@@ -370,7 +372,7 @@ def flex(
 
 
 def _flex_attention() -> Any:
-    # Of each thread its own: a checkpoint's passes are made again in one of the backward pass.
+    # These settings are per thread, and activation checkpointing recomputes in a backward thread.
     torch._dynamo.config.recompile_limit = MAX_COMPILED
     torch._dynamo.config.specialize_float = True  # with gradients a score cap must be a constant
     return _compiled()
@@ -384,9 +386,9 @@ def _compiled() -> Any:
 
 
 def _block_mask(layout: Layout, window: int | None) -> Any:
-    """Made once a layout and window: all layers of a pass share it.
+    """Return the block mask, cached in the layout for each window, so all layers share it.
 
-    `create_block_mask` would look at all pairs of tokens.
+    torch's `create_block_mask` would evaluate all pairs of tokens.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -413,9 +415,9 @@ def _block_mask(layout: Layout, window: int | None) -> Any:
 
 
 def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
-    """How many tokens of a block see how many of another: pairs, [blocks, blocks] int.
+    """Count the visible (query, key) pairs of each pair of blocks, [blocks, blocks] int.
 
-    A token sees two stretches: of its prompt, and of its own response up to itself.
+    A token sees two spans: one of its prompt, and one of its own response up to itself.
     """
     groups = np.array([(g.first, g.prompt, g.tokens) for g in layout.groups], np.int32)
     first, prompt = np.repeat(groups[:, :2], groups[:, 2], axis=0).T  # [N] each
@@ -429,7 +431,7 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
     count = -(-len(token) // BLOCK)
 
     def pairs_from(place: np.ndarray) -> np.ndarray:
-        """Each token with all that stand at its place or later, [blocks, blocks + 1]."""
+        """Count, for each token, all keys from its `place` on: [blocks, blocks + 1]."""
         block, offset = np.divmod(place, BLOCK)
         at, cells = token // BLOCK * (count + 1) + block, count * (count + 1)
         begun = np.bincount(at, minlength=cells).reshape(count, -1)
@@ -441,6 +443,6 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
 
 
 def _indices(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are set, and the indices of all blocks, those set first."""
+    """Return the number of set blocks in each row, and all block indices, set blocks first."""
     which = torch.argsort(blocks, dim=-1, descending=True, stable=True)
     return blocks.sum(-1)[None, None].int(), which[None, None].int()

@@ -1,10 +1,10 @@
-"""Rows of prompt and response laid one after the other, without padding and each prompt once.
+"""Packing of prompts and responses into one row, without padding and with each prompt once.
 
-Responses to one prompt share its tokens: `prompt | response 1 | response 2 | ...`, where every
-response sees the prompt and itself, and its positions go on where the prompt's end. What a model
-computes so equals what it computes of separate rows, to rounding.
+Responses to one prompt share its tokens: `prompt | response 1 | response 2 | ...`. Every response
+sees the prompt and itself, and its positions continue those of the prompt. A model's results equal
+those of separate rows, except for rounding.
 
-B rows, T response tokens, N packed tokens, M hidden states that are asked for.
+B rows, T response tokens, N packed tokens, M requested hidden states.
 """
 
 from __future__ import annotations
@@ -24,45 +24,47 @@ from raypo.types import to_device
 
 @dataclass(frozen=True)
 class Group:
-    """Where a prompt and its responses lie among the packed tokens."""
+    """Location of a prompt and its responses among the packed tokens."""
 
     first: int
-    """Position of the prompt's first token."""
+    """Index of the prompt's first token."""
     prompt: int
-    """Tokens of the prompt."""
+    """Length of the prompt in tokens."""
     responses: tuple[int, ...]
-    """Tokens of each response; they follow the prompt in this order."""
+    """Length of each response in tokens; they follow the prompt in this order."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt and of all responses together."""
+        """Length of the prompt and all responses together."""
         return self.prompt + sum(self.responses)
 
     @property
     def prompt_slice(self) -> slice:
-        """Where the prompt is."""
+        """Slice of the prompt."""
         return slice(self.first, self.first + self.prompt)
 
     @property
     def responses_slice(self) -> slice:
-        """Where all of its responses are."""
+        """Slice of all responses."""
         return slice(self.first + self.prompt, self.first + self.tokens)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who sees whom among N packed tokens; what attention needs to know."""
+    """Structure of N packed tokens, which determines the attention mask."""
 
     groups: tuple[Group, ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """The way to a batch of whole rows, a row for each response after its prompt, and back.
+        """Indices to and from a batch with one row (prompt and response) for each response.
 
-        The first tensor, [rows, longest] int64, says which token stands at each place (padding on
-        the right repeats the first one); the second, [N] int64, where each token stands in the
-        flattened batch: a prompt's in its first row.
+        Returns:
+            there: [rows, longest] int64, the packed token at each position of the batch; padding on
+                the right repeats the prompt's first token.
+            back: [N] int64, the position of each packed token in the flattened batch; a prompt's
+                tokens point to its first row.
         """
         there: list[Tensor] = []
         back: list[Tensor] = []
@@ -81,11 +83,14 @@ class Layout:
 
     @cached_property
     def responses(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The way to a batch of responses alone, and back.
+        """Indices to and from a batch of the responses without their prompts.
 
-        Which token stands at each place, [responses, longest] int64 (padding on the right repeats
-        the first one), and where it is padding; the responses' tokens, and where each of them
-        stands in the flattened batch.
+        Returns:
+            there: [responses, longest] int64, the packed token at each position of the batch;
+                padding on the right repeats the response's first token.
+            is_padding: [responses, longest] bool.
+            tokens: [tokens] int64, the packed tokens of all responses.
+            back: [tokens] int64, the position of each of them in the flattened batch.
         """
         firsts: list[int] = []
         for group in self.groups:
@@ -104,21 +109,18 @@ class Layout:
 
     @property
     def shares_scores(self) -> bool:
-        """Whether attention on CPUs shares prompts too: whole rows repeat enough of its scores."""
+        """True if attention on CPUs should share prompts, because rows would repeat many scores."""
         repeated = sum(repeated_scores(g.prompt, len(g.responses)) for g in self.groups)
         return repeated > SHARED_SCORES * len(self.groups)
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Each token's group, its part of the group (0 is the prompt), and its position.
-
-        Three tensors [N] int32.
-        """
+        """Group, part of the group (0 is the prompt) and position of each token, [N] int32 each."""
         return tuple(to_device(each, self.device) for each in self.segments_on_host)  # type: ignore[return-value]
 
     @cached_property
     def segments_on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`segments` on the CPU: to read them back from a GPU would wait for its work."""
+        """`segments` on the CPU; reading them back from a GPU would wait for its work."""
         groups, parts, positions = [], [], []
         for number, group in enumerate(self.groups):
             lengths = torch.tensor((group.prompt, *group.responses))
@@ -131,18 +133,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows as one row that a model reads, and the way back."""
+    """Packed row for a model, with the indices to unpack its results."""
 
     input_ids: Tensor  # [1, N] int64
     position_ids: Tensor  # [1, N] int64
     layout: Layout
-    states: Tensor  # [M] int64, the packed token whose hidden state each answer is made of
-    places: Tensor  # [M] int64, where each answer stands in the flattened [B, T]
+    states: Tensor  # [M] int64, the packed token whose hidden state gives each result
+    places: Tensor  # [M] int64, the index of each result in the flattened [B, T]
     shape: tuple[int, int]  # B, T
     response_ids: Tensor  # int64, all response tokens, row by row
 
     def unpacked(self, answers: Tensor) -> Tensor:
-        """Answers [M] as [B, T], 0 where the row has no such token."""
+        """Arrange results [M] as [B, T], with 0 on padding."""
         rows, width = self.shape
         return answers.new_zeros(rows * width).scatter(0, self.places, answers).view(rows, width)
 
@@ -155,21 +157,22 @@ def pack(
     width: int = 0,
     device: torch.device | str = "cpu",
 ) -> Packed:
-    """Rows as one packed row; equal prompts are read once.
+    """Pack rows into one; equal prompts are packed once.
 
     Args:
-        prompts: Token ids of each row's prompt, at least one.
+        prompts: Token ids of each row's prompt, at least one token.
         responses: Token ids of each row's response.
-        with_last: Also ask for the state after the last token of a response. Without it that token
-            is not read at all: it predicts nothing.
-        width: Least T of the answers, where rows are wider than their longest response.
+        with_last: Also request the state after each response's last token. Without it that token is
+            left out, because it predicts nothing.
+        width: Smallest T of the results.
+        device: Device of the tensors.
 
     Returns:
-        The answer at [b, t] is that of the state before response token t of row b is chosen;
-        with `with_last` T is one more than the longest response.
+        The packed row. The result at [b, t] belongs to the state before response token t of row b;
+        with `with_last`, T is one more than the longest response.
 
-    Example: prompts `[5 6]`, `[5 6]`, responses `[7 8]`, `[9]` are read as `5 6 7`, at the
-    positions `0 1 2`; the three answers are made of the states 1, 2 and 1.
+    Example: prompts `[5 6]`, `[5 6]` with responses `[7 8]`, `[9]` are packed as `5 6 7`, at
+    positions `0 1 2`; the three results come from the states 1, 2 and 1.
     """
     extra = int(with_last)
     rows_of: dict[bytes, list[int]] = {}
@@ -216,10 +219,15 @@ def pack_padded(
     with_last: bool = False,
     device: torch.device | None = None,
 ) -> Packed:
-    """`pack` of padded rows; masks are False on padding, which may stand on either side.
+    """Pack padded rows (`pack`). Masks are False on padding, which may be on either side.
 
     Args:
-        device: Of what is packed; None: that of the ids, which are read on the CPU.
+        prompt_ids: Token ids of the prompts.
+        prompt_mask: Mask of the prompts.
+        response_ids: Token ids of the responses.
+        attention_mask: Mask of the responses.
+        with_last: As for `pack`.
+        device: Device of the packed tensors. None means that of the ids.
     """
     return pack(
         _unpadded(prompt_ids, prompt_mask),

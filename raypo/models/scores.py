@@ -1,4 +1,4 @@
-"""What a reward model says of whole sequences."""
+"""Scores of whole sequences by a reward model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def sequence_scores(
     prompts: Sequence[np.ndarray],  # int [P] each
     responses: Sequence[np.ndarray],  # int [T] each
 ) -> Tensor:
-    """One score for each prompt with its response, [B] float32.
+    """Return one score for each prompt with its response, [B] float32.
 
-    Decoders (those with a `score` head) are read at the last token, and a prompt that several
-    sequences begin with is read once. Their own forward looks for the last id that is not the
-    padding id, and so misses an end of sequence that serves as padding too.
+    Decoders (models with a `score` head) are scored at the last token; a prompt that several
+    sequences share is computed once. transformers' own forward would use the last id that is not
+    the padding id, which is wrong if the end of sequence also serves as padding.
     """
     device = model.device
     if not has_score_head(model):
@@ -45,5 +45,5 @@ def sequence_scores(
 
 
 def has_score_head(model: Any) -> bool:
-    """Whether the classifier is a decoder with a linear `score` head on its last token."""
+    """Return True if the classifier is a decoder with a linear `score` head on its last token."""
     return hasattr(model, "score") and hasattr(model, "base_model")

@@ -1,7 +1,10 @@
-"""Attention over packed rows on CPUs that makes no score twice: prompts are read once there too.
+"""CPU attention over packed rows that computes the scores of shared prompts once.
 
-A prompt attends to itself; a response to its prompt and to itself, apart, and the two are put
-together by their normalisers (as in arXiv:2402.05099). N packed tokens, H heads, D their size.
+A prompt attends to itself. A response attends to its prompt and to itself separately, and the two
+results are combined by their softmax normalisers.
+
+N packed tokens, H heads, D their size.
+Paper: Juravsky et al. 2024, arXiv:2402.05099.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class SharedPrompts(torch.autograd.Function):
-    """Causal attention [N, H, D], where every response sees its prompt and itself."""
+    """Causal attention [N, H, D] in which every response sees its prompt and itself."""
 
     @staticmethod
     def forward(
@@ -29,7 +32,7 @@ class SharedPrompts(torch.autograd.Function):
         layout: Layout,
         scale: float,
     ) -> Tensor:
-        """One softmax over both parts, out of the two."""
+        """Compute both parts and combine them into one softmax."""
         mixed = torch.empty_like(q)
         norms = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         there, _, tokens, back = layout.responses
@@ -58,14 +61,14 @@ class SharedPrompts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Part by part: by both's normaliser a part's probabilities are those of the whole."""
+        """Compute gradients part by part; with the joint normaliser, probabilities are exact."""
         q, k, v, mixed, norms = ctx.saved_tensors
         grad, scale = grads[0].contiguous(), ctx.scale
         made = tuple(torch.empty_like(each) for each in (q, k, v))
         there, is_padding, tokens, back = ctx.layout.responses
         if len(tokens):
             known = [each[there] for each in (grad, q, k, v, mixed, norms)]
-            known[0][is_padding], known[-1][is_padding] = 0.0, torch.inf  # no probability at all
+            known[0][is_padding], known[-1][is_padding] = 0.0, torch.inf  # probability 0
             for whole, part in zip(made, _gradients(*known, scale=scale, causal=True), strict=True):
                 whole[tokens] = part.flatten(0, 1)[back]
         for group in ctx.layout.groups:
@@ -91,7 +94,7 @@ def _attend(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What is mixed [n, L, H, D], and the logs of the sums of exponentials [n, L, H]."""
+    """Return the attention output [n, L, H, D] and its log-sum-exp normalisers [n, L, H]."""
     heads_first = (each.transpose(1, 2) for each in (q, k, v))
     mixed, norms = _flash(*heads_first, 0.0, causal, scale=scale)
     return mixed.transpose(1, 2), norms.transpose(1, 2)
@@ -108,7 +111,7 @@ def _gradients(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, ...]:
-    """Of q, k and v, as far as a token's attention to these keys goes."""
+    """Return the gradients of q, k and v through the attention to these keys."""
     heads_first = (each.transpose(1, 2) for each in (grad, q, k, v, mixed, norms))
     made = _flash_backward(*heads_first, 0.0, causal, scale=scale)
     return tuple(each.transpose(1, 2) for each in made)

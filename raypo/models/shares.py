@@ -1,4 +1,4 @@
-"""Models that ZeRO-3 has cut into shares, before an engine of DeepSpeed looks after them."""
+"""Gathering of ZeRO-3 shards for models that have no DeepSpeed engine yet."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """A module's own weights whole for reading; all workers together.
+    """Gather a module's own weights for reading. Collective over all workers.
 
-    `all_gather` and `partition` are what DeepSpeed's `zero.Init` gives each weight.
+    DeepSpeed's `zero.Init` adds `all_gather` and `partition` to each weight.
     """
     own: list[Any] = [p for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
     if own:
@@ -27,9 +27,9 @@ def whole(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def whole_as_it_computes(model: nn.Module) -> Iterator[None]:
-    """Each module has its own weights whole while it computes; all workers compute together.
+    """Gather each module's weights during its forward pass. Collective over all workers.
 
-    A model that nobody has cut computes as ever.
+    A model without shards is not affected.
     """
     open_ones: list[Any] = []
     hooks: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a causal language model says of given responses, token by token."""
+"""Log-probs and entropies of given response tokens under a causal language model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def response_log_probs(
     entropy_grad: bool = False,
     device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of the responses' tokens under softmax(logits / temperature), and the entropy.
+    """Compute log-probs of response tokens under softmax(logits / temperature), and the entropy.
 
-    No padding is read, and a prompt that several rows have only once.
+    Padding is skipped, and a prompt that several rows share is computed once.
 
     Args:
-        temperature: Positive; the one that the responses were sampled at.
-        with_entropy: Compute the entropy of the tempered distribution too.
+        temperature: Sampling temperature of the responses, positive.
+        with_entropy: Also compute the entropy of the tempered distribution.
         entropy_grad: Let gradients flow through the entropy.
-        device: The model's; None: that of the ids.
+        device: Device of the model. None means that of the ids.
 
     Returns:
         log_probs: [B, T], nats; position t belongs to response token t, 0 on padding.
@@ -61,7 +61,7 @@ def packed_log_probs(
     temperature: float,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`response_log_probs` for packed rows: [M] each, both differentiable."""
+    """Compute `response_log_probs` for packed rows: [M] each, both differentiable."""
     if temperature <= 0.0:
         raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
     ids = packed.response_ids
@@ -84,7 +84,7 @@ def head_log_probs(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of tokens after hidden states, and the entropy (0 unless asked for): [M] each."""
+    """Compute log-probs of tokens after hidden states, and entropies (or 0): [M] each."""
     return _HeadLogProbs.apply(  # type: ignore[no-any-return]
         states, head.weight, head.bias, token_ids, head, temperature, with_entropy
     )
@@ -96,15 +96,19 @@ def over_logits(
     of_chunk: Callable[..., tuple[Tensor, ...]],
     *known: Tensor,  # [M, ...] each
 ) -> tuple[Tensor, ...]:
-    """What a function makes of the logits of packed rows, differentiable.
+    """Apply a differentiable function to the logits of packed rows, chunk by chunk.
 
-    The head is applied to a chunk of tokens at a time, in the backward pass once more, so that
-    logits of [tokens, vocabulary] never exist. A model that does more to its logits than its head
-    (a cap, a scale) makes all of them by itself.
+    The head is applied to one chunk of tokens at a time, and again in the backward pass, so the
+    full logits [M, V] are never materialised. A model that transforms its logits after the head (a
+    cap, a scale) computes all of them at once.
 
     Args:
-        of_chunk: Gets the logits [n, V] of some rows and what is known of these, [n, ...] each;
-            what it returns, [n, ...] each, is put together over all rows.
+        of_chunk: Function of the logits [n, V] of some rows and the rows of `known`, [n, ...] each.
+            It returns tensors [n, ...].
+        known: Further inputs of the function, one row for each result.
+
+    Returns:
+        The function's results over all rows, [M, ...] each.
     """
     if not _has_bare_head(model):
         return of_chunk(own_logits(model, packed), *known)
@@ -119,10 +123,9 @@ def over_logits(
 def _in_place_of_head(
     model: Any, packed: Packed, of_states: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """What a function makes of the hidden states [M, H], as one call of the head.
+    """Apply a function to the hidden states [M, H] inside a single call of the head.
 
-    ZeRO-3 gathers a module's weights when it is called, so the head is called once, whatever the
-    chunks.
+    ZeRO-3 gathers a module's weights when it is called, so all chunks share one call.
     """
     states = hidden_states(model.base_model, packed)
     head = model.get_output_embeddings()
@@ -134,19 +137,19 @@ def _in_place_of_head(
 
 
 def chunk_rows(weight: Tensor) -> int:
-    """How many tokens' logits a head with a weight of [V, H] makes at a time."""
+    """Return the number of tokens in a chunk, for a head with a weight of [V, H]."""
     return max(1, CHUNK_ELEMENTS[weight.device.type] // len(weight))
 
 
 def _has_bare_head(model: Any) -> bool:
-    """Whether logits are the output of a linear head that has no adapter around it."""
+    """Return True if the logits are the output of a linear head without an adapter."""
     return has_plain_head(model) and not any(model.get_output_embeddings().children())
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether a causal language model's logits are its head's outputs, and nothing else.
+    """Return True if a causal language model's logits are exactly its head's output.
 
-    Tried once, to the bit: some models cap or scale their logits.
+    Some models cap or scale their logits, so this is tried once, bit for bit, and cached.
     """
     if "raypo_has_plain_head" not in model.__dict__:
         model.raypo_has_plain_head = model.base_model is not model and _is_plain(model)
@@ -170,7 +173,9 @@ def token_log_probs(
     temperature: float,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature) at the given tokens, and the entropy, both differentiable.
+    """Compute log softmax(logits / temperature) at the given tokens, and the entropy.
+
+    Both are differentiable.
 
     Returns:
         log_probs: [...] float32.
@@ -184,7 +189,7 @@ def token_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Log-probs and entropy that keep the logits and two numbers a row for the backward pass."""
+    """Log-probs and entropy that save only the logits and two numbers per row for backward."""
 
     @staticmethod
     def forward(
@@ -205,10 +210,10 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 class _HeadLogProbs(torch.autograd.Function):
-    """`_TokenLogProbs` of a head's logits, which are made a chunk at a time and kept nowhere.
+    """`_TokenLogProbs` of a head's logits, which are computed chunk by chunk and not saved.
 
-    The backward pass makes each chunk's logits once more. The gradient of the head's weight is
-    added up in float32, whatever its dtype.
+    The backward pass recomputes each chunk's logits. The gradient of the head's weight is
+    accumulated in float32, whatever its dtype.
     """
 
     @staticmethod
@@ -246,7 +251,7 @@ class _HeadLogProbs(torch.autograd.Function):
 
 
 class _OverLogits(torch.autograd.Function):
-    """A function of a head's logits, which are made as in `_HeadLogProbs`."""
+    """Function of a head's logits, which are computed chunk by chunk as in `_HeadLogProbs`."""
 
     @staticmethod
     def forward(
@@ -258,7 +263,7 @@ class _OverLogits(torch.autograd.Function):
         of_chunk: Callable[..., tuple[Tensor, ...]],
         *known: Tensor,  # [M, ...] each
     ) -> tuple[Tensor, ...]:
-        rows = chunk_rows(weight)  # which ZeRO-3 has gathered by now
+        rows = chunk_rows(weight)  # ZeRO-3 has gathered the weight
         made = [
             of_chunk(_logits(head, chunk, weight, bias), *some)
             for chunk, *some in zip(*(each.split(rows) for each in (states, *known)), strict=True)
@@ -287,10 +292,10 @@ def _head_gradients(
     bias: Tensor | None,  # [V]
     gradient: Callable[[Tensor, slice], Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of states, weight and bias, from a chunk's logits and their gradient at a time.
+    """Compute the gradients of states, weight and bias, chunk by chunk.
 
     Args:
-        gradient: Makes that of some rows from their logits [n, V], which it may overwrite.
+        gradient: Returns the gradient of some rows' logits [n, V], which it may overwrite.
     """
     of_states, of_weight, of_bias = ctx.needs_input_grad[:3]
     grad_states = torch.empty_like(states) if of_states else None
@@ -322,7 +327,7 @@ def _statistics(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of each token, log of the softmax's norm, and entropy (0 unless asked for); [N]."""
+    """Return log-prob, log of the softmax's normaliser, and entropy (or 0) of each row; [N]."""
     of_rows = _compiled(_statistics_of_rows) if _is_compiled(logits) else _statistics_of_rows
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_norm = torch.empty(len(logits), dtype=dtype, device=logits.device)
@@ -340,7 +345,7 @@ def _statistics_of_rows(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log of the softmax's norm, and the entropy where it is asked for; [n]."""
+    """Return the log of the softmax's normaliser, and the entropy or None; [n]."""
     z = _tempered(logits, temperature)
     log_norm = z.logsumexp(-1)
     if not with_entropy:
@@ -354,7 +359,7 @@ def _gradient_of_logits(
     token_ids: Tensor,  # [N]
     log_norm: Tensor,  # [N]
     entropy: Tensor,  # [N]
-    of_log_probs: Tensor | None,  # [N]; None: nothing depends on it
+    of_log_probs: Tensor | None,  # [N]; None if no gradient flows through the log-probs
     of_entropy: Tensor | None,  # [N]
     *,
     temperature: float,
@@ -374,7 +379,7 @@ def _gradient_of_logits(
             of_log_probs[rows],
             None if of_entropy is None else of_entropy[rows],
             temperature,
-            piece if out is logits else out[rows],  # one tensor where they are one memory
+            piece if out is logits else out[rows],  # the same tensor object if they share memory
         )
 
 
@@ -400,7 +405,7 @@ def _gradient_of_rows(
         p = log_p.exp()
         weight = of_entropy[:, None] * log_p.add_(entropy[:, None])
         grad = p.mul_(weight.add_(of_log_probs[:, None])).neg_()
-    if torch.compiler.is_compiling():  # a scatter would be a kernel of its own, between two others
+    if torch.compiler.is_compiling():  # a scatter would split the fused kernel
         is_chosen = torch.arange(logits.shape[1], device=logits.device) == token_ids[:, None]
         grad = torch.where(is_chosen, grad + of_log_probs[:, None], grad)
     else:
@@ -415,30 +420,30 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _finite(log_p: Tensor) -> Tensor:
-    """In place: a token that cannot be sampled (-inf) adds 0 to the entropy, not 0 * inf = NaN.
+    """Clamp -inf in place, so that an impossible token adds 0 to the entropy, not 0 * inf = NaN.
 
-    Its log-prob is so far from the largest float that a weight of the entropy cannot make it inf.
+    The bound is far enough from the largest float that an entropy coefficient cannot make it inf.
     """
     return log_p.clamp_(min=-1e30)
 
 
 def _is_compiled(logits: Tensor) -> bool:
-    """Return whether one fused kernel does the work.
+    """Return True if the compiled kernels are used.
 
-    On GPUs the passes over memory that it saves are most of the time: eager operations move about
-    140 bytes a logit, forward and backward, the kernels 10. On CPUs the caches hold a chunk.
+    On GPUs memory traffic dominates: forward and backward, eager operations move about 140 bytes
+    per logit, the fused kernels 10. On CPUs a chunk fits the caches.
     """
     return logits.is_cuda and len(logits) > 0
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for any number of rows. Beyond dynamo's limit of variants it runs uncompiled."""
+    """Compile for any number of rows. Above dynamo's limit of variants it runs uncompiled."""
     made = compiled(function)
 
     def call(*args: Any) -> Any:
-        # Else the temperature would be a float64 argument of the kernel. Threads, such as that of
-        # the backward pass, have settings of their own.
+        # Otherwise the temperature would be a float64 argument of the kernel. Set on every call,
+        # because the setting is per thread and the backward pass has its own.
         torch._dynamo.config.specialize_float = True
         return made(*args)
 
@@ -446,7 +451,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Cut rows so that float32 copies stay small; a compiled function makes none."""
+    """Split rows so that float32 copies stay small; a compiled function makes no copies."""
     elements = (CHUNK_ELEMENTS if _is_compiled(logits) else SCRATCH_ELEMENTS)[logits.device.type]
     rows = max(1, elements // logits.shape[-1])
     return [slice(first, first + rows) for first in range(0, len(logits), rows)]

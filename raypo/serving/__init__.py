@@ -1,1 +1,1 @@
-"""Engines and frozen models, as plain classes that run as Ray actors."""
+"""vLLM engines, reference models and reward models: plain classes that run as Ray actors."""

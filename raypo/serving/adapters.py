@@ -1,4 +1,4 @@
-"""The LoRA adapters that an engine holds beside its own weights, each with a version of its own."""
+"""LoRA adapters of an engine, each with its own version."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ from raypo.weights.manifest import WeightError, summary
 
 SHARED_MEMORY = Path("/dev/shm")
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""vLLM holds adapters of one of these ranks; a smaller one is padded with zeros."""
+"""Values that vLLM accepts as `max_lora_rank`. Adapters of a smaller rank are padded with zeros."""
 PREFIX = "base_model.model."
 
 
 def lora_arguments(
     section: LoraSection, tensors: ModelTensors, *, max_adapters: int
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for adapters as a section describes them.
+    """Return arguments of `vllm.LLM` for LoRA adapters.
 
-    Embedding and output head are left alone: vLLM would hold a share of the vocabulary for each
-    adapter, and of a tied head it would no longer find the weights. One slot stays empty: on CPU
-    vLLM gives a request without an adapter, in a batch with others, what is in the last one.
+    Args:
+        section: Rank and target modules of the adapters.
+        tensors: The model's tensors, which name its linear layers.
+        max_adapters: Most adapters held at a time.
     """
     rank = next((rank for rank in RANKS if rank >= section.rank), section.rank)
     targets = section.target_modules
     return {
+        # Without embedding and output head: vLLM would allocate LoRA weights for the vocabulary per
+        # adapter, and could no longer find the weights of a tied head.
         "lora_target_modules": list(tensors.linear if isinstance(targets, str) else targets),
         "enable_lora": True,
+        # One slot stays empty: in a mixed batch, vLLM's CPU build applies the last slot to requests
+        # without an adapter.
         "max_loras": max_adapters + 1,
         "max_cpu_loras": max_adapters + 1,
         "max_lora_rank": rank,
@@ -41,37 +46,37 @@ def lora_arguments(
 
 
 class Adapters:
-    """Names and versions of the adapters; vLLM reads each from a folder that is removed at once.
+    """Registry of the adapters in vLLM, by name. vLLM reads each from a temporary folder.
 
-    vLLM knows adapters by number, name and path. The number of a name stays, so that a new
-    version takes the place of the old one; name and path hold the count of loads, so that no key
-    or value in the prefix cache is ever used for other weights: a run that goes on from a
-    checkpoint pushes other weights under a version that was there before.
+    vLLM identifies an adapter by number, name and path. The number of a name is constant, so that a
+    new version replaces the old one. vLLM's name and path contain a load counter, so that prefix
+    cache entries never match other weights. The version alone would not do: a run that resumes from
+    a checkpoint pushes other weights under a version that existed before.
     """
 
     def __init__(self, known: dict[str, tuple[int, ...]], *, most: int) -> None:
-        """No adapter yet.
+        """Create an empty registry.
 
         Args:
             known: Names and shapes of the engine's own weights.
-            most: How many fit at a time.
+            most: Number of slots.
         """
         self._known, self._most = known, most
         self._numbers: dict[str, int] = {}
         self._versions: dict[str, int] = {}
         self._requests: dict[str, Any] = {}
-        """What vLLM wants to see beside a prompt."""
+        """`LoRARequest` of each adapter."""
         self._num_loads = 0
 
     def version(self, name: str) -> int | None:
-        """The version of a name; None where the engine holds none."""
+        """Return the version of an adapter. None if the engine does not hold it."""
         return self._versions.get(name)
 
     def load(self, processes: VllmProcesses, push: AdapterPush) -> None:
-        """Put a push in the place of the name's earlier version.
+        """Load an adapter, in place of an earlier version with the same name.
 
         Raises:
-            WeightError: it did not arrive whole, is not of the engine's model, or there is no room.
+            WeightError: it arrived corrupted, does not fit the engine's model, or no slot is free.
         """
         self._give_number(push.name)
         self._versions.pop(push.name, None)
@@ -88,7 +93,7 @@ class Adapters:
         self._versions[push.name] = push.version
 
     def request(self, name: str) -> Any:
-        """What vLLM wants to see beside a prompt.
+        """Return the `LoRARequest` that vLLM takes with a prompt.
 
         Raises:
             ValueError: the engine does not hold the adapter.
@@ -101,7 +106,7 @@ class Adapters:
         return self._requests[name]
 
     def drop(self, processes: VllmProcesses, name: str) -> None:
-        """Make room: forget a name; nothing happens where it is unknown."""
+        """Remove an adapter and free its slot. Does nothing if the name is unknown."""
         self._versions.pop(name, None)
         self._requests.pop(name, None)
         number = self._numbers.pop(name, None)
@@ -109,7 +114,11 @@ class Adapters:
             processes.ask("remove_lora", number)
 
     def forget_all(self) -> list[str]:
-        """New base weights came, and vLLM let go of all adapters; which ones."""
+        """Forget all versions, because new base weights made vLLM drop its adapters.
+
+        Returns:
+            Names of the adapters that were dropped.
+        """
         forgotten = list(self._versions)
         self._versions.clear()
         return forgotten
@@ -144,7 +153,7 @@ class Adapters:
         self._check(push, file)
 
     def _check(self, push: AdapterPush, file: Path) -> None:
-        """vLLM passes over what it does not know; here that is an error."""
+        """Raise on unknown tensors or wrong shapes; vLLM would ignore unknown tensors."""
         from safetensors import safe_open
 
         lines = []

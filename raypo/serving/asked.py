@@ -1,4 +1,4 @@
-"""Requests on their way through an engine: who waits for them, and what the loop knows of each."""
+"""Requests inside an engine, from arrival to answer, with their futures."""
 
 from __future__ import annotations
 
@@ -11,46 +11,51 @@ from raypo.serving.requests import Completion, SamplingRequest
 
 
 class Promise(Future[Completion]):
-    """An answer on its way."""
+    """Future of a completion. `cancel` aborts the request in the engine."""
 
     def __init__(self, give_back: Callable[[Promise], None]) -> None:
         super().__init__()
         self._give_back = give_back
-        self.set_running_or_notify_cancel()  # it is answered all the same
+        # A running future ignores `Future.cancel`: the loop answers it with its tokens so far.
+        self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:
-        """Have the request given back before the next step."""
+        """Abort the request before the next step; the future then gets its tokens so far.
+
+        Returns:
+            False, as for any running future.
+        """
         self._give_back(self)
         return super().cancel()
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request from its arrival to its answer."""
+    """State of one request from its arrival to its answer."""
 
     request: SamplingRequest
     answer: Promise
     deadline: float
-    """On the clock of `time.monotonic`; inf: none."""
+    """Time on the clock of `time.monotonic`. inf means no timeout."""
     number: int = 0
-    """Order of its arrival."""
+    """Order of arrival."""
     has_place: bool = False
-    """Whether it takes one of the places of those that wait to join."""
+    """True while it holds a slot of the queue's semaphore."""
     waits: bool = False
-    """Whether it is in the queue."""
+    """True while it is queued."""
     name: str | None = None
-    """What vLLM calls it, while vLLM has it."""
+    """vLLM's internal request id. None if vLLM does not hold it."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """Of the weights, each with the first token that they were to sample."""
+    """(index of the first token, weight version), one pair for each version it ran under."""
     scheduled: Any = None
-    """What vLLM's scheduler has of it; it knows its preemptions also when it has ended."""
+    """The scheduler's request object. Its `num_preemptions` stays readable after the end."""
     num_preemptions: int = 0
-    """Those that were counted."""
+    """Preemptions that are already added to the engine's count."""
 
 
 @dataclass(eq=False)
 class Lot:
-    """Requests that enter vLLM at once: one that joins what runs, or a batch that runs alone."""
+    """Requests that enter vLLM together: a single one, or an exclusive batch."""
 
     asked: list[Asked]
     alone: bool

@@ -1,8 +1,8 @@
-"""The callers' side of what is served: engines, reference models and reward models.
+"""Clients of engines, reference models and reward models.
 
 `Engines` is the interface that sampling, weight sync and evaluation are written against.
 `EngineClient` implements it with a deployment of vLLM engines; `raypo eval` and tests implement it
-within their own process.
+in their own process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raypo.weights.store import Kept
 
 
 class Engines:
-    """Engines as their callers see them. A stand-in overrides the methods that its callers use."""
+    """Interface of a set of engines. A test double overrides only the methods that it needs."""
 
     def generate(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
         """Sample a batch that shares its steps with no other request.
@@ -90,7 +90,7 @@ class PinnedEngines:
     """The engines that were up when a push began; each method calls all of them."""
 
     def begin_push(self, start: PushStart) -> Sequence[PendingPinned[Ready]]:
-        """Let go of the weights (`Engine.begin_push`)."""
+        """Begin a weight push (`Engine.begin_push`)."""
         raise NotImplementedError
 
     def join_group(self, rendezvous: Rendezvous) -> Sequence[PendingPinned[None]]:
@@ -102,7 +102,7 @@ class PinnedEngines:
         raise NotImplementedError
 
     def finish_push(self, manifest: Manifest) -> Sequence[PendingPinned[Manifest]]:
-        """Serve under the new weights; the values are the manifests of what arrived."""
+        """Serve the new weights; the values are the manifests of the tensors that arrived."""
         raise NotImplementedError
 
     def hold(
@@ -191,7 +191,7 @@ class PinnedEngineClient(PinnedEngines):
         return self.replicas.names
 
     def begin_push(self, start: PushStart) -> Sequence[PendingPinned[Ready]]:
-        """Let go of the weights (`Engine.begin_push`)."""
+        """Begin a weight push (`Engine.begin_push`)."""
         return self.replicas.call(Engine.begin_push, start)
 
     def join_group(self, rendezvous: Rendezvous) -> Sequence[PendingPinned[None]]:
@@ -203,7 +203,7 @@ class PinnedEngineClient(PinnedEngines):
         return self.replicas.call(Engine.load_bucket, bucket)
 
     def finish_push(self, manifest: Manifest) -> Sequence[PendingPinned[Manifest]]:
-        """Serve under the new weights (`Engine.finish_push`)."""
+        """End a push and serve the new weights (`Engine.finish_push`)."""
         return self.replicas.call(Engine.finish_push, manifest)
 
     def hold(
@@ -213,7 +213,7 @@ class PinnedEngineClient(PinnedEngines):
         return self.replicas.call(Engine.hold, *pushes, in_flight=in_flight)
 
     def resume(self) -> Sequence[PendingPinned[None]]:
-        """Go on after a pause (`Engine.resume`)."""
+        """Resume sampling after a pause (`Engine.resume`)."""
         return self.replicas.call(Engine.resume)
 
     def sleep(self, *, before_push: bool = False) -> Sequence[PendingPinned[None]]:
@@ -221,19 +221,19 @@ class PinnedEngineClient(PinnedEngines):
         return self.replicas.call(Engine.sleep, before_push=before_push)
 
     def wake_up(self, part: Any = None) -> Sequence[PendingPinned[None]]:
-        """Take memory again, for `weights`, `kv_cache` or both (`Engine.wake_up`)."""
+        """Take memory back, for `weights`, `kv_cache` or both (`Engine.wake_up`)."""
         return self.replicas.call(Engine.wake_up, part)
 
     def answer_only(self, run: str, attempt: str) -> Sequence[PendingPinned[int]]:
-        """Give back a run's requests of other attempts (`Engine.answer_only`)."""
+        """Cancel requests of a run's other attempts (`Engine.answer_only`)."""
         return self.replicas.call(Engine.answer_only, run, attempt)
 
     def drop_adapter(self, name: str) -> Sequence[PendingPinned[None]]:
-        """Make room for another adapter (`Engine.drop_adapter`)."""
+        """Drop an adapter to free its slot (`Engine.drop_adapter`)."""
         return self.replicas.call(Engine.drop_adapter, name)
 
     def stretch(self) -> Sequence[PendingPinned[tuple[Load, Stretch]]]:
-        """Return the load now, and since the last call (`Engine.stretch`)."""
+        """Return the current load, and means and peaks since the last call (`Engine.stretch`)."""
         return self.replicas.call(Engine.stretch)
 
     def peak_memory(self) -> Sequence[PendingPinned[dict[str, float]]]:
@@ -243,7 +243,7 @@ class PinnedEngineClient(PinnedEngines):
 
 @dataclass(frozen=True)
 class FrozenClient:
-    """Client of a deployment of a model that is not trained."""
+    """Client of a deployment of a frozen model: reference, teacher or reward model."""
 
     handle: DeploymentHandle
 
@@ -251,13 +251,13 @@ class FrozenClient:
         """Wait until every replica has started (`DeploymentHandle.wait`)."""
         self.handle.wait(timeout_s)
 
-    # The torch and the vLLM classes of a frozen model have the same methods; their names travel.
+    # Only method names are sent, and `TorchModel` and `VllmModel` have the same methods.
     def sleep(self) -> Sequence[PendingPinned[None]]:
         """Free the GPU's memory, on all replicas that are up."""
         return self.handle.pinned().call(TorchModel.sleep)
 
     def wake_up(self) -> Sequence[PendingPinned[None]]:
-        """Take memory again, on all replicas that are up."""
+        """Take memory back, on all replicas that are up."""
         return self.handle.pinned().call(TorchModel.wake_up)
 
     def peak_memory(self) -> Sequence[PendingPinned[dict[str, float]]]:
@@ -275,7 +275,7 @@ class ReferenceClient(FrozenClient):
     def top_log_probs(
         self, sequences: Sequence[Ids], count: int, vocabulary: int
     ) -> Pending[list[Told]]:
-        """Return the likeliest tokens at each place (`ReferenceModel.top_log_probs`)."""
+        """Return the top tokens at each response position (`ReferenceModel.top_log_probs`)."""
         return self.handle.call(ReferenceModel.top_log_probs, sequences, count, vocabulary)
 
 

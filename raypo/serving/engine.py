@@ -1,4 +1,17 @@
-"""The vLLM engine that samples responses, under weights that it is given."""
+"""vLLM engine that samples responses under weights pushed by the learner.
+
+Concurrency. Public methods may be called from any thread; in a deployment these are the threads of
+a replica (`raypo.deployment.replica`), `replica` for requests and `replica-pinned` for pushes.
+
+- `raypo-vllm` (`VllmLoop`) steps vLLM. Methods decorated with `_between_steps` run in it: the
+  caller waits until the current step, and any exclusive batch, has ended.
+- `generate`, `begin_generate` and `submit` validate requests in the caller's thread and queue them.
+  `generate` waits for the completions; `submit` waits only while the queue is full.
+- `check_health`, `load`, `stalled_s` and `weight_version` read state without waiting.
+- `raypo-gauges` exports the load to Ray's metrics.
+- With tensor parallelism each GPU has a vLLM worker process. `raypo-vllm` waits for all of their
+  answers to a call (`VllmProcesses`).
+"""
 
 from __future__ import annotations
 
@@ -64,14 +77,14 @@ def _refuse_a_second() -> None:
 
 
 def _engine_seed() -> int:
-    """Return a random seed: with a common one, all engines of a run would sample the same."""
+    """Return a random seed: with a shared one, all engines of a run would sample the same."""
     return int.from_bytes(os.urandom(4)) >> 1
 
 
 def _between_steps(
     method: Callable[Concatenate[Engine, P], T],
 ) -> Callable[Concatenate[Engine, P], T]:
-    """Run a method in the thread that owns vLLM; a batch that is sampled as a whole ends first."""
+    """Run this method on the vLLM thread, between engine steps (after any exclusive batch)."""
 
     @wraps(method)
     def between_steps(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -81,14 +94,15 @@ def _between_steps(
 
 
 class Engine:
-    """One vLLM engine inside this process: prompts in, responses with log-probs out.
+    """vLLM engine in this process: prompts in, responses with log-probs out.
 
-    It starts with dummy weights (or, with `reads_weights`, its model's own) and samples only while
-    it holds one whole weight version. Any thread may ask: for a batch that is sampled as a whole,
-    or for responses that join what is being sampled at any step. What changes the engine happens
-    between two steps. An exception out of vLLM while it samples is the end of the engine: all who
-    wait are told, every later call says so, and its owner starts another. There is one engine a
-    process, for vLLM keeps its state in globals.
+    It starts with dummy weights (with `reads_weights`: the model's own) and samples only while it
+    holds a complete weight version. Requests either form an exclusive batch (`generate`) or join
+    the running batch at any step (`submit`). Weights and memory change only between two steps.
+
+    An exception from vLLM during sampling breaks the engine: all pending requests fail, later calls
+    raise, and the owner has to start a new engine. A process can hold only one engine, because vLLM
+    keeps state in globals.
     """
 
     def __init__(
@@ -107,40 +121,40 @@ class Engine:
         reads_text: bool = False,
         probes: int = 0,
     ) -> None:
-        """Start vLLM, in seconds; the weights come with `load_weights`.
+        """Start vLLM, which takes seconds; `load_weights` or a push brings the weights.
 
         Args:
-            model: Folder or hub id; only its config is read, unless `reads_weights`.
-            section: KV cache, prefix caching, how many may wait, and further vLLM arguments.
+            model: Folder or hub id. Only its config is read, unless `reads_weights`.
+            section: KV cache, prefix caching, queue limit, and further vLLM arguments.
             dtype: float32 or bfloat16.
             max_model_len: Most tokens of prompt and response together.
-            seed: Of vLLM itself, which dummy weights come from; requests bring their own seeds.
-                Not used where `section.seeds` is engine: see `_engine_seed`.
-            num_threads: Threads of this process's tensor operations; None: as they are.
-            device: None: cuda where there is one.
-            lora: Of adapters that come by `load_adapter`; None: there are none.
-            max_adapters: Most adapters at a time, all of them in one batch if need be.
-            reads_weights: Serve the model's own weights at once, as version 0, so that only
+            seed: vLLM's seed, used for dummy weights; each request brings its own. If
+                `section.seeds` is `engine`, `_engine_seed` replaces it.
+            num_threads: CPU threads for tensor operations. None keeps the current number.
+            device: None means cuda if available.
+            lora: Shape of the adapters that `load_adapter` accepts. None disables adapters.
+            max_adapters: Most adapters held at a time; one batch may use all of them.
+            reads_weights: Serve the model's own weights from the start, as version 0; then only
                 adapters are pushed.
-            reads_text: Requests may have strings that end their response; the model's tokenizer is
-                loaded for them.
-            probes: Requests of priority below 0 that wait for no other one to end, where as many
-                are sampled as may be.
+            reads_text: Load the tokenizer, so that requests may have stop strings.
+            probes: Slots beyond `max_num_seqs` that only requests with negative priority may use,
+                so that they start even if all other slots are taken.
 
         Raises:
-            RuntimeError: vLLM is missing or its version is not supported, or this process has an
-                engine already.
+            ConfigError: `section.extra` has an unknown argument, or one that another key sets.
+            RuntimeError: vLLM is missing or its version is not supported, or this process already
+                has an engine.
         """
-        self._name = short_name(model)  # `repr` is asked even where the start fails
+        self._name = short_name(model)  # first: Ray calls `repr` even if the constructor fails
         self._serving = Serving()
         self._was_pushed_to = False
         self._arriving: PushStart | None = None
         self._paused_by: str | None = None
-        """The push that it pauses for."""
+        """Id of the push that paused the engine."""
         self._held: dict[str | None, str] = {}
-        """Of the weights (None) and of each adapter, the push that brought them."""
+        """Id of the push that each adapter came from; the key None stands for the base weights."""
         self._replaced: set[str] = set()
-        """Pushes that newer ones have taken the place of."""
+        """Ids of pushes that newer ones have replaced."""
         self._arrived: list[TensorSpec] = []
         _refuse_a_second()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -184,7 +198,7 @@ class Engine:
         _remember(self)
 
     def __repr__(self) -> str:
-        """Model, version, state; Ray's dashboard keeps for good what it was asked at the start."""
+        """Return model and state. Ray's dashboard keeps the one it reads at the start."""
         serving = self._serving
         if serving.broken is not None:
             state = "broken"
@@ -196,49 +210,54 @@ class Engine:
         return f"Engine({self._name}, {state})"
 
     def weight_version(self) -> int | None:
-        """The version that it samples under; None while it holds no whole one."""
+        """Return the weight version. None if the engine does not hold a complete one."""
         return self._serving.version
 
     def check_health(self) -> None:
-        """Raise if the engine can never sample again; its replica is then replaced. Never waits.
+        """Raise if the engine can never sample again; its replica is then replaced.
+
+        Does not block.
 
         Raises:
-            RuntimeError: it is broken.
+            RuntimeError: the engine is broken.
         """
         self._require_unbroken()
 
     @_between_steps
     def peak_memory(self) -> dict[str, float]:
-        """The most memory that its processes have held, in GB (`VllmProcesses`)."""
+        """Return the peak memory of the engine's processes in GB (`VllmProcesses.peak_memory`)."""
         return self._processes.peak_memory()
 
     def stalled_s(self) -> float:
-        """Seconds that the step, or the push, that is under way has taken; 0 where none is."""
+        """Return how long the current step or push has been running, in seconds; 0 if idle."""
         return self._loop.progress.stalled_s()
 
     def load(self) -> Load:
-        """What it is busy with, as of a quarter of a second ago at most. Never waits."""
+        """Return the load, updated between steps every 0.25 s. Does not block."""
         return self._loop.load
 
     def stretch(self) -> tuple[Load, Stretch]:
-        """What it is busy with, and what it was since this was last asked."""
+        """Return the current load, and means and peaks since the last call of this method."""
         stretch = self._loop.stretch()
         return self._loop.load, stretch
 
     def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        """One response a request, in the order given.
+        """Sample an exclusive batch and wait for it.
 
-        They are a batch that enters as a whole, when nothing else is sampled, and shares its steps
-        with nobody, so that it does not depend on what others ask.
+        The batch starts when nothing else is sampled, and no other request joins it, so its results
+        do not depend on other callers.
+
+        Returns:
+            One completion for each request, in the order given.
 
         Raises:
-            ValueError: a request cannot be served; nothing was sampled, the engine stays usable.
-            RuntimeError: it holds no whole weight version, or it is broken.
+            ValueError: a request is invalid. Nothing was sampled; the engine stays usable.
+            RuntimeError: the engine has no complete weight version, is asleep, or is broken.
         """
         answers = self.begin_generate(requests)
         try:
             return [each.result() for each in answers]
-        except BaseException:  # of a caller that is interrupted: nobody waits for the others
+        except BaseException:  # one failed or the caller was interrupted: free the engine
             for each in answers:
                 each.cancel()
             raise
@@ -248,12 +267,15 @@ class Engine:
         return [each.answer for each in self._ask(requests, alone=True)]
 
     def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
-        """Ask for responses that join what is being sampled, one by one, as soon as there is room.
+        """Queue requests that join the running batch one by one, as soon as there is room.
 
-        Where `rollout.engine.max_waiting` requests wait already, it waits for places. What is given
-        back before its end has a finish reason that says so: cancelled, timeout or paused. Who
-        cancels a future has its request given back.
-        Callbacks of the futures hold up the sampling, and must not ask for more.
+        Blocks while `rollout.engine.max_waiting` requests are queued. Cancelling a future aborts
+        its request. An aborted request is answered with its tokens so far, and the finish reason is
+        cancelled, timeout or paused. Callbacks of the futures delay sampling and must not submit
+        requests.
+
+        Returns:
+            A future for each completion, in the order given.
 
         Raises:
             ValueError, RuntimeError: as `generate`.
@@ -261,29 +283,27 @@ class Engine:
         return [each.answer for each in self._ask(requests, alone=False)]
 
     def answer_only(self, run: str, attempt: str) -> int:
-        """Answer of a run's requests only those of one attempt; others are given back.
-
-        Their callers are dead, and would be in the way of it.
+        """Cancel requests of a run's other attempts, whose callers are dead, now and in future.
 
         Args:
-            run: Its name; the ids of its requests are `<run>/<attempt>`.
-            attempt: The one that is alive.
+            run: Name of the run; the ids of its requests are `<run>/<attempt>`.
+            attempt: The live attempt.
 
         Returns:
-            How many were under way.
+            How many queued and running requests were cancelled.
         """
         return self._loop.answer_only(run, attempt)
 
     @_between_steps
     def pause(self, in_flight: InFlight = "recompute") -> None:
-        """Sample nothing until `resume`; what is asked meanwhile waits.
+        """Stop sampling until `resume`. Requests that arrive meanwhile are queued.
 
         Args:
-            in_flight: What becomes of requests that are being sampled when weights are pushed. For
-                `restart` they wait for their turn again, from here on.
+            in_flight: Policy for running requests when weights are pushed. `restart` drops their
+                tokens and puts them back into the queue now.
 
         Raises:
-            RuntimeError: it is broken.
+            RuntimeError: the engine is broken.
         """
         self._require_unbroken()
         self._loop.settle()
@@ -293,19 +313,23 @@ class Engine:
 
     @_between_steps
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Resume sampling after a pause."""
         self._serving.paused = self._paused_by = None
 
     @_between_steps
     def begin_push(self, start: PushStart) -> Ready:
-        """Let go of the weights: from here until `finish_push` the engine samples nothing.
+        """Begin a weight push. The engine samples nothing until `finish_push`.
 
-        Where the push says what becomes of what is in flight, it pauses too, until `resume`. Else
-        what is asked meanwhile is refused, what has joined waits, and what runs is recomputed. A
-        push that was begun before and has not come to its end is given up, with its pause.
+        If the push has an `in_flight` policy, the engine also pauses until `resume`, and new
+        requests are queued. Without one, new requests are refused, queued ones wait, and running
+        ones recompute their keys and values. An unfinished earlier push is dropped with its pause.
+
+        Returns:
+            What the workers can receive: broadcast group and GPUs.
 
         Raises:
-            RuntimeError: it is broken.
+            WeightError: the weights are asleep.
+            RuntimeError: the engine is broken.
         """
         self._require_unbroken()
         if "weights" in self._serving.asleep:
@@ -322,10 +346,11 @@ class Engine:
 
     @_between_steps
     def load_bucket(self, bucket: AnyBucket) -> None:
-        """Take some of the tensors of the push that was begun.
+        """Load some tensors of the current push.
 
         Raises:
-            WeightError: no push was begun, or the bytes did not arrive as they were sent.
+            WeightError: no push was begun, or the bytes arrived corrupted.
+            RuntimeError: the engine is broken.
         """
         self._require_a_push()
         if isinstance(bucket, StoredBucket):
@@ -338,14 +363,19 @@ class Engine:
 
     @_between_steps
     def finish_push(self, manifest: Manifest) -> Manifest:
-        """Serve under the new weights, and forget all keys and values of the old ones.
+        """End a push: check the weights, serve them, and invalidate the KV cache of the old ones.
+
+        After any failure the engine has no version and refuses to sample until a push succeeds.
+
+        Args:
+            manifest: Names, shapes and checksums of the tensors that were sent.
 
         Returns:
-            What arrived, its checksums computed here. Whatever fails, the engine holds no version
-            afterwards and refuses to sample until a push succeeds.
+            Manifest of the tensors that arrived, with checksums computed here.
 
         Raises:
-            WeightError: the push is not this model's, or not what its manifest says.
+            WeightError: the push does not fit this model, or differs from its manifest.
+            RuntimeError: the engine is broken.
         """
         arriving = self._require_a_push()
         if manifest.version != arriving.version:
@@ -362,7 +392,8 @@ class Engine:
             )
         self._ask_workers("raypo_finish_push")
         if self._adapters:
-            in_pause = self._serving.paused is not None  # the adapters come before its end
+            # In a pause the adapters are pushed again before it ends, so requests can be requeued.
+            in_pause = self._serving.paused is not None
             out = self._loop.restart_running if in_pause else self._loop.give_back_running
             out(adapters=self._adapters.forget_all())
         if not self._loop.forget_keys():
@@ -373,11 +404,14 @@ class Engine:
         return arrived
 
     def load_weights(self, push: WeightPush) -> Manifest:
-        """A whole push at once, from where its buckets are kept; as the three calls above.
+        """Load a whole push: `begin_push`, `load_bucket` for each bucket, `finish_push`.
+
+        Returns:
+            Manifest of the tensors that arrived, with checksums computed here.
 
         Raises:
-            WeightError: the push is not this model's, or not what its manifest says.
-            RuntimeError: it is broken.
+            WeightError: the push does not fit this model, or differs from its manifest.
+            RuntimeError: the engine is broken.
         """
         self.begin_push(PushStart(push.version, push.id))
         self._tensors.check(push.manifest)
@@ -387,24 +421,26 @@ class Engine:
 
     @_between_steps
     def join_group(self, rendezvous: Rendezvous) -> None:
-        """Become a member of the group that weights are broadcast in.
+        """Join the process group over which weights are broadcast.
 
         Raises:
-            WeightError: not all members came in time.
+            WeightError: not all members joined in time.
         """
         self._ask_workers("raypo_join_group", rendezvous)
 
     @_between_steps
     def sleep(self, *, before_push: bool = False) -> None:
-        """Give the GPU's memory to others: weights to the host, keys and values away.
+        """Free the GPU's memory: offload the weights to the host and drop the KV cache.
 
-        Requests that are being sampled are given back (finish reason: paused).
-
-        Weights of no version, as a fresh engine has, are dropped. vLLM's CPU build keeps all of
-        its memory; there the engine only refuses to sample until it is woken.
+        Running requests are aborted (finish reason: paused). Weights without a version, as in a
+        fresh engine, are dropped. vLLM's CPU build keeps its memory; there the engine only refuses
+        to sample until `wake_up`.
 
         Args:
-            before_push: Other weights come before anything is sampled, so these are dropped too.
+            before_push: Drop the weights as well, because a push comes before the next request.
+
+        Raises:
+            RuntimeError: the engine is broken.
         """
         self._require_unbroken()
         self._loop.give_back_running()
@@ -418,14 +454,18 @@ class Engine:
 
     @_between_steps
     def wake_up(self, part: Literal["weights", "kv_cache"] | None = None) -> None:
-        """Take memory again; for `weights` alone a push can be loaded, but nothing sampled.
+        """Take the GPU's memory back.
 
         Args:
-            part: weights or kv_cache; None: both.
+            part: weights or kv_cache. None means both. With the weights alone the engine can
+                receive a push, but cannot sample.
+
+        Raises:
+            RuntimeError: the engine is broken, or vLLM could not reset its prefix cache.
         """
         self._require_unbroken()
         parts = self._serving.asleep & ({part} if part else {"weights", "kv_cache"})
-        for name in sorted(parts, reverse=True):  # weights first: they are there to stay
+        for name in sorted(parts, reverse=True):  # weights before kv_cache
             if self._can_sleep:
                 with self._processes.vllms_own_call():
                     self._llm.wake_up(tags=[name])
@@ -435,19 +475,19 @@ class Engine:
 
     @_between_steps
     def load_adapter(self, push: AdapterPush, in_flight: InFlight | None = None) -> None:
-        """Put a version of an adapter in the place of its earlier one; others stay as they are.
+        """Load an adapter, in place of an earlier version with the same name.
 
-        Whatever fails, the engine holds no version of this adapter afterwards, and refuses requests
-        that name it.
+        After any failure the engine has no version of this adapter and refuses requests that name
+        it.
 
         Args:
-            push: The version.
-            in_flight: What becomes of requests that run under it; None: they are recomputed.
+            push: The adapter.
+            in_flight: Policy for requests that run under it. None means `recompute`.
 
         Raises:
-            WeightError: it did not arrive whole, is not of this model, or there is no room.
-            RuntimeError: the engine was started without adapters, holds no weights of its own, or
-                is broken.
+            WeightError: the push arrived corrupted, does not fit this model, or no slot is free.
+            RuntimeError: the engine was started without adapters, has no base weights, or is
+                broken.
         """
         self._require_unbroken()
         if self._serving.version is None:
@@ -465,19 +505,20 @@ class Engine:
         self._loop.note_version(push.name, push.version)
 
     def hold(self, *pushes: Kept, in_flight: InFlight | None = None) -> None:
-        """Load what of these the engine does not hold: it is new, or was started again since.
+        """Load the pushes that this engine lacks, because it is new or was restarted. Idempotent.
 
-        A request may be on its way while weights are pushed. What it asks for and has been
-        replaced meanwhile is not loaded again: the request is served by what is newer.
+        A push that a newer one has replaced is not loaded again: a request that was in flight
+        during a push is served by the newer weights.
 
         Args:
-            pushes: The weights, where they are pushed, and then an adapter.
+            pushes: The base weights (if they are pushed), then an adapter (if any).
             in_flight: As for `load_adapter`.
 
         Raises:
-            WeightError: one is kept no longer, did not arrive whole, or is not of this model.
+            WeightError: a push is no longer stored, arrived corrupted, or does not fit this model.
             RuntimeError: the engine was started without adapters, or is broken.
         """
+        # Checked here without a lock to save fetches, and again by `_load_all` on the vLLM thread.
         missing = [kept for kept in pushes if not self._holds(kept)]
         found = [(kept, kept.fetch()) for kept in missing]
         if any(push is None for _, push in found):
@@ -485,11 +526,11 @@ class Engine:
         if found:
             self._load_all(found, in_flight)
         if self._paused_by in {kept.id for kept in pushes}:
-            self.resume()  # it missed that: what requires a push is asked after its end
+            self.resume()  # calls require a push only after its end; its `resume` may be lost
 
     @_between_steps
     def _load_all(self, found: Sequence[tuple[Kept, Any]], in_flight: InFlight | None) -> None:
-        """Nothing is sampled under the weights before their adapter is there too."""
+        """Load weights and adapter in one go, so that no request is sampled between the two."""
         for kept, push in found:
             if self._holds(kept):
                 continue
@@ -502,29 +543,32 @@ class Engine:
             self._held[kept.adapter] = kept.id
 
     def _holds(self, kept: Kept) -> bool:
-        """Whether it has a push, or a newer one in its place."""
+        """Return True if the engine holds this push, or one that replaced it."""
         return self._held.get(kept.adapter) == kept.id or kept.id in self._replaced
 
     @_between_steps
     def drop_adapter(self, name: str) -> None:
-        """Make room for another adapter; nothing happens where there is none of that name."""
+        """Drop an adapter to free its slot. Does nothing if the name is unknown.
+
+        Raises:
+            RuntimeError: the engine was started without adapters, or is broken.
+        """
         self._require_unbroken()
         self._held.pop(name, None)
         self._loop.give_back_running(adapters={name})
         self._require_adapters().drop(self._processes, name)
 
     def shutdown(self) -> None:
-        """Give memory and vLLM's globals back; only after this may the process start another.
+        """Free memory and vLLM's globals, after which the process may start another engine.
 
-        A batch that is sampled as a whole comes to its end; other requests are answered with an
-        error.
+        An exclusive batch is finished first; all other requests fail.
         """
         if self._stop.detach() is not None:
             self._loop.call(self._end)
             self._loop.close()
 
     def _let_go(self, why_not: str) -> None:
-        """Be of no version, until a push comes to its end."""
+        """Drop the current version. The engine refuses to sample until a push ends."""
         self._serving.version, self._serving.why_not = None, why_not
         self._replaced.update(self._held.values())
         self._held.clear()
@@ -536,7 +580,7 @@ class Engine:
         _remember(None)
 
     def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """The answer of every vLLM worker."""
+        """Call a method on every vLLM worker; any failure becomes a `WeightError`."""
         try:
             return self._processes.ask(method, *arguments)
         except WeightError:
@@ -559,7 +603,7 @@ class Engine:
         return self._adapters
 
     def _ask(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
-        """Hand requests to the thread that samples."""
+        """Validate requests and queue them for the vLLM thread."""
         self._require_unbroken()
         refusal = self._serving.refusal()
         if refusal is not None and self._serving.paused is None:

@@ -1,4 +1,4 @@
-"""Frozen models, which judge responses that others sampled: the reference and reward models."""
+"""Reference and reward models: frozen networks that evaluate sampled responses."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ T = TypeVar("T")
 Rows = Sequence[np.ndarray]
 """Token ids of each sequence, int [P] or [T]."""
 Ids = tuple[np.ndarray, np.ndarray]
-"""Prompt and response, int [P] and [T]."""
+"""Token ids of prompt and response, int [P] and [T]."""
 Told = tuple[np.ndarray, np.ndarray]
-"""Log-probs, float32 [T, K], and the ids of the tokens that have them, int32 [T, K]."""
+"""Top tokens at each response position: log-probs, float32 [T, K], and token ids, int32 [T, K]."""
 
 
 def frozen_memory_advice(name: str) -> AbstractContextManager[None]:
-    """`memory_advice` around what a frozen model does; `name` is its folder or hub id."""
+    """Return `memory_advice` for a frozen model; `name` is its folder or hub id."""
     return memory_advice(f"the frozen model {short_name(name)}", FROZEN_REMEDY)
 
 
 class FrozenModel:
-    """A model that nobody trains, alone in its process."""
+    """Base class of models that are not trained; each has its own process."""
 
     def __init__(self, name: str, *, num_threads: int | None) -> None:
-        """Settle the process.
+        """Set the number of threads.
 
         Args:
-            name: Folder or hub id, for people.
-            num_threads: Threads of this process's tensor operations; None: as they are.
+            name: Folder or hub id, for messages.
+            num_threads: CPU threads for tensor operations. None keeps the current number.
         """
         self._name, self._progress = short_name(name), Progress()
         if num_threads is not None:
@@ -63,27 +63,27 @@ class FrozenModel:
         return f"{type(self).__name__}({self._name}, frozen, ready)"
 
     def stalled_s(self) -> float:
-        """Seconds that the forward pass that is under way has taken; 0 where none is."""
+        """Return how long the current forward pass has been running, in seconds; 0 if idle."""
         return self._progress.stalled_s()
 
     def peak_memory(self) -> dict[str, float]:
-        """The most memory that this process has held, in GB."""
+        """Return the peak memory of this process, in GB."""
         return peak_memory()
 
 
 class TorchModel(FrozenModel):
-    """A network without gradients, on the GPU where there is one."""
+    """Frozen network in torch, on the GPU if there is one."""
 
     def __init__(
         self, name: str, network: Any, *, max_batch_tokens: int, num_threads: int | None
     ) -> None:
-        """Put the network on its device.
+        """Move the network to its device.
 
         Args:
-            name: Folder or hub id, for people.
+            name: Folder or hub id, for messages.
             network: A Hugging Face model.
             max_batch_tokens: Most tokens of one forward pass.
-            num_threads: Threads of this process's tensor operations; None: as they are.
+            num_threads: CPU threads for tensor operations. None keeps the current number.
         """
         super().__init__(name, num_threads=num_threads)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,12 +92,12 @@ class TorchModel(FrozenModel):
         self._max_batch_tokens = max_batch_tokens
 
     def sleep(self) -> None:
-        """Give the GPU's memory to others."""
+        """Free the GPU's memory: offload the network to the host."""
         self._host.take([*self._model.parameters(), *self._model.buffers()], unchanged=True)
         release_memory()
 
     def wake_up(self) -> None:
-        """Take it again."""
+        """Move the network back to the GPU."""
         self._host.give_back()
 
     @torch.inference_mode()
@@ -108,13 +108,10 @@ class TorchModel(FrozenModel):
     ) -> list[T]:
         """Compute an answer for each sequence, in the order given.
 
-        A batch's answers are read when the next batch's pass has been queued, so that a GPU does
-        not idle while that one is packed.
-
         Args:
             sequences: Prompt and response of each.
-            compute: Starts the pass over prompts and responses of as many as one forward pass may
-                have; the function that it returns waits for the answers.
+            compute: Starts one forward pass over prompts and responses, and returns a function
+                that waits for its answers.
         """
         answers: dict[int, T] = {}
         batches = batches_by_tokens(
@@ -126,7 +123,9 @@ class TorchModel(FrozenModel):
         )
         earlier: list[int] = []
         answers_of_earlier: Callable[[], Sequence[T]] = list
-        for rows in [*batches, []]:  # the last turn only reads
+        # Read a batch's answers after the next pass is queued, so that the GPU does not idle while
+        # that one is packed. The last turn only reads.
+        for rows in [*batches, []]:
             with frozen_memory_advice(self._name), self._progress.at_work():
                 started: Callable[[], Sequence[T]] = list
                 if rows:
@@ -138,7 +137,7 @@ class TorchModel(FrozenModel):
 
 
 class ReferenceModel(TorchModel):
-    """One replica of the reference: rollouts in, log-probs of their response tokens out."""
+    """One replica of the reference model: rollouts in, log-probs of their response tokens out."""
 
     def __init__(
         self,
@@ -150,15 +149,15 @@ class ReferenceModel(TorchModel):
         attention: str = "auto",
         num_threads: int | None = None,
     ) -> None:
-        """Load the model onto the GPU where there is one.
+        """Load the model, onto the GPU if there is one.
 
         Args:
             model: Folder or hub id.
             dtype: float32 or bfloat16.
-            temperature: The one that the responses are sampled at.
+            temperature: Sampling temperature of the responses.
             max_batch_tokens: Most tokens of one forward pass.
             attention: `model.attention`.
-            num_threads: Threads of this process's tensor operations; None: as they are.
+            num_threads: CPU threads for tensor operations. None keeps the current number.
         """
         with frozen_memory_advice(model):
             network = load_causal_lm(model, dtype=dtype, attention=attention)
@@ -168,7 +167,7 @@ class ReferenceModel(TorchModel):
         self._temperature = temperature
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
-        """float32 [T] for each rollout, in the order given."""
+        """Return each response's log-probs in nats, float32 [T], in the order given."""
         sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
         return self._in_batches(sequences, self._log_probs_of)
 
@@ -179,12 +178,15 @@ class ReferenceModel(TorchModel):
         return lambda: np.split(log_probs.float().cpu().numpy(), ends[:-1])
 
     def top_log_probs(self, sequences: Sequence[Ids], count: int, vocabulary: int) -> list[Told]:
-        """Of each response token the likeliest tokens in its place, at temperature 1.
+        """Return the likeliest tokens at each response position, at temperature 1.
 
         Args:
             sequences: Prompt and response, int [P] and [T].
-            count: How many tokens, at most `vocabulary`.
-            vocabulary: Tokens that there are; further logits are none's.
+            count: Number K of tokens per position, at most `vocabulary`.
+            vocabulary: Size of the vocabulary. Logits beyond it are padding and are ignored.
+
+        Returns:
+            For each sequence log-probs, float32 [T, K], and token ids, int32 [T, K], best first.
         """
 
         def of_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,11 +205,11 @@ class ReferenceModel(TorchModel):
 
 
 class RewardModel(TorchModel):
-    """One replica of a reward model: rollouts in, a score each out.
+    """One replica of a reward model: rollouts in, one score for each out.
 
-    Where its vocabulary is the policy's it reads the policy's token ids. Elsewhere prompt and
-    response are encoded anew from their text (chat messages through its own chat template), with
-    an end of sequence where the response had one.
+    If it shares the policy's vocabulary, it reads the policy's token ids. If not, it encodes the
+    text of prompt and response with its own tokenizer and chat template, and adds an end of
+    sequence if the response ended with one.
     """
 
     def __init__(
@@ -220,16 +222,16 @@ class RewardModel(TorchModel):
         attention: str = "auto",
         num_threads: int | None = None,
     ) -> None:
-        """Load the model onto the GPU where there is one.
+        """Load the model, onto the GPU if there is one.
 
         Args:
             model: Folder or hub id of a sequence classifier with one label.
-            policy: Folder or hub id of the policy, whose vocabulary is compared; None: texts are
-                encoded, whatever the policy is.
+            policy: Folder or hub id of the policy, to compare vocabularies. None means always
+                encode the text.
             dtype: float32 or bfloat16.
             max_batch_tokens: Most tokens of one forward pass.
             attention: `model.attention`.
-            num_threads: Threads of this process's tensor operations; None: as they are.
+            num_threads: CPU threads for tensor operations. None keeps the current number.
         """
         with frozen_memory_advice(model):
             network = load_reward_model(model, dtype=dtype, attention=attention)
@@ -240,7 +242,7 @@ class RewardModel(TorchModel):
         self._tokenizer = None if is_shared else load_tokenizer(model, key="model.reward")
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
-        """A score for each rollout, in the order given; NaN for one without tokens."""
+        """Return one score for each rollout, in the order given; NaN if it has no tokens."""
         sequences = [sequence_ids(self._tokenizer, rollout) for rollout in rollouts]
         with_tokens = [(prompt, response) for prompt, response in sequences if len(prompt)]
         scores = iter(self._in_batches(with_tokens, self._scores_of))
@@ -251,11 +253,12 @@ class RewardModel(TorchModel):
 
 
 def sequence_ids(tokenizer: Any | None, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-    """Prompt and response as a reward model reads them, int [P] and [T].
+    """Return prompt and response as a reward model reads them, int [P] and [T].
 
     Args:
-        tokenizer: The reward model's; None: it has the policy's vocabulary. Elsewhere the text is
-            encoded as a whole, and stands in the place of the prompt.
+        tokenizer: Tokenizer of the reward model; it encodes the whole text, which is returned as
+            the prompt with an empty response. None means the policy's token ids are used.
+        rollout: The rollout.
     """
     if tokenizer is None:
         return rollout.prompt_ids, rollout.response_ids
@@ -263,7 +266,7 @@ def sequence_ids(tokenizer: Any | None, rollout: Rollout) -> tuple[np.ndarray, n
 
 
 def _encode(tokenizer: Any, rollout: Rollout) -> list[int]:
-    """Prompt and response in another vocabulary."""
+    """Encode prompt and response with another tokenizer."""
     ids: list[int]
     if rollout.messages and tokenizer.chat_template:
         said = answered(rollout.messages, {"role": "assistant", "content": rollout.response})

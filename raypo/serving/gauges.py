@@ -1,4 +1,4 @@
-"""An engine's load as gauges on Ray's metrics endpoint, for Prometheus."""
+"""Prometheus gauges of an engine's load, on Ray's metrics endpoint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import ray
 from raypo.serving.requests import Load
 
 EVERY_S = 2.0
-"""Ray forgets a gauge that was not set for some seconds."""
+"""Update interval in seconds. Ray drops a gauge that is not set for some seconds."""
 
 
 def tell_load(load: Callable[[], Load], ended: threading.Event) -> None:
-    """Set `raypo_engine_queued` and its like from now on, one for each field of the load.
+    """Start a thread that exports one gauge `raypo_engine_<field>` for each field of `Load`.
 
-    Their label `engine` is the name of the actor; outside of an actor nothing is told.
+    The label `engine` is the name of the actor. Outside of a named actor nothing is exported.
+
+    Args:
+        load: Returns the current load. Called in the thread.
+        ended: Ends the thread when set.
     """
     name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
     if not name:

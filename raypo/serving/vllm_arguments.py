@@ -1,4 +1,4 @@
-"""Which arguments `rollout.engine.extra` may hold, known from vLLM's source without its import."""
+"""Validation of `rollout.engine.extra` against vLLM's engine arguments, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SET_BY = {
     "seed": "seed",
     "tensor_parallel_size": "rollout.engine.tensor_parallel",
 }
-"""Argument of vLLM -> the keys of a run file that say it."""
+"""Engine argument of vLLM -> the config keys that set it."""
 SAID_BY_REQUESTS = {
     "max_tokens": "rollout.max_new_tokens",
     **{name: f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
 }
-"""Argument of vLLM's requests, which are no engine's -> the key that says it."""
+"""Sampling parameter of vLLM (no engine argument) -> the config key that sets it."""
 FIXED = {
     "distributed_executor_backend": "weights are pushed into processes that raypo knows",
     "generation_config": "sampling follows the rollout section alone",
@@ -39,16 +39,16 @@ FIXED = {
     "skip_tokenizer_init": "prompts and responses are token ids",
     "worker_extension_cls": "the weights come by raypo's own",
 }
-"""Argument of vLLM -> why it is not for users to set."""
+"""Engine argument of vLLM -> why users cannot set it."""
 
 
 def check_extra(section: EngineSection) -> None:
-    """Refuse what is no engine argument of the installed vLLM, or is said by another key.
+    """Raise on arguments that are fixed, set by another key, or unknown to the installed vLLM.
 
-    Where vLLM is not installed only the latter is refused: engines check once more where they run.
+    Without vLLM, unknown arguments pass; each engine checks again on its own node.
 
     Raises:
-        ConfigError: with the key of the first wrong one.
+        ConfigError: names the first invalid key.
     """
     known, elsewhere = engine_argument_names(), SET_BY | SAID_BY_REQUESTS
     for name, value in section.extra.items():
@@ -65,9 +65,9 @@ def check_extra(section: EngineSection) -> None:
 
 @cache
 def engine_argument_names() -> frozenset[str] | None:
-    """The fields of vLLM's dataclass `EngineArgs`; None where there is no vLLM, or no such class.
+    """Return the fields of vLLM's dataclass `EngineArgs`; None without vLLM or without the class.
 
-    They are read from its source, in 0.1 s: the import of vLLM takes 10 s and more.
+    They are parsed from the source, which takes 0.1 s; importing vLLM takes 10 s or more.
     """
     found = find_spec("vllm")
     if found is None or found.origin is None:

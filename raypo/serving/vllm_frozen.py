@@ -1,6 +1,6 @@
-"""Frozen models in vLLM: for those that one device does not hold.
+"""Reference and reward models in vLLM, for models too large for one device.
 
-The same numbers as `raypo.serving.frozen`, to rounding.
+The results equal those of `raypo.serving.frozen`, except for rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raypo.types import Rollout
 
 
 class VllmModel(FrozenModel):
-    """One vLLM with weights of its own, which nobody pushes."""
+    """Frozen model in vLLM, with weights from its own files; nothing is pushed to it."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class VllmModel(FrozenModel):
 
         Args:
             model: Folder or hub id.
-            kind: transformers' Auto class of the network, whose weights must all be there.
+            kind: transformers' Auto class of the network; the files must hold all its weights.
             section: Devices and memory.
             dtype: float32 or bfloat16.
             max_model_len: Most tokens of a sequence.
-            num_threads: Threads of this process's tensor operations; None: as they are.
-            arguments: More of `vllm.LLM`'s.
+            num_threads: CPU threads for tensor operations. None keeps the current number.
+            arguments: Further arguments of `vllm.LLM`.
 
         Raises:
-            ConfigError: weights are missing; vLLM would give a score head others at each start.
+            ConfigError: weights are missing. vLLM would initialise a missing score head at random.
             RuntimeError: vLLM is missing or its version is not supported.
         """
         super().__init__(model, num_threads=num_threads)
@@ -79,7 +79,7 @@ class VllmModel(FrozenModel):
             arguments["kv_cache_memory_bytes"] = default_cpu_kv_bytes(a_token, max_model_len)
         with frozen_memory_advice(model):
             self._llm = start_llm(arguments)
-        if (folder := cached_folder(model)) is not None:  # of a hub id, which vLLM has fetched
+        if (folder := cached_folder(model)) is not None:  # a hub id that vLLM has downloaded
             check_weights("model", folder, kind)
         self._processes = VllmProcesses(self._llm)
         step = self._llm.llm_engine.step
@@ -88,14 +88,15 @@ class VllmModel(FrozenModel):
             self._progress.step()
             return step()
 
-        self._llm.llm_engine.step = step_and_note  # `LLM.generate` and `encode` call it
+        # `LLM.generate` and `LLM.encode` call it, so every step counts as progress.
+        self._llm.llm_engine.step = step_and_note
 
     def peak_memory(self) -> dict[str, float]:
-        """The most memory that its processes have held, in GB (`VllmProcesses`)."""
+        """Return the peak memory of its processes in GB (`VllmProcesses.peak_memory`)."""
         return self._processes.peak_memory()
 
     def check_health(self) -> None:
-        """Raise if it can never answer again; its replica is then replaced.
+        """Raise if the model can never answer again; its replica is then replaced.
 
         Raises:
             RuntimeError: one of its processes has ended, or they failed together.
@@ -104,19 +105,19 @@ class VllmModel(FrozenModel):
             raise RuntimeError(f"{self._name} cannot go on: {reason}. Start another one.")
 
     def sleep(self) -> None:
-        """Give the GPU's memory to others."""
+        """Free the GPU's memory: offload the weights to the host."""
         if self._can_sleep:
             with self._processes.vllms_own_call():
                 self._llm.sleep(level=1)
 
     def wake_up(self) -> None:
-        """Take it again."""
+        """Take the GPU's memory back."""
         if self._can_sleep:
             with self._processes.vllms_own_call():
                 self._llm.wake_up()
 
     def shutdown(self) -> None:
-        """Give memory and vLLM's globals back."""
+        """Free memory and vLLM's globals."""
         self._llm.llm_engine.engine_core.shutdown()
 
     @contextmanager
@@ -136,7 +137,7 @@ class VllmModel(FrozenModel):
 
 
 class VllmReference(VllmModel):
-    """One replica of the reference: rollouts in, log-probs of their response tokens out."""
+    """One replica of the reference model: rollouts in, log-probs of their response tokens out."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class VllmReference(VllmModel):
         max_model_len: int,
         num_threads: int | None = None,
     ) -> None:
-        """Start it as `VllmModel` does, for log-probs at temperature 1."""
+        """Start vLLM with a causal language model; arguments as for `VllmModel`."""
         super().__init__(
             model,
             kind=AutoModelForCausalLM,
@@ -156,7 +157,7 @@ class VllmReference(VllmModel):
             max_model_len=max_model_len + 1,  # vLLM samples a token after each prompt
             num_threads=num_threads,
             skip_tokenizer_init=True,
-            max_logprobs=-1,  # as many as a teacher is asked for
+            max_logprobs=-1,  # no limit: `top_log_probs` chooses the count
         )
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
@@ -165,18 +166,21 @@ class VllmReference(VllmModel):
         return [log_probs[:, 0] for log_probs, _ in self._at_responses(sequences, 0)]
 
     def top_log_probs(self, sequences: Sequence[Ids], count: int, vocabulary: int) -> list[Told]:
-        """Answer as `ReferenceModel.top_log_probs` does; ids beyond the vocabulary never occur."""
+        """Return the likeliest tokens at each response position (`ReferenceModel.top_log_probs`).
+
+        `vocabulary` is only checked: no id may lie beyond it.
+        """
         answers = [
-            (log_probs[:, 1:], ids[:, 1:])  # vLLM puts the token itself before the likeliest
+            (log_probs[:, 1:], ids[:, 1:])  # the first column is the response's own token
             for log_probs, ids in self._at_responses(sequences, count)
         ]
         assert all((ids < vocabulary).all() for _, ids in answers)
         return answers
 
     def _at_responses(self, sequences: Sequence[Ids], count: int) -> list[Told]:
-        """Return log-probs and ids, [T, 1 + count] each, at the tokens of each response.
+        """Return log-probs and ids, [T, 1 + count] each, at each response position.
 
-        The first column is the token itself, the others are the likeliest ones, best first.
+        The first column is the response's own token, the others are the likeliest, best first.
         """
         from vllm import SamplingParams
 
@@ -206,7 +210,7 @@ class VllmReference(VllmModel):
 
 
 class VllmRewardModel(VllmModel):
-    """One replica of a reward model: rollouts in, a score each out."""
+    """One replica of a reward model: rollouts in, one score for each out."""
 
     def __init__(
         self,
@@ -224,9 +228,11 @@ class VllmRewardModel(VllmModel):
             model: Folder or hub id.
             section: Devices and memory.
             dtype: float32 or bfloat16.
-            max_model_len: Most tokens of a rollout; twice as many where they are encoded anew.
-            policy: Whose tokens the rollouts hold; None: of another vocabulary than the model.
-            num_threads: Threads of this process's tensor operations; None: as they are.
+            max_model_len: Most tokens of a rollout. Doubled if the text is encoded with the reward
+                model's own tokenizer.
+            policy: Folder or hub id of the policy, to compare vocabularies. None means always
+                encode the text.
+            num_threads: CPU threads for tensor operations. None keeps the current number.
 
         Raises:
             RuntimeError: vLLM is missing or its version is not supported.
@@ -245,7 +251,7 @@ class VllmRewardModel(VllmModel):
         )
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
-        """A score for each rollout, in the order given; NaN for one without tokens."""
+        """Return one score for each rollout, in the order given; NaN if it has no tokens."""
         from vllm import PoolingParams
 
         sequences = [np.concatenate(sequence_ids(self._tokenizer, each)) for each in rollouts]
@@ -254,7 +260,7 @@ class VllmRewardModel(VllmModel):
         if not rows:
             return scores
         prompts = [self._prompt(sequences[row]) for row in rows]
-        parameters = PoolingParams(use_activation=False)  # the score itself, no sigmoid of it
+        parameters = PoolingParams(use_activation=False)  # the raw score, without a sigmoid
         with self._working():
             outputs = self._llm.encode(prompts, parameters, use_tqdm=False, pooling_task="classify")
         for row, output in zip(rows, outputs, strict=True):
@@ -263,6 +269,6 @@ class VllmRewardModel(VllmModel):
 
 
 def longest_text(model: str, most: int) -> int:
-    """The smaller of `most` and the number of tokens that the model has positions for."""
+    """Return `most`, or the model's number of positions if that is smaller."""
     config: Any = AutoConfig.from_pretrained(model).get_text_config()
     return min(most, getattr(config, "max_position_embeddings", most))

@@ -1,4 +1,23 @@
-"""The thread that owns a vLLM: it steps it, and does all else between two steps."""
+"""Scheduler thread of a vLLM engine: it steps vLLM and runs everything else between two steps.
+
+Concurrency. One thread, `raypo-vllm`, starts vLLM, steps it and is the only one to touch it. It
+also owns the state of all requests, so that state needs no lock. Any number of other threads call
+`VllmLoop` (in a replica: `replica` and `replica-pinned`, see `raypo.deployment.replica`).
+
+A caller appends a function to one of two lists, under the lock `_door`, which is never held during
+work or waiting for a result. The thread empties the lists before each step:
+
+- `_news` (new requests, cancellations, load queries), before every step;
+- `_calls` (weight pushes, sleep, shutdown), not while an exclusive batch runs.
+
+Callers wait in two places: for the future of their function or request, and in `submit` for a slot
+of the semaphore `_places`, which the thread releases when a request leaves the queue. The thread
+waits only on `_door`, for work or for the next deadline. It never waits for a caller, so there is
+no deadlock.
+
+Futures are resolved in the thread. Their callbacks therefore delay the next step, and must not call
+`submit`.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +46,24 @@ from raypo.serving.vllm_requests import completion_of, sampling_params
 LOOK_EVERY_S = 0.25
 RATE_OVER_S = 1.0
 LEAVE_S = 5.0
-"""How long the end of the process waits for the step that is under way."""
+"""Longest time that `close` waits for the running step, in seconds."""
 
 T = TypeVar("T")
 
 
 @dataclass
 class Serving:
-    """What an engine may sample under. Written between steps; read anywhere."""
+    """State that decides if an engine may sample. Written between steps; read by any thread."""
 
     version: int | None = None
-    """Of the weights; None while they are of no whole version."""
+    """Weight version. None if the engine does not hold a complete one."""
     why_not: str = "no weights were pushed yet"
     asleep: set[str] = field(default_factory=set)
     paused: InFlight | None = None
     broken: str | None = None
 
     def refusal(self) -> str | None:
-        """Why nothing can be sampled, whoever asks; None where it can."""
+        """Return why the engine cannot sample, or None if it can. A pause is not a reason."""
         if self.broken is not None:
             return (
                 f"this engine cannot go on: {self.broken}. "
@@ -57,61 +76,63 @@ class Serving:
         return None
 
     def may_step(self) -> bool:
-        """Whether vLLM may be stepped."""
+        """Return True if vLLM may be stepped."""
         return self.paused is None and self.refusal() is None
 
 
 class VllmLoop:
-    """Steps a vLLM in a thread of its own, which alone touches it and what is known of requests.
+    """Step loop of a vLLM in its own thread, with a request queue and a call queue.
 
-    Other threads hand in what they want, under one lock that is never held while anything is
-    waited for or worked on, and wait for a future. The thread waits for nothing but what is handed
-    in, and looks at it before every step. So nobody can wait in a circle, and none is overlooked.
+    The module docstring describes the threads and locks.
     """
 
     def __init__(
         self, start: Callable[[], Any], serving: Serving, *, max_waiting: int, probes: int = 0
     ) -> None:
-        """Start vLLM in the thread.
+        """Start the thread, and vLLM in it; return when vLLM is ready.
 
         Args:
-            start: Makes a `vllm.LLM`.
-            serving: Of the engine; vLLM is stepped while it allows that.
-            max_waiting: Most requests that wait to join; whoever has more waits with them.
-            probes: Of the requests that vLLM samples at a time, those that only a priority below 0
-                may have.
+            start: Creates a `vllm.LLM`. Called in the thread.
+            serving: State of the engine. vLLM is stepped only while `may_step` is True.
+            max_waiting: Most requests in the queue. `submit` blocks if it is full.
+            probes: Part of vLLM's `max_num_seqs` that is reserved for requests with negative
+                priority.
+
+        Raises:
+            Exception: whatever `start` raises.
         """
         self.serving = serving
         self.adapters: Adapters | None = None
         self.load = Load()
         self.progress = Progress()
-        # Handed in by other threads, under the lock.
+        # Filled by other threads, emptied by the loop's thread; guarded by `_door`.
         self._door = threading.Condition()
         self._news: list[Callable[[], object]] = []
         self._calls: list[Callable[[], object]] = []
-        """What waits while a batch runs alone."""
+        """Functions that are deferred while an exclusive batch runs."""
         self._is_closing = False
-        # Taken by callers, given back by the thread.
+        # Queue slots: acquired by callers in `submit`, released by the loop's thread.
         self._places = threading.Semaphore(max_waiting)
-        # The thread's own.
+        # Used only by the loop's thread.
         self._queue: list[tuple[int, int, Lot]] = []
-        """A heap, by priority and order of arrival."""
+        """Heap of (priority, order of arrival, requests)."""
         self._num_queued = 0
         self._deadlines: list[tuple[float, int, Asked]] = []
-        """A heap."""
+        """Heap of (deadline, order of arrival, request)."""
         self._attempts: dict[str, str] = {}
-        """By run, the attempt that is sampled for."""
+        """Live attempt of each run. Requests of its other attempts are cancelled."""
         self._numbers = itertools.count()
         self._running: dict[str, Asked] = {}
-        """By the name that vLLM's outputs have."""
+        """Requests in vLLM, by the id that its outputs have (`external_req_id`)."""
         self._runs_alone = False
+        """True while an exclusive batch is in vLLM."""
         self._salt = ""
-        """Keeps what is cached under these weights apart from what was under older ones."""
+        """Prefix of every cache salt. It changes if old weights' keys and values stay in use."""
         self._steps, self._busy_s, self._tokens, self._preemptions = 0, 0.0, 0, 0
         self._meter = Meter()
         self._looked_at = -math.inf
         self._rate_from = 0.0, 0
-        """Seconds and tokens at which `tokens_per_s` begins."""
+        """Busy seconds and token count at the start of the `tokens_per_s` window."""
         started: Future[InsideVllm] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(start, started), name="raypo-vllm", daemon=True
@@ -122,7 +143,9 @@ class VllmLoop:
         self._most_running, self._probes = self._inside.most_running - probes, probes
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread, between two steps; a batch that runs alone ends first.
+        """Run a function in the thread, between two steps and after any exclusive batch.
+
+        Blocks until it has run. In the thread itself it runs at once.
 
         Raises:
             RuntimeError: the engine was shut down.
@@ -131,12 +154,18 @@ class VllmLoop:
         return self._answered(function, self._calls)
 
     def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
-        """Ask for responses. Where as many wait to join as may, the caller waits for a place.
+        """Queue requests. Blocks while the queue is full.
 
-        Nobody waits with a priority below 0.
+        Requests with negative priority and exclusive batches bypass the queue limit. A request
+        whose timeout passes before it gets a slot is answered with finish reason `timeout`.
 
         Args:
-            alone: They enter together, when nothing else runs, and nothing joins them.
+            requests: Validated requests.
+            alone: Sample them as an exclusive batch: they start together when nothing else runs,
+                and no request joins them.
+
+        Returns:
+            One entry for each request; its `answer` is the future.
 
         Raises:
             RuntimeError: the engine was shut down.
@@ -161,18 +190,22 @@ class VllmLoop:
                 self._hand_in(self._news, partial(self._arrive, Lot([each], alone=False)))
             except RuntimeError:
                 if needs_place:
-                    self._places.release()  # who waits next shall be told too
+                    self._places.release()  # wakes the next blocked caller, which fails as well
                 raise
         return asked
 
     def _take_back(self, answer: Promise) -> None:
-        """Have a request given back before the next step; nobody waits for that."""
-        with suppress(RuntimeError):  # it was shut down, and all are told
+        """Cancel a request before the next step. Does not block."""
+        with suppress(RuntimeError):  # after shutdown every request has failed already
             give_back = partial(self.give_back, lambda each: each.answer is answer, "cancelled")
             self._hand_in(self._news, give_back)
 
     def answer_only(self, run: str, attempt: str) -> int:
-        """Give back what other attempts of a run have asked, now and when it comes; how many."""
+        """Cancel requests of a run's other attempts, queued, running or yet to come.
+
+        Returns:
+            How many were cancelled now.
+        """
 
         def begin() -> int:
             self._attempts[run] = attempt
@@ -181,7 +214,7 @@ class VllmLoop:
         return self._answered(begin, self._news)
 
     def stretch(self) -> Stretch:
-        """The load since this was last asked."""
+        """Return means and peaks of the load since the last call of this method."""
         return self._answered(self._meter.take, self._news)
 
     def _is_orphan(self, each: Asked) -> bool:
@@ -189,13 +222,16 @@ class VllmLoop:
         return self._attempts.get(run, attempt) != attempt
 
     def give_up(self, reason: str) -> None:
-        """vLLM can never be stepped again: have all who wait told."""
+        """Mark the engine as broken; every queued and running request then fails."""
         self.serving.broken = self.serving.broken or reason
         with self._door:
             self._door.notify()
 
     def close(self) -> None:
-        """End the thread after the step that is under way; all who wait are told."""
+        """End the thread after the running step; all other requests fail.
+
+        Waits at most `LEAVE_S` seconds for the thread.
+        """
         with self._door:
             self._is_closing = True
             self._door.notify()
@@ -203,9 +239,9 @@ class VllmLoop:
             self._thread.join(LEAVE_S)
 
     def _answered(self, function: Callable[[], T], where: list[Callable[[], object]]) -> T:
-        """What a function returns, run in the thread when its turn comes among those handed in."""
+        """Append a function to one of the lists, and return its result."""
         if threading.current_thread() is self._thread:
-            return function()
+            return function()  # waiting for itself would be a deadlock
         answer: Future[T] = Future()
         self._hand_in(where, partial(settle, answer, function))
         return answer.result()
@@ -218,9 +254,9 @@ class VllmLoop:
             self._door.notify()
 
     def settle(self) -> None:
-        """Take what vLLM has sampled ahead: it is of the weights that are there now.
+        """Collect the outputs of steps in flight, which belong to the current weights.
 
-        With asynchronous scheduling, as on GPUs, vLLM is a step ahead of its outputs.
+        With asynchronous scheduling, as on GPUs, vLLM is one step ahead of its outputs.
 
         Raises:
             RuntimeError: vLLM failed.
@@ -231,14 +267,14 @@ class VllmLoop:
             raise RuntimeError(self.serving.refusal())
 
     def give_back(self, are_meant: Callable[[Asked], bool], reason: str) -> int:
-        """Answer requests that wait or run with what was sampled so far.
+        """Abort queued and running requests; each is answered with its tokens so far.
 
         Args:
-            are_meant: Which ones.
+            are_meant: Selects the requests.
             reason: Their finish reason.
 
         Returns:
-            How many.
+            How many were aborted.
         """
         waiting = (each for _, _, lot in self._queue for each in lot.asked)
         meant = [each for each in (*waiting, *self._running.values()) if not each.answer.done()]
@@ -248,7 +284,12 @@ class VllmLoop:
         return len(meant)
 
     def give_back_running(self, *, adapters: Collection[str | None] | None = None) -> None:
-        """Answer what runs, under these adapters or all, with what was sampled so far."""
+        """Abort running requests; each is answered with its tokens so far, reason `paused`.
+
+        Args:
+            adapters: Only requests under these adapters; an element None stands for the engine's
+                own weights. Without this argument, all running requests.
+        """
 
         def are_meant(each: Asked) -> bool:
             return each.name is not None and (adapters is None or each.request.adapter in adapters)
@@ -256,7 +297,11 @@ class VllmLoop:
         self.give_back(are_meant, "paused")
 
     def restart_running(self, *, adapters: Collection[str | None] | None = None) -> None:
-        """Let what runs, under these adapters or all, wait for its turn again, tokens dropped."""
+        """Drop the tokens of running requests and put the requests back into the queue.
+
+        Args:
+            adapters: Filter, as for `give_back_running`.
+        """
         for each in list(self._running.values()):
             if adapters is not None and each.request.adapter not in adapters:
                 continue
@@ -264,28 +309,33 @@ class VllmLoop:
             self._line_up(Lot([each], alone=False))
 
     def forget_keys(self) -> bool:
-        """Let no key or value of weights that were replaced be used, but by what runs on with them.
+        """Invalidate the KV cache of replaced weights.
+
+        Running requests recompute their keys and values. If the pause says `keep` they go on with
+        the old ones, which no new request can reuse.
 
         Returns:
-            Whether vLLM did.
+            False if vLLM could not reset its prefix cache.
         """
         if self._running and self.serving.paused == "keep":
+            # The cache cannot be reset under running requests; a new salt makes its entries miss.
             self._salt = str(next(self._numbers))
             return True
         self._salt = ""
         for each in self._running.values():
             self._count_preemptions(each)
         is_done = self._inside.forget_keys(of_running=bool(self._running))
-        for each in self._running.values():  # what vLLM counts here is for no want of room
+        for each in self._running.values():
+            # vLLM counts the reset as a preemption of each request; it is no lack of KV cache.
             each.num_preemptions = each.scheduled.num_preemptions
         return is_done
 
     def note_version(self, adapter: str | None, version: int) -> None:
-        """What runs is sampled under other weights from its next token on.
+        """Record for running requests that their next token comes from new weights.
 
         Args:
-            adapter: Of this name; None: the engine's own.
-            version: That is there now.
+            adapter: Adapter that was replaced. None means the engine's own weights.
+            version: The new version.
         """
         for each in self._running.values():
             if each.request.adapter == adapter:
@@ -293,7 +343,7 @@ class VllmLoop:
                 each.versions.append((num_tokens, version))
 
     def runs(self, adapter: str) -> bool:
-        """Whether anything runs under an adapter."""
+        """Return True if any request runs under this adapter."""
         return any(each.request.adapter == adapter for each in self._running.values())
 
     def _run(self, start: Callable[[], Any], started: Future[InsideVllm]) -> None:
@@ -304,12 +354,12 @@ class VllmLoop:
                 pass
 
     def _turn(self) -> bool:
-        """Do what was handed in, then a step where there is one to do; False at the end."""
+        """Run the queued functions, then one step if any request runs; return False at the end."""
         with self._door:
             self._wait()
             is_last = self._is_closing
             todo = list(self._news)
-            self._news.clear()  # the very lists stay: others have them in hand
+            self._news.clear()  # in place: `_hand_in` callers hold a reference to the list
             if is_last or not self._runs_alone:
                 todo += self._calls
                 self._calls.clear()
@@ -332,7 +382,7 @@ class VllmLoop:
         return not is_last
 
     def _wait(self) -> None:
-        """At the door, for something to do."""
+        """Wait on `_door` for work or the next deadline, and record the idle time."""
         begin = time.monotonic()
         self._door.wait_for(self._is_needed, self._seconds_left())
         if not self._running and not self._num_queued:
@@ -345,7 +395,7 @@ class VllmLoop:
         return self._is_closing or bool(self._news) or has_calls or (has_requests and can_go_on)
 
     def _seconds_left(self) -> float | None:
-        """Until the next request is late; None: there is none that can be."""
+        """Return the seconds until the next deadline; None if no request has one."""
         while self._deadlines and self._deadlines[0][2].answer.done():
             heapq.heappop(self._deadlines)
         if not self._deadlines:
@@ -361,7 +411,7 @@ class VllmLoop:
         if refusal is not None and (self.serving.broken is not None or not is_paused):
             self._fail(lot.asked, RuntimeError(refusal))
             return
-        for each in filter(self._is_orphan, lot.asked):  # its caller has died, and waits no more
+        for each in filter(self._is_orphan, lot.asked):  # its caller is dead
             self._give_back(each, "cancelled")
         lot.asked = [each for each in lot.asked if not each.answer.done()]
         if not lot.asked:
@@ -380,11 +430,11 @@ class VllmLoop:
         heapq.heappush(self._queue, (priority, lot.asked[0].number, lot))
 
     def _admit(self) -> None:
-        """Let vLLM have what may enter now."""
+        """Move requests from the queue into vLLM, within `max_num_seqs` and exclusivity."""
         refusal = self.serving.refusal()
         if refusal is not None and self.serving.paused is None:
             for _, _, lot in self._queue:
-                if lot.alone:  # a push came first; what joins waits until it has come to its end
+                if lot.alone:  # a push came first. Single requests stay queued until it ends.
                     self._fail(lot.asked, RuntimeError(refusal))
         while self._queue and not self._runs_alone and self.serving.may_step():
             priority, _, lot = self._queue[0]
@@ -395,14 +445,14 @@ class VllmLoop:
                 return
             if lot.asked:
                 self._enter(lot)
-            heapq.heappop(self._queue)  # only now: if vLLM fails, what waits is told
+            heapq.heappop(self._queue)  # after `_enter`: if that raises, `_fail_all` still finds it
 
     def _enter(self, lot: Lot) -> None:
         self._leave_queue(lot.asked)
         requests = [each.request for each in lot.asked]
         try:
             adapters = [self._adapter(request) for request in requests]
-        except ValueError as error:  # it was dropped while they waited
+        except ValueError as error:  # the adapter was dropped while they were queued
             self._fail(lot.asked, error)
             return
         names = self._inside.enqueue(
@@ -419,7 +469,7 @@ class VllmLoop:
         self._runs_alone = lot.alone
 
     def _step(self) -> bool:
-        """Whether vLLM can be stepped again."""
+        """Run one forward pass and answer finished requests; return False if vLLM failed."""
         begin = time.perf_counter()
         try:
             with memory_advice("the engine", ENGINE_REMEDY):
@@ -454,7 +504,7 @@ class VllmLoop:
         return tokens, state.logprobs_processor.logprobs
 
     def _left(self, each: Asked, name: str, num_tokens: int) -> None:
-        """A request is not vLLM's any more."""
+        """Remove a request that vLLM has finished or aborted from `_running`."""
         self._count_preemptions(each)
         del self._running[name]
         each.name = None
@@ -493,7 +543,7 @@ class VllmLoop:
         self._runs_alone = False
 
     def _state(self, each: Asked) -> Any:
-        """What vLLM has of a request that runs, its tokens with it."""
+        """Return vLLM's state of a running request (`InsideVllm.state`)."""
         assert each.name is not None, "vLLM has it"
         return self._inside.state(each.name)
 
@@ -507,7 +557,7 @@ class VllmLoop:
         return self.adapters.request(request.adapter)
 
     def _version(self, request: SamplingRequest) -> int:
-        """Of the adapter that a request names, else of the engine's own weights."""
+        """Return the version of the request's adapter, else of the engine's own weights."""
         of_adapter = None
         if request.adapter is not None and self.adapters is not None:
             of_adapter = self.adapters.version(request.adapter)
@@ -515,7 +565,7 @@ class VllmLoop:
         return self.serving.version if of_adapter is None else of_adapter
 
     def _look(self) -> None:
-        """Tell the load, now and then: it takes a look at every request."""
+        """Update `load`, at most every `LOOK_EVERY_S` while requests run: it visits each one."""
         kv_cache = self._inside.kv_cache_use
         self._meter.note(queued=self._num_queued, running=len(self._running), kv_cache=kv_cache)
         now = time.monotonic()

