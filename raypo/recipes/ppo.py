@@ -1,6 +1,6 @@
 """PPO in seven steps: the loop that every learner worker runs on its own share of the prompts.
 
-If the run has a driver, steps 1 and 2 are in `raypo.trainer`.
+If the run has a driver (`raypo.trainer`), step 1 and the dedicated services of step 2 are there.
 """
 
 from __future__ import annotations
