@@ -54,7 +54,7 @@ class Phases:
 
     workers: Workers
     offloads: bool
-    """Whether learner and engines share GPUs, so that models are moved between phases."""
+    """True if learner and engines share GPUs, so that models are moved between phases."""
     engines: EngineClient
     frozen: Sequence[FrozenClient] = ()
     """Reward and reference models."""

@@ -33,9 +33,9 @@ class Shared:
     lender: ActorHandle | None = None
     """Leases engines to trials: one of their own until they end, or one slot of a shared pool."""
     pool: bool = False
-    """Whether all trials use the same engines, each with its own adapter."""
+    """True if all trials use the same engines, each with its own adapter."""
     share_batches: bool = False
-    """Whether the trials of a pool sample in the same batches."""
+    """True if the trials of a pool sample in the same batches."""
 
 
 @dataclass(frozen=True)
