@@ -41,7 +41,8 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
     def before_restoring(self, learner: SupervisedLearner[Any]) -> None:
         """Add the reference model's log-probs to each preference, unless the data has them.
 
-        This runs before a checkpoint is restored, while the learner still is the reference model.
+        Without `model.reference` the learner's initial policy is the reference model, so this runs
+        before a checkpoint is restored.
         """
         config = self.config
         if not config.dpo.needs_reference or config.data.ref_chosen_key:

@@ -99,6 +99,7 @@ class Episodes:
 
         Raises:
             NoReplicaLeft: no engine is left, also after another push.
+            LoopStandsStill: user code blocked the event loop for too long.
         """
         table, loop = _Table(engine, in_step=self.section.goes_in_step), self._loop
         seats = [

@@ -1,6 +1,7 @@
 """The policy as one episode uses it: it samples turns and records every conversation as ids.
 
-It runs in the event loop of the episodes. Other threads may only read `base_url` and `api_key`.
+It samples and records in the event loop of the episodes. Plain methods of agents, in other threads,
+may read `base_url` and `api_key`, and their tools call `hear`.
 """
 
 from __future__ import annotations

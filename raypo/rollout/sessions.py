@@ -2,8 +2,8 @@
 
 Concurrency. Each learner worker has at most one server, in a daemon thread with its own event loop.
 A request arrives in that loop, is sampled in the event loop of the episodes
-(`run_coroutine_threadsafe`), and its future is awaited in the server's loop. `Policy` and its
-recorded conversations are touched in the loop of the episodes only.
+(`run_coroutine_threadsafe`), and its future is awaited in the server's loop. Conversations are
+recorded in the loop of the episodes only.
 """
 
 from __future__ import annotations

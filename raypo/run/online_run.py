@@ -278,7 +278,7 @@ class OnlineRun(Run[AnyOnline]):
             version: Version of the weights: the step whose update produced them.
 
         Returns:
-            Metrics of the push, and of the memory and load of engines.
+            Metrics of the push, of memory, and of the engines' load.
         """
         engine = services.engine
         if not self._has_pushed:

@@ -159,9 +159,9 @@ class Run(ABC, Generic[AnyConfig]):
         """Prepare the learner for saving. By default there is nothing to do."""
 
     def restore(self, learner: Saveable) -> None:
-        """Restore the run's last checkpoint or, if it has none, the other run's that is configured.
+        """Restore the run's last checkpoint, else one of another run, else start with clean files.
 
-        Without either the run starts with clean files.
+        The other run's is `from_checkpoint`, or another trial's in population-based training.
         """
         # Once more, because DeepSpeed and transformers have added their own loggers since.
         log_to_file(log_path(self.files, self.workers), on_print=self.tell.message)

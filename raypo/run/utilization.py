@@ -45,10 +45,10 @@ def step_work(
 ) -> dict[str, Work]:
     """Return the work of a step by phase. All workers call it together.
 
-    FLOPs of a pass count each response token and, once per group, the prompt. The phase
-    `log_probs` is one forward pass of critic and policy, without the policy if the step is one
-    update that needs no old log-probs. The phase `update` is `ppo.num_epochs` passes forward and
-    backward.
+    FLOPs of a pass count each response token and, once per group, the prompt. The tokens of
+    `generate` are sampled tokens only. The phase `log_probs` is one forward pass of critic and
+    policy, without the policy if the step is one update that needs no old log-probs. The phase
+    `update` is `ppo.num_epochs` passes forward and backward.
 
     Args:
         collected: This worker's rollouts of the step.
