@@ -178,7 +178,7 @@ class _Table:
         self._num_thinking = 0
         """Number of running episodes that do not wait for the policy."""
         self.waited_s = 0.0
-        """Seconds in which no call was in flight, because all running episodes were thinking."""
+        """Seconds in which no call was in flight, because episodes waited for environments."""
 
     async def until_over(self, seats: Sequence[_Seat] = ()) -> NoReplicaLeft | None:
         """Run until all episodes are over, or no engine is left.
