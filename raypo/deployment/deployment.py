@@ -1,8 +1,8 @@
-"""Replicas of a plain class behind one handle: Ray actors pinned to bundles of a shared group.
+"""Replicas of a plain class behind one handle: Ray actors pinned to bundles of a placement group.
 
-Ray starts a replica again whose process has ended: in its bundle, under its name, with its
-environment. Nothing else watches over a deployment, so nothing else can be lost with it: callers
-find out who answers, and kill a replica that hangs while they wait for it.
+Ray restarts a replica whose process has ended, in the same bundle, with the same name and
+environment. A deployment has no controller that could be lost: callers themselves find out which
+replicas answer, and kill a replica that hangs while they wait for it.
 """
 
 from __future__ import annotations
@@ -24,26 +24,31 @@ from raypo.deployment.spec import Deployment, Place
 __all__ = ["Deployment", "DeploymentHandle", "Place", "own_devices", "start_deployment"]
 
 MOST_CALLS = 100_000
-"""That a replica has in hand, whether they are worked on or wait; of what is more Ray tells it
-nothing, not even who asks for its health."""
+"""Calls that a replica accepts, running or queued (Ray's `max_concurrency`). Ray delivers no
+further calls, not even health checks."""
 _keep_alive: dict[str, tuple[list[ActorHandle], Any]] = {}
-"""By deployment, its actors, which end when nobody holds them, and what they are made from: Ray
-2.60 lets go of a constructor's large arguments before the second time that it needs them."""
+"""Actor handles and the reference to the spec, by deployment. An actor ends when no handle to it is
+left. Ray 2.60 frees large constructor arguments before a restart needs them again."""
 
 
 def start_deployment(
     deployment: Deployment, places: Sequence[Place], *, in_turn: bool = False
 ) -> DeploymentHandle:
-    """Start a replica in each place, in the background; they end with the calling process.
+    """Start a replica in each place, in the background. They end with the calling process.
 
     Args:
-        in_turn: One after the other: each is waited for before the next one begins.
+        deployment: The spec.
+        places: The place of each replica.
+        in_turn: Whether to wait for each replica before the next one starts.
+
+    Returns:
+        A handle to all replicas.
 
     Raises:
         DeploymentError: another deployment has the name.
     """
     made_from = ray.put(deployment)
-    # A class of its own has its own name in the dashboard.
+    # A subclass, so that the dashboard shows the name of the deployed class.
     cls = type(deployment.cls.__name__, (_RemoteReplica,), {})
     actors = []
     for index, place in enumerate(places):
@@ -54,7 +59,7 @@ def start_deployment(
             kwargs={"made_from": [made_from], "index": index, "bundle": place.bundle},
         )
         actors.append(actor)
-        if in_turn:  # why it did not start is told by whoever asks it first
+        if in_turn:  # a failed start raises in the first call to the replica, not here
             ray.wait([actor.where.remote()], timeout=deployment.start_timeout_s)
     _keep_alive[deployment.name] = (actors, made_from)
     namespace = ray.get_runtime_context().namespace
@@ -84,7 +89,7 @@ def _options(deployment: Deployment, place: Place) -> dict[str, Any]:
 
 
 def own_devices() -> dict[str, str]:
-    """Environment that shows a process the devices of this worker and no others."""
+    """Return environment variables that make only this worker's devices visible to a process."""
     import torch
 
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])

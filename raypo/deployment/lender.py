@@ -1,4 +1,4 @@
-"""Lends deployments from run to run: an engine that is up is handed on instead of started anew."""
+"""Leases of deployments: a running engine is passed on from run to run instead of restarted."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from raypo.cluster.actors import is_alive
 from raypo.deployment.handle import DeploymentHandle
 
 LOOK_EVERY_S = 0.5
-"""How often one that waits looks whether a holder has died."""
+"""Polling interval of a waiting run, in seconds, to see whether all holders of a slot are dead."""
 
 
 @dataclass(frozen=True)
 class Loan:
-    """A seat at a deployment, for one run."""
+    """A lease: one run may use one slot of a deployment."""
 
     number: int
     handle: DeploymentHandle
     before: str | None
-    """Another run that had the seat before; None: nobody."""
+    """Name of another run that had the slot before. None if there was none."""
 
 
 @dataclass(eq=False)
@@ -36,10 +36,10 @@ class _Seat:
 
 
 class Lender:
-    """Seats at deployments, each of which one run at a time holds. A zero-CPU actor.
+    """Pool of slots of deployments, each leased to one run at a time. A zero-CPU actor.
 
-    A seat is free when every worker that held it is dead: so no push and no request of the run
-    before can still be on its way.
+    A slot is free when every worker that held it is dead. Then no push and no request of the
+    earlier run can still be in flight.
     """
 
     def __init__(self, handles: Sequence[DeploymentHandle]) -> None:
@@ -47,7 +47,16 @@ class Lender:
         self._lock = threading.Lock()
 
     def lend(self, run: str, holder: ActorHandle, timeout_s: float) -> Loan | None:
-        """A seat that nobody holds; None where none is free in time, or all have failed."""
+        """Lease a free slot to a run, and wait for one if necessary.
+
+        Args:
+            run: Name of the run.
+            holder: The worker that asks. The lease lasts while it or another holder is alive.
+            timeout_s: Seconds to wait for a free slot.
+
+        Returns:
+            The lease. None if no slot becomes free in time, or all deployments are lost.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             usable = [seat for seat in self._seats if not seat.handle.is_lost()]
@@ -60,16 +69,17 @@ class Lender:
             time.sleep(LOOK_EVERY_S)
 
     def _give(self, free: Sequence[_Seat], run: str, holder: ActorHandle) -> Loan:
-        """A run that begins again finds its seat, or leaves nothing behind in the one it had."""
+        """Lease one of the free slots: a restarted run's own earlier slot, if it is free."""
         seat = next((seat for seat in free if seat.run == run), free[0])
         before = seat.run
+        # If the run gets another slot, forget it in its old one, so that only one slot names it.
         for each in self._seats:
             each.run = None if each.run == run else each.run
         seat.run, seat.holders = run, [holder]
         return Loan(self._seats.index(seat), seat.handle, before if before != run else None)
 
     def hold(self, number: int, holder: ActorHandle) -> None:
-        """Another worker of the run that holds the seat."""
+        """Add another worker of the run to the holders of a lease."""
         with self._lock:
             self._seats[number].holders.append(holder)
 
@@ -78,13 +88,13 @@ class Lender:
 
 
 def start_lender(handles: Sequence[DeploymentHandle]) -> ActorHandle:
-    """A lender that lives as long as this process.
+    """Start a pool that lives as long as this process.
 
     Args:
-        handles: One for each seat; a deployment that several runs use at a time comes several
-            times.
+        handles: One handle for each slot. A deployment that several runs may use at the same time
+            occurs several times.
     """
-    # A run that waits for a seat takes a thread; `hold` must get one all the same.
+    # Each waiting run blocks a thread of the actor; `hold` must still get one.
     threads = 16 + len(handles)
     lender: Any = ray.remote(Lender).options(num_cpus=0, max_concurrency=threads)
     return lender.remote(handles)

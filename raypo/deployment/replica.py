@@ -57,7 +57,7 @@ class Replica:
         self._incarnation = uuid.uuid4().hex
         self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._ready: dict[str, list[tuple[int, Any]]] = {}
-        """By call id, entries of the value with their indices, in the order they became ready."""
+        """Per call id, entries of the value with their indices, in the order they became ready."""
         self._is_draining = False
         self._preparing = threading.Lock()
         """Held while the object is built or runs a prerequisite."""

@@ -67,7 +67,7 @@ class Replicas:
         self.choosing = threading.BoundedSemaphore(CHOOSING)
         """Limits the threads in which event loops choose a replica."""
         self.lost: dict[int, Exception] = {}
-        """By index, the error of each replica that Ray does not restart."""
+        """Index to error, of each replica that Ray does not restart."""
 
     def __reduce__(self) -> Any:
         return Replicas, (self.limits, self.namespace, self.count)

@@ -1,4 +1,4 @@
-"""A placement group of several bundles: reserved whole, or refused with who waits for what."""
+"""Reservation of a placement group: as a whole, or an error that names what is missing."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from raypo.tracking.console import Console
 
 WAIT_S = 0.5
 SAY_AFTER_S = 5.0
-"""Seconds of silent waiting, after which a line says who holds the room."""
+"""Seconds of waiting after which a message says which programs hold the resources."""
 
 
 @dataclass(frozen=True)
 class Dedicated:
-    """What the driver has started in a placement group of its own."""
+    """Deployments that the driver has started in a placement group of their own."""
 
     handles: dict[str, DeploymentHandle] = field(default_factory=dict)
-    """By role: engine, reference, reward_0, ..."""
+    """Handles by role: engine, reference, reward_0, ..."""
     group: PlacementGroup | None = None
 
     def shutdown(self, *, graceful: bool) -> None:
-        """End the deployments and give the group back."""
+        """End the deployments and remove the group.
+
+        Args:
+            graceful: Whether replicas may finish; else they are killed at once.
+        """
         for handle in self.handles.values():
             handle.shutdown(None if graceful else 0.0)
         if self.group is not None:
@@ -48,21 +52,23 @@ def reserve(
     """Reserve a placement group and wait until it is placed. It ends with this process's job.
 
     Args:
-        what: The group, for people.
-        name: Readable, for the dashboard.
-        placement: Its strategy, and the seconds to wait for what others hold.
-        on_asked: Called before it waits.
-        say: Called with a line for people once it has waited `SAY_AFTER_S`. None prints the line.
+        bundles: The bundles to reserve.
+        what: Description of the group, for messages.
+        name: Name of the group in the dashboard.
+        placement: Placement strategy, and seconds to wait.
+        on_asked: Callback that gets the group as soon as it is requested.
+        say: Callback for a message after `SAY_AFTER_S` of waiting. None prints it.
 
     Raises:
-        PlacementError: it was not there in time, with the bundle that waits and what is free.
+        PlacementError: the group was not placed in time. The message names the bundle that waits
+            and the free resources.
     """
     resources = [dict(bundle.resources) for bundle in bundles]
     group = ray.util.placement_group(resources, placement.strategy, name=name)
     began, is_said = time.monotonic(), False
     try:
         on_asked(group)
-        while not group.wait(WAIT_S):  # in pieces, between which Ctrl-C is heard
+        while not group.wait(WAIT_S):  # short waits, so that Ctrl-C gets through
             waited_s = time.monotonic() - began
             if waited_s > placement.timeout_s:
                 raise PlacementError(
@@ -83,7 +89,7 @@ def reserve(
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
-    """The node id of each bundle."""
+    """Return the node id of each bundle."""
     placed = placement_group_table(group)["bundles_to_node_id"]
     return [placed[index] for index in range(group.bundle_count)]
 
@@ -105,7 +111,7 @@ def _why_it_waits(
 
 
 def _holders(group: PlacementGroup) -> str:
-    """Name the other placement groups and what they hold, in a sentence."""
+    """Return a sentence with the other placement groups and their resources."""
     names = []
     for info in placement_group_table().values():
         if info["state"] == "CREATED" and info["placement_group_id"] != group.id.hex():

@@ -52,7 +52,7 @@ class Deployment:
     max_restarts: int = 3
     """Restarts of each replica by Ray."""
     takes_turns: bool = False
-    """Whether a restarted replica waits for its first call before it takes memory, because another
+    """True if a restarted replica waits for its first call before it takes memory, because another
     process may be using that memory now."""
 
     @property
@@ -67,7 +67,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one replica runs. Without a group it reserves nothing and may run anywhere."""
+    """Location of one replica. Without a group it reserves nothing and may run anywhere."""
 
     group: PlacementGroup | None = None
     bundle: int = 0

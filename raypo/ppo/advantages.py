@@ -1,8 +1,9 @@
-"""From scores to token rewards, returns and advantages.
+"""Token rewards, returns and advantages.
 
-B responses, T response tokens, P prompts, n samples a prompt. Every mask: True = keep. Positions
-that an environment wrote are transparent: the sampled tokens of a row are numbered through, and
-credit flows from one to the next undiminished by what stands between them.
+Notation: B responses, T response tokens, P prompts, n samples per prompt. Every mask: True = keep.
+
+Tokens that an environment wrote are skipped: discounts and lambdas apply from one sampled token to
+the next sampled token, however many other tokens are in between.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from raypo.ppo.masked import check_choice, check_same_shape, in_blocks, keep
 
 GROUP_STD_EPS = 1e-6
 SCAN_CHUNK = 32
-"""Tokens that one product with a triangular matrix sums up; only a matter of speed."""
+"""Tokens that one product with a triangular matrix sums up. It affects speed only."""
 
 
 def last_token(mask: Tensor) -> Tensor:
-    """Where the last sampled token of each row stands: the place of the response's score.
+    """Return a mask of the last sampled token of each row, where a response gets its score.
 
     Args:
         mask: [B, T] bool.
 
     Returns:
-        last: [B, T] bool, one True a row, none in a row without a sampled token.
+        last: [B, T] bool, one True per row; none in a row without a sampled token.
     """
     mask = mask.bool()
     remaining = mask.flip(1).cumsum(1).flip(1)  # sampled tokens from here on
@@ -40,12 +41,15 @@ def token_rewards(
     kl_coef: float,
     extra_rewards: Tensor | None = None,  # [B, T]
 ) -> Tensor:
-    """The score on the last sampled token, less the KL penalty on every one.
+    """Return the rewards of tokens: the score on the last one, minus the KL penalty on each.
 
     Args:
-        kl: nats per token, of `kl_reward_terms`; None: no penalty.
-        extra_rewards: per-token or per-turn rewards of an environment; they add at their own
-            positions, which must be sampled tokens.
+        scores: Score of each response.
+        kl: KL of `kl_reward_terms`, in nats per token. None means no penalty.
+        mask: True on sampled tokens.
+        kl_coef: Weight of the penalty, in score per nat.
+        extra_rewards: Rewards of an environment, per token or turn. They are added at their own
+            positions, which must be sampled tokens. None means there are none.
 
     Returns:
         rewards: [B, T], 0 where masked; a row without a sampled token is 0 throughout.
@@ -77,10 +81,13 @@ def penalized_scores(
     *,
     kl_coef: float,
 ) -> Tensor:
-    """Scores less the KL penalty of the whole response: what is compared within a group.
+    """Return scores minus the KL penalty of the whole response, for comparison within groups.
 
     Args:
-        kl: nats per token, of `kl_reward_terms`.
+        scores: Score of each response.
+        kl: KL of `kl_reward_terms`, in nats per token.
+        mask: True on sampled tokens.
+        kl_coef: Weight of the penalty, in score per nat.
 
     Returns:
         scores: [B]; a response without a sampled token keeps its score.
@@ -93,19 +100,19 @@ def penalized_scores(
     check_same_shape(kl=kl, mask=mask)
     if kl_coef == 0.0:
         return scores
-    # In float64, so that equal responses stay equal whatever they are padded to.
+    # In float64, so that equal responses stay equal whatever their padding.
     penalty = kl_coef * keep(kl, mask).sum(1, dtype=torch.float64)
     return (scores - penalty).to(scores.dtype)
 
 
 def adaptive_lambdas(mask: Tensor, *, alpha: float) -> Tensor:
-    """A lambda for each response, 1 - 1 / (alpha * length): the longer it is, the nearer to 1.
+    """Return a GAE lambda for each response, 1 - 1 / (alpha * length), or 0 if that is negative.
 
-    Its weights 1, lambda, lambda ** 2, ... then sum up to alpha times the length. Where alpha *
-    length is 1 or less, lambda is 0.
+    The weights 1, lambda, lambda ** 2, ... then sum to alpha * length.
 
     Args:
-        mask: [B, T] bool; the length is the number of sampled tokens.
+        mask: [B, T] bool. The length is the number of sampled tokens.
+        alpha: Sum of the weights, per token of the response.
 
     Returns:
         lambdas: [B] float64.
@@ -125,17 +132,21 @@ def generalized_advantages(
     last_values: Tensor | None = None,  # [B]
     turns: Tensor | None = None,  # [B, T] int
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns by Generalized Advantage Estimation.
+    """Compute advantages and returns by Generalized Advantage Estimation (GAE).
 
     delta_k = r_k + gamma * V_{k+1} - V_k and A_k = delta_k + gamma * lambda * A_{k+1}, where k
     numbers the sampled tokens of a row. Computed in float64, without gradient.
 
     Args:
-        gae_lambda: one for all rows, or one for each.
-        turns: which turn sampled each token; gamma and lambda then hold where a turn ends, and
-            within a turn both are 1. None: they hold at each token.
-        last_values: value of the state after the last sampled token, for rows that were cut off;
-            0 for rows that ended. None: 0 for all.
+        rewards: Reward of each token.
+        values: Value of the state before each token.
+        mask: True on sampled tokens.
+        gamma: Discount.
+        gae_lambda: Lambda of all rows, or one for each.
+        last_values: Value of the state after the last sampled token of truncated rows; 0 for rows
+            that ended. None means 0 for all.
+        turns: Turn of each token. If given, gamma and lambda apply between turns, and both are 1
+            within a turn. None means that they apply to each token.
 
     Returns:
         advantages: [B, T], not whitened, 0 where masked.
@@ -192,13 +203,16 @@ def discounted_returns(
     gamma: float,
     turns: Tensor | None = None,  # [B, T] int
 ) -> Tensor:
-    """Sum of this and all later rewards of the row, discounted per sampled token.
+    """Return, for each token, the discounted sum of its reward and all later ones of the row.
 
     Computed in float64, without gradient.
 
     Args:
-        turns: which turn sampled each token; gamma then holds where a turn ends, and within it
-            there is none. None: it holds at each token.
+        rewards: Reward of each token.
+        mask: True on sampled tokens.
+        gamma: Discount per sampled token.
+        turns: Turn of each token. If given, gamma applies between turns only. None means that it
+            applies to each token.
 
     Returns:
         returns: [B, T], 0 where masked.
@@ -229,17 +243,21 @@ def group_baseline(
     kind: str,
     valid: Tensor | None = None,  # [P, n] bool
 ) -> Tensor:
-    """Scores against the other samples of the same prompt.
+    """Return scores relative to the other samples of the same prompt.
 
-    rloo: less the mean of the other samples. reinforce_baseline, dr_grpo: less the mean of the
-    group. grpo: that over the group's unbiased standard deviation + 1e-6.
+    - rloo: score minus the mean of the other samples.
+    - reinforce_baseline, dr_grpo: score minus the mean of the group.
+    - grpo: the same, divided by the group's unbiased standard deviation + 1e-6.
 
     Args:
-        valid: False leaves a sample out of mean and deviation (it failed, or has no sampled token).
+        scores: Score of each sample.
+        kind: Name of the estimator.
+        valid: False leaves a sample out of mean and deviation: it failed, or has no sampled token.
+            None means that all are valid.
 
     Returns:
-        advantages: [P, n], 0 where not valid; a group of equal scores, or with fewer than two
-            valid samples, is exactly 0.
+        advantages: [P, n], 0 where not valid. Exactly 0 in a group of equal scores, or with fewer
+            than two valid samples.
 
     Raises:
         ValueError: `kind` is unknown, the shapes differ, or n is 1.
@@ -265,39 +283,42 @@ def group_baseline(
     elif kind == "grpo":
         variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + GROUP_STD_EPS)
-    # By comparison, not by rounding: the mean of equal numbers need not equal them.
+    # Compare scores for equality: the rounded mean of equal numbers may differ from them.
     lowest = exact.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
     highest = exact.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
     return keep(centred, valid & (highest > lowest)).to(kept.dtype)
 
 
 def _sampled_places(mask: Tensor) -> Tensor | None:
-    """Number of each sampled token within its row, masked tokens T; None if all are in place."""
+    """Return each sampled token's number within its row, T for masked tokens.
+
+    None means that no row has a masked token before a sampled one, so nothing has to be moved.
+    """
     if not (mask[:, 1:] & ~mask[:, :-1]).any():
         return None
     return torch.where(mask, mask.cumsum(1) - 1, mask.shape[1])
 
 
 def _compact(x: Tensor, places: Tensor | None) -> Tensor:
-    """The sampled tokens of each row moved to its front, zeros behind them; x is 0 where masked."""
+    """Move the sampled tokens of each row to its front, then zeros. x must be 0 where masked."""
     if places is None:
         return x
     return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, places, x)[:, :-1]
 
 
 def _spread(x: Tensor, places: Tensor | None) -> Tensor:
-    """Undoes `_compact`; masked positions hold rubbish."""
+    """Undo `_compact`. Values at masked positions are arbitrary."""
     return x if places is None else x.gather(1, places.clamp(max=x.shape[1] - 1))
 
 
 def runs_of(mask: Tensor) -> Tensor:
-    """[B, T] int64: which run of sampled tokens of its row each of them is in, from 1."""
+    """Return the number of each sampled token's run of consecutive ones, [B, T] int64, from 1."""
     begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
     return begins.cumsum(1)
 
 
 def _numbered(turns: Tensor, mask: Tensor, places: Tensor | None) -> Tensor:
-    """Turns of the sampled tokens, [B, T] int64, compacted, from 0 on; -1 behind the last."""
+    """Return the turns of sampled tokens, [B, T] int64, compacted, from 0; -1 after the last."""
     compacted = _compact(torch.where(mask, turns, 0), places)
     number = (compacted.diff(prepend=compacted[:, :1]) != 0).cumsum(1)
     place = torch.arange(mask.shape[1], device=mask.device)
@@ -307,12 +328,14 @@ def _numbered(turns: Tensor, mask: Tensor, places: Tensor | None) -> Tensor:
 def _discounted_suffix_sums(
     x: Tensor, discount: float | Tensor, turns: Tensor | None = None
 ) -> Tensor:
-    """y_k = x_k + discount * y_{k+1} along rows of x [B, T], in chunks by matrix products.
+    """Compute y_k = x_k + discount * y_{k+1} along rows of x [B, T], in chunks.
 
-    A chunk's own sums are a product with a triangular matrix of powers; what flows in from later
-    chunks is the same recurrence over the chunks' first sums, with discount ** SCAN_CHUNK. A
-    discount [B] is one for each row. With `turns` it only holds where these change: the recurrence
-    is then that of the turns' sums, and what a turn has summed up before k is taken off.
+    The sums within a chunk are a product with a triangular matrix of powers. The contribution of
+    later chunks follows the same recurrence over the chunks' first sums, with
+    discount ** SCAN_CHUNK. The discount is one number, or one for each row [B].
+
+    With `turns` the discount applies between turns only: the recurrence runs over the sums of
+    turns, and the part of a turn before k is subtracted.
     """
     if turns is not None:
         number = turns.clamp(min=0)

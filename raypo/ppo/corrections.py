@@ -1,7 +1,8 @@
-"""Weights that correct for tokens sampled by an engine that is not quite the learner.
+"""Rollout correction: importance weights for the mismatch between engine and learner.
 
-B responses, T response tokens. Every mask: True = keep. w = exp(old_log_probs - rollout_log_probs):
-the learner's probability of a token before the update over the engine's when it sampled it.
+Notation: B responses, T response tokens. Every mask: True = keep.
+w = exp(old_log_probs - rollout_log_probs) is the ratio of a token's probabilities: the learner's
+before the update, over the engine's when it sampled the token.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from raypo.ppo.masked import check_choice, check_same_shape, exact_sum
 
 CORRECTION_KINDS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
 MASK_RATIOS = ("geometric", "product")
-"""What `mis` judges a response by: the geometric mean of its tokens' ratios, or their product."""
+"""Ratio of a response that `mis` bounds: geometric mean or product of its tokens' ratios."""
 DEFAULT_CAPS = {"tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 1.001, "mis": 2.0}
-"""The largest weight by kind, where none is given."""
+"""Default of the largest weight, by kind."""
 DEFAULT_MASKS = {"icepop": (0.5, 5.0), "geometric": (0.999, 1.001), "product": (0.5, 2.0)}
-"""The smallest and largest ratio that a mask keeps, where none are given: of a token under icepop,
-of a response under mis by its kind of ratio."""
+"""Default bounds of the ratio that a mask keeps: of tokens for icepop, and of responses for mis, by
+its kind of ratio."""
 
 
 def importance_weights(
@@ -36,26 +37,34 @@ def importance_weights(
     mask_ratio: str = "geometric",
     token_veto: float | None = None,
 ) -> Tensor:
-    """Weights of the token losses, detached and bounded.
+    """Return the weights of the token losses, detached and bounded.
 
-    none: 1. tis: min(w, cap). sequence_tis: min(product of w over the response, cap).
-    geometric_tis: min(geometric mean of w over the response, cap). icepop: w inside [low, high],
-    else 0. mis: as tis, but 0 for a whole response whose ratio is outside [low, high]. What gets
-    weight 0 stays in the loss's denominator.
+    - none: 1.
+    - tis: min(w, cap).
+    - sequence_tis: min(product of w over the response, cap).
+    - geometric_tis: min(geometric mean of w over the response, cap).
+    - icepop: w inside [low, high], else 0.
+    - mis: as tis, but 0 for a whole response whose ratio is outside [low, high].
+
+    Tokens with weight 0 stay in the loss's denominator.
 
     Args:
-        low, high: the mask's bounds, for icepop and mis. None: as in `DEFAULT_MASKS`. For the three
+        old_log_probs: Log-probs of the learner before the update, in nats.
+        rollout_log_probs: Log-probs that the engine reported.
+        mask: True on sampled tokens.
+        kind: Kind of the correction.
+        low, high: Bounds of the mask, for icepop and mis. None means `DEFAULT_MASKS`. For the three
             kinds that only cap, `high` is another name for `cap`.
-        cap: the largest weight, for all kinds but none and icepop. None: as in `DEFAULT_CAPS`.
-        mask_ratio: what mis judges a response by. A product leaves its bounds the sooner the longer
-            the response is; a geometric mean is the drift of the average token, and its bounds near
-            1 suit responses of thousands of tokens, while short ones want wider ones.
-        token_veto: below 1, like 1e-4. With any kind, a whole response gets 0 if a single token has
-            a smaller w. None: no veto.
+        cap: The largest weight, for all kinds but none and icepop. None means `DEFAULT_CAPS`.
+        mask_ratio: Ratio of a response for mis. A product drifts out of its bounds as responses get
+            longer. A geometric mean is the drift of the average token: bounds close to 1 suit
+            responses of thousands of tokens, and short ones need wider bounds.
+        token_veto: Smallest w, such as 1e-4. With any kind, a whole response gets weight 0 if one
+            of its tokens is below. None means no veto.
 
     Returns:
-        weights: [B, T], 0 where masked; for all kinds but none 0 where a log-prob is NaN (and
-            throughout its response, if that is weighed or judged as a whole).
+        weights: [B, T], 0 where masked. For all kinds but none also 0 where a log-prob is NaN, or
+            in its whole response if the kind uses a ratio of the response.
 
     Raises:
         ValueError: `kind` or `mask_ratio` is unknown, the shapes differ, or a bound is out of
@@ -92,7 +101,7 @@ def bounded_weights(
     mask_ratio: str = "geometric",
     token_veto: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`importance_weights`, and where a bound was active.
+    """Return `importance_weights`, and a mask of the tokens where a bound was active.
 
     Returns:
         weights: [B, T], see `importance_weights`.
@@ -108,7 +117,7 @@ def bounded_weights(
         by_token = log_ratio(old_log_probs, rollout_log_probs, mask)
         product = by_token.sum(1, keepdim=True)  # [B, 1]
         mean = product / mask.sum(1, keepdim=True).clamp(min=1)
-        # Past float's range a ratio is infinite or 0: out of every bound, as it should be.
+        # Beyond the range of floats a ratio is infinite or 0, and so outside of all bounds.
         ratio = {
             "none": torch.zeros_like(by_token),
             "sequence_tis": product,
@@ -127,7 +136,7 @@ def bounded_weights(
             if not 0.0 < token_veto < 1.0:
                 raise ValueError(f"token_veto ({token_veto}) must lie between 0 and 1.")
             kept = kept & (by_token.exp() >= token_veto).all(1, keepdim=True)
-        # Selected, not multiplied: what is dropped may be infinite or NaN.
+        # Select instead of multiplying: dropped weights may be infinite or NaN.
         weights = torch.where(kept, weights, 0.0)
         return weights, mask & (weights != ratio)
 
@@ -157,16 +166,19 @@ def mismatch_statistics(
     *,
     clipped: Tensor | None = None,  # [B, T] bool
 ) -> dict[str, Tensor]:
-    """How far learner and engine are apart on the sampled tokens.
+    """Return statistics of the mismatch between learner and engine on the sampled tokens.
 
     Args:
-        clipped: of `bounded_weights`; None: nothing was corrected.
+        old_log_probs: Log-probs of the learner before the update, in nats.
+        rollout_log_probs: Log-probs that the engine reported.
+        mask: True on sampled tokens.
+        clipped: Mask from `bounded_weights`. None means that nothing was corrected.
 
     Returns:
-        stats: float64 scalars. Sums, which add over micro-batches and workers: `tokens`,
+        stats: float64 scalars. Sums over tokens, to add over micro-batches and workers: `tokens`,
             `abs_difference` and `kl` (k3 estimate of KL(rollout || old)) in nats, `clipped`,
-            `unknown` (tokens with a NaN log-prob; in no other figure but `tokens` and `clipped`).
-            A maximum, to be reduced by maximum: `abs_difference_max`.
+            `unknown` (tokens with a NaN log-prob, which count only in `tokens` and `clipped`
+            besides). A maximum, to reduce by maximum: `abs_difference_max`.
 
     Raises:
         ValueError: the shapes differ.
@@ -199,13 +211,15 @@ def mismatch_by_lag(
     max_lag: int,
     clipped: Tensor | None = None,  # [B, T] bool
 ) -> list[dict[str, Tensor]]:
-    """`mismatch_statistics` of the tokens sampled 0, 1, ... `max_lag` weight versions ago.
+    """Return `mismatch_statistics` by staleness: 0, 1, ... `max_lag` weight versions.
 
     Args:
-        lag: weight versions between sampling and learning; above `max_lag` counts as `max_lag`.
+        old_log_probs, rollout_log_probs, mask, clipped: See `mismatch_statistics`.
+        lag: Weight versions between sampling and learning. Above `max_lag` counts as `max_lag`.
+        max_lag: The largest staleness with statistics of its own.
 
     Returns:
-        stats: one dict a lag, `max_lag + 1` of them on every worker, so that they can be reduced.
+        stats: One dict for each lag, `max_lag + 1` on every worker, so that they can be reduced.
 
     Raises:
         ValueError: the shapes differ.

@@ -1,6 +1,6 @@
-"""Tokens that cost the most entropy: where log-prob and advantage vary together.
+"""Tokens with high covariance of log-prob and advantage, whose update reduces entropy the most.
 
-B responses, T response tokens. Every mask: True = keep.
+Notation: B responses, T response tokens. Every mask: True = keep.
 """
 
 from __future__ import annotations
@@ -31,18 +31,28 @@ def covariant_tokens(
     seed: Sequence[int] = (),
     workers: Workers | None = None,
 ) -> Tensor:
-    """The tokens that a step holds back; all workers call it together.
+    """Select the tokens of high covariance in a step. All workers call it together.
 
-    A token's share in the covariance is the product of log-prob and advantage, each less its mean
-    over the sampled tokens of all workers. clip_cov: random tokens among those whose product lies
-    between `low` and `high`; kl_cov: those of the largest product. Either way at most `fraction` of
-    the sampled tokens, and at least one.
+    A token's covariance is the product of its log-prob and advantage, each minus its mean over the
+    sampled tokens of all workers.
+
+    - clip_cov: random tokens whose covariance is between `low` and `high`.
+    - kl_cov: the tokens of largest covariance.
+
+    At most `fraction` of the sampled tokens are selected, but at least one if any is eligible.
 
     Args:
-        identity: of each response another one, by which the choice is the same however responses
-            are dealt to workers.
-        seed: of clip_cov's draw.
-        workers: None: only this process.
+        log_probs: Log-probs of the learner before the update, in nats.
+        advantages: Advantage of each token.
+        mask: True on sampled tokens.
+        identity: A unique key for each response, so that the selection does not depend on how
+            responses are distributed over workers.
+        kind: clip_cov or kl_cov.
+        fraction: Largest share of sampled tokens to select.
+        low: Lower bound of the covariance, for clip_cov.
+        high: Upper bound of the covariance, for clip_cov.
+        seed: Seed of the draw, for clip_cov.
+        workers: The workers that hold the step. None means this process only.
 
     Returns:
         covariant: [B, T] bool, False where masked.
@@ -66,8 +76,8 @@ def covariant_tokens(
     eligible = mask & (products > low) & (products < high) if kind == "clip_cov" else mask
     rows, places = eligible.nonzero(as_tuple=True)
     size = products[rows, places]
-    if kind == "kl_cov" and len(size) > most:  # others cannot be among the largest of all
-        among = size >= size.topk(most).values.min()  # equal ones too: their names decide
+    if kind == "kl_cov" and len(size) > most:  # smaller ones are not among the largest of all
+        among = size >= size.topk(most).values.min()  # keep ties: the key decides between them
         size, rows, places = size[among], rows[among], places[among]
     names = torch.cat([identity[rows], places.unsqueeze(1)], 1)  # [n, 4]
     shares = workers.gather((size.cpu().numpy(), names.cpu().numpy()))

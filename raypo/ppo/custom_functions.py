@@ -1,7 +1,7 @@
-"""Custom losses, advantages and score shapings: what they are given, and what they may return.
+"""Custom losses, advantages and score shapings: their arguments, and checks of their results.
 
-B responses of the step, those of all workers; T response tokens. Every mask: True = keep. What a
-function returns is checked before it is used; errors begin with the config key that named it.
+Notation: B responses of the step, those of all workers; T response tokens. Every mask: True = keep.
+Results are checked before use. Error messages begin with the config key of the function.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from raypo.types import Experience
 
 
 class CustomFunctionError(RuntimeError):
-    """A custom function raised an error, or returned what cannot be used."""
+    """A custom function raised an error, or returned an unusable result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """What a score shaping works on; it returns the shaped scores, [B]."""
+    """Argument of a custom score shaping, which returns the shaped scores, [B]."""
 
-    scores: Tensor  # [B] float32, as they were judged; 0 where not valid
-    valid: Tensor  # [B] bool, False where judging failed or no token was sampled
+    scores: Tensor  # [B] float32, raw scores; 0 where not valid
+    valid: Tensor  # [B] bool, False where scoring failed or no token was sampled
     num_tokens: Tensor  # [B] int64, sampled tokens
     truncated: Tensor  # [B] bool, the response ran into the limit
     group_index: Tensor  # [B] int64, the samples of one draw of a prompt share it
-    sample_index: Tensor  # [B] int64, which of them; the conversations of an agent share it
+    sample_index: Tensor  # [B] int64, within the group; conversations of one episode share it
     max_new_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRewards:
-    """What an advantage works on; it returns advantages, [B, T], or [B] for all tokens of a row."""
+    """Argument of a custom advantage, which returns [B, T], or [B] for all tokens of a row."""
 
     scores: Tensor  # [B] float32, shaped; 0 where not valid
-    rewards: Tensor  # [B, T] float32, the score at its last token, less the KL
+    rewards: Tensor  # [B, T] float32, the score at the last token, minus the KL penalty
     mask: Tensor  # [B, T] bool, True on sampled tokens of valid rows
     valid: Tensor  # [B] bool
     truncated: Tensor  # [B] bool
@@ -55,14 +55,15 @@ class StepRewards:
 def custom_surrogate(
     function: Callable[[Tokens], Any], label: str
 ) -> Callable[[Tokens], TokenLoss]:
-    """A custom policy loss as one of `raypo.ppo.surrogates`.
+    """Return a custom policy loss in the form of `raypo.ppo.surrogates`.
 
-    It returns the loss of each token, [B, T] with gradient, or a whole `TokenLoss`. Masked tokens
-    may hold anything finite. raypo weighs the tokens by the correction, masks them, adds them up by
-    `ppo.aggregation` and divides by the count of the whole optimizer step: so a loss of tokens does
-    not depend on micro-batches or workers.
+    The custom function returns the loss of each token, [B, T] with gradient, or a whole
+    `TokenLoss`. Masked tokens may have any finite value. raypo multiplies by the correction
+    weights, masks, aggregates by `ppo.aggregation`, and divides by the count of the whole optimizer
+    step. So the loss does not depend on micro-batches or workers.
 
     Args:
+        function: The custom function.
         label: `key (value)`, for messages.
     """
 
@@ -86,10 +87,15 @@ def custom_surrogate(
 
 
 def custom_scores(function: Callable[[StepScores], Any], step: StepScores, label: str) -> Tensor:
-    """Shaped scores [B] float32 by a custom function, NaN where not valid.
+    """Return shaped scores, [B] float32, by a custom function; NaN where not valid.
+
+    Args:
+        function: The custom function.
+        step: Its argument.
+        label: `key (value)`, for messages.
 
     Raises:
-        CustomFunctionError: it raised an error, or returned no [B] of finite numbers.
+        CustomFunctionError: the function raised, or did not return finite numbers [B].
     """
     shaped = _called(function, step, label)
     _check(shaped, label, {"[B]": tuple(step.scores.shape)})
@@ -100,10 +106,15 @@ def custom_scores(function: Callable[[StepScores], Any], step: StepScores, label
 def custom_advantages(
     function: Callable[[StepRewards], Any], step: StepRewards, label: str
 ) -> Tensor:
-    """Advantages [B, T] float32 by a custom function, 0 where masked.
+    """Return advantages, [B, T] float32, by a custom function; 0 where masked.
+
+    Args:
+        function: The custom function.
+        step: Its argument.
+        label: `key (value)`, for messages.
 
     Raises:
-        CustomFunctionError: it raised an error, or returned no [B, T] or [B] of finite numbers.
+        CustomFunctionError: the function raised, or did not return finite numbers [B, T] or [B].
     """
     given = _called(function, step, label)
     shapes = {"[B, T]": tuple(step.mask.shape), "[B]": tuple(step.scores.shape)}
@@ -118,7 +129,7 @@ def custom_advantages(
 def shaped_by(
     spec: str, experience: Experience, workers: Workers, *, max_new_tokens: int
 ) -> Tensor:
-    """Scores [B] of this worker's rows by `ppo.shaping.function`, NaN where there is none."""
+    """Return scores, [B], of this worker's rows by `ppo.shaping.function`; NaN where not valid."""
     key, samples = "ppo.shaping.function", _samples(experience)
     rows, mine = _rows_of_all(
         workers,
@@ -144,7 +155,7 @@ def advantages_by(
     *,
     gamma: float,
 ) -> Tensor:
-    """Advantages [B, T] of this worker's rows by a function that `ppo.advantage` names."""
+    """Return advantages, [B, T], of this worker's rows by the function of `ppo.advantage`."""
     key, samples = "ppo.advantage", _samples(experience)
     valid = ~scores.isnan() & experience.response_mask.any(1)
     rows, mine = _rows_of_all(
@@ -163,14 +174,14 @@ def advantages_by(
 
 
 def _samples(experience: Experience) -> Tensor:
-    """[B]: of each row, which of its draw's samples it belongs to."""
+    """Return the sample index of each row, [B]."""
     if experience.sample_index is None:
         return torch.arange(len(experience))
     return experience.sample_index
 
 
 def _rows_of_all(workers: Workers, **rows: Tensor) -> tuple[dict[str, Tensor], slice]:
-    """Tensors of the rows of all workers in the order of ranks, and where this worker's are."""
+    """Return the rows of all workers in the order of ranks, and the slice of this worker's rows."""
     shares = workers.gather({name: each.detach().cpu() for name, each in rows.items()})
     counts = [len(next(iter(share.values()))) for share in shares]
     first = sum(counts[: workers.rank])

@@ -1,6 +1,6 @@
-"""How far a student's next-token distribution is from a teacher's, token by token.
+"""Divergences between a student's and a teacher's next-token distributions, token by token.
 
-N tokens, V vocabulary, K tokens whose probability the teacher tells, V where it tells all.
+Notation: N tokens, V vocabulary, K tokens with known teacher probability (V if all are known).
 """
 
 from __future__ import annotations
@@ -23,21 +23,27 @@ def divergences(
     beta: float = 0.5,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """The divergence of each token's two distributions, differentiable.
+    """Return the divergence of the two distributions of each token, differentiable.
 
-    With K below the vocabulary all other tokens count as one event: a lower bound of the divergence
-    of the whole distributions, zero where the K tokens' probabilities agree. What is among the rest
+    - forward_kl: KL(teacher || student).
+    - reverse_kl: KL(student || teacher).
+    - jsd: beta KL(teacher || m) + (1 - beta) KL(student || m), with
+      m = beta teacher + (1 - beta) student.
+
+    If K is below the vocabulary, all other tokens count as one event. This is a lower bound of the
+    full divergence, and 0 if the probabilities of the K tokens agree. How the rest is distributed
     is not learned.
 
     Args:
-        kind: forward_kl: KL(teacher || student); reverse_kl: KL(student || teacher); jsd: with
-            m = beta teacher + (1 - beta) student, beta KL(teacher || m) + (1 - beta) KL(student ||
-            m).
-        vocabulary: Only the first so many logits are of tokens, the others fill a matrix up; None:
-            all are.
+        logits: Logits of the student.
+        teacher_log_probs: Log-probs of the teacher.
+        teacher_ids: Token ids of `teacher_log_probs`.
+        kind: Kind of the divergence.
+        beta: Weight of the teacher, for jsd.
+        vocabulary: Number of logits that belong to tokens; the rest is padding. None means all.
 
     Returns:
-        [N] nats, float32, or float64 of float64 logits.
+        divergences: [N] in nats, float32, or float64 if the logits are.
 
     Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649, eq. 1 and section 3.1.
     """
@@ -64,7 +70,7 @@ def _kl(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _rest(log_probs: Tensor) -> Tensor:
-    """[N, 1]: log-prob of all other events, down to what rounding leaves of them."""
-    resolution = torch.finfo(torch.float32).eps  # the teacher told float32
+    """Return the log-prob of all other tokens together, [N, 1], at least that of rounding."""
+    resolution = torch.finfo(torch.float32).eps  # the teacher's log-probs are float32
     told = log_probs.exp().sum(-1, keepdim=True)
     return (1.0 - told).clamp(min=resolution).log()

@@ -1,7 +1,7 @@
-"""The advantage estimators by name: which parts of `raypo.ppo.advantages` each is made of.
+"""The advantage estimators by name, composed of the parts in `raypo.ppo.advantages`.
 
-B responses, T response tokens. Every mask: True = keep. Whatever is over a batch is over the batch
-of all workers.
+Notation: B responses, T response tokens. Every mask: True = keep. Batch statistics are over all
+workers.
 """
 
 from __future__ import annotations
@@ -45,43 +45,48 @@ def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
     counted: Tensor | None = None,  # [B, T] bool
     workers: Workers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of a step, from scores to whitening; all workers call it together.
+    """Compute advantages and returns of a step, whitened if the estimator does so.
 
-    A response whose score is NaN is treated as one without a sampled token: it is in no statistic
-    and gets advantage 0. (To leave it out of the loss's denominator too, empty its mask there.)
+    All workers call it together. A response whose score is NaN is left out of all statistics and
+    gets advantage 0. (To leave it out of the loss's denominator too, clear its mask there.)
 
     Args:
-        discount_by: whether `gamma` and the lambdas hold from token to token, or (turn) from turn
-            to turn of a response.
-        gae_lambda: of `gae`.
-        critic_lambda: of the returns that `gae` gives the critic as targets; None: `gae_lambda`.
-        clip: the largest size of an advantage, whitened where the estimator does so; None: any.
-        kl: nats per token, of `kl_reward_terms`, where the penalty is in the reward. The group
-            estimators take that of the whole response off its score before scores are compared, so
-            grpo's deviation is that of the penalised scores: in a group of equal scores their KL
-            alone decides, in full, however small `kl_coef` is.
-        extra_rewards: see `token_rewards`.
-        values: of the critic, for `gae`.
-        last_values: see `generalized_advantages`, for `gae`.
-        group_index: rows of all workers with the same number are samples of one prompt; for the
-            group estimators.
-        sample_index: rows of a group with the same number are one sample, and count once; they must
-            have one score. None: each row is a sample.
-        turn_index: which turn sampled each token, for `discount_by`. None: a turn is a run of
-            sampled tokens.
-        counted: tokens that the losses count: those that are whitened have mean 0 and variance 1
-            over these. None: `mask`.
-        workers: None: only this process.
+        scores: Shaped score of each response; NaN where scoring failed.
+        mask: True on sampled tokens.
+        kind: Name of the estimator.
+        gamma: Discount.
+        discount_by: token applies `gamma` and the lambdas from token to token, turn from turn to
+            turn of a response.
+        gae_lambda: Lambda of the advantages, for `gae`.
+        critic_lambda: Lambda of the critic's targets, for `gae`. None means `gae_lambda`.
+        clip: Bound of an advantage's absolute value, after whitening. None means no bound.
+        kl: KL of `kl_reward_terms` in nats per token, if the penalty is in the reward. The group
+            estimators subtract the penalty of the whole response from its score before scores are
+            compared. So grpo divides by the deviation of the penalised scores: in a group of equal
+            scores only the KL decides, with full weight however small `kl_coef` is.
+        kl_coef: Weight of the penalty, in score per nat.
+        extra_rewards: See `token_rewards`.
+        values: Values of the critic, for `gae`.
+        last_values: See `generalized_advantages`, for `gae`.
+        group_index: Rows with the same number, on any worker, are samples of one prompt. Required
+            by the group estimators.
+        sample_index: Rows of a group with the same number are one sample, which counts once. They
+            must have the same score. None means that each row is a sample.
+        turn_index: Turn of each token, for `discount_by`. None means that a turn is a run of
+            consecutive sampled tokens.
+        counted: Tokens that the losses count. Whitened advantages have mean 0 and variance 1 over
+            these. None means `mask`.
+        workers: The workers that hold the step. None means this process only.
 
     Returns:
         advantages: [B, T], 0 where masked.
         returns: [B, T], not whitened, 0 where masked; the critic's target for `gae`.
 
     Raises:
-        ValueError: `kind` is unknown, what it needs is missing, or the shapes differ.
+        ValueError: `kind` is unknown, an argument that it needs is missing, or the shapes differ.
 
-    Paper: at each part, see `raypo.ppo.advantages` and `masked_whiten`; Yuan et al. 2025 (VC-PPO),
-        arXiv:2503.01491 (decoupled GAE: a lambda of the critic's own).
+    Paper: see the parts in `raypo.ppo.advantages` and `masked_whiten`; Yuan et al. 2025 (VC-PPO),
+        arXiv:2503.01491 (decoupled GAE: a separate lambda for the critic).
     """
     check_choice("kind", kind, ESTIMATORS)
     check_choice("discount_by", discount_by, ("token", "turn"))
@@ -134,10 +139,19 @@ def baseline_over_workers(
     workers: Workers,
     sample_index: Tensor | None = None,  # [B] int
 ) -> Tensor:
-    """`group_baseline` where a group's samples may lie on any row of any worker.
+    """Compute `group_baseline` for groups whose samples are on any row of any worker.
+
+    All workers call it together.
+
+    Args:
+        scores: Score of each row of this worker.
+        group_index: See `estimate_advantages`, likewise `sample_index`.
+        valid: False leaves a row out.
+        kind: Name of the estimator.
+        workers: The workers that hold the groups.
 
     Returns:
-        advantages: [B], of this worker's rows, 0 where not valid.
+        advantages: [B] for this worker's rows, 0 where not valid.
 
     Raises:
         ValueError: the shapes differ.
@@ -160,10 +174,15 @@ def baseline_by_index(
     *,
     kind: str,
 ) -> Tensor:
-    """`group_baseline` of a flat batch in any order; groups may differ in size.
+    """Compute `group_baseline` for a flat batch in any order. Groups may differ in size.
 
     Args:
-        sample_index: rows of a group with the same number are one sample. None: each is one.
+        scores: Score of each row.
+        group_index: Rows with the same number are one group.
+        valid: False leaves a row out.
+        sample_index: Rows of a group with the same number are one sample. None means that each row
+            is one.
+        kind: Name of the estimator.
 
     Returns:
         advantages: [B], 0 where not valid or where a group has fewer than two valid samples.
@@ -177,7 +196,7 @@ def baseline_by_index(
     if sample_index is not None:
         pairs = torch.stack([group_index, sample_index])
         _, sample, counts = pairs.unique(dim=1, return_inverse=True, return_counts=True)
-        if len(counts) < len(scores):  # the first valid row of each stands for all
+        if len(counts) < len(scores):  # use the first valid row of each sample
             rows = torch.arange(len(scores)) + len(scores) * ~valid
             first = rows.new_full(counts.shape, 2 * len(scores))
             first = first.scatter_reduce(0, sample, rows, "amin") % len(scores)

@@ -1,6 +1,6 @@
-"""Rules about groups of samples: which ones teach something, and pass@k.
+"""Functions of groups of samples: the filter of dynamic sampling, and pass@k.
 
-P prompts, n samples a prompt. Every mask: True = keep.
+Notation: P prompts, n samples per prompt. Every mask: True = keep.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ def filter_groups(
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
-    """Which groups have something to learn from: their scores differ, and are in range on average.
+    """Select the groups to train on: scores differ within the group, and their mean is in range.
 
     Args:
-        valid: False leaves a sample out (it failed, or has no sampled token).
-        min_std: the population standard deviation of a kept group is above this.
-        low: the mean of a kept group is above this; None: no bound.
-        high: the mean of a kept group is below this; None: no bound.
+        scores: Score of each sample.
+        valid: False leaves a sample out: it failed, or has no sampled token. None means that all
+            are valid.
+        min_std: Keep groups whose population standard deviation is above this.
+        low: Keep groups whose mean is above this. None means no bound.
+        high: Keep groups whose mean is below this. None means no bound.
 
     Returns:
         kept: [P] bool; False for a group with fewer than two valid samples.
@@ -44,7 +46,7 @@ def filter_groups(
     mean = exact.sum(1) / count
     spread = keep(exact - mean.unsqueeze(1), valid)
     std = (spread.square().sum(1) / count).sqrt()
-    # By comparison, not by rounding: equal scores may have a tiny deviation from their mean.
+    # Compare scores for equality: equal ones may deviate from their mean by rounding.
     differ = exact.masked_fill(~valid, torch.inf).amin(1) < exact.masked_fill(
         ~valid, -torch.inf
     ).amax(1)
@@ -62,10 +64,15 @@ def pass_at_k(
     *,
     k: int,
 ) -> Tensor:
-    """Probability that at least one of k samples is correct: 1 - C(n - c, k) / C(n, k).
+    """Estimate the probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k).
+
+    Args:
+        num_correct: Correct samples c of each prompt.
+        num_samples: Samples n of each prompt.
+        k: Number of samples that are drawn.
 
     Returns:
-        pass_at_k: [P] float64, unbiased for each prompt; the mean of a data source is its pass@k.
+        pass_at_k: [P] float64, unbiased for each prompt. Average it over a data source.
 
     Raises:
         ValueError: not 1 <= k <= num_samples, or not 0 <= num_correct <= num_samples.

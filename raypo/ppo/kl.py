@@ -1,6 +1,6 @@
-"""Divergence from the reference model, token by token.
+"""KL divergence to the reference model, token by token.
 
-B responses, T response tokens. Every mask: True = keep.
+Notation: B responses, T response tokens. Every mask: True = keep.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, keep
 KL_KINDS = ("k1", "k2", "k3")
 KL_LOSS_KINDS = ("k2", "k3", "k3_st")
 MAX_LOG_RATIO = 20.0
-"""Nats to which a log-ratio is clamped before exp, on the sides where exp would overflow."""
+"""Bound of a log-ratio before exp, in nats, on the sides where exp would overflow."""
 MIN_LOG_PROB = -1e5
-"""Stands in for log 0, so that the difference of two log-probs is always a number."""
+"""Floor of log-probs, in place of log 0, so that their differences are finite."""
 
 
 def log_ratio(
@@ -27,7 +27,7 @@ def log_ratio(
     base_log_probs: Tensor,  # [B, T]
     mask: Tensor | None = None,  # [B, T] bool
 ) -> Tensor:
-    """`log_probs - base_log_probs`, finite where a log-prob is -inf; NaN stays NaN.
+    """Return `log_probs - base_log_probs`, finite where a log-prob is -inf; NaN stays NaN.
 
     Returns:
         log_ratio: [B, T] in nats, of at least float32, 0 where masked.
@@ -49,12 +49,17 @@ def kl_estimate(
     kind: str,
     mask: Tensor | None = None,  # [B, T] bool
 ) -> Tensor:
-    """Estimates of KL(policy || reference) from tokens that the policy sampled.
+    """Estimate KL(policy || reference) from tokens that the policy sampled.
 
-    k1 = l is unbiased and may be negative; k2 = l^2 / 2 is biased with low variance;
-    k3 = exp(-l) - 1 + l is unbiased and never negative; l = log_probs - ref_log_probs.
-    In k3, l is first clamped to -`MAX_LOG_RATIO` from below. These are values: a penalty to train
-    on is `kl_reward_terms` or `kl_loss_terms`, where not every kind has the right gradient.
+    With l = log_probs - ref_log_probs:
+
+    - k1 = l is unbiased and may be negative.
+    - k2 = l^2 / 2 is biased, with low variance.
+    - k3 = exp(-l) - 1 + l is unbiased and never negative. l is clamped to at least
+      -`MAX_LOG_RATIO`.
+
+    Use these as values only. For penalties to train on see `kl_reward_terms` and `kl_loss_terms`:
+    not every kind has the right gradient there.
 
     Returns:
         kl: [B, T] in nats, 0 where masked.
@@ -74,12 +79,13 @@ def kl_estimate(
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(-l) - 1 + l of log-ratios l, which are clamped from below, where exp(-l) is large.
+    """Return exp(-l) - 1 + l for log-ratios l, clamped from below, where exp(-l) is large.
 
-    Above, where a policy has drifted far from its reference, nothing is clamped: the slope stays 1.
+    Large positive log-ratios, of a policy far from its reference, are not clamped: the slope
+    stays 1.
 
     Returns:
-        k3: its shape, in nats, never negative.
+        k3: Same shape, in nats, never negative.
 
     Paper: Schulman 2020, "Approximating KL Divergence" (blog).
     """
@@ -94,12 +100,12 @@ def kl_reward_terms(
     *,
     kind: str,
 ) -> Tensor:
-    """Per-token KL to subtract from the reward, for `token_rewards` or `penalized_scores`.
+    """Return the KL per token to subtract from rewards in `token_rewards` or `penalized_scores`.
 
     Only k1 has the gradient of KL(policy || reference) there: the expectation of l * grad log p is
-    the gradient of the KL of the whole response, earlier tokens leading to later states included.
-    k3 in its place gives grad KL(policy || reference) - grad KL(reference || policy), which may
-    push away from the reference, and k2 is biased too.
+    the gradient of the KL of the whole response, including how earlier tokens lead to later states.
+    k3 would give grad KL(policy || reference) - grad KL(reference || policy), which may push away
+    from the reference; k2 is biased too.
 
     Returns:
         kl: [B, T] in nats, 0 where masked, detached.
@@ -125,18 +131,22 @@ def kl_loss_terms(
     kind: str,
     old_log_probs: Tensor | None = None,  # [B, T]
 ) -> Tensor:
-    """Per-token KL terms to aggregate and add to the loss; only `log_probs` gets a gradient.
+    """Return KL terms per token to aggregate and add to the loss.
 
-    In expectation, k2 and k3_st have the gradient of KL(policy || reference) of the next token in
-    each state that a response went through; k3, as GRPO published it, that of the reverse
-    KL(reference || policy). k3_st has k3's value. How a token leads to later states is in none of
-    them: only a penalty in the reward gives credit for that.
+    Only `log_probs` gets a gradient. In expectation, k2 and k3_st have the gradient of
+    KL(policy || reference) of the next token in each state of a response. k3, as published with
+    GRPO, has the gradient of the reverse KL(reference || policy). k3_st has the value of k3. None
+    of them accounts for how a token leads to later states: only a penalty in the reward does.
 
     Args:
-        old_log_probs: of the policy that sampled. Given, each term is multiplied by the ratio
-            exp(log_probs - old_log_probs), so that the above holds after the policy has moved on.
-            The ratio of k3 has a gradient, with which k3 has that of KL(policy || reference); k2
-            and k3_st have it without, and their ratio is a mere weight. None: no ratio.
+        log_probs: Log-probs of the policy, in nats.
+        ref_log_probs: Log-probs of the reference model.
+        mask: True on sampled tokens.
+        kind: k2, k3 or k3_st.
+        old_log_probs: Log-probs of the policy that sampled. If given, each term is multiplied by
+            the ratio exp(log_probs - old_log_probs), so that the above stays true off-policy. For
+            k2 and k3_st the ratio is a weight without gradient. For k3 it has a gradient, and k3
+            then has the gradient of KL(policy || reference). None means no ratio.
 
     Returns:
         kl: [B, T] in nats, 0 where masked.
@@ -170,12 +180,12 @@ def kl_statistics(
     ref_log_probs: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
 ) -> dict[str, Tensor]:
-    """What to log of the divergence (k1), as sums that add over micro-batches and workers.
+    """Return statistics of the KL (k1) as sums, to add over micro-batches and workers.
 
     Returns:
-        stats: detached float64 scalars: `kl` (nats), `tokens`, `clamped` (tokens with a log-ratio
-            below -`MAX_LOG_RATIO`, where k3 is held). `kl / tokens` is in nats per token; what
-            `KLController` takes is nats per response.
+        stats: Detached float64 scalars: `kl` (nats), `tokens`, `clamped` (tokens with a log-ratio
+            below -`MAX_LOG_RATIO`, where k3 is clamped). `kl / tokens` is in nats per token;
+            `KLController` takes nats per response.
 
     Raises:
         ValueError: the shapes differ.
@@ -191,9 +201,9 @@ def kl_statistics(
 
 @dataclass(frozen=True)
 class KLController:
-    """The KL coefficient over a run: fixed, or steered towards a target KL.
+    """The KL coefficient over a run: fixed, or adapted towards a target KL.
 
-    Example: coef 0.1, target 6, horizon 1000; a step of 100 responses at 9 nats per response gives
+    Example: coef 0.1, target 6, horizon 1000. A step of 100 responses at 9 nats per response gives
     0.1 * (1 + clip(9 / 6 - 1, -0.2, 0.2) * 100 / 1000) = 0.102.
 
     Raises:
@@ -205,9 +215,9 @@ class KLController:
     coef: float
     """Weight of the penalty, in score per nat."""
     target: float | None = None
-    """Nats per response that the coefficient steers to; None: fixed."""
+    """Target KL in nats per response. None means a fixed coefficient."""
     horizon: float | None = None
-    """Responses over which a full correction is spread; None: fixed."""
+    """Responses over which a full correction is spread. None means a fixed coefficient."""
 
     def __post_init__(self) -> None:
         if self.coef < 0.0:
@@ -226,16 +236,16 @@ class KLController:
                 raise ValueError("coef (0.0) would stay 0: an adaptive one starts above 0.")
 
     def updated(self, kl: float, num_responses: int) -> KLController:
-        """The controller for the next step.
+        """Return the controller for the next step.
 
         Args:
-            kl: mean over all responses of the step of their summed KL, in nats per response. NaN
-                changes nothing: it says nothing of where to steer.
-            num_responses: responses of the step, over all workers.
+            kl: Mean over the step's responses of their summed KL, in nats per response. NaN
+                changes nothing.
+            num_responses: Responses of the step, over all workers.
 
         Raises:
-            ValueError: the step is so large against the horizon that the coefficient could turn
-                negative.
+            ValueError: the step has too many responses for the horizon, so that the coefficient
+                could turn negative.
         """
         if self.target is None or self.horizon is None or math.isnan(kl):
             return self
@@ -250,9 +260,9 @@ class KLController:
         return replace(self, coef=self.coef * (1.0 + error * num_responses / self.horizon))
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"coef": self.coef}
 
     def restored(self, state: dict[str, float]) -> KLController:
-        """This controller as `state` left it; a fixed coefficient stays the config's."""
+        """Return the controller with a saved state; a fixed coefficient stays the config's."""
         return self if self.target is None else replace(self, coef=state["coef"])

@@ -1,8 +1,10 @@
-"""Policy loss, value loss, entropy, and how token losses become one number.
+"""Policy loss, value loss, and the aggregation of token losses.
 
-B responses, T response tokens, V vocabulary. Every mask: True = keep. A loss is a sum over the
-tensors passed in, over a normalizer of the whole optimizer step: so the losses of micro-batches and
-workers add up to the loss of the step, and so do the statistics, which are plain sums.
+Notation: B responses, T response tokens. Every mask: True = keep.
+
+A loss is a sum over the tensors passed in, divided by a normalizer of the whole optimizer step. So
+the losses of micro-batches and workers add up to the loss of the step. Statistics are plain sums,
+which add up as well.
 """
 
 from __future__ import annotations
@@ -36,21 +38,28 @@ def aggregate(
     sample_tokens: Tensor | None = None,  # [B] int
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
-    """One number from token losses: this part's share of the optimizer step's loss.
+    """Aggregate token losses to one number: this part's share of the optimizer step's loss.
 
-    token_mean: sum / tokens. sequence_mean: mean over responses of their token mean, responses
-    without a sampled token left out. constant: sum / (responses * max_new_tokens), where responses
-    without a sampled token count. A response may have several rows, as an agent's episode has.
+    - token_mean: sum / tokens.
+    - sequence_mean: mean of the responses' token means, without responses that have no sampled
+      token.
+    - constant: sum / (responses * max_new_tokens). Responses without a sampled token count.
+
+    A response may have several rows, such as an episode of an agent.
 
     Args:
-        max_new_tokens: longest response allowed, in tokens; only `constant` needs it.
-        sample_tokens: those of all rows of the response that a row is of. None: each row is one.
-        normalizer: of the whole step over all workers: tokens (token_mean), responses with a
-            sampled token (sequence_mean) or all responses (constant), those aside that are left
-            out of the loss on purpose. None: of `mask`.
+        x: Loss of each token.
+        mask: True on tokens to sum.
+        aggregation: token_mean, sequence_mean or constant.
+        max_new_tokens: Longest response allowed, in tokens. Required by `constant`.
+        sample_tokens: Tokens of all rows of the response that a row belongs to. None means that
+            each row is a response.
+        normalizer: Count of the whole step over all workers: tokens (token_mean), responses with a
+            sampled token (sequence_mean), or all responses (constant), without those that are left
+            out of the loss on purpose. None means the count in `mask`.
 
     Returns:
-        loss: scalar of at least float32; 0, with a gradient of 0, if nothing is kept.
+        loss: Scalar of at least float32; 0, with a gradient of 0, if nothing is kept.
 
     Raises:
         ValueError: `aggregation` is unknown, the shapes differ, or `constant` has no
@@ -84,10 +93,16 @@ def count_for(
     *,
     aggregation: str,
 ) -> Tensor:
-    """What `aggregate` divides by; summed over micro-batches and workers it is the `normalizer`.
+    """Return the count that `aggregate` divides by.
+
+    Its sum over micro-batches and workers is the `normalizer` of the step.
+
+    Args:
+        mask: True on tokens that count.
+        aggregation: See `aggregate`.
 
     Returns:
-        count: float64 scalar; tokens, responses with a sampled token, or all responses.
+        count: float64 scalar: tokens, responses with a sampled token, or all responses.
 
     Raises:
         ValueError: `aggregation` is unknown.
@@ -119,23 +134,31 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
     sample_tokens: Tensor | None = None,  # [B] int
     normalizer: Tensor | float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """The policy's loss and what to log of it; only `log_probs` gets a gradient.
+    """Compute the policy loss and its statistics. Only `log_probs` gets a gradient.
 
     Args:
-        kind: which surrogate, see `raypo.ppo.surrogates`, or one.
-        clip_high: above `clip_low` it is DAPO's clip-higher.
-        dual_clip: above 1; bounds the loss of negative advantages. None: no bound.
-        cispo_low: in [0, 1]; a weight of cispo is at least 1 - cispo_low. None: no bound.
-        covariant: of `covariance.covariant_tokens`, for clip_cov and kl_cov.
-        covariance_kl: of kl_cov, the weight of its penalty.
-        weights: of `corrections.importance_weights`; what they drop stays in the denominator.
-        max_new_tokens, sample_tokens, normalizer: see `aggregate`.
+        log_probs: Log-probs of the policy, in nats.
+        old_log_probs: Log-probs of the policy before the update.
+        advantages: Advantage of each token.
+        mask: True on tokens to train on.
+        kind: Name of a surrogate in `raypo.ppo.surrogates`, or a surrogate.
+        clip_low: The ratio is clipped to at least 1 - clip_low.
+        clip_high: The ratio is clipped to at most 1 + clip_high. A value above `clip_low` is DAPO's
+            clip-higher.
+        dual_clip: Bound of the loss of negative advantages, above 1. None means no bound.
+        cispo_low: The weight of cispo is at least 1 - cispo_low, in [0, 1]. None means no bound.
+        covariant: Mask from `covariance.covariant_tokens`, for clip_cov and kl_cov.
+        covariance_kl: Weight of the penalty of kl_cov.
+        aggregation: See `aggregate`.
+        weights: Weights from `corrections.importance_weights`. Tokens with weight 0 stay in the
+            denominator. None means 1.
+        max_new_tokens, sample_tokens, normalizer: See `aggregate`.
 
     Returns:
-        loss: scalar.
-        stats: sums over sampled tokens: `tokens`, `ratio`, `clipped` (the clip is active),
+        loss: Scalar.
+        stats: Sums over sampled tokens: `tokens`, `ratio`, `clipped` (the clip is active),
             `dual_clipped`, `clamped` (log-ratio outside +-`MAX_LOG_RATIO`), `approx_kl`
-            (ratio - 1 - log ratio, k3 of old against new).
+            (ratio - 1 - log ratio, the k3 estimate of old against new).
 
     Raises:
         ValueError: `kind` or `aggregation` is unknown, the shapes differ, or a bound is out of
@@ -199,15 +222,20 @@ def value_loss(
     max_new_tokens: int | None = None,
     normalizer: Tensor | float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Half the squared error of the critic, the worse of clipped and unclipped.
+    """Compute the value loss: half the squared error, the larger of clipped and unclipped.
 
     Args:
-        value_clip: how far, in score, a value may move from `old_values`; None: any distance.
-        max_new_tokens, normalizer: see `aggregate`.
+        values: Values of the critic.
+        old_values: Values of the critic before the update.
+        returns: Targets.
+        mask: True on tokens to train on.
+        value_clip: Largest change of a value from `old_values`, in units of the score. None means
+            no clip.
+        aggregation: See `aggregate`, likewise `max_new_tokens` and `normalizer`.
 
     Returns:
-        loss: scalar.
-        stats: sums over sampled tokens: `tokens`, `clipped` (the clip is active), and for
+        loss: Scalar.
+        stats: Sums over sampled tokens: `tokens`, `clipped` (the clip is active), and for
             `explained_variance` `error`, `squared_error`, `returns`, `returns_squared`.
 
     Raises:
@@ -254,11 +282,14 @@ def _value_stats(error: Tensor, target: Tensor, clipped: Tensor, mask: Tensor) -
 
 
 def explained_variance(stats: Stats) -> Tensor:
-    """1 - Var(returns - values) / Var(returns), from the summed statistics of `value_loss`.
+    """Return 1 - Var(returns - values) / Var(returns), from summed statistics of `value_loss`.
+
+    Args:
+        stats: Statistics of `value_loss`, summed over micro-batches and workers.
 
     Returns:
-        explained: float64 scalar; 1 is a perfect critic, 0 one no better than a constant, or
-            returns that do not vary.
+        explained: float64 scalar. 1 is a perfect critic; 0 is a critic no better than a constant,
+            or returns without variance.
     """
     count = stats["tokens"].clamp(min=1.0)
     errors = stats["squared_error"] / count - (stats["error"] / count).square()

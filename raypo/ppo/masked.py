@@ -1,7 +1,7 @@
 """Sums, means and whitening over the tokens that a mask keeps.
 
-B responses, T response tokens. Every mask: True = keep. Sums are taken in float64, so that they may
-be added over micro-batches and workers in any order.
+Notation: B responses, T response tokens. Every mask: True = keep. Sums are in float64, so that they
+can be added over micro-batches and workers in any order.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 MIN_VARIANCE = 1e-8
-"""Whitening divides by the square root of at least this much."""
+"""Floor of the variance in whitening."""
 BLOCK_ELEMENTS = 2**17
-"""Tokens that are worked on together on a CPU; only a matter of speed."""
+"""Tokens per block on a CPU. It affects speed only."""
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
-    """Refuse a value that is not one of the allowed ones.
+    """Check that a value is one of the allowed ones.
 
     Raises:
         ValueError: `value` is not in `allowed`.
@@ -28,7 +28,7 @@ def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Refuse tensors that differ in shape; broadcasting hides mistakes here.
+    """Check that tensors have the same shape, because broadcasting would hide mistakes.
 
     Raises:
         ValueError: the shapes differ.
@@ -43,13 +43,13 @@ def keep(
     x: Tensor,  # any shape
     mask: Tensor,  # same shape, bool
 ) -> Tensor:
-    """`x` in at least float32, exactly 0 where masked, whatever `x` holds there.
+    """Return `x` in at least float32, and exactly 0 where masked.
 
-    Taken before any arithmetic, it also keeps NaN and infinity at masked positions out of the
-    gradient, which a product with the mask would not (0 * inf).
+    Apply it before any arithmetic: it also keeps NaN and infinity at masked positions out of the
+    gradient. A product with the mask would not (0 * inf).
 
     Returns:
-        x: its shape; half precision becomes float32.
+        x: Same shape; half precision becomes float32.
     """
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
@@ -59,13 +59,12 @@ def keep(
 def exact_sum(
     x: Tensor,  # [B, ...]
 ) -> Tensor:
-    """Sum in float64, differentiable.
-
-    By blocks: a sum of float32 numbers in float64 first copies all that it is given.
+    """Return the sum in float64, differentiable.
 
     Returns:
         sum: float64 scalar.
     """
+    # In blocks, because torch first copies the whole float32 input of a float64 sum.
     blocks = x.split(_rows_of_block(x))
     return torch.stack([block.sum(dtype=torch.float64) for block in blocks]).sum()
 
@@ -74,7 +73,7 @@ def masked_sum(
     x: Tensor,  # any shape
     mask: Tensor,  # same shape, bool
 ) -> Tensor:
-    """Sum over kept positions.
+    """Return the sum over kept positions.
 
     Returns:
         sum: float64 scalar, 0 if nothing is kept.
@@ -86,10 +85,10 @@ def masked_mean(
     x: Tensor,  # any shape
     mask: Tensor,  # same shape, bool
 ) -> Tensor:
-    """Mean over kept positions.
+    """Return the mean over kept positions.
 
     Returns:
-        mean: scalar of at least float32, 0 if nothing is kept.
+        mean: Scalar of at least float32, 0 if nothing is kept.
 
     Raises:
         ValueError: the shapes differ.
@@ -103,10 +102,10 @@ def masked_moments(
     x: Tensor,  # [B, ...]
     mask: Tensor,  # same shape, bool
 ) -> Tensor:
-    """Count, sum and sum of squares over kept positions, detached: they add over workers.
+    """Return count, sum and sum of squares over kept positions, detached.
 
     Returns:
-        moments: [3] float64; summed over workers, it is what `masked_whiten` takes.
+        moments: [3] float64. Sum it over workers for `masked_whiten`.
 
     Raises:
         ValueError: the shapes differ.
@@ -128,13 +127,15 @@ def masked_whiten(
     *,
     moments: Tensor | Iterable[Tensor | float] | None = None,
 ) -> Tensor:
-    """`x` shifted to mean 0 and scaled to population variance 1 over kept positions, detached.
+    """Shift and scale `x` to mean 0 and population variance 1 over kept positions, detached.
 
     Args:
-        moments: count, sum and sum of squares of the global batch; None: of `x`.
+        x: Values to whiten.
+        mask: True on positions to keep.
+        moments: Count, sum and sum of squares of the global batch. None means those of `x`.
 
     Returns:
-        whitened: [B, T], exactly 0 where masked. Values that are all alike become 0.
+        whitened: [B, T], exactly 0 where masked. Values that are all equal become 0.
 
     Raises:
         ValueError: the shapes differ.
@@ -161,14 +162,17 @@ def in_blocks(
     *tensors: Tensor,  # [B, ...]
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """`function` of the rows of `tensors`; on a CPU in blocks whose intermediates fit caches.
+    """Apply a function to blocks of rows on a CPU, so that intermediate results fit the caches.
+
+    Other devices get one block.
 
     Args:
-        function: gives some tensors; those of different blocks can be concatenated.
-        dtype: of the results; None: that of the first tensor, but at least float32.
+        function: Function of a block of each tensor. It returns tensors that can be concatenated.
+        tensors: Tensors with the same number of rows.
+        dtype: Dtype of the results. None means that of the first tensor, but at least float32.
 
     Returns:
-        results: those of the blocks, concatenated.
+        results: The results of all blocks, concatenated.
     """
     dtype = torch.promote_types(tensors[0].dtype, torch.float32) if dtype is None else dtype
     size = _rows_of_block(tensors[0])

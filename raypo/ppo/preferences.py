@@ -1,7 +1,7 @@
-"""Losses of preference optimisation: what a policy learns from pairs, or from single verdicts.
+"""Losses of preference optimisation, on pairs or on single verdicts.
 
-B pairs or responses. Log-probs are sums over a response's tokens, nats. All losses are one number a
-row, not yet averaged.
+Notation: B pairs or responses. Log-probs are sums over a response's tokens, in nats. Losses are one
+number per row, not averaged.
 """
 
 from __future__ import annotations
@@ -18,28 +18,32 @@ PairLoss = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo"]
 
 @dataclass(frozen=True)
 class Responses:
-    """One response to each of B prompts, as the policy and the reference see it."""
+    """One response to each of B prompts, with log-probs of the policy and the reference."""
 
     log_probs: Tensor  # [B] float, of the policy
-    num_tokens: Tensor  # [B] float, the end included; at least 1
-    ref_log_probs: Tensor | None = None  # [B] float, of the reference; None: there is none
+    num_tokens: Tensor  # [B] float, with the end of sequence; at least 1
+    ref_log_probs: Tensor | None = None  # [B] float, of the reference; None without one
 
     @property
     def log_ratios(self) -> Tensor:
-        """log policy / reference, [B]; without a reference log policy."""
+        """Log of policy over reference, [B]; without a reference, log of the policy."""
         return self.log_probs if self.ref_log_probs is None else self.log_probs - self.ref_log_probs
 
     def rewards(self, beta: float, *, per_token: bool = False) -> Tensor:
-        """The implicit reward beta * log policy / reference, [B]; per token its mean over tokens.
+        """Return the implicit reward beta * log(policy / reference), [B].
 
-        Paper: Rafailov et al. 2023, arXiv:2305.18290, eq. 5, without the part of the prompt alone.
+        Args:
+            beta: Scale of the reward.
+            per_token: Whether to divide by the number of tokens.
+
+        Paper: Rafailov et al. 2023, arXiv:2305.18290, eq. 5, without the term of the prompt.
         """
         ratios = self.log_ratios
         return beta * (ratios / self.num_tokens if per_token else ratios)
 
 
 def is_per_token(kind: str) -> bool:
-    """Whether a loss compares mean log-probs, so that a long response is no other than a short."""
+    """Return whether a loss uses mean log-probs per token, independent of length."""
     return kind in ("sigmoid_norm", "ipo", "simpo")
 
 
@@ -53,27 +57,31 @@ def pair_losses(
     simpo_gamma: float = 0.0,
     margins: Tensor | float = 0.0,  # [B]
 ) -> Tensor:
-    """Loss of each pair, [B].
+    """Return the loss of each pair, [B].
 
-    With z the rewards' difference, r(chosen) - r(rejected) - margin, and e the label smoothing:
+    With z = r(chosen) - r(rejected) - margin, and label smoothing e:
 
-    - sigmoid: -(1 - e) log sigmoid(z) - e log sigmoid(-z). DPO, Rafailov et al. 2023,
-      arXiv:2305.18290, eq. 7; e: the conservative DPO of Mitchell 2023; the margin: DPO with an
+    - sigmoid: -(1 - e) log sigmoid(z) - e log sigmoid(-z). DPO: Rafailov et al. 2023,
+      arXiv:2305.18290, eq. 7. Label smoothing: conservative DPO, Mitchell 2023. Margin: DPO with an
       offset, Amini et al. 2024, arXiv:2402.10571.
-    - sigmoid_norm: the same of rewards per token. Lambert et al. 2024 (Tulu 3), arXiv:2411.15124.
-    - robust: (-(1 - e) log sigmoid(z) + e log sigmoid(-z)) / (1 - 2 e), unbiased where a share e of
+    - sigmoid_norm: the same with rewards per token. Lambert et al. 2024 (Tulu 3), arXiv:2411.15124.
+    - robust: (-(1 - e) log sigmoid(z) + e log sigmoid(-z)) / (1 - 2 e), unbiased if a share e of
       the pairs is swapped. Chowdhury et al. 2024, arXiv:2403.00409.
     - hinge: max(0, 1 - z). Zhao et al. 2023 (SLiC-HF), arXiv:2305.10425.
-    - ipo: (h - 1 / (2 beta))^2, h the difference of the log-ratios per token, which no longer
-      depends on lengths. Azar et al. 2023, arXiv:2310.12036, eq. 17.
-    - simpo: sigmoid of rewards per token without a reference, less simpo_gamma. Meng et al. 2024,
-      arXiv:2405.14734, eq. 6.
+    - ipo: (h - 1 / (2 beta))^2, where h is the difference of log-ratios per token, so that it does
+      not depend on lengths. Azar et al. 2023, arXiv:2310.12036, eq. 17.
+    - simpo: sigmoid with rewards per token, without a reference, minus simpo_gamma. Meng et al.
+      2024, arXiv:2405.14734, eq. 6.
 
     Args:
-        label_smoothing: Share of pairs that is taken to be swapped; of sigmoid, sigmoid_norm,
-            robust and simpo. Below 0.5.
-        simpo_gamma: Least difference of the rewards that simpo asks for.
-        margins: By how much each chosen response is better, in units of the rewards; not of ipo.
+        chosen: The preferred responses.
+        rejected: The other responses.
+        kind: Name of the loss.
+        beta: Scale of the rewards.
+        label_smoothing: Assumed share of swapped pairs, below 0.5, for sigmoid, sigmoid_norm,
+            robust and simpo.
+        simpo_gamma: Target difference of the rewards, for simpo.
+        margins: Offset of each pair in units of the rewards, [B] or one number. Not for ipo.
     """
     per_token = is_per_token(kind)
     gap = chosen.rewards(beta, per_token=per_token) - rejected.rewards(beta, per_token=per_token)
@@ -98,14 +106,19 @@ def kto_losses(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Loss of each response that was called desirable or not, [B].
+    """Return the KTO loss of each response, [B].
 
-    weight * (1 - sigmoid(z)), z = beta * (log-ratio - kl) of a desirable response and its negative
-    of an undesirable one.
+    The loss is weight * (1 - sigmoid(z)), with z = beta * (log-ratio - kl) for desirable responses,
+    and the negative of it for undesirable ones.
 
     Args:
-        kl: The reference point, KL of policy and reference in nats per response (`kto_kl`); no
-            gradient flows through it.
+        responses: The responses.
+        is_desirable: The verdict on each response.
+        beta: Scale of the log-ratios.
+        kl: Reference point (`kto_kl`): KL of policy and reference in nats per response, without
+            gradient.
+        desirable_weight: Weight of desirable responses.
+        undesirable_weight: Weight of undesirable responses.
 
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
     """
@@ -115,14 +128,14 @@ def kto_losses(
 
 
 def kto_kl(total: float, count: float) -> float:
-    """KTO's reference point from prompts with responses that belong to other prompts.
+    """Return KTO's reference point, from prompts paired with responses to other prompts.
 
     Args:
-        total: Sum of their log-ratios over a whole batch, of all workers.
-        count: How many they are.
+        total: Sum of the log-ratios of such pairs, over the whole batch of all workers.
+        count: Number of such pairs.
 
     Returns:
-        Their mean, but not below 0, nats per response.
+        The mean log-ratio, at least 0, in nats per response.
 
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
     """

@@ -1,6 +1,6 @@
-"""From the raw score of a response to the one that is trained on.
+"""Score shaping: from a response's raw score to the score that is trained on.
 
-B responses. Every mask: True = keep. The order is fixed, and `shape_scores` is where it stands:
+Notation: B responses. Every mask: True = keep. `shape_scores` applies the parts in a fixed order:
 overlong penalty, truncation penalty, running normalisation, clip.
 """
 
@@ -24,12 +24,15 @@ def overlong_penalty(
     buffer_tokens: int,
     factor: float = 1.0,
 ) -> Tensor:
-    """Scores less a penalty that grows over the last tokens before the limit.
+    """Subtract a penalty that grows over the last tokens before the length limit.
 
     Args:
-        num_tokens: sampled tokens of each response.
-        max_tokens: longest response, in tokens.
-        buffer_tokens: the penalty grows from 0 to `factor` over this many tokens before the limit.
+        scores: Score of each response.
+        num_tokens: Sampled tokens of each response.
+        max_tokens: Longest response, in tokens.
+        buffer_tokens: Number of tokens before the limit over which the penalty grows from 0 to
+            `factor`.
+        factor: Penalty at the limit.
 
     Returns:
         scores: [B].
@@ -55,11 +58,13 @@ def truncation_penalty(
     replacement: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Scores with those of truncated responses replaced, or lowered by a part of their size.
+    """Replace the scores of truncated responses, or lower them by a share of their size.
 
     Args:
-        replacement: the score of every truncated response.
-        scale: c in [0, 1]: score - (1 - c) * |score|, so that a negative score does not improve.
+        scores: Score of each response.
+        truncated: True for truncated responses.
+        replacement: Score of every truncated response.
+        scale: c in [0, 1] for score - (1 - c) * |score|, which never raises a negative score.
 
     Returns:
         scores: [B].
@@ -85,7 +90,7 @@ def clip_scores(
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
-    """Scores clipped to [low, high]; None: no bound on that side.
+    """Clip scores to [low, high]. None means no bound on that side.
 
     Returns:
         scores: [B].
@@ -102,9 +107,9 @@ def clip_scores(
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """Count, mean and summed squared deviation of all scores seen, by Welford's algorithm.
+    """Count, mean and sum of squared deviations of all scores so far, by Welford's algorithm.
 
-    Example: after 1, 2, 3 it holds count 3, mean 2 and squared_deviation 2, so variance 2 / 3.
+    Example: after 1, 2, 3 it has count 3, mean 2 and squared_deviation 2, so variance 2 / 3.
 
     Paper: Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance".
     """
@@ -115,7 +120,7 @@ class RunningMoments:
 
     @classmethod
     def of(cls, scores: Tensor, valid: Tensor | None = None) -> RunningMoments:
-        """The moments of `scores` [B] where `valid` [B]; None: where they are not NaN."""
+        """Return the moments of scores [B] that are valid [B] and not NaN. None means all valid."""
         valid = ~scores.isnan() if valid is None else valid.bool() & ~scores.isnan()
         exact = scores[valid].double()
         if exact.numel() == 0:
@@ -125,14 +130,14 @@ class RunningMoments:
 
     @classmethod
     def total(cls, parts: Iterable[RunningMoments]) -> RunningMoments:
-        """The moments of all parts together, for example of all workers, in their order."""
+        """Return the moments of all parts together, such as those of all workers."""
         whole = cls()
         for part in parts:
             whole = whole.merged(part)
         return whole
 
     def merged(self, other: RunningMoments) -> RunningMoments:
-        """The moments of both together."""
+        """Return the moments of both together."""
         count = self.count + other.count
         if count == 0.0:
             return self
@@ -147,22 +152,22 @@ class RunningMoments:
 
     @property
     def variance(self) -> float:
-        """Population variance; 0 when nothing was seen."""
+        """Population variance; 0 without scores."""
         return self.squared_deviation / self.count if self.count else 0.0
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """`scores` [B] less the mean, over the standard deviation (at least 1e-4)."""
+        """Return scores [B] minus the mean, over the standard deviation (at least 1e-4)."""
         centred = (scores.double() - self.mean) / math.sqrt(max(self.variance, MIN_VARIANCE))
         return centred.to(scores.dtype)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps: arguments of the constructor."""
+        """Return the state for a checkpoint: the arguments of the constructor."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapingRules:
-    """Which steps of `shape_scores` are taken; by default none."""
+    """Settings of the parts of `shape_scores`. By default none is applied."""
 
     max_new_tokens: int
     overlong_buffer_tokens: int | None = None
@@ -184,19 +189,23 @@ def shape_scores(
     seen: RunningMoments,
     gather: Callable[[RunningMoments], list[RunningMoments]],
 ) -> tuple[Tensor, RunningMoments]:
-    """Overlong penalty, truncation penalty, running normalisation, clip: always in this order.
+    """Apply overlong penalty, truncation penalty, running normalisation and clip, in this order.
 
-    Responses that failed (NaN) or have no sampled token are left out of the moments; a response
+    Responses that failed (NaN) or have no sampled token are left out of the moments. A response
     without a sampled token gets 0.
 
     Args:
-        counted: rows whose scores the moments are of: one row of each sample. None: all.
-        seen: all scores of the steps before, as they were when they were normalised.
-        gather: every worker's value, in the order of ranks: `Workers.gather`.
+        scores: Raw score of each row.
+        num_tokens: Sampled tokens of each row.
+        truncated: True for truncated responses.
+        rules: The parts to apply.
+        counted: Rows that count for the moments: one of each sample. None means all.
+        seen: Moments of the scores of all earlier steps, before normalisation.
+        gather: `Workers.gather`: returns every worker's value, in the order of ranks.
 
     Returns:
         scores: [B], NaN where scoring failed.
-        seen: with this step's scores, of all workers; unchanged unless `rules.normalize`.
+        seen: Moments with this step's scores of all workers; unchanged unless `rules.normalize`.
 
     Raises:
         ValueError: the shapes differ, or a rule is out of range.

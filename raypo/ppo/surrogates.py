@@ -1,6 +1,6 @@
-"""The per-token policy losses, one small function a published kind.
+"""The policy losses per token: one small function for each published kind.
 
-B responses, T response tokens. Every mask: True = keep.
+Notation: B responses, T response tokens, A advantage. Every mask: True = keep.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from raypo.ppo.kl import MAX_LOG_RATIO, MIN_LOG_PROB
 
 SAPO_TEMPERATURES = (1.0, 1.05)
-"""Of the soft gate, as published: for positive advantages, and for all others."""
+"""Temperatures of the soft gate, as published: for positive advantages, and for all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What a surrogate works on; all tensors are 0 where masked, log-ratios are finite.
+    """Arguments of a surrogate. All tensors are 0 where masked, and log-ratios are finite.
 
     Raises:
         ValueError: a bound of the clip is out of range.
@@ -51,16 +51,16 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a surrogate gives: the loss of each token, and what to count."""
+    """Result of a surrogate: the loss of each token, and masks for the statistics."""
 
     loss: Tensor  # [B, T]
     ratio: Tensor  # [B, T], the ratio that was used
-    clipped: Tensor  # [B, T] bool, the clip is active: no gradient, or a cut weight
+    clipped: Tensor  # [B, T] bool, the clip is active: no gradient, or a clipped weight
     dual_clipped: Tensor  # [B, T] bool
 
 
 def ppo(tokens: Tokens) -> TokenLoss:
-    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio per token.
+    """Compute -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio per token.
 
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Yu et al. 2025, arXiv:2503.14476, eq. 8
         (clip-higher); Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO).
@@ -79,12 +79,12 @@ def ppo(tokens: Tokens) -> TokenLoss:
 
 
 def gspo(tokens: Tokens) -> TokenLoss:
-    """`ppo` with the ratio of the whole response at each of its tokens: GSPO-token.
+    """Compute `ppo` with the ratio of the whole response at each of its tokens (GSPO-token).
 
     The ratio is s * p / stop_grad(p), where s is the geometric mean of the response's ratios,
-    without gradient, and p the probability of the token: every token is clipped as its response is,
-    and pulls with its own advantage. Where the advantages of a response are all equal, value and
-    gradient are those of GSPO, which knows one advantage a response.
+    without gradient, and p is the probability of the token. So every token is clipped like its
+    response, and uses its own advantage. If all advantages of a response are equal, value and
+    gradient are those of GSPO, which has one advantage per response.
 
     Paper: Zheng et al. 2025, arXiv:2507.18071, section 4.3 (eq. 5 and 7 where advantages are equal
         within each response).
@@ -96,12 +96,12 @@ def gspo(tokens: Tokens) -> TokenLoss:
 
 
 def gmpo(tokens: Tokens) -> TokenLoss:
-    """-(geometric mean of the response's clipped ratios) * A: each token is clipped, then averaged.
+    """Compute -(geometric mean of the response's clipped ratios) * A.
 
-    A token's log-ratio is cut to log(1 + clip_high) from above where its advantage is positive, to
-    log(1 - clip_low) from below elsewhere, and has no gradient beyond. As in `gspo` each token
-    pulls with its own advantage; where those of a response are equal, value and gradient under
-    `sequence_mean` are the paper's.
+    A token's log-ratio is clipped to at most log(1 + clip_high) if its advantage is positive, else
+    to at least log(1 - clip_low), and has no gradient beyond. As in `gspo`, each token uses its own
+    advantage. If those of a response are equal, value and gradient under `sequence_mean` are the
+    paper's.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -122,10 +122,10 @@ def gmpo(tokens: Tokens) -> TokenLoss:
 
 
 def cispo(tokens: Tokens) -> TokenLoss:
-    """-stop_grad(min(ratio, 1 + clip_high)) * A * log_probs: the weight is cut, not the gradient.
+    """Compute -stop_grad(min(ratio, 1 + clip_high)) * A * log_probs.
 
-    With `cispo_low` the weight is at least 1 - cispo_low; the paper ran without a lower bound.
-    `clip_low` is not used.
+    Clipping bounds the weight of a token, and does not remove its gradient. With `cispo_low` the
+    weight is at least 1 - cispo_low; the paper has no lower bound. `clip_low` is not used.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -142,10 +142,10 @@ def cispo(tokens: Tokens) -> TokenLoss:
 
 
 def sapo(tokens: Tokens) -> TokenLoss:
-    """-A * 4 / tau * sigmoid(tau * (ratio - 1)): the gradient fades where `ppo` would cut it.
+    """Compute -A * 4 / tau * sigmoid(tau * (ratio - 1)), whose gradient fades instead of a clip.
 
-    At ratio 1 value and slope are those of `ppo` but for a constant. tau is larger for negative
-    advantages. The clip bounds are not used.
+    At ratio 1 the slope is that of `ppo`, and the value differs by a constant. tau is larger for
+    negative advantages. The clip bounds are not used.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -162,7 +162,7 @@ def sapo(tokens: Tokens) -> TokenLoss:
 
 
 def clip_cov(tokens: Tokens) -> TokenLoss:
-    """`ppo`, but tokens of high covariance have no loss and no gradient.
+    """Compute `ppo`, without loss and gradient of tokens of high covariance.
 
     Raises:
         ValueError: `covariant` is missing.
@@ -175,9 +175,9 @@ def clip_cov(tokens: Tokens) -> TokenLoss:
 
 
 def kl_cov(tokens: Tokens) -> TokenLoss:
-    """-ratio * A without a clip, plus covariance_kl * |log ratio| on tokens of high covariance.
+    """Compute -ratio * A, plus covariance_kl * |log ratio| on tokens of high covariance.
 
-    The clip bounds are not used.
+    There is no clip; its bounds are not used.
 
     Raises:
         ValueError: `dual_clip` is set, or `covariant` is missing.
@@ -204,7 +204,7 @@ SURROGATES: dict[str, Surrogate] = {
 
 
 def _clamped_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to +-`MAX_LOG_RATIO`; outside there is no gradient."""
+    """Return exp of a log-ratio clamped to +-`MAX_LOG_RATIO`; outside there is no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

@@ -1,4 +1,7 @@
-"""Distillation: the policy learns a teacher's distributions, where it goes itself or on texts."""
+"""Distillation: the policy learns a teacher's token distributions.
+
+The responses are the policy's own samples (on-policy), given texts (off-policy), or both.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
     """One worker's view of a distillation run."""
 
     texts: ShuffledStream[tuple[str, Example]] | None = field(default=None, init=False)
-    """What is learned off-policy, each with the name of its source."""
+    """Texts to learn off-policy, each with the name of its source. None if all are sampled."""
 
     def __post_init__(self) -> None:
         """Read the texts."""
@@ -51,7 +54,7 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
             self.texts = ShuffledStream(named, seed=config.seed, mix=mix)
 
     def make_task(self) -> DistillationTask:
-        """The student, which learns the teacher's distributions."""
+        """Load the student, which learns the teacher's distributions."""
         config = self.config
         return DistillationTask(
             load_policy(config.model), config.distillation, vocabulary=self._vocabulary
@@ -59,16 +62,16 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
 
     @property
     def prompts_per_round(self) -> int:
-        """Prompts of a round that the policy answers; the others come with texts."""
+        """Number of prompts per round that the policy answers; the rest of a round are texts."""
         return self.config.prompts_answered
 
     def scoring_reference(self, services: Services) -> None:
-        """None: the teacher is asked for whole distributions instead."""
+        """Return None: `select` queries the teachers for whole distributions instead."""
 
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Taught], dict[str, float]]:
-        """All of this worker's responses and its share of the texts, with the teacher's opinion."""
+        """Return this worker's responses and its share of the texts, with teacher log-probs."""
         teacher_of = self.config.teacher_of
         pupils: dict[str, dict[Place, Ids]] = {path: {} for path in teacher_of.values()}
         for each in scored:
@@ -81,6 +84,7 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
             count = rollout.prompts_per_step - self.config.prompts_answered
             drawn = self.texts.take(count * rollout.samples_per_prompt)
             for position, (source, text) in drawn[self.workers.rank :: self.workers.count]:
+                # Texts belong to no group. -1 keeps their keys apart from those of samples.
                 pupils[teacher_of[source]][-1, position] = text.prompt_ids, text.response_ids
         wanted = self.config.distillation.top_k
         count = min(wanted or self._vocabulary, self._vocabulary)
@@ -97,7 +101,7 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         }, {}
 
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
-        """Lengths of all workers' rollouts, and their scores where a judge is named."""
+        """Return lengths of all workers' rollouts, and their scores if a reward is configured."""
         metrics = super().describe(scored)
         if self.reward_function or self.reward_servers or self.config.model.reward:
             return metrics
@@ -105,12 +109,12 @@ class DistillationRun(RoundsRun[DistillationConfig, Taught]):
         return {name: value for name, value in metrics.items() if not name.startswith(of_scores)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The data cursors of prompts and texts."""
+        """Return the data cursors of prompts and texts."""
         texts = self.texts.state_dict() if self.texts else None
         return super().state_dict() | {"texts": texts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         super().load_state_dict(state)
         if self.texts:
             self.texts.load_state_dict(state["texts"])

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: a policy learns from preferences, without a reward model."""
+"""Direct preference optimisation (DPO): a policy learns preferences without a reward model."""
 
 from __future__ import annotations
 
@@ -17,28 +17,33 @@ from raypo.run.reference import with_references
 
 @dataclass
 class DPORun(PolicyExamplesRun[DPOConfig, Any]):
-    """One worker's view of a run on preferences: pairs, or verdicts where the loss is kto."""
+    """One worker's view of a run on preferences: pairs, or verdicts if the loss is kto."""
 
     held_out_key: ClassVar[str] = "pairs"
 
     @classmethod
     def reader(cls, config: DPOConfig) -> Reader[Any]:
-        """What reads pairs or verdicts; labels are only for `eval.function`."""
+        """Return the loader of pairs, or of verdicts for kto. It ignores `label_key`."""
         load: Reader[Any] = load_verdicts if config.dpo.loss == "kto" else load_pairs
 
+        # Labels are only for `eval.function`, so preferences need none.
         def read(section: Any, *others: Any, **named: Any) -> LoadedExamples[Any]:
             return load(section.model_copy(update={"label_key": None}), *others, **named)
 
         return read
 
     def make_task(self) -> PreferenceTask | VerdictTask:
-        """The policy, which learns the preferences."""
+        """Load the policy, which learns the preferences."""
         model = load_policy(self.config.model)
         kind = VerdictTask if self.config.dpo.loss == "kto" else PreferenceTask
         return kind(model, self.config.dpo)
 
     def before_restoring(self, learner: SupervisedLearner[Any]) -> None:
-        """Give each preference what the reference says of it, unless its row has that."""
+        """Add the reference model's log-probs to each preference, unless the data has them.
+
+        Without `model.reference` the learner's initial policy is the reference model, so this runs
+        before a checkpoint is restored.
+        """
         config = self.config
         if not config.dpo.needs_reference or config.data.ref_chosen_key:
             return
@@ -46,7 +51,7 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         items = list(self.stream.items)
         drawn = list(range(len(items)))
         goes_on = config.from_checkpoint or self.runtime.resume_from
-        if goes_on is None:  # else its cursor may stand anywhere
+        if goes_on is None:  # a restored data cursor may be anywhere, so all items are needed then
             draws = self.stream.of(drawn).take(config.num_steps * config.learner.batch_size)
             drawn = list(dict.fromkeys(place for _, place in draws))
         section, named = config.model, config.model.reference

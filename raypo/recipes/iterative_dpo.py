@@ -1,4 +1,4 @@
-"""Iterative DPO: a prompt's best sample against its worst, judged anew by each round's policy."""
+"""Iterative DPO: each round samples from the current policy and pairs best with worst samples."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
     """One worker's view of an iterative DPO run."""
 
     def make_task(self) -> PreferenceTask:
-        """The policy, which learns pairs as the recipe dpo does."""
+        """Load the policy, which learns pairs as in the recipe dpo."""
         return PreferenceTask(load_policy(self.config.model), self.config.dpo)
 
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Pair], dict[str, float]]:
-        """The best sample of each prompt against the worst; the pairs also go into `pairs/`."""
+        """Pair the best sample of each prompt with its worst; also write the pairs to `pairs/`."""
         compared = best_and_worst(scored, min_gap=self.config.iterative_dpo.min_gap)
         self.write_table("pairs", step, {place(best): row(best, w) for best, w in compared})
         groups = {each.rollout.group_index for each in scored}
@@ -52,7 +52,7 @@ class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
         learner: SupervisedLearner[Pair],
         services: Services,
     ) -> Mapping[Place, Pair]:
-        """The pairs with the reference's log-probs, where no deployment has given them."""
+        """Add the reference model's log-probs to the pairs, unless a deployment computed them."""
         if services.reference is not None or not self.config.dpo.needs_reference:
             return mine
         task, workers = learner.task, self.workers
@@ -69,9 +69,10 @@ class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
 
 
 def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[Compared]:
-    """Of each group the best and the worst sample, unless they are tied or closer than `min_gap`.
+    """Return the best and the worst sample of each group.
 
-    Of equal scores the one that was sampled first counts.
+    Groups whose two scores are tied, or closer than `min_gap`, are left out. Among samples with
+    equal scores the first sampled one is taken.
     """
     compared: list[Compared] = []
     score = attrgetter("score")
@@ -83,7 +84,7 @@ def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[C
 
 
 def pair_of(best: ScoredRollout, worst: ScoredRollout) -> Pair:
-    """What is learned of two samples; `margin` stays 0, a verdict counts as a verdict."""
+    """Return the pair to learn. Its `margin` stays 0: only the order of the scores counts."""
     known = best.ref_log_probs, worst.ref_log_probs
     return Pair(
         best.rollout.prompt_ids,
@@ -96,7 +97,7 @@ def pair_of(best: ScoredRollout, worst: ScoredRollout) -> Pair:
 
 
 def row(best: ScoredRollout, worst: ScoredRollout) -> dict[str, Any]:
-    """A pair as `data.prompts` of the recipes dpo and reward_model takes it."""
+    """Return a pair as a row that `data.prompts` of the recipes dpo and reward_model can read."""
     label = best.rollout.label
     return {
         "prompt": prompt_cell(best),

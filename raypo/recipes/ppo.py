@@ -1,5 +1,6 @@
-"""PPO in seven steps. Steps 1 and 2 of a run with a driver are in `raypo.trainer`; this is what
-every learner worker does: the same code, each with its own share of the prompts.
+"""PPO in seven steps: the loop that every learner worker runs on its own share of the prompts.
+
+If the run has a driver (`raypo.trainer`), step 1 and the dedicated services of step 2 are there.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from raypo.types import Experience, ScoredRollout
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
-    """A whole PPO run on one learner worker; `ray.train` calls it on each.
+    """Run PPO on one learner worker; Ray Train calls this on each of them.
 
     Args:
         setup: `config.model_dump()` of a PPOConfig.
 
     Returns:
-        `{"status": "finished" | "interrupted", "step": the last step that is done}`.
+        `{"status": "finished" | "interrupted", "step": last completed step}`.
     """
     with open_run(setup, PPORun) as run:
         config, workers, seed = run.config, run.workers, run.config.seed
-        services = run.start_services()  # 2. engines, frozen models
-        learner = run.start_learner()  # 3. policy and critic; restored where there is a checkpoint
+        services = run.start_services()  # 2. engines, reference and reward models
+        learner = run.start_learner()  # 3. policy and critic, restored if there is a checkpoint
         run.push_weights(learner, services, version=run.last_step)
         run.evaluate_before_first_update(services)
         run.rollouts.begin(
@@ -81,7 +82,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
 
             metrics |= run.evaluate_when_due(step, services)  # 7. held-out score,
             clock.lap("time/held_out_s")
-            checkpoint = run.checkpoint_when_due(step, learner, metrics)  # checkpoint, policy,
+            checkpoint = run.checkpoint_when_due(step, learner, metrics)  # checkpoint, models,
             clock.lap("time/checkpoint_s")
             run.report(step, metrics, clock, checkpoint)  # report
 
@@ -99,23 +100,30 @@ def ppo_step(
     step: int,
     clock: Clock,
 ) -> tuple[Experience, dict[str, float], AdvantageState]:
-    """The update of one step, on this worker's share of its experience; all workers together.
+    """Run one step's update on this worker's share of the experience; all workers call it.
 
     Args:
-        workers: Those that train what this worker trains: together they hold the whole step once.
+        learner: Policy and critic.
+        experience: This worker's share of the step.
+        ppo: The section `ppo` of the config.
+        state: State of the advantage computation that the previous step returned.
+        workers: Workers that train the same model as this one. Together they hold each sample of
+            the step once.
         max_new_tokens: Longest response, in tokens.
         step: Counted from 1.
+        clock: Records the time of each part.
 
     Returns:
-        experience: With all that the update computed of it.
-        metrics: Of the step, over all workers.
-        state: For the next step.
+        experience: The experience with everything that the update computed.
+        metrics: Metrics of the step over all workers.
+        state: State for the next step.
     """
     experience = learner.with_log_probs_and_values(experience)  # old log-probs, values
     clock.lap("time/log_probs_s")
     experience, metrics, next_state = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
     )
+    # Step n updates the weights of version n - 1, those that step n - 1 pushed.
     experience = with_corrections(experience, ppo.correction, version=step - 1)
     experience = with_covariant_tokens(experience, ppo, workers, seed=learner.seed, step=step)
     experience, updated = learner.update(
@@ -133,10 +141,10 @@ def ppo_step(
 def generate_and_score(
     run: PPORun, services: Services, draws: Sequence[Draw], clock: Clock, workers: Workers
 ) -> list[ScoredRollout]:
-    """The responses to this worker's draws, with their scores and reference log-probs.
+    """Sample responses to this worker's draws; add their scores and reference log-probs.
 
-    Asked for once for each step's prompts, and again for what `ppo.filter` leaves out. In the modes
-    that sample ahead threads call it, with clocks and a process group of their own.
+    Called once for a step's prompts, and again to replace groups that `ppo.filter` drops. In the
+    asynchronous modes background threads call it, each with its own clock and process group.
     """
     run.enter(Phase.GENERATE)
     scoring = run.scoring(services)
@@ -147,7 +155,7 @@ def generate_and_score(
         run.sampling,
         run.push_again,
         dispatcher=run.dispatcher(services, workers),
-        on_rollouts=scoring.add if scoring.scores_early else None,  # while others are still sampled
+        on_rollouts=scoring.add if scoring.scores_early else None,  # score while others are sampled
     )
     clock.lap("time/generate_s")
     run.enter(Phase.SCORE, before_push=not run.config.is_refilled)

@@ -1,4 +1,4 @@
-"""Rejection sampling: of several samples a prompt the best become a data set, and are learned."""
+"""Rejection sampling: the best of several samples per prompt are saved and used for SFT."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class RejectionSamplingRun(RoundsRun[RejectionSamplingConfig, Example]):
     """One worker's view of a rejection-sampling run."""
 
     def make_task(self) -> ResponseTask:
-        """The policy, which learns responses as supervised fine-tuning does."""
+        """Load the policy, which learns responses as in supervised fine-tuning."""
         return ResponseTask(load_policy(self.config.model))
 
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Example], dict[str, float]]:
-        """The best samples of each prompt, which also go into `selected/`."""
+        """Select the best samples of each prompt; also write them to `selected/`."""
         section = self.config.rejection_sampling
         kept = best_of(scored, section)
         self.write_table("selected", step, {place(each): row(each) for each in kept})
@@ -51,13 +51,14 @@ class RejectionSamplingRun(RoundsRun[RejectionSamplingConfig, Example]):
 
 
 def best_of(scored: Sequence[ScoredRollout], section: SelectionSection) -> list[ScoredRollout]:
-    """The samples of each group that are kept; of equal scores those that were sampled first."""
+    """Return the best samples of each group; among equal scores the first sampled ones win."""
     kept: list[ScoredRollout] = []
     for group in learnable(scored):
         best = sorted(group, key=lambda each: -each.score)
         if section.min_score is not None:
             best = [each for each in best if each.score >= section.min_score]
         if section.distinct:
+            # Reversed, so that the best and first sampled of equal responses stays in the dict.
             best = list({each.rollout.response_ids.tobytes(): each for each in best[::-1]}.values())
             best.sort(key=lambda each: (-each.score, each.rollout.sample_index))
         kept += best[: section.top_k]
@@ -65,7 +66,7 @@ def best_of(scored: Sequence[ScoredRollout], section: SelectionSection) -> list[
 
 
 def row(scored: ScoredRollout) -> dict[str, Any]:
-    """A response as `data.prompts` of the recipe sft takes it."""
+    """Return a response as a row that `data.prompts` of the recipe sft can read."""
     rollout = scored.rollout
     return {
         "prompt": prompt_cell(scored),

@@ -1,4 +1,7 @@
-"""A reward model from pairs of responses: a Hugging Face sequence classifier with one label."""
+"""Reward-model training on pairs of responses.
+
+The model is a Hugging Face sequence classifier with one label.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,20 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
 
     @classmethod
     def reader(cls, config: RewardModelConfig) -> Reader[Pair]:
-        """What reads pairs."""
+        """Return the loader of pairs."""
         return load_pairs
 
     def make_task(self) -> PairTask:
-        """The policy's backbone with a new score head, or the classifier that it is already."""
+        """Load `model.policy` as a classifier, with a new score head if it has none."""
         section = self.config.model
         model = load_reward_model(
             section.policy, dtype=section.dtype, attention=section.attention, new_head=True
         )
         model = add_adapter(model, section.lora)
-        # Plain transformers looks for the padding id; where that ends responses it hides the end.
+        # transformers finds the last token of a row by the padding id. If that id also ends
+        # responses, it would skip the end of the response.
         padding = self.tokenizer.pad_token_id
         ends = (self.tokenizer.eos_token_id, *stop_token_ids(section.policy, self.tokenizer))
-        for config in (model.config, model.config.get_text_config()):  # the head asks the latter
+        for config in (model.config, model.config.get_text_config()):  # the head reads the latter
             config.pad_token_id = None if padding in ends else padding
         return PairTask(model, centering_coef=self.config.reward_model.centering_coef)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: a policy learns the responses of examples."""
+"""Supervised fine-tuning (SFT): a policy learns the responses of examples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class SFTRun(PolicyExamplesRun[SFTConfig, Example]):
 
     @classmethod
     def reader(cls, config: SFTConfig) -> Reader[Example]:
-        """What reads prompts with the responses to learn."""
+        """Return the loader of prompts with responses."""
         return load_examples
 
     def make_task(self) -> ResponseTask:
-        """The policy, which learns the responses."""
+        """Load the policy, which learns the responses."""
         return ResponseTask(load_policy(self.config.model))

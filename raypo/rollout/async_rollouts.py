@@ -115,9 +115,9 @@ class AsyncRollouts:
     max_staleness: int
     """Weight versions between the first token of a response and the update that trains it."""
     overlaps: bool
-    """Whether several batches may be in flight at the same time, also during pushes."""
+    """True if several batches may be in flight at the same time, also during pushes."""
     settles: bool
-    """Whether a push waits for the next batch, so that a run does not depend on timing and each
+    """True if a push waits for the next batch, so that a run does not depend on timing and each
     batch has one version."""
     num_steps: int
     workers: Workers
@@ -133,7 +133,7 @@ class AsyncRollouts:
     _front: int = 0
     """Index of the first draw that no step has taken."""
     _depth: int = 1
-    """How many batches ahead of the trainer may be in flight, within the staleness bound."""
+    """Number of batches ahead of the trainer that may be in flight, by the staleness bound."""
     _chunks: list[_Chunk] = field(default_factory=list)
     """Chunks, in order, of which some draws were not taken."""
     _batches: dict[int, Future[Collected]] = field(default_factory=dict)

@@ -45,7 +45,7 @@ class RewardSources:
 
     function: RewardFunction | None
     models: tuple[RewardModel, ...]
-    """In the order of `model.reward`."""
+    """Reward models in the order of `model.reward`."""
     weights: dict[str, float]
     """Weight by source: `function`, `url`, and `model` or `model_0`, `model_1`, ... The score that
     an episode's environment gives has weight 1."""
@@ -129,7 +129,7 @@ class Scoring:
 
     @property
     def scores_early(self) -> bool:
-        """Whether any source scores before all rollouts are there."""
+        """True if any source scores before all rollouts are there."""
         has_models = bool(self._sources.models) or self._reference is not None
         return bool(self._early) or (self._models_apart and has_models)
 
@@ -213,7 +213,7 @@ class _FunctionQueue:
         self._waiting: list[Rollout] = []
         self._num_left = 0
         self._scores: dict[int, float] = {}
-        """By `id` of the rollout, which `Scoring` keeps alive."""
+        """Values by `id` of the rollout, which `Scoring` keeps alive."""
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 

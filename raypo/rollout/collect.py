@@ -1,4 +1,4 @@
-"""Step 4: prompts -> rollouts, for one worker's share, and which of them can be trained."""
+"""Step 4: sample rollouts for one worker's share of the prompts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from raypo.types import Prompt, Rollout, ScoredRollout
 
 
 class Decoder(Protocol):
-    """What sampling asks of a tokenizer."""
+    """Method of a tokenizer that sampling uses."""
 
     def batch_decode(self, ids: list[np.ndarray], /, *, skip_special_tokens: bool) -> list[str]:
-        """The text of each row of ids."""
+        """Return the text of each row of ids."""
         ...
 
 
 class Plays(Protocol):
-    """Who plays episodes of several turns."""
+    """Runs episodes of several turns (`Episodes`)."""
 
     def play(
         self,
@@ -40,25 +40,25 @@ class Plays(Protocol):
         sampling: Sampling,
         push_again: PushAgain | None,
     ) -> list[Rollout]:
-        """As `sample`."""
+        """Run the episodes of some draws; arguments and result as of `sample`."""
         ...
 
     def waited_s(self) -> float:
-        """Seconds that no episode could be asked, since this was last asked."""
+        """Return the seconds that training batches waited for environments since the last call."""
         ...
 
     def close(self) -> None:
-        """End what it has started."""
+        """End the processes and threads that it has started."""
         ...
 
 
 _SEED_WORD = 4
-"""First of the numbers that seed a request; prompt stream, dealing and learner have 1 to 3."""
+"""First number of a request's seed sequence. Prompt stream, sharding and learner use 1 to 3."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How prompts become responses."""
+    """Sampling parameters of a run's training or evaluation."""
 
     samples_per_prompt: int
     max_new_tokens: int
@@ -67,20 +67,21 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int
     seeds: Literal["request", "engine"] = "request"
-    """As `rollout.engine.seeds`."""
+    """Value of `rollout.engine.seeds`."""
     stream: int = 0
-    """Keeps the seeds of training and evaluation apart."""
+    """Part of every seed, which differs between training (0) and evaluation."""
     adapter: str | None = None
-    """Name of the LoRA adapter that the engines answer with; None: their own weights alone."""
+    """Name of the LoRA adapter to sample with. None means the engines' own weights."""
     top_k: int | None = None
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     priority: int | None = 0
-    """Of requests that join what is being sampled; lower comes sooner; None: older draws do."""
+    """Priority of requests that join a running batch; lower comes first. None means that older
+    draws come first."""
     owner: str = ""
-    """Whose requests they are: the id of all of them."""
+    """Id of all requests, which names the run and its attempt."""
     episodes: Plays | None = None
-    """Where responses are episodes of several turns: who plays them."""
+    """Runs the episodes. None if each sample is a single response."""
 
     @classmethod
     def of(
@@ -95,7 +96,7 @@ class Sampling:
         owner: str = "",
         episodes: Plays | None = None,
     ) -> Sampling:
-        """The sampling of training rollouts."""
+        """Return the sampling parameters of training rollouts."""
         return cls(
             samples_per_prompt=samples_per_prompt,
             max_new_tokens=section.max_new_tokens,
@@ -115,7 +116,15 @@ class Sampling:
 
 
 def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> list[Draw]:
-    """This worker's share of the next prompts of all; each worker takes as many from its stream."""
+    """Return this worker's share of the next prompts.
+
+    All workers have the same stream, and call this with the same count.
+
+    Args:
+        stream: Prompt stream.
+        count: Number of prompts over all workers.
+        workers: The workers that share the prompts.
+    """
     return [Draw(*each) for each in stream.take(count)[workers.rank :: workers.count]]
 
 
@@ -129,18 +138,25 @@ def sample(
     dispatcher: Dispatch | None = None,
     on_rollouts: Callable[[list[Rollout]], None] | None = None,
 ) -> list[Rollout]:
-    """Responses for this worker's draws: `samples_per_prompt` a draw, in order.
+    """Sample `samples_per_prompt` responses for each of this worker's draws.
 
-    Every response has a seed of its own, made from the run's seed, its draw and its number, so
-    that it does not depend on the batch or the worker that it is sampled in, nor on an engine that
-    was lost meanwhile (unless `rollout.engine.seeds` is engine).
+    Every response has its own seed, derived from the run's seed, its draw and its number. So it
+    does not depend on its batch or worker, nor on engines that are lost meanwhile. With
+    `rollout.engine.seeds: engine` requests have no seeds.
 
     Args:
-        push_again: Given: all workers call this together, and where one of them is left without
-            an engine, all leave for one more push of the weights.
+        draws: This worker's draws.
+        engine: The engines.
+        tokenizer: Decodes the responses.
+        sampling: Sampling parameters.
+        push_again: Repeats the last push if a worker has no engine left. If it is given, all
+            workers call `sample` together.
         dispatcher: Sends the requests to engines. None means `dispatch` to `engine`.
         on_rollouts: Callback that gets, in any thread, all rollouts of a draw that are ready before
             others. It is not called for episodes.
+
+    Returns:
+        The rollouts, in the order of draws and samples.
     """
     if sampling.episodes is not None:
         return sampling.episodes.play(draws, engine, sampling, push_again)
@@ -174,7 +190,7 @@ class _Groups:
     on_rollouts: Callable[[list[Rollout]], None] | None
     _completions: dict[int, Completion] = field(default_factory=dict)
     _rollouts: dict[int, list[Rollout]] = field(default_factory=dict)
-    """By index of the draw."""
+    """Finished rollouts by index of the draw."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, index: int, completion: Completion) -> None:
@@ -210,7 +226,7 @@ class _Groups:
 
 
 def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0) -> SamplingRequest:
-    """Return the request for one sample of a draw; of an episode, for a turn of it."""
+    """Return the request for one sample of a draw, or for one turn of its episode."""
     has_seed = sampling.seeds == "request"
     return SamplingRequest(
         prompt_ids=draw.prompt.token_ids,
@@ -225,13 +241,14 @@ def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0)
         adapter=sampling.adapter,
         id=sampling.owner,
         priority=draw.group_index if sampling.priority is None else sampling.priority,
-        # A run that goes on does not evaluate again what an undisturbed one did before this.
+        # Evaluation must not fill the prefix cache of training: a resumed run does not repeat an
+        # earlier evaluation, and must sample the same as an uninterrupted one.
         cache_salt=f"stream {sampling.stream}" if sampling.stream else "",
     )
 
 
 def request_seed(sampling: Sampling, group_index: int, sample_index: int, turn: int = 0) -> int:
-    """A 31-bit seed that differs between runs, draws, samples and turns."""
+    """Return a 31-bit seed that differs between runs, draws, samples and turns."""
     parts = (_SEED_WORD, sampling.seed, sampling.stream, group_index, sample_index)
     state = np.random.SeedSequence(parts + ((turn,) if turn else ())).generate_state(1)
     return int(state[0] >> 1)
@@ -258,22 +275,22 @@ def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -
 
 
 def is_trainable(scored: ScoredRollout) -> bool:
-    """Whether it can be learned from: it has a score, and at least one sampled token."""
+    """Return whether a rollout can be trained: it has a score and at least one sampled token."""
     return math.isfinite(scored.score) and bool(scored.rollout.response_mask.any())
 
 
 def samples_of(scored: list[ScoredRollout]) -> list[ScoredRollout]:
-    """One rollout a sample: of an episode with several conversations, its first."""
+    """Return one rollout per sample: the first of an episode with several conversations."""
     return [each for each in scored if each.rollout.row_index == 0]
 
 
 def refuse_too_many_failures(
     scored: list[ScoredRollout], section: RewardSection, workers: Workers
 ) -> None:
-    """Stop where scoring fails too often; all workers call it together.
+    """Stop the run if too many samples could not be scored; all workers call it together.
 
     Raises:
-        RewardError: of all workers' samples, more than `reward.max_failed_fraction` have no score.
+        RewardError: more than `reward.max_failed_fraction` of all workers' samples have no score.
     """
     scored = samples_of(scored)
     failed = [s.rollout for s in scored if not math.isfinite(s.score)]

@@ -1,7 +1,12 @@
-"""Environments in processes: pickled between their turns, so that any process takes the next one.
+"""Environments in worker processes. They are pickled between turns, so any process can go on.
 
-A turn that takes too long, and a process that dies, cost the episode and nothing else. Only bytes
-and texts go through the pool: what cannot be pickled would be the end of it.
+Concurrency. Each learner worker has its own pool of processes, forked from a fork server. The event
+loop of the episodes submits calls and awaits their futures; a process runs one call at a time. If a
+call exceeds the time limit or its process dies, the pool replaces the process, and only that
+episode fails.
+
+Only bytes and texts are sent through the pool, because an object that cannot be pickled would
+break it.
 """
 
 from __future__ import annotations
@@ -28,16 +33,16 @@ _make: Callable[[], Any] | None = None
 
 @dataclass
 class Pickled:
-    """An environment between two calls, as the last of them has left it, also one that raised."""
+    """A pickled environment between two calls. A call that raised has changed its state too."""
 
     state: bytes | None = None
-    """None: it is not made yet."""
+    """Pickled environment. None means that it is not created yet."""
     metrics: Any = None
-    """Its attribute, if it has one."""
+    """The environment's attribute `metrics`. None if it has none."""
 
 
 class EnvironmentPool:
-    """Processes that environments' methods run in."""
+    """A process pool that runs the methods of environments."""
 
     def __init__(
         self, load: Callable[[], Callable[[], Any]], *, processes: int, timeout_s: float | None
@@ -45,9 +50,9 @@ class EnvironmentPool:
         """Start the processes.
 
         Args:
-            load: Called in each of them; gives what makes an environment.
-            processes: How many.
-            timeout_s: Seconds that one call may take; None: any.
+            load: Called once in each process. Returns the factory of environments.
+            processes: Number of processes.
+            timeout_s: Seconds that one call may take. None means no limit.
         """
         self._timeout_s = timeout_s
         self._pool = ProcessPool(
@@ -58,12 +63,17 @@ class EnvironmentPool:
         )
 
     async def call(self, it: Pickled, method: str, *arguments: Any) -> Any:
-        """What a method of an environment returns; `it` is the environment afterwards.
+        """Call a method of an environment in a process, and return its result.
+
+        Args:
+            it: The environment. It is updated to the state after the call.
+            method: Name of the method.
+            arguments: Arguments of the method.
 
         Raises:
-            TimeoutError: it took too long, and its process was ended.
-            RuntimeError: its process died.
-            Exception: of the name and text of whatever the method raises.
+            TimeoutError: the call took too long, and its process was ended.
+            RuntimeError: the process died.
+            Exception: the method raised; this error has the name and text of the original one.
         """
         scheduled = self._pool.schedule(
             _call, args=(it.state, method, *arguments), timeout=self._timeout_s
@@ -85,13 +95,13 @@ class EnvironmentPool:
         return returned
 
     def close(self) -> None:
-        """End the processes at once."""
+        """Kill the processes."""
         self._pool.stop()
         self._pool.join()
 
 
 def _open(load: Callable[[], Callable[[], Any]]) -> None:
-    """Get the class ready, in a process of the pool."""
+    """Load the environment's factory; runs once in each process of the pool."""
     global _make
     _make = load()
 
@@ -99,7 +109,12 @@ def _open(load: Callable[[], Callable[[], Any]]) -> None:
 def _call(
     state: bytes | None, method: str, *arguments: Any
 ) -> tuple[bytes | None, bytes, tuple[str, str] | None, list[ToolUse]]:
-    """The environment afterwards, the answer with its metrics, and what was raised."""
+    """Call a method in a process of the pool.
+
+    Returns:
+        The pickled environment after the call, the pickled result with the metrics, name and text
+        of an error if there is one, and the tools that were called.
+    """
     assert _make is not None
     uses: list[ToolUse] = []
     heard.set(uses.append)
@@ -113,7 +128,8 @@ def _call(
         afterwards = _pickled(environment, "an environment")
         return afterwards, _pickled(told, "what it returns"), None, uses
     except BaseException as error:
-        if environment is not None:  # to be closed; as it was before where it cannot be pickled
+        # The environment will still be closed: send its state, or the old one if pickling fails.
+        if environment is not None:
             with suppress(Exception):
                 state = _pickled(environment, "an environment")
         return state, b"", (type(error).__name__, text_of(error)), uses

@@ -1,4 +1,16 @@
-"""Step 4 with turns: many episodes at a time, and what the policy is asked in each of them."""
+"""Step 4 for episodes of several turns: many episodes run concurrently and share the engines.
+
+Concurrency. A worker has one event loop in a thread of its own (`EventLoop`). All episodes of all
+batches run there as tasks. The thread that calls `Episodes.play` blocks until its batch is done;
+this is the main thread, or a background thread if rollouts are collected ahead. Plain methods of
+environments and agents run in further threads, or in the processes of an `EnvironmentPool`.
+Agents may also send requests to the thread of an HTTP server (`Sessions`).
+
+A task that needs a turn of the policy awaits a future in the batch's `_Table`. With
+`rollout.turns: in_step` the table waits until every episode awaits one, and samples all turns as
+one batch in a thread; otherwise it sends each request at once. Only the event loop touches the
+table, so it needs no lock.
+"""
 
 from __future__ import annotations
 
@@ -37,30 +49,30 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Episodes:
-    """Prompts become episodes; with it, `sample` plays instead of asking once."""
+    """Runs an episode for each sample; `sample` uses it instead of sampling one response each."""
 
     player: Player
     tokenizer: Any
     tokens: TurnTokens
     section: RolloutSection
     max_tokens: int
-    """Of prompt and response together."""
+    """Longest conversation, prompt and response together, in tokens."""
     vocabulary_size: int
-    """Of the policy."""
+    """Vocabulary size of the policy."""
     _loop: EventLoop = field(init=False)
-    """Where all are played, of whatever batch."""
+    """Event loop of all episodes, of every batch."""
     _waited_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._loop = EventLoop(self.section.step_timeout_s)
 
     def waited_s(self) -> float:
-        """Seconds that training's turns waited for environments, since this was last asked."""
+        """Return the seconds that training batches waited for environments since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
     def close(self) -> None:
-        """End the player's processes, and what episodes have left behind."""
+        """End the player's processes, and the event loop with all its tasks."""
         self.player.close()
         self._loop.close()
 
@@ -71,9 +83,23 @@ class Episodes:
         sampling: Sampling,
         push_again: PushAgain | None,
     ) -> list[Rollout]:
-        """`samples_per_prompt` episodes a draw, all at a time (`rollout.turns`).
+        """Run `samples_per_prompt` episodes for each draw, all concurrently.
 
-        Every turn has a seed of its own, so an episode does not depend on the others.
+        Every turn has its own seed, so an episode does not depend on the others.
+
+        Args:
+            draws: This worker's draws.
+            engine: The engines.
+            sampling: Sampling parameters.
+            push_again: Repeats the last push if no engine is left. All workers call `play`
+                together if it is given.
+
+        Returns:
+            The rollouts of all episodes, in the order of draws and samples.
+
+        Raises:
+            NoReplicaLeft: no engine is left, also after another push.
+            LoopStandsStill: user code blocked the event loop for too long.
         """
         table, loop = _Table(engine, in_step=self.section.goes_in_step), self._loop
         seats = [
@@ -90,7 +116,7 @@ class Episodes:
                 raise lost
         finally:
             loop.call_soon(table.clear)
-        if sampling.stream == 0:  # not of an evaluation
+        if sampling.stream == 0:  # 0 is training; evaluations do not count
             self._waited_s += table.waited_s
         return [rollout for seat in seats for rollout in seat.rollouts]
 
@@ -98,12 +124,12 @@ class Episodes:
 def open_episodes(
     config: OnlineConfig, policy: str, tokenizer: Any, stop_token_ids: Sequence[int]
 ) -> Episodes | None:
-    """How a config's prompts are played; None where each is answered once.
+    """Return the episodes of a config. None if each prompt gets a single response.
 
     Args:
-        config: Of the run.
+        config: The run's config.
         policy: Folder or hub id of the policy.
-        tokenizer: The policy's.
+        tokenizer: The policy's tokenizer.
         stop_token_ids: Tokens that end a turn.
     """
     section = config.rollout
@@ -124,67 +150,71 @@ def open_episodes(
 
 @dataclass(eq=False)
 class _Call:
+    """One request for a turn, with the future of its completion."""
+
     order: tuple[int, int, int]
-    """Place among those that are asked together: by draw, sample and turn."""
+    """Sort key within a batch: draw, sample and turn."""
     request: SamplingRequest
     seat: _Seat
     answer: asyncio.Future[Completion] = field(default_factory=asyncio.Future)
 
 
 class _Table:
-    """Where episodes ask the policy: each when it likes, or in step, when all of them wait."""
+    """Queue of one batch's requests, which are sent at once or, in step, all together."""
 
     def __init__(self, engine: Engines, *, in_step: bool) -> None:
         self._engines, self._in_step = engine.per_engine(), in_step
         self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
-        """All that there are, also those that the user's code has made."""
+        """All tasks of the batch, also those that the user's code created."""
         self._playing: set[asyncio.Task[None]] = set()
         self._asking: set[asyncio.Task[None]] = set()
         self._calls: list[_Call] = []
-        """That are to be asked."""
+        """Calls that are not sent yet."""
         self._lost: list[_Call] = []
-        """For which there is no engine left."""
+        """Calls that failed because no engine is left."""
         self._why_lost: NoReplicaLeft | None = None
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._num_thinking = 0
-        """Episodes that do not wait for the policy, and are not over."""
+        """Number of running episodes that do not wait for the policy."""
         self.waited_s = 0.0
-        """Seconds that they all thought, and no call was under way."""
+        """Seconds in which no call was in flight, because episodes waited for environments."""
 
     async def until_over(self, seats: Sequence[_Seat] = ()) -> NoReplicaLeft | None:
-        """Play until all episodes are over.
+        """Run until all episodes are over, or no engine is left.
 
         Args:
-            seats: Where they begin.
+            seats: Episodes to start. Empty to continue after a push.
 
         Returns:
-            Why they could not go on: it can be called once more, when there is an engine again.
+            The error if no engine is left; call this again once there is one. None if all
+            episodes are over.
         """
         tasks_of.set(self._tasks)
         self._num_thinking += len(seats)
-        for number, seat in enumerate(seats):  # an episode stays with its engine, which knows it
+        # All turns of an episode go to one engine, so that its prefix cache is used.
+        for number, seat in enumerate(seats):
             seat.engine = self._engines[number * len(self._engines) // len(seats)]
             self._begin(self._playing, seat.play())
         self._calls, self._lost, self._why_lost = self._calls + self._lost, [], None
         while self._calls or self._num_thinking or self._asking:
             if self._calls and not self._waits():
-                await asyncio.sleep(0)  # for others that are asked at the same time
+                await asyncio.sleep(0)  # let tasks that are ready add their calls to this batch
                 if not self._waits():
                     self._ask_all()
                 continue
             begin, is_idle = time.perf_counter(), not self._asking
             await self._next_change()
             self.waited_s += time.perf_counter() - begin if is_idle else 0.0
-        while self._playing and not self._lost:  # those who still close what they played with
+        while self._playing and not self._lost:  # episodes that are over may still be closing
             await self._next_change()
         return self._why_lost
 
     async def ask(self, call: _Call) -> Completion:
-        """Wait for an answer.
+        """Queue a call and wait for its completion.
 
         Raises:
-            EpisodeLimit: the episode is over; what it left behind goes on asking.
+            EpisodeLimit: the episode is over, and the call comes from a task that it left behind.
         """
         if call.seat.is_over:
             raise EpisodeLimit("the episode is over")
@@ -199,7 +229,7 @@ class _Table:
             self._waits_no_more(call)
 
     def leave(self, seat: _Seat) -> None:
-        """An episode is over; what it still waits for is not answered."""
+        """Mark an episode as over, and cancel its calls."""
         seat.is_over = True
         if not seat.waiting:
             self._num_thinking -= 1
@@ -208,7 +238,7 @@ class _Table:
             call.answer.cancel()
 
     def clear(self) -> None:
-        """End what is left."""
+        """Cancel all tasks that are left."""
         for task in list(self._tasks):
             task.cancel()
 
@@ -223,7 +253,7 @@ class _Table:
             return
         for call in calls:
             task = self._begin(self._asking, self._ask([call]))
-            # Where nobody waits for its answer any more, it is not sampled to its end.
+            # Stop sampling if the episode no longer waits for the completion.
             call.answer.add_done_callback(lambda _, task=task: task.cancel())
 
     async def _ask(self, lot: list[_Call]) -> None:
@@ -241,7 +271,7 @@ class _Table:
                 call.answer.set_result(completion)
 
     def _together(self, calls: list[_Call]) -> list[Completion]:
-        """The answers of one batch an engine, in the order of the calls."""
+        """Sample one batch per engine; return the completions in the order of the calls."""
         lots = [[call for call in calls if call.seat.engine is each] for each in self._engines]
         pending = [
             (lot, engine.generate([call.request for call in lot]))
@@ -285,7 +315,7 @@ class _Table:
 
 @dataclass(eq=False)
 class _Seat:
-    """One episode at the table."""
+    """One episode of a batch."""
 
     episodes: Episodes
     draw: Draw
@@ -294,13 +324,13 @@ class _Seat:
     table: _Table
     engine: Engines = field(init=False)
     waiting: frozenset[_Call] = frozenset()
-    """Its calls that wait for an answer."""
+    """Calls in flight or queued."""
     is_over: bool = False
     rollouts: list[Rollout] = field(default_factory=list)
-    """The whole episode, by conversations."""
+    """One rollout for each conversation of the episode, once it is over."""
 
     async def play(self) -> None:
-        """What raises fails the episode and no other."""
+        """Run the episode. An error of the user's code fails this episode and no other."""
         section, player = self.episodes.section, self.episodes.player
         assert section.max_episode_tokens is not None
         policy = Policy(
@@ -324,6 +354,8 @@ class _Seat:
         episode = Episode(
             score, policy.num_calls, took, error, policy.metrics, tuple(policy.tool_uses)
         )
+        # Drop conversations without a sampled token, but keep one row, so that a failed episode
+        # has a rollout too.
         told = [row for row in policy.rows if row.mask.any()]
         rows = told or [*policy.rows, Recorded(self.draw.prompt.token_ids)][:1]
         self.rollouts = [self._rollout(policy, episode, *each) for each in enumerate(rows)]
@@ -374,10 +406,10 @@ class _Seat:
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, str | None]:
-    """What some work of the user's gives, or why it failed."""
+    """Return the result of the user's coroutine, or its error as text."""
     try:
         return await work, None
     except GeneratorExit:
         raise
-    except BaseException as failure:  # of native code too: a panic of Rust is no Exception
+    except BaseException as failure:  # also from native code: a Rust panic is no Exception
         return None, f"{type(failure).__name__}: {text_of(failure)}"

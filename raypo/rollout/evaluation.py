@@ -43,18 +43,29 @@ def evaluate_policy(
     before_scoring: Callable[[], None] = lambda: None,
     keep: Callable[[list[ScoredRollout]], None] | None = None,
 ) -> dict[str, float]:
-    """`eval/score_mean`, also by source, and `eval/response_tokens_mean` of the engines' weights.
+    """Sample and score held-out prompts with the engines' present weights.
 
-    The prompts are shared out over the workers; every evaluation of a run samples with the same
-    seeds. A response that cannot be scored counts as nothing, and is counted.
+    The prompts are split over the workers. Every evaluation of a run uses the same seeds. Responses
+    that cannot be scored are left out of means and counted in `eval/failed`.
 
     Args:
-        function: Gives the score. None means that the reward sources do.
-        reward_sources: The sources of training; their reward models also give
-            `eval/reward_model_mean`.
-        push_again: See `sample`; likewise `dispatcher`.
-        before_scoring: Called when the engines have done their part.
-        keep: Called with this worker's samples, their score that of `eval/score_mean`.
+        prompts: All held-out prompts, the same on all workers.
+        engine: The engines.
+        tokenizer: Decodes the responses.
+        function: Scores the responses. None means that the reward sources do.
+        section: The section `eval` of the config.
+        sampling: Sampling parameters of training, which `eval` may override.
+        workers: The workers that share the prompts.
+        reward_sources: Reward sources of training. If they have reward models,
+            `eval/reward_model_mean` is added.
+        push_again: See `sample`.
+        dispatcher: See `sample`.
+        before_scoring: Called when all responses are sampled.
+        keep: Callback that gets this worker's samples, with the scores of `eval/score_mean`.
+
+    Returns:
+        `eval/score_mean`, also by data source, `eval/response_tokens_mean` and others, over all
+        workers.
     """
     sampling = _of_evaluation(section, sampling)
     mine = [prompts[place] for place in range(workers.rank, len(prompts), workers.count)]
@@ -101,7 +112,7 @@ def evaluate_policy(
 
 
 def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:
-    """Return the sampling of training, changed by what `eval` sets."""
+    """Return the sampling parameters of training with the overrides of `eval`."""
     temperature = section.temperature
     whole: dict[str, Any] = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
     return replace(
@@ -109,7 +120,7 @@ def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:
         **(whole if temperature == 0.0 else {}),
         samples_per_prompt=section.samples_per_prompt,
         temperature=sampling.temperature if temperature is None else temperature,
-        seeds="request",  # evaluations of a run are compared with each other
+        seeds="request",  # same seeds, so that evaluations of a run are comparable
         stream=EVALUATION_STREAM,
         priority=PRIORITY,
     )

@@ -1,4 +1,10 @@
-"""The event loop of a worker's episodes, which code of the user's can neither end nor stop."""
+"""The event loop of a worker's episodes. User code can neither end nor block it unnoticed.
+
+Concurrency. The loop runs in one daemon thread. Other threads submit coroutines with
+`EventLoop.run` and block until they are done; meanwhile each sends a heartbeat to the loop, and
+raises `LoopStandsStill` if the loop does not answer for too long. `asyncio.to_thread` uses daemon
+threads, one for each call that is in flight, so no call waits for another one that hangs.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +27,27 @@ from raypo.concurrency import settle
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
+"""Longest interval between two heartbeats, in seconds."""
 STANDS_STILL_S = 2.0
-"""Shorter than this a busy machine may hold up a loop."""
+"""Smallest limit for a blocked loop, in seconds. A busy machine may delay a loop for less."""
 LEAVE_S = 1.0
-"""How long what is cancelled may take to leave."""
+"""Seconds that cancelled tasks get to end."""
 tasks_of: ContextVar[WeakSet[asyncio.Task[Any]] | None] = ContextVar("tasks_of", default=None)
-"""Is told of every task that is made in its context, also by the user's code."""
+"""Set that gets every task created in this context, also by the user's code."""
 
 
 class LoopStandsStill(RuntimeError):
-    """Code of the user's that blocks runs in the event loop, so nothing else does."""
+    """User code blocks the event loop, so that no episode can go on."""
 
 
 class EventLoop:
-    """An event loop in a thread of its own.
-
-    `asyncio.to_thread` has as many threads in it as calls, so that one that hangs keeps no other
-    waiting, and the process does not wait for any of them at its end.
-    """
+    """An event loop in a thread of its own, with a watchdog against code that blocks it."""
 
     def __init__(self, limit_s: float | None) -> None:
-        """Start it.
+        """Start the thread and the loop.
 
         Args:
-            limit_s: Seconds that it may stand still; None: any.
+            limit_s: Seconds that the loop may be blocked. None means no limit.
         """
         self._limit_s = None if limit_s is None else max(limit_s, STANDS_STILL_S)
         self._loop = asyncio.new_event_loop()
@@ -56,15 +59,22 @@ class EventLoop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for some work in the loop; from any other thread, of any number at a time.
+        """Run a coroutine in the loop and wait for it. Any number of other threads may call this.
+
+        Args:
+            work: The coroutine. It is cancelled if this raises.
+
+        Returns:
+            The coroutine's result.
 
         Raises:
-            LoopStandsStill: the loop did, for longer than it may.
-            Exception: whatever the work raises.
+            LoopStandsStill: user code blocked the loop for longer than the limit.
+            Exception: any error of the coroutine.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         period = LOOK_EVERY_S if self._limit_s is None else min(LOOK_EVERY_S, self._limit_s / 4)
-        stood_s = 0.0  # as far as it was seen: this process may have stood still itself
+        # Add up periods instead of comparing clocks: the whole process may have been suspended.
+        stood_s = 0.0
         try:
             while True:
                 beats = self._num_beats
@@ -79,12 +89,12 @@ class EventLoop:
             raise
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Have something done in the loop; from any thread."""
-        with suppress(RuntimeError):  # it was closed
+        """Schedule a function in the loop; callable from any thread."""
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """End it, with all that is still in it; what hangs is left behind."""
+        """Cancel all tasks and end the loop. A thread that hangs is left behind."""
         self._is_closing = True
         self.call_soon(self._loop.stop)
         self._thread.join(2 * LEAVE_S)
@@ -92,7 +102,8 @@ class EventLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         while not self._is_closing:
-            with suppress(BaseException):  # a SystemExit in a task, which has it too
+            # asyncio raises a task's SystemExit here as well as in the task: go on with the loop.
+            with suppress(BaseException):
                 self._loop.run_forever()
         self._loop.run_until_complete(leave(asyncio.all_tasks(self._loop)))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
@@ -104,7 +115,7 @@ class EventLoop:
     def _refuse_to_wait(self, seconds: float) -> None:
         frame = sys._current_frames().get(self._thread.ident or 0)
         if frame is None or (line := _users_line(traceback.extract_stack(frame))) is None:
-            return  # it waits for its turn among other threads
+            return  # no user code: the thread only waits for the GIL
         raise LoopStandsStill(
             f"{line.filename}, line {line.lineno}, in {line.name} ({line.line}): has blocked the "
             f"event loop of all episodes for {seconds:.0f} s (rollout.step_timeout_s), so that no "
@@ -114,7 +125,7 @@ class EventLoop:
 
 
 async def leave(tasks: set[asyncio.Task[Any]]) -> None:
-    """Cancel tasks, and give them a moment to leave."""
+    """Cancel tasks, and wait up to `LEAVE_S` for them to end."""
     left = {each for each in tasks if not each.done() and each is not asyncio.current_task()}
     for each in left:
         each.cancel()
@@ -123,11 +134,15 @@ async def leave(tasks: set[asyncio.Task[Any]]) -> None:
 
 
 class _Threads(ThreadPoolExecutor):
-    """A pool that starts a thread for each call that finds none at rest."""
+    """A thread pool without a limit: a call that finds no idle thread starts a daemon thread.
+
+    `ThreadPoolExecutor` would make calls wait for others that hang, and the process wait for its
+    threads at exit.
+    """
 
     def __init__(self) -> None:
         self._at_rest: list[SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]] = []
-        """Where threads wait for their next call; None: for their end."""
+        """Queues of idle threads, one for each. None in a queue ends its thread."""
         self._is_shut = False
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
@@ -164,7 +179,7 @@ def _task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> asyncio.
 
 
 def _users_line(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
-    """The line of the user's code that a stack is in; None where it is in raypo or asyncio."""
+    """Return the line of user code that a stack is in. None if it is in raypo or asyncio."""
     callers = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     last = max(n for n, each in enumerate(stack) if each.filename.startswith(callers))

@@ -1,6 +1,6 @@
-"""From scores and log-probs to what an update trains on, with statistics over all workers.
+"""Advantages, corrections and KL of an experience, with statistics over all workers.
 
-B responses, T response tokens.
+Notation: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from raypo.ppo.estimators import estimate_advantages
 from raypo.types import Experience
 
 _SEED_WORD = 5
-"""First of the numbers that seed a draw of tokens; prompts, dealing, learner, requests have 1 to 4.
-"""
+"""First number of the seed sequence that draws tokens; other parts of a run use 1 to 4."""
 MAX_LAG = 8
-"""Weight versions between sampling and learning that get metrics of their own."""
+"""Largest staleness, in weight versions, with metrics of its own."""
 
 
 @dataclass(frozen=True)
 class AdvantageState:
-    """What advantages carry from step to step; part of the checkpoint."""
+    """State of the advantage computation between steps; part of the checkpoint."""
 
     kl: kl.KLController
     entropy: EntropyController
     scores: shaping.RunningMoments
-    """All scores seen, for `ppo.shaping.normalize`."""
+    """Moments of all scores so far, for `ppo.shaping.normalize`."""
 
     @classmethod
     def of(cls, ppo: PPOSection) -> AdvantageState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         section = ppo.kl
         return cls(
             kl.KLController(section.coef, target=section.target, horizon=section.horizon),
@@ -50,7 +49,7 @@ class AdvantageState:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {
             "kl": self.kl.state_dict(),
             "entropy": self.entropy.state_dict(),
@@ -58,7 +57,7 @@ class AdvantageState:
         }
 
     def restored(self, state: dict[str, Any]) -> AdvantageState:
-        """This state as `state` left it."""
+        """Return the state that `state_dict` saved, under this configuration."""
         return AdvantageState(
             self.kl.restored(state["kl"]),
             self.entropy.restored(state["entropy"]),
@@ -75,17 +74,24 @@ def with_advantages(
     max_new_tokens: int,
     step: int,
 ) -> tuple[Experience, dict[str, float], AdvantageState]:
-    """The experience with `advantages` and `returns`, the metrics, and the state with its scores.
+    """Compute advantages and returns. All workers call it together.
 
-    With `ppo.mask_truncated` also with the `loss_mask` that leaves truncated responses out, and
-    where a sample has several rows, with its `sample_tokens`.
-
-    Called by all workers together: group baselines, whitening and normalisation are of the whole
-    batch. This step's KL coefficient is that of `state`.
+    Group baselines, whitening and normalisation use the whole batch of all workers.
 
     Args:
+        experience: This worker's rows, with old and reference log-probs and values as needed.
+        ppo: The section `ppo` of the config.
+        state: State after the previous step. Its KL coefficient is used in this step.
+        workers: The workers that hold the whole step together.
         max_new_tokens: Longest response, in tokens.
-        step: Counted from 1; while the critic warms up, its lambda may differ.
+        step: Counted from 1. The critic's lambda may differ during its warm-up.
+
+    Returns:
+        experience: The experience with `advantages` and `returns`. With `ppo.mask_truncated` it has
+            a `loss_mask` without truncated responses, and if samples have several rows,
+            `sample_tokens`.
+        metrics: Metrics over all workers.
+        state: The state with this step's scores.
     """
     mask = experience.response_mask
     if ppo.mask_truncated:
@@ -111,7 +117,7 @@ def with_advantages(
         pair = experience.old_log_probs, experience.ref_log_probs
         penalty = kl.kl_reward_terms(*pair, mask, kind=ppo.kl.estimator)
     turn_rewards = None if ppo.needs_group else experience.turn_rewards
-    at_the_end = scores  # what the rewards of turns do not account for
+    at_the_end = scores  # the part of each score that is not in the rewards of turns
     if turn_rewards is not None:
         at_the_end = scores - masked.keep(turn_rewards, mask).sum(1)
     if is_import_path(ppo.advantage):
@@ -155,7 +161,7 @@ def with_advantages(
 
 
 def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
-    """The rows of a sample may lie with several workers."""
+    """Add `sample_tokens`: counted tokens of all rows of each sample, over all workers."""
     if all(workers.gather(bool(experience.is_first_row.all()))):
         return experience
     assert experience.sample_index is not None
@@ -171,10 +177,12 @@ def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
 def with_corrections(
     experience: Experience, section: CorrectionSection, *, version: int
 ) -> Experience:
-    """The experience with the `weights` of its correction.
+    """Add the importance `weights` of the rollout correction, if it is on.
 
     Args:
-        version: Of the weights that the update starts from.
+        experience: This worker's rows.
+        section: The section `ppo.correction` of the config.
+        version: Version of the weights that the update starts from.
     """
     if not section.acts and section.max_staleness is None:
         return experience
@@ -184,7 +192,7 @@ def with_corrections(
 def with_covariant_tokens(
     experience: Experience, ppo: PPOSection, workers: Workers, *, seed: int, step: int
 ) -> Experience:
-    """The experience with the `covariant` tokens that its policy loss holds back, if it does."""
+    """Add the `covariant` mask of tokens that clip_cov or kl_cov hold back, if either is used."""
     if not ppo.needs_covariance:
         return experience
     assert experience.old_log_probs is not None
@@ -210,12 +218,16 @@ def with_covariant_tokens(
 def distance_to_reference(
     experience: Experience, ppo: PPOSection, state: AdvantageState, workers: Workers, *, step: int
 ) -> tuple[dict[str, float], AdvantageState]:
-    """KL of the step's policy to the reference, and the state with the next step's coefficient.
+    """Return KL metrics to the reference model, and the state with the next KL coefficient.
 
-    An agent's episode of several rows is one response.
+    An episode of several rows counts as one response.
 
     Args:
-        step: Counted from 1; while the critic warms up, the coefficient rests.
+        experience: This worker's rows.
+        ppo: The section `ppo` of the config.
+        state: The present state.
+        workers: The workers that hold the whole step together.
+        step: Counted from 1. The coefficient does not change during the critic's warm-up.
     """
     if not ppo.needs_reference:
         return {}, state
@@ -238,10 +250,11 @@ def distance_to_reference(
 def steer_entropy(
     updated: dict[str, float], state: AdvantageState
 ) -> tuple[dict[str, float], AdvantageState]:
-    """The entropy coefficient that acted in the step, and the state with the next step's.
+    """Return the step's entropy coefficient as a metric, and the state with the next one.
 
     Args:
-        updated: Figures of the step's update; while the critic warms up they have no entropy.
+        updated: Metrics of the step's update. They have no entropy during the critic's warm-up.
+        state: The present state.
     """
     controller = state.entropy
     metrics = {} if controller.target is None else {"ppo/entropy_coef": controller.acting}
@@ -252,13 +265,16 @@ def steer_entropy(
 def distance_to_engine(
     experience: Experience, ppo: PPOSection, workers: Workers, *, version: int
 ) -> dict[str, float]:
-    """How far the log-probs of engine and learner differ, and what the correction makes of it.
+    """Return metrics of the mismatch between engine and learner, of corrections and staleness.
 
-    With `ppo.old_log_probs: engine` nobody knows how far; then it is how stale the tokens are, and
-    how many of them the engine gave no log-prob (NaN).
+    With `ppo.old_log_probs: engine` the gap of log-probs is unknown and left out.
 
     Args:
-        version: Of the learner's weights; metrics by lag come where a response is of an older one.
+        experience: This worker's rows.
+        ppo: The section `ppo` of the config.
+        workers: The workers that hold the whole step together.
+        version: Version of the learner's weights. Metrics by lag are added if tokens of older
+            versions exist.
     """
     assert experience.old_log_probs is not None
     pair = experience.old_log_probs, experience.rollout_log_probs
@@ -292,7 +308,7 @@ def distance_to_engine(
 def _bounded_weights(
     experience: Experience, section: CorrectionSection, version: int
 ) -> tuple[Tensor, Tensor]:
-    """Weights [B, T], and where they were bounded, [B, T] bool."""
+    """Return the weights [B, T], and a mask of those that were bounded, [B, T] bool."""
     mask, old = experience.response_mask, experience.old_log_probs
     assert old is not None or not section.acts
     weights, clipped = corrections.bounded_weights(

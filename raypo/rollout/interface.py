@@ -1,4 +1,4 @@
-"""What environments and agents of the user's are; nothing of raypo is needed to write one."""
+"""Interfaces of the user's environments and agents. Writing one needs no import of raypo."""
 
 from __future__ import annotations
 
@@ -9,45 +9,47 @@ from raypo.rollout.policy import Policy
 
 AGENT = {"run": ("prompt", "label", "policy")}
 ENVIRONMENT = {"reset": ("prompt", "label"), "step": ("action",)}
-"""The methods that each must have, and what they are called with."""
+"""Required methods and their arguments."""
 OPTIONAL = {"close": ()}
-"""A method that each may have, plain or a coroutine: called once the episode is over, however it
-ended, also where another call has not come back, to end what was begun."""
+"""Optional method, plain or a coroutine, to release resources. It is called once the episode is
+over, however it ended, even while another call has not returned."""
 
 
 class Environment(Protocol):
     """One episode's environment: made with `rollout.environment_args`, reset once, then stepped.
 
-    The methods may be plain or coroutines. With `reads_token_ids = True` in the class, actions are
-    lists of token ids, and not texts. Its `tools` are what a chat template tells the policy of:
-    functions, or their JSON schemas. Actions then keep special tokens but for the one that ends a
-    turn: to some models the marks of a tool call are special. Its `metrics`, numbers by their
-    names, are read when the episode is over; their means over episodes are `episode/<name>`.
-    A method `close()`, where there is one, is called after that.
+    The methods may be plain or coroutines. Optional members:
+
+    - `reads_token_ids = True` in the class: actions are lists of token ids instead of texts.
+    - `tools`: functions, or their JSON schemas, for the chat template. Actions then keep special
+      tokens except the end of the turn: to some models the marks of a tool call are special.
+    - `metrics`: numbers by name, read when the episode is over. Their means over episodes are
+      reported as `episode/<name>`.
+    - `close()`: called after that.
     """
 
     async def reset(self, prompt: str | list[dict[str, Any]], label: Any) -> Observation | None:
-        """Begin.
+        """Begin the episode.
 
         Args:
-            prompt: The row's prompt: its text, or its chat messages.
-            label: Its label, of `data.label_key`.
+            prompt: Prompt of the row, as text or chat messages.
+            label: Label of the row, from `data.label_key`.
 
         Returns:
-            What the policy reads first; None: the prompt as it is.
+            The policy's first observation. None means the prompt itself.
         """
         ...
 
     async def step(self, action: Any) -> tuple[Observation | None, float, bool]:
-        """Answer one turn of the policy.
+        """Respond to one turn of the policy.
 
         Args:
-            action: What the policy wrote; without `tools`, without special tokens.
+            action: The policy's turn. Special tokens are left out unless there are `tools`.
 
         Returns:
-            observation: What the policy reads next; None where the episode is done.
-            reward: Of this turn.
-            done: Whether the episode is over.
+            observation: The policy's next observation. May be None if the episode is done.
+            reward: Reward of this turn.
+            done: True if the episode is over.
         """
         ...
 
@@ -55,20 +57,20 @@ class Environment(Protocol):
 class Agent(Protocol):
     """One episode's agent: made with `rollout.agent_args`, and run once.
 
-    It may have `metrics` and `close()`, as an environment.
+    It may have `metrics` and `close()`, like an environment.
     """
 
     async def run(self, prompt: str | list[dict[str, Any]], label: Any, policy: Policy) -> float:
-        """Do what it takes; the policy may be asked as often as it is needed, also in parallel.
+        """Run the episode. The agent may call the policy any number of times, also in parallel.
 
-        A plain method runs in a thread, and asks the policy at `policy.base_url`.
+        A plain method runs in a thread, and reaches the policy at `policy.base_url`.
 
         Args:
-            prompt: The row's prompt: its text, or its chat messages.
-            label: Its label, of `data.label_key`.
-            policy: What is trained; each of its answers is.
+            prompt: Prompt of the row, as text or chat messages.
+            label: Label of the row, from `data.label_key`.
+            policy: The policy. Every response that it samples is trained.
 
         Returns:
-            The score of all that the policy wrote.
+            The score of the whole episode.
         """
         ...

@@ -1,4 +1,4 @@
-"""Who asks the policy in an episode: an environment or an agent of the user's."""
+"""Players of an episode: the user's environment or agent, which drives the policy."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from raypo.types import Prompt
 
 
 class WrongAnswer(Exception):
-    """An environment or an agent returned what it must not."""
+    """An environment or an agent returned an invalid value."""
 
 
 class Player(Protocol):
-    """Plays the episodes of a worker."""
+    """Runs the episodes of a worker with the user's class."""
 
     def begin(self) -> UsersObject:
-        """What an episode is played with."""
+        """Return the user's object for one episode."""
         ...
 
     async def run(self, it: UsersObject, prompt: Prompt, policy: Policy) -> float:
-        """One episode; its score. An exception fails it."""
+        """Run one episode and return its score. An exception fails the episode."""
         ...
 
     def close(self) -> None:
-        """End what it has started."""
+        """End the processes or the server that it has started."""
         ...
 
 
 class UsersObject:
-    """One episode's environment or agent, whose calls are limited in time and number.
+    """One episode's environment or agent, with a time limit and a quota for its calls.
 
-    It is made when it is first called. Coroutines run in the event loop, plain methods in threads,
-    and with a pool all of them in processes.
+    The object is created by its first call. Coroutines run in the event loop, and plain methods in
+    threads. With a pool all methods run in processes.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class UsersObject:
         self._in_pool = Pickled()
 
     def metrics(self) -> dict[str, float]:
-        """What it measured: its attribute `metrics`.
+        """Return the object's attribute `metrics`; empty if it has none.
 
         Raises:
-            WrongAnswer: these are no finite numbers by their names.
+            WrongAnswer: the attribute is not a mapping of names to finite numbers.
         """
         metrics = self._in_pool.metrics if self._pool else getattr(self._here, "metrics", None)
         if metrics is None:
@@ -77,21 +77,27 @@ class UsersObject:
         return {str(name): float(value) for name, value in metrics.items()}
 
     def time_for(self, method: str) -> WorkTime:
-        """For one call; a process has a clock of its own, which begins when it does."""
+        """Return quota and time limit of one call. With a pool, the pool measures the time."""
         return WorkTime(method, self._quota, None if self._pool else self._limit_s)
 
     async def call(self, method: str, *arguments: Any, time: WorkTime | None = None) -> Any:
-        """What a method returns.
+        """Call a method and return its result.
+
+        Args:
+            method: Name of the method.
+            arguments: Its arguments.
+            time: Quota and time limit. None means those of `time_for`.
 
         Raises:
-            TimeoutError: it took too long. A thread cannot be ended, it goes on unheard.
-            Exception: whatever the method raises.
+            TimeoutError: the call took too long. If it runs in a thread, it goes on, and its
+                result is ignored.
+            Exception: any error of the method.
         """
         time = time or self.time_for(method)
         return await time.over(partial(self._called, method, *arguments))
 
     async def close(self) -> None:
-        """Call its own `close`, where it was made and has one."""
+        """Call the object's `close`, if it was created and has one."""
         is_made = self._here is not None or self._in_pool.state is not None
         if is_made and hasattr(self._make.func, "close"):
             await self.call("close")
@@ -111,13 +117,13 @@ class UsersObject:
 
 
 class Environments:
-    """The policy and an environment (`raypo.rollout.interface`) take turns."""
+    """Player of environments (`raypo.rollout.interface`), which alternate with the policy."""
 
     def __init__(self, section: RolloutSection, tokens: TurnTokens) -> None:
-        """Load the class, and start the processes where there are to be any.
+        """Load the class, and start `rollout.environment_processes` processes.
 
         Raises:
-            ConfigError: the class is missing or not what an environment must be.
+            ConfigError: the class is missing or is not an environment.
         """
         load = partial(
             load_class,
@@ -145,21 +151,21 @@ class Environments:
             )
 
     def begin(self) -> UsersObject:
-        """An environment."""
+        """Return the environment of one episode, not created yet."""
         return UsersObject(self._make, self._quota, self._limit_s, self._pool)
 
     async def run(self, it: UsersObject, prompt: Prompt, policy: Policy) -> float:
-        """One episode; the sum of its rewards.
+        """Run one episode, and return the sum of its rewards.
 
         Raises:
             EpisodeLimit: there is no room for a single turn.
-            Exception: whatever the environment raises, TimeoutError where it took too long.
+            Exception: any error of the environment, or TimeoutError if it took too long.
         """
         chat, ids = prompt.messages is not None, prompt.token_ids
         given = prompt.messages if chat else prompt.text
         first = await it.call("reset", given, prompt.label)
         if first is None and chat and self._tools:
-            first = prompt.messages  # tokenised without the tools
+            first = prompt.messages  # the prompt's own ids were tokenised without the tools
         if first is not None:
             chat = chat or not (isinstance(first, str) or is_ids(first))
             policy.prompt, ids = self._tokens.first(first, chat=chat, tools=self._tools)
@@ -197,17 +203,17 @@ class Environments:
 
 
 class Agents:
-    """An agent (`raypo.rollout.interface`) asks the policy as it likes."""
+    """Player of agents (`raypo.rollout.interface`), which call the policy whenever they want."""
 
     def __init__(self, section: RolloutSection, sessions: Sessions) -> None:
         """Load the class.
 
         Args:
-            section: What names it.
-            sessions: Where it can ask the policy by HTTP.
+            section: The section `rollout` of the config.
+            sessions: HTTP sessions, through which agents can reach the policy.
 
         Raises:
-            ConfigError: it is missing or not what an agent must be.
+            ConfigError: the class is missing or is not an agent.
         """
         self._make = load_class(
             section.agent or "", AGENT, section.agent_args, optional=OPTIONAL, key="rollout.agent"
@@ -217,14 +223,16 @@ class Agents:
         self._quota = asyncio.Semaphore(section.max_concurrent_steps)
 
     def begin(self) -> UsersObject:
-        """An agent."""
+        """Return the agent of one episode, not created yet."""
         return UsersObject(self._make, self._quota, self._limit_s)
 
     async def run(self, it: UsersObject, prompt: Prompt, policy: Policy) -> float:
-        """One episode; the score that the agent gives it, or that of one which met a limit.
+        """Run one episode, and return the agent's score.
+
+        If a limit of turns or tokens ends the episode, its score is `rollout.limit_score`, if set.
 
         Raises:
-            Exception: whatever the agent raises, TimeoutError where it took too long.
+            Exception: any error of the agent, or TimeoutError if it took too long.
         """
         given = prompt.text if prompt.messages is None else prompt.messages
         policy.work_time = it.time_for("run")
@@ -241,12 +249,12 @@ class Agents:
         return float(score)
 
     def close(self) -> None:
-        """End the server, if there is one."""
+        """Stop the HTTP server, if it runs."""
         self._sessions.close()
 
 
 def _turn(answer: Any) -> tuple[Any, float, bool]:
-    """What `step` returned, looked at."""
+    """Return observation, reward and done, after checking what `step` returned."""
     if not isinstance(answer, tuple | list) or len(answer) != 3:
         raise WrongAnswer(f"step returned {answer!r:.100}, not (observation, reward, done)")
     observation, reward, done = answer

@@ -1,4 +1,8 @@
-"""The policy as an episode sees it: ids in, a turn out, and every call recorded."""
+"""The policy as one episode uses it: it samples turns and records every conversation as ids.
+
+It samples and records in the event loop of the episodes. Plain methods of agents, in other threads,
+may read `base_url` and `api_key`, and their tools call `hear`.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,20 @@ from raypo.serving.requests import Completion
 from raypo.types import ToolUse
 
 LIMIT = "episode_limit"
-"""The code of an error that says so."""
+"""Error code of `EpisodeLimit`, also in HTTP responses of the endpoint."""
 
 
 class EpisodeLimit(Exception):
-    """An episode may have no further turn: `rollout.max_turns`, `rollout.max_episode_tokens`, or
-    it is over."""
+    """An episode may have no further turn, because of a limit or because it is over.
+
+    The limits are `rollout.max_turns` and `rollout.max_episode_tokens`.
+    """
 
     code = LIMIT
 
 
 def is_limit(error: BaseException | None) -> bool:
-    """Whether an error comes of `EpisodeLimit`, also by way of an endpoint's client."""
+    """Return whether an error was caused by `EpisodeLimit`, also through an HTTP client's error."""
     if error is None or getattr(error, "code", None) == LIMIT:
         return error is not None
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
@@ -35,7 +41,7 @@ def is_limit(error: BaseException | None) -> bool:
 
 
 Said = str | list[dict[str, Any]]
-"""A conversation as people write it: one text, or chat messages."""
+"""A conversation that is not tokenised: one text, or chat messages."""
 
 
 @dataclass(frozen=True)
@@ -43,33 +49,33 @@ class Reply:
     """One turn of the policy."""
 
     text: str
-    """Without special tokens; with them but for the end of the turn, where tools may be called:
-    to some models the marks of a call are special."""
+    """Text without special tokens. If tools may be called, only the end-of-turn token is left out,
+    because the marks of a tool call are special tokens in some models."""
     token_ids: np.ndarray  # int32 [T], as sampled
-    conversation: np.ndarray  # int32, all before it, and it: what a next turn goes on from
+    conversation: np.ndarray  # int32, everything so far with this turn, to continue from
     finish_reason: str
     """stop | length."""
 
     @property
     def message(self) -> dict[str, str]:
-        """It as a chat message, to be appended to those before it."""
+        """The turn as a chat message, to append to the conversation."""
         return {"role": "assistant", "content": self.text}
 
 
 @dataclass(frozen=True)
 class Told:
-    """A conversation in words, up to the end of one of its turns."""
+    """Prefix of a conversation, up to the end of one of its turns, as text or messages."""
 
     words: Said
     tools: Tools
-    """That the template told the policy of."""
+    """Tools that the chat template was given."""
     length: int
-    """In tokens."""
+    """Length of the prefix in tokens."""
     is_open: bool
-    """Whether the turn can be gone on with as it is: it was cut off, and has a text."""
+    """True if the turn was cut off and has a text, so that the policy can continue it."""
 
     def begins(self, asked: Said, tools: Tools) -> bool:
-        """Whether what is asked goes on from here."""
+        """Return whether a request continues this prefix."""
         words = self.words
         is_first_part = type(words) is type(asked) and asked[: len(words)] == words
         return is_first_part and tools == self.tools and (self.is_open or len(words) < len(asked))
@@ -77,43 +83,46 @@ class Told:
 
 @dataclass
 class Recorded:
-    """A conversation: what becomes one row that is trained. Ids after the prompt are in step."""
+    """A conversation, which becomes one training row. Arrays marked [T] are aligned."""
 
     prompt_ids: np.ndarray  # int32 [P]
     response_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [T]
-    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [T], True: sampled
+    mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))  # [T], True if sampled
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
     rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T]
-    turn_index: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # [T], or -1
+    turn_index: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )  # [T], -1 if not sampled
     finish_reason: str = "stop"
-    """Of its last turn."""
+    """Finish reason of the last turn."""
     is_cut_off: bool = False
-    """Whether a limit of the run, and none that the agent had set, ended that."""
+    """True if a limit of the run, not one that the agent set, cut off the last turn."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """The first token of each turn, and of each change meanwhile, and the version of the weights
-    that sampled it."""
+    """`(position, weight version)` of the first token of each turn, and of each change of version
+    within a turn."""
     told: list[Told] = field(default_factory=list)
-    """After each turn that was asked for in words: all that was said."""
+    """Prefixes up to each turn that was requested by text or messages."""
     is_busy: bool = False
+    """True while a turn of this conversation is being sampled."""
 
     @property
     def ids(self) -> np.ndarray:
-        """All of it."""
+        """Prompt and response ids."""
         return np.concatenate([self.prompt_ids, self.response_ids])
 
     def goes_on_as(self, ids: np.ndarray) -> bool:
-        """Whether `ids` begin with it, and it can be extended."""
+        """Return whether `ids` begin with this conversation, and it can be extended now."""
         mine = self.ids
         return not self.is_busy and len(mine) <= len(ids) and np.array_equal(mine, ids[: len(mine)])
 
     def remember(self, said: Said, reply: str, tools: Tools = None, **message: Any) -> None:
-        """What it is in words: what was asked, and its last turn.
+        """Remember this conversation as text or messages, with its last turn.
 
         Args:
-            said: What was asked.
-            reply: The turn's text, with a stop string that ended it: it is in the ids.
-            tools: That the template told of.
-            message: What else the turn's message has.
+            said: The prompt of the turn.
+            reply: The turn's text. It includes a stop string that ended it, as the ids do.
+            tools: Tools that the chat template was given.
+            message: Further fields of the turn's message.
         """
         if isinstance(said, str):
             words = said + reply
@@ -123,7 +132,7 @@ class Recorded:
         self.told.append(Told(_comparable(words), tools, len(self.ids), is_open))
 
     def append(self, ids: np.ndarray, completion: Completion | None) -> None:
-        """What was sampled, or (None) what an environment wrote."""
+        """Append ids: of a sampled turn, or of an environment if `completion` is None."""
         length = len(ids)
         by_policy = completion is not None
         log_probs = completion.log_probs if by_policy else np.zeros(length, np.float32)
@@ -144,57 +153,57 @@ class Recorded:
 class Policy:
     """The policy in one episode.
 
-    A call whose ids begin with a recorded conversation goes on with it: what came after is not the
-    policy's, and masked. Any other call begins a conversation of its own, and so does one of
-    several that go on from the same turn.
+    A call whose ids begin with a recorded conversation continues it. The ids in between were not
+    sampled, so they are masked out of the loss. Any other call begins a new conversation. Of
+    several calls that continue the same turn, one continues it, and the others begin new ones.
     """
 
     ask: Callable[[np.ndarray, int, int, Sequence[str]], Awaitable[Completion]]
-    """Of ids, the number of the call, most new tokens, and further texts that end the turn."""
+    """Function `(ids, number of the call, most new tokens, stop texts)` that samples a turn."""
     decode: Callable[[np.ndarray, bool], str]
-    """Of ids, and whether special tokens are text."""
+    """Function `(ids, with special tokens)` that returns their text."""
     tokens: TurnTokens
     max_turns: int
     max_episode_tokens: int
     max_tokens: int
-    """Of prompt and response together."""
+    """Most tokens of a conversation, prompt and response together."""
     max_new_tokens: int
-    """Of a turn."""
+    """Most new tokens of a turn."""
     vocabulary_size: int
     rows: list[Recorded] = field(default_factory=list)
-    """Its conversations, in the order of their first calls."""
+    """Conversations of the episode, in the order of their first calls."""
     num_calls: int = 0
     num_waiting: int = 0
-    """Calls that wait for their answers."""
+    """Number of calls in flight."""
     asking_s: float = 0.0
-    """Seconds that some did."""
+    """Seconds in which at least one call was in flight."""
     work_time: WorkTime | None = None
-    """Of an agent, which rests while it waits for answers."""
+    """Time limit and quota of an agent; paused while it waits for the policy."""
     endpoint: Callable[[], str] | None = None
-    """Starts the server that `base_url` names, where there is none."""
+    """Function that returns the endpoint's URL, and starts its server if necessary."""
     api_key: str = ""
-    """By which that knows this episode."""
+    """API key that identifies this episode at the endpoint."""
     prompt: str | None = None
-    """What it began with, where that is not the prompt of the data."""
+    """First prompt as text, if it is not the prompt of the data."""
     is_cut_off: bool = False
-    """Whether a limit ended it."""
+    """True if a limit ended the episode."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the environment or the agent measured."""
+    """Metrics of the environment or the agent."""
     tool_uses: list[ToolUse] = field(default_factory=list)
     _since: float = 0.0
 
     @property
     def base_url(self) -> str:
-        """Where it is served by OpenAI's protocol until the episode is over.
+        """URL of an OpenAI-compatible endpoint of this policy, valid until the episode is over.
 
-        For `openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key)`: what it is asked
-        there is recorded as with `generate`.
+        Use `openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key)`. Requests are
+        recorded as those of `generate`.
         """
         assert self.endpoint is not None, "only an agent is given a policy"
         return self.endpoint()
 
     def hear(self, use: ToolUse) -> None:
-        """A tool was called."""
+        """Record the use of a tool."""
         self.tool_uses.append(replace(use, turn=self.num_calls))
 
     async def generate(
@@ -208,19 +217,21 @@ class Policy:
         """Sample one turn.
 
         Args:
-            prompt: The whole conversation so far: a text, chat messages, or token ids. What was
-                sampled is found again in it, and not tokenised once more: append `reply.message`
-                to messages, `reply.text` to a text, or go on from the ids in `reply.conversation`.
-            tools: That may be called; the chat template tells the policy of them, where the prompt
-                is messages.
-            max_new_tokens: Most tokens of the turn, where the run's `rollout.max_new_tokens` is
-                more.
-            stop: Texts that end the turn, beside `rollout.stop`; the turn has them in its text, as
-                in its ids.
+            prompt: The whole conversation so far: a text, chat messages, or token ids. Earlier
+                turns keep the ids that were sampled; they are not tokenised again. To continue,
+                append `reply.message` to the messages or `reply.text` to the text, or extend the
+                ids in `reply.conversation`.
+            tools: Tools that may be called. If the prompt is messages, the chat template gets them.
+            max_new_tokens: Most tokens of the turn, if lower than `rollout.max_new_tokens`.
+            stop: Texts that end the turn, besides `rollout.stop`. They are part of the turn's text
+                and ids.
+
+        Returns:
+            The turn.
 
         Raises:
-            EpisodeLimit: the episode has had all its turns, or there is no room for a token.
-            ValueError: one of the arguments is no such thing.
+            EpisodeLimit: the episode has no turns left, or no room for another token.
+            ValueError: an argument is invalid.
         """
         stop = (stop,) if isinstance(stop, str) else stop
         if is_ids(prompt):
@@ -242,21 +253,21 @@ class Policy:
     async def sample(
         self, ids: np.ndarray, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> tuple[Recorded, Completion]:
-        """Sample one turn after ids, and record it.
+        """Sample one turn after `ids`, and record it.
 
         Args:
             ids: int32, the whole conversation so far.
-            max_new_tokens: Fewer than the run's, if that is wanted.
-            stop: Texts that end the turn, beside the run's.
+            max_new_tokens: Most tokens of the turn, if lower than `rollout.max_new_tokens`.
+            stop: Texts that end the turn, besides `rollout.stop`.
 
         Returns:
-            row: The conversation; the turn is its end.
+            row: The conversation, which ends with the turn.
             completion: The turn.
 
         Raises:
-            EpisodeLimit: the episode has had all its turns, or there is no room for a token.
-            ValueError: there are no ids, or one that the policy does not know, `max_new_tokens` is
-                below 1, or a stop is no text.
+            EpisodeLimit: the episode has no turns left, or no room for another token.
+            ValueError: `ids` is empty or has an id outside the vocabulary, `max_new_tokens` is
+                below 1, or a stop is not a non-empty text.
         """
         if not len(ids):
             raise ValueError("the prompt has no tokens")
@@ -299,10 +310,10 @@ class Policy:
         return row, completion
 
     def ids_of(self, said: Said, tools: Tools = None) -> np.ndarray:
-        """int32: what was sampled before by its ids, and what is new tokenised.
+        """Return a conversation as ids (int32). Recorded turns keep theirs; the rest is tokenised.
 
         Raises:
-            ValueError: it is empty, or the chat template refuses it.
+            ValueError: the conversation is empty, or the chat template refuses it.
         """
         asked = _comparable(said)
         known = [(told, row) for row in self.rows for told in row.told if told.begins(asked, tools)]
@@ -320,7 +331,7 @@ class Policy:
 
     @asynccontextmanager
     async def _waiting(self) -> AsyncIterator[None]:
-        """While it waits for an answer, nobody else is slow."""
+        """Measure the time of a call; the agent's time limit is paused meanwhile."""
         self.num_waiting += 1
         if self.num_waiting == 1:
             self._since = time.perf_counter()
@@ -337,7 +348,7 @@ class Policy:
 
 
 def _comparable(said: Said) -> Said:
-    """Without the ids of tool calls: an endpoint makes them up."""
+    """Return the messages without ids of tool calls, because the endpoint makes those up."""
     if isinstance(said, str):
         return said
     return [

@@ -1,4 +1,10 @@
-"""The policy by OpenAI's protocol, for agents that ask over HTTP: an API key is an episode."""
+"""The policy as an OpenAI-compatible HTTP endpoint for agents; an API key identifies an episode.
+
+Concurrency. Each learner worker has at most one server, in a daemon thread with its own event loop.
+A request arrives in that loop, is sampled in the event loop of the episodes
+(`run_coroutine_threadsafe`), and its future is awaited in the server's loop. Conversations are
+recorded in the loop of the episodes only.
+"""
 
 from __future__ import annotations
 
@@ -32,30 +38,36 @@ from raypo.endpoint.text import text_and_calls
 from raypo.rollout.policy import LIMIT, EpisodeLimit, Policy, Said
 
 KEEP_ALIVE_S = 600
-"""Longer than clients keep a connection that is idle, so that they are the ones to close it."""
+"""Keep-alive of idle connections in seconds. Longer than that of clients: they close first."""
 
 
 class Sessions:
-    """The episodes of this process whose policies can be asked.
+    """Open episodes of this process that can be reached by HTTP.
 
-    They share one server, which is started when the first of them wants it.
+    They share one server, which starts when an agent first reads `Policy.base_url`.
     """
 
     def __init__(
         self, tokenizer: Any, stop_token_ids: Sequence[int], section: RolloutSection
     ) -> None:
-        """Only note them."""
+        """Store the arguments. The server starts later.
+
+        Args:
+            tokenizer: The policy's tokenizer.
+            stop_token_ids: Tokens that end a turn.
+            section: The section `rollout` of the config.
+        """
         self._tokenizer, self._section = tokenizer, section
         self._stop_token_ids = tuple(stop_token_ids)
         self._open: dict[str, _Session] = {}
-        """By API key."""
+        """Open sessions by API key."""
         self._server: uvicorn.Server | None = None
         self._starting = threading.Lock()
         self._base_url = ""
 
     @contextmanager
     def open(self, policy: Policy) -> Iterator[None]:
-        """Let an episode's policy be asked meanwhile; from its event loop."""
+        """Serve an episode's policy within this context; called in the episode's event loop."""
         session = _Session(policy, self._tokenizer, self._stop_token_ids, self._section)
         policy.endpoint, policy.api_key = self._started, secrets.token_urlsafe()
         self._open[policy.api_key] = session
@@ -66,7 +78,7 @@ class Sessions:
             session.close()
 
     def close(self) -> None:
-        """End the server, if there is one."""
+        """Stop the server, if it runs."""
         if self._server:
             self._server.should_exit = self._server.force_exit = True
 
@@ -102,7 +114,7 @@ class Sessions:
 
 @dataclass(eq=False)
 class _Session:
-    """One episode's policy: asked in the server's event loop, it answers in the episode's."""
+    """One episode's policy. Requests arrive in the server's event loop and run in the episode's."""
 
     policy: Policy
     tokenizer: Any
@@ -115,18 +127,22 @@ class _Session:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and response together."""
+        """Most tokens of prompt and response together."""
         return self.policy.max_tokens
 
     async def answer(self, wanted: Wanted) -> tuple[list[list[int]], list[Answered]]:
-        """The ids of a request's prompts, and `n` responses to each, in order.
+        """Sample the responses to a request. The model that it names is ignored.
 
-        Whatever model it names: there is one.
+        Args:
+            wanted: The request.
+
+        Returns:
+            Token ids of the prompts, and `n` responses to each, in order.
 
         Raises:
-            RequestError: it wants what the run fixes otherwise, the template refuses it, or the
-                episode may have no further turn, or is over.
-            ValueError: the policy cannot be asked for it.
+            RequestError: the request contradicts a setting of the run, the chat template refuses
+                it, or the episode may have no further turn, or is over.
+            ValueError: the policy refuses the arguments.
         """
         self._refuse_what_is_fixed(wanted)
         answer = asyncio.run_coroutine_threadsafe(self._answer(wanted), self._loop)
@@ -141,7 +157,7 @@ class _Session:
             self._under_way.discard(answer)
 
     def close(self) -> None:
-        """The episode is over: what it still asks is not answered."""
+        """End the session: the episode is over, so cancel its requests."""
         self._is_over = True
         for each in list(self._under_way):
             each.cancel()
@@ -190,7 +206,7 @@ class _Session:
     async def _sampled(
         self, wanted: Wanted, ids: np.ndarray, said: Said | None, tools: Tools
     ) -> Answered:
-        """One response, recorded."""
+        """Sample one response, and record it."""
         try:
             row, sampled = await self.policy.sample(
                 ids, max_new_tokens=wanted.most_tokens, stop=wanted.stops
@@ -208,7 +224,9 @@ class _Session:
             tools=tools,
         )
         if said is not None:
-            text, calls = text_of()  # with the stop string, which is sampled and read again
+            # With the stop string, which is in the ids: only a conversation that contains it
+            # continues this row.
+            text, calls = text_of()
             function = [{"name": each.name, "arguments": dict(each.arguments)} for each in calls]
             called = [{"type": "function", "function": each} for each in function]
             row.remember(said, text, tools, **({"tool_calls": called} if called else {}))

@@ -1,4 +1,4 @@
-"""A policy on held-out prompts, without a run: one engine in this process, no Ray."""
+"""Evaluation of a model on held-out prompts without a run: one engine in this process, no Ray."""
 
 from __future__ import annotations
 
@@ -34,16 +34,20 @@ from raypo.serving.requests import Completion, SamplingRequest
 def evaluate_model(
     model: str, config: OnlineConfig | PolicyExamplesConfig, tell: Callable[[str], None]
 ) -> dict[str, dict[str, float]]:
-    """`eval/*` of a policy by source of its held-out prompts, the files of `eval.prompts`.
+    """Evaluate a model on the prompts of `eval.prompts`.
 
     Args:
         model: Folder or hub id of a causal language model.
-        config: Its `data`, `rollout`, `eval` and `model.dtype` count; `eval.function`, else
-            `reward.function`, is the judge.
-        tell: Called with a line about each thing that begins.
+        config: Config of which `data`, `rollout`, `eval` and `model.dtype` are used.
+            `eval.function`, else `reward.function`, scores the responses.
+        tell: Callback for progress messages.
+
+    Returns:
+        Metrics `eval/*` for each source of prompts.
 
     Raises:
-        ConfigError: the config names no held-out prompts or no judge, or a prompt file is wrong.
+        ConfigError: the config has no held-out prompts or no function that scores, or a prompt file
+            is invalid.
     """
     config = config.with_dtype(use_gpu=torch.cuda.is_available())
     paths = config.eval.prompts
@@ -96,7 +100,7 @@ def evaluate_model(
 
 
 def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The metrics over all sources that have them: means by their prompts, counts summed."""
+    """Combine the metrics of all sources: means weighted by number of prompts, counts summed."""
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in results.values() for name in metrics):
         having = [metrics for metrics in results.values() if name in metrics]
@@ -109,7 +113,7 @@ def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class LocalEngine(Engines):
-    """One engine of this process, asked as a deployment of engines is."""
+    """An engine in this process, with the interface of a deployment of engines."""
 
     engine: Engine
 
@@ -129,7 +133,7 @@ class LocalEngine(Engines):
 
 @contextmanager
 def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Iterator[LocalEngine]:
-    """An engine with the model's weights."""
+    """Start an engine with the model's weights, and shut it down at the end."""
     engine = Engine(
         model,
         section=config.rollout.engine,

@@ -1,4 +1,7 @@
-"""The quota and the time limit that environments and agents work under."""
+"""Quota and time limit of environments and agents; both pause while an agent waits for the policy.
+
+All of it runs in the event loop of the episodes.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ T = TypeVar("T")
 
 
 class WorkTime:
-    """Some work under a quota and a time limit, neither of which counts while it rests."""
+    """Quota and time limit of one call. Neither counts while the call is paused."""
 
     def __init__(self, what: str, quota: asyncio.Semaphore, limit_s: float | None) -> None:
-        """Only note them.
+        """Begin paused; `over` starts the work.
 
         Args:
-            what: The method's name, for the error.
-            quota: Of all who work at a time.
-            limit_s: Seconds between two rests; None: any.
+            what: Name of the method, for the error.
+            quota: Limits the calls of all episodes that run at the same time.
+            limit_s: Seconds that the call may run between two pauses. None means no limit.
         """
         self._what, self._quota, self._limit_s = what, quota, limit_s
         self._num_rests = 1
@@ -29,11 +32,11 @@ class WorkTime:
         self._is_late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def over(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What some work gives, begun as soon as the quota admits it.
+        """Run some work as soon as the quota admits it, and return its result.
 
         Raises:
-            TimeoutError: it took too long: it is cancelled, and left behind where it goes on.
-            Exception: whatever it raises.
+            TimeoutError: the work took too long. It is cancelled, but a thread goes on.
+            Exception: any error of the work.
         """
 
         async def begun() -> T:
@@ -51,7 +54,7 @@ class WorkTime:
             await leave({task})
 
     def rest(self) -> None:
-        """Others may work meanwhile; as often as is said goes on only after as many `go_on`."""
+        """Pause: release the quota and stop the clock. Pauses nest; each needs one `go_on`."""
         self._num_rests += 1
         if self._works:
             self._works = False
@@ -60,12 +63,12 @@ class WorkTime:
                 self._timer.cancel()
 
     async def go_on(self) -> None:
-        """Work again, as soon as the quota admits it."""
+        """End one pause. After the last one, wait for the quota and restart the clock."""
         self._num_rests -= 1
         if self._num_rests or self._works:
             return
         await self._quota.acquire()
-        if self._num_rests or self._works:  # it has begun to rest again meanwhile
+        if self._num_rests or self._works:  # paused again while it waited
             self._quota.release()
             return
         self._works = True
@@ -79,5 +82,5 @@ class WorkTime:
 
 
 def too_slow(method: str, timeout_s: float | None) -> TimeoutError:
-    """The error of a call that took longer than it may."""
+    """Return the error of a call that exceeded its time limit."""
     return TimeoutError(f"{method} gave no answer in {timeout_s:g} s (rollout.step_timeout_s)")

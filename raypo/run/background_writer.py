@@ -1,7 +1,8 @@
-"""Files that are written in a thread while a step goes on.
+"""Writes files of a step in the background.
 
-One thread writes them in the order in which they were handed in. The step waits for it before its
-line of metrics is written, for a step with a line has all its files.
+Concurrency. Each worker has one writer thread, which runs the writes in the order of submission.
+The main thread waits for it before it writes the step's metrics line: a step is complete once that
+line is there, so all its files must be there first.
 """
 
 from __future__ import annotations
@@ -13,32 +14,32 @@ from raypo.collectives import Workers
 
 
 class BackgroundWriter:
-    """One thread of this worker, and a process group of its own with those of the others."""
+    """One writer thread of this worker; the threads of all workers have their own process group."""
 
     def __init__(self, workers: Workers) -> None:
-        """Start no thread yet.
+        """Create the writer. Its thread starts with the first write.
 
         Args:
-            workers: In a group that no other thread uses (`Workers.beside`).
+            workers: The workers in a process group that no other thread uses (`Workers.beside`).
         """
         self._workers = workers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raypo-files")
         self._pending: list[Future[None]] = []
 
     def submit(self, write: Callable[[Workers], None]) -> None:
-        """Call `write` in the thread, after what was submitted before; all workers submit it."""
+        """Queue a write for the thread. All workers submit the same writes in the same order."""
         self._pending.append(self._thread.submit(write, self._workers))
 
     def wait(self) -> None:
-        """Wait until all is written.
+        """Wait until everything submitted so far is written.
 
         Raises:
-            Exception: the first error of a write.
+            Exception: the first error that a write raised.
         """
         pending, self._pending = self._pending, []
         for each in pending:
             each.result()
 
     def close(self) -> None:
-        """Begin nothing more; what is being written ends by itself."""
+        """Cancel the queued writes. A write that is running finishes; this does not wait for it."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Functions of the user's that are called after each step, and may add metrics to it."""
+"""User callbacks, which are called after each step and may add metrics to it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from raypo.types import ScoredRollout
 
 
 class CallbackError(RuntimeError):
-    """A callback raised an error, or returned what are no metrics."""
+    """A callback raised an error, or returned something other than metrics."""
 
 
 @dataclass(frozen=True)
 class StepView:
-    """A step that has ended, as a callback sees it: on one worker, about all of them."""
+    """A completed step as a callback sees it. Callbacks run on rank 0, with data of all workers."""
 
     step: int
     """Counted from 1."""
     metrics: Mapping[str, float]
-    """Of the step, before its checkpoint; times and rates come later."""
+    """Metrics of the step so far. Times and rates are added after the callbacks."""
     rollouts: Sequence[ScoredRollout]
-    """All that were sampled in it, with their scores; of recipes that sample nothing, none."""
+    """All samples of the step with their scores. Empty in recipes that do not sample."""
 
 
 def ask_callbacks(
     callbacks: Mapping[str, Callable[[StepView], Any]], view: StepView
 ) -> dict[str, float]:
-    """The metrics that callbacks add to a step.
+    """Call the callbacks, and return the metrics that they add to a step.
 
     Args:
-        callbacks: By the path that the config names them by.
+        callbacks: Callbacks by their path in the config.
+        view: The step.
 
     Raises:
-        CallbackError: one raised an error, or returned something else than None or numbers by new
-            names.
+        CallbackError: a callback raised an error, or returned something other than None or a
+            mapping of new metric names to numbers.
     """
     added: dict[str, float] = {}
     for path, callback in callbacks.items():

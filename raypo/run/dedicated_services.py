@@ -1,4 +1,4 @@
-"""Step 2 of what lives in a placement group of its own: the driver starts it."""
+"""Step 2 for dedicated roles: the driver starts them in a placement group of their own."""
 
 from __future__ import annotations
 
@@ -24,16 +24,22 @@ def start_dedicated(
     on_asked: Callable[[PlacementGroup], object] = lambda group: None,
     say: Callable[[str], object] | None = None,
 ) -> Dedicated:
-    """Reserve the dedicated group and start the roles that live in it; the driver calls it.
+    """Reserve the dedicated placement group and start its roles. The driver calls this.
 
     Args:
-        config: With absolute paths.
-        more: By role, further arguments of its class.
-        on_asked: Called with the group before it is waited for.
-        say: Called with a line for people if there is no room yet. None prints the line.
+        config: Config with absolute paths.
+        run_name: Name of the run.
+        logs_dir: Folder for the logs of the replicas.
+        use_gpu: Whether the run uses GPUs.
+        more: Extra arguments of a role's class, by role.
+        on_asked: Callback that gets the group as soon as it is requested.
+        say: Callback for a message if the group has to wait for resources. None prints it.
+
+    Returns:
+        Handles of the deployments, and the group. Both are empty if no role is dedicated.
 
     Raises:
-        PlacementError: the group was not free within `placement.timeout_s`.
+        PlacementError: the group could not be placed within `placement.timeout_s`.
     """
     bundles = dedicated_bundles(config, use_gpu=use_gpu)
     if not bundles:
@@ -62,7 +68,7 @@ def start_dedicated(
                 **(more or {}).get(role.name, {}),
             )
             used = [bundles[place.bundle] for place in places[role.name]]
-            # vLLM measures what is free on a GPU while it starts.
+            # vLLM measures a GPU's free memory while it starts, so start one at a time there.
             in_turn = any(bundle.gpus > 0 and len(bundle.guests) > 1 for bundle in used)
             handle = start_deployment(deployment, places[role.name], in_turn=in_turn)
             dedicated.handles[role.name] = handle
@@ -75,7 +81,7 @@ def start_dedicated(
 
 
 def places_in(group: PlacementGroup, bundles: Sequence[Bundle]) -> dict[str, list[Place]]:
-    """The places of each role's replicas, in the order of their numbers."""
+    """Return the places of each role's replicas, in the order of the replicas."""
     places: dict[str, list[Place]] = {}
     for index, bundle in enumerate(bundles):
         for guest in bundle.guests:

@@ -1,4 +1,4 @@
-"""What the engines were busy with in a step, as metrics."""
+"""Metrics of the engines' load in a step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from raypo.serving.requests import Load, Stretch
 
 @dataclass
 class EnginesLoad:
-    """Makes metrics of what engines tell of themselves, from one look to the next."""
+    """Turns the engines' load reports into metrics of the time between two calls of `metrics`."""
 
     _looked_at: float | None = None
     _busy_s: float = 0.0
     _preemptions: int = 0
 
     def metrics(self, stretches: Mapping[str, tuple[Load, Stretch]]) -> dict[str, float]:
-        """`perf/engine_*` since the last look: requests and KV cache, and what was waited.
+        """Return `perf/engine_*` since the last call: requests, KV cache use and idle seconds.
 
         Args:
-            stretches: By name, of all engines that answer. One that was started again counts from
-                0: what it had done since the last look is then not known, and taken for nothing.
+            stretches: Load and statistics of each engine that answers, by name.
         """
         now = time.monotonic()
         loads = [load for load, _ in stretches.values()]
@@ -38,6 +37,7 @@ class EnginesLoad:
             "perf/engine_kv_cache_max": max((each.kv_cache_max for each in told), default=0.0),
             "perf/engine_preemptions": float(max(0, preemptions - self._preemptions)),
         }
+        # A restarted engine counts from 0, so a difference can be negative; it is reported as 0.
         if self._looked_at is not None and loads:
             worked_s = max(0.0, busy_s - self._busy_s) / len(loads)
             metrics["perf/engine_idle_s"] = max(0.0, now - self._looked_at - worked_s)

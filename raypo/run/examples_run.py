@@ -1,4 +1,4 @@
-"""Runs that learn from examples (sft, dpo, reward_model): their loop, and what they share."""
+"""Training loop and shared code of the recipes that learn from examples: sft, dpo, reward_model."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from raypo.weight_sync.transport import Transport
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
 PolicyConfig = TypeVar("PolicyConfig", SFTConfig, DPOConfig)
 Reader = Callable[..., LoadedExamples[Item]]
-"""`load_examples` or one like it: (section, tokenizer, stop token ids, key=)."""
+"""A loader such as `load_examples`, called with (section, tokenizer, stop token ids, key=)."""
 
 
 def examples_loop(setup: dict[str, Any], kind: type[ExamplesRun[Any, Any]]) -> dict[str, Any]:
-    """A whole run on one learner worker.
+    """Run a recipe on one learner worker; Ray Train calls this on each of them.
 
     Args:
         setup: `config.model_dump()` of an ExamplesConfig.
-        kind: The recipe's view of it: what is read, and what is learned of it.
+        kind: The recipe's class, which loads the data and makes the learning task.
 
     Returns:
-        `{"status": "finished" | "interrupted", "step": the last step that is done}`.
+        `{"status": "finished" | "interrupted", "step": last completed step}`.
     """
     with open_run(setup, kind) as run:
-        engine = run.start_engine()  # where `eval.function` judges sampled answers
+        engine = run.start_engine()  # only if `eval.function` scores sampled answers
         learner = run.start_learner()
         run.evaluate_before_first_update(learner, engine)
 
@@ -81,12 +81,12 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     held_out: Sequence[Item]
 
     held_out_key: ClassVar[str] = "prompts"
-    """Of `eval`: where the held-out examples come from."""
+    """Key of the section `eval` that names the held-out examples."""
 
     @classmethod
     @abstractmethod
     def reader(cls, config: AnyConfig) -> Reader[Item]:
-        """What reads the examples of the recipe."""
+        """Return the loader of the recipe's examples."""
 
     @classmethod
     def prepare(
@@ -97,7 +97,7 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         files: RunFiles,
         tell: MonitorClient,
     ) -> Self:
-        """Reads the examples; says what was left out and what repeats."""
+        """Load the examples, and report rows that were left out or repeat."""
         tokenizer = load_tokenizer(config.model.policy)
         stop, read = stop_token_ids(config.model.policy, tokenizer), cls.reader(config)
         loaded, size = read(config.data, tokenizer, stop), config.learner.batch_size
@@ -120,10 +120,10 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
 
     @abstractmethod
     def make_task(self) -> Task[Item]:
-        """The model in its task; called once torch's random state is seeded."""
+        """Load the model and wrap it in its task. Torch's random state is seeded before."""
 
     def start_learner(self) -> SupervisedLearner[Item]:
-        """The model under DeepSpeed, restored from the run's last checkpoint if there is one."""
+        """Return the model under DeepSpeed, restored from the last checkpoint if there is one."""
         self.tell.phase("loading the model")
         learner = new_learner(self, self.make_task)
         self.before_restoring(learner)
@@ -131,22 +131,22 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
         return learner
 
     def before_restoring(self, learner: SupervisedLearner[Item]) -> None:
-        """Ask the model what only its first state can answer; most recipes ask nothing."""
+        """Compute what needs the model's initial weights. By default nothing."""
 
     def draw_batch(self) -> list[Item]:
-        """This worker's share of the next batch, about as many tokens as the others'."""
+        """Draw the next batch, and return this worker's share; shares have about equal tokens."""
         batch = [item for _, item in self.stream.take(self.config.learner.batch_size)]
         shares = even_shares([lengths(item) for item in batch], self.workers.count)
         return [batch[position] for position in shares[self.workers.rank]]
 
     def start_engine(self) -> EngineClient | None:
-        """The engines that answer held-out prompts; None where no function judges the answers."""
+        """Start the engines that answer held-out prompts. None if no function scores answers."""
         return None
 
     def evaluate_before_first_update(
         self, learner: SupervisedLearner[Item], engine: EngineClient | None
     ) -> None:
-        """Measures where the run starts from; the first step's metrics have it."""
+        """Evaluate the initial model; the values are reported with the first step."""
         if engine is not None:
             self.tell.phase("waiting for the engine")
             engine.wait(self.config.placement.timeout_s)
@@ -156,34 +156,36 @@ class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
     def evaluate(
         self, learner: SupervisedLearner[Item], engine: EngineClient | None, *, version: int
     ) -> dict[str, float]:
-        """The loss and its other metrics on the held-out examples; empty where there are none.
+        """Return the loss and related metrics on the held-out examples; empty if there are none.
 
         Args:
-            engine: What answers held-out prompts, if anything.
-            version: Of the weights that it is to answer with.
+            learner: The model.
+            engine: Engines that answer held-out prompts, if the recipe uses any.
+            version: Weight version that the engines must answer with.
         """
         if not self.held_out:
             return {}
         return learner.evaluate(self.held_out[self.workers.rank :: self.workers.count])
 
     def state_dict(self) -> dict[str, Any]:
-        """The data cursor."""
+        """Return the data cursor."""
         return {"stream": self.stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self.stream.load_state_dict(state["stream"])
 
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
-        """Writes the model to the run's `policy/` or `reward_model/`, its adapter to `adapter/`."""
+        """Write the model to the run's `policy/` or `reward_model/`, its adapter to `adapter/`."""
         save_trained(self, learner, self.tokenizer)
 
 
 @dataclass
 class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
-    """One worker's view of a run whose policy also answers held-out prompts, judged by a function.
+    """One worker's view of a run that also scores sampled answers to held-out prompts.
 
-    Engines answer; without `eval.prompts` and `eval.function` there are none.
+    Engines sample the answers, and `eval.function` scores them. Without `eval.prompts` and
+    `eval.function` there are no engines.
     """
 
     def __post_init__(self) -> None:
@@ -208,7 +210,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         )
 
     def start_engine(self) -> EngineClient | None:
-        """The engines that answer held-out prompts; None where no function judges the answers."""
+        """Start the engines that answer held-out prompts. None if no function scores answers."""
         if not self.config.needs_engine:
             return None
         self.tell.phase("starting the engine")
@@ -220,7 +222,7 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
     def evaluate(
         self, learner: SupervisedLearner[Item], engine: EngineClient | None, *, version: int
     ) -> dict[str, float]:
-        """Loss on the held-out examples and, with an engine, the score of sampled answers."""
+        """Return the loss on held-out examples and, with engines, the score of sampled answers."""
         metrics = super().evaluate(learner, engine, version=version)
         if engine is None:
             return metrics
@@ -246,11 +248,11 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
 
 
 def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> SupervisedLearner[Item]:
-    """The learner of a run's config, once torch's random state is seeded."""
+    """Seed torch's random state, load the model and return the learner of a run."""
     config, workers = run.config, run.workers
     torch.manual_seed(config.seed)
     shares: Any = nullcontext()
-    if not isinstance(config, RewardModelConfig):  # in shares its head would not be float32
+    if not isinstance(config, RewardModelConfig):  # ZeRO-3 shards would have no float32 head
         shares = in_shares(config.learner, dtype=config.model.dtype, workers=workers)
     with shares:
         task = make_task()
@@ -264,7 +266,7 @@ def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> Supervise
 
 
 def sequences(items: Iterable[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield prompt and response of every sequence that a pass reads of items."""
+    """Yield prompt and response of every sequence that a forward pass reads for the items."""
     for item in items:
         for name in ("response_ids", "chosen_ids", "rejected_ids", "other_ids"):
             if (response := getattr(item, name, None)) is not None:
@@ -272,23 +274,26 @@ def sequences(items: Iterable[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def lengths(item: Any) -> tuple[int, int]:
-    """Tokens of an item's prompt, and all others that a pass reads of it."""
+    """Return the number of prompt tokens of an item, and of all its other tokens."""
     return len(item.prompt_ids), item.num_tokens - len(item.prompt_ids)
 
 
 def even_shares(sizes: Sequence[tuple[int, int]], num_shares: int) -> list[list[int]]:
-    """Which items of a batch each worker trains, all about as many tokens.
+    """Split a batch over workers so that each trains about as many tokens.
 
     Args:
         sizes: The `lengths` of each item.
-        num_shares: How many workers there are.
+        num_shares: Number of workers.
+
+    Returns:
+        The indices of each worker's items.
     """
     prompts, others = ([size[which] for size in sizes] for which in (0, 1))
     return balanced_shares([[each] for each in range(len(sizes))], prompts, others, num_shares)
 
 
 def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any) -> None:
-    """Writes what a run has trained into its folder, an adapter also by itself."""
+    """Write the trained model into the run's folder and, with LoRA, the adapter by itself."""
     run.replace_folder(
         run.files.folder / learner.name, lambda folder: learner.save_model(folder, tokenizer)
     )

@@ -1,4 +1,9 @@
-"""The part of a run that all online recipes share: sampling, scoring, weight sync, evaluation."""
+"""Shared code of all online recipes: sampling, scoring, weight sync and evaluation.
+
+Concurrency. The main thread of each worker runs the loop. If rollouts are collected ahead
+(`AsyncRollouts`), background threads sample and score meanwhile, and `Pushes` lets them wait for
+the end of a push. A writer thread (`BackgroundWriter`) writes rollout files.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +66,12 @@ AnyOnline = TypeVar("AnyOnline", bound=OnlineConfig)
 
 
 class OnlineLearner(PushedLearner, OffloadingLearner, Saveable, Protocol):
-    """What an online run asks of its learner, besides updates."""
+    """Methods of a learner that an online run calls, besides the update."""
 
 
 @dataclass
 class OnlineRun(Run[AnyOnline]):
-    """One worker's view of a run that trains on what engines sample; all call every method."""
+    """One worker's view of a run that trains on sampled responses; all workers call each method."""
 
     tokenizer: Any
     prompts: Sequence[Prompt]
@@ -78,24 +83,24 @@ class OnlineRun(Run[AnyOnline]):
     sampling: Sampling
     transport: Transport
     models: Models | None
-    """Their shapes, for the arithmetic that they need; None where they are not known."""
+    """Shapes of the models, to count their FLOPs. None if they are not known."""
     rollouts: SyncRollouts | AsyncRollouts
-    """Where those of the steps come from."""
+    """Source of each step's rollouts."""
     attempt: str
-    """Which attempt of the run this is; engines may outlive one."""
+    """Id of this attempt of the run; engines may outlive an attempt."""
     push_again: PushAgain | None = None
-    """The last push once more, for the case that no engine is left that has it; where rollouts are
-    collected while the learner updates it is None, for its weights are then of no version."""
+    """Repeats the last push if no engine is left that holds it. None if rollouts are collected
+    during updates, because the learner's weights then belong to no version."""
     pushes: Pushes | None = None
-    """Where requests stay under way while weights are pushed: who asks anew waits for their end."""
+    """Holds back new requests during a push. None if no requests stay in flight during pushes."""
     roles: Roles = field(init=False)
-    """Who trains policy and critic."""
+    """Assignment of workers to policy and critic."""
     _engines_load: EnginesLoad = field(default_factory=EnginesLoad)
     _has_pushed: bool = False
     _memory_asked: Mapping[str, Sequence[Pending[dict[str, float]]]] = field(default_factory=dict)
     _phases: Phases | None = None
     _elsewhere: frozenset[str] = frozenset()
-    """Roles that do not live beside these workers."""
+    """Roles that are not colocated with these workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,9 +115,9 @@ class OnlineRun(Run[AnyOnline]):
         files: RunFiles,
         tell: MonitorClient,
     ) -> Self:
-        """The run with its prompts read and its functions loaded."""
+        """Load the prompts and the user's functions, and return the run."""
         for key, path in config.own_functions.items():
-            load_function(path, key=key)  # what is wrong with it ends the run here
+            load_function(path, key=key)  # fail early: a bad function ends the run here
         tokenizer = load_tokenizer(config.model.policy)
         loaded = load_prompts(config.data, tokenizer)
         notes = loaded.notes("data.prompts")
@@ -177,7 +182,7 @@ class OnlineRun(Run[AnyOnline]):
         )
 
     def start_services(self) -> Services:
-        """Start engines and frozen models; on GPU they are up before the learner is."""
+        """Start engines, reference and reward models. On GPUs this waits until they are up."""
         self.tell.phase("starting the engine and the frozen models")
         services = start_deployments(
             self.config,
@@ -200,15 +205,15 @@ class OnlineRun(Run[AnyOnline]):
         return services
 
     def enter(self, phase: Phase, *, before_push: bool = False) -> None:
-        """Go on to a phase of the step together; on shared GPUs memory changes hands.
-
-        Where rollouts are collected ahead there are no phases: engines share nothing.
+        """Enter a phase of the step; all workers call it. On shared GPUs this moves models.
 
         Args:
-            before_push: All is sampled that is sampled before the next push.
+            phase: The phase to enter.
+            before_push: Whether the engines sample nothing more before the next push, so that they
+                can drop their weights instead of keeping them on the host.
         """
         if self.is_ahead:
-            return
+            return  # engines run beside the learner and share no GPU with it
         assert self._phases is not None, "phases begin when the services have started"
         is_replaced = before_push and not self.config.pushes_adapter
         self._phases.enter(phase, before_push=is_replaced)
@@ -224,19 +229,20 @@ class OnlineRun(Run[AnyOnline]):
 
     @property
     def is_ahead(self) -> bool:
-        """Whether rollouts are collected while the learner updates."""
+        """True if rollouts are collected while the learner updates."""
         return isinstance(self.rollouts, AsyncRollouts)
 
     def engines(self, services: Services) -> Engines:
-        """Return the engines, with retries after a push if requests stay in flight meanwhile."""
+        """Return the engines, with retries after a push if requests stay in flight during it."""
         if self.pushes or services.joins:
             return EnginesInFlight(services.engine, self.pushes or Pushes())
         return services.engine
 
     def dispatcher(self, services: Services, workers: Workers) -> Dispatch:
-        """Return how a batch is sent to the engines: as one batch of all workers if they share one.
+        """Return the dispatch function: one batch of all workers if they share an engine.
 
         Args:
+            services: The engines.
             workers: The workers that sample at the same time.
         """
         if services.shared_engine and not self.pushes and not services.joins:
@@ -244,7 +250,7 @@ class OnlineRun(Run[AnyOnline]):
         return partial(dispatch, engines=self.engines(services))
 
     def reward_sources(self, services: Services) -> RewardSources:
-        """Who scores this run's responses."""
+        """Return the reward function, reward servers and reward models of this run."""
         return RewardSources.from_config(
             self.reward_function,
             tuple(services.rewards.values()),
@@ -254,7 +260,7 @@ class OnlineRun(Run[AnyOnline]):
         )
 
     def scoring(self, services: Services) -> Scoring:
-        """A batch's way to its scores and reference log-probs."""
+        """Return the scoring of one batch: scores and reference log-probs."""
         return Scoring(
             self.reward_sources(services), services.reference, models_apart=services.models_apart
         )
@@ -262,16 +268,24 @@ class OnlineRun(Run[AnyOnline]):
     def push_weights(
         self, learner: OnlineLearner, services: Services, *, version: int
     ) -> dict[str, float]:
-        """The learner's weights to the engines; their version is the step that made them.
+        """Push the learner's weights to the engines. All workers call it.
 
-        A critic's own workers wait, and require the same of engines.
+        Workers that only train a critic wait for the others.
+
+        Args:
+            learner: The learner.
+            services: The engines.
+            version: Version of the weights: the step whose update produced them.
+
+        Returns:
+            Metrics of the push, of memory, and of the engines' load.
         """
         engine = services.engine
         if not self._has_pushed:
             self._has_pushed = True
             self.tell.phase("waiting for the engine")
             services.wait(self.config.placement.timeout_s)
-            if self.workers.rank == 0:  # what an attempt before it has asked dedicated engines
+            if self.workers.rank == 0:  # cancel requests of an earlier attempt
                 survivors(engine.pinned().answer_only(self.name, self.attempt))
         if not self.is_ahead:
             self.push_again = PushAgain(
@@ -284,7 +298,7 @@ class OnlineRun(Run[AnyOnline]):
             asked = time.perf_counter()
             self.rollouts.settle()
             metrics["perf/wait_for_engines_s"] = time.perf_counter() - asked
-        if self.workers.rank == 0 and not services.in_pool:  # those are busy for other runs too
+        if self.workers.rank == 0 and not services.in_pool:  # a pool's load is not this run's alone
             metrics |= self._load(engine)
         push = self._way_to(services)
         with self.pushes.push() if self.pushes else nullcontext():
@@ -292,7 +306,7 @@ class OnlineRun(Run[AnyOnline]):
                 metrics |= push(learner, engine, version=version)
             else:
                 self._go_on(engine)
-            if self.roles.are_apart:
+            if self.roles.are_apart:  # critic workers took no part in the push
                 engine.require(*self.workers.broadcast(engine.required))
             self.enter(Phase.GENERATE)
         metrics |= self._memory(services)
@@ -301,7 +315,7 @@ class OnlineRun(Run[AnyOnline]):
         return metrics
 
     def _way_to(self, services: Services) -> Callable[..., dict[str, float]]:
-        """How a version goes to the engines: all weights, or the adapter beside its base."""
+        """Return the push function: of all weights, or of the adapter only."""
         config = self.config
         joins = self.pushes is not None or services.joins
         probe = Probe.of(self.prompts, config, temperature=config.trained_temperature, joins=joins)
@@ -317,7 +331,7 @@ class OnlineRun(Run[AnyOnline]):
         return partial(push_weights, **common)
 
     def _load(self, engine: EngineClient) -> dict[str, float]:
-        """`perf/engine_*` since the push before; when they had nothing to do, in the timeline."""
+        """Return `perf/engine_*` since the last push; note engines' idle times in the trace."""
         up, stretches = engine.pinned(), {}
         for name, answer in zip(up.names, up.stretch(), strict=True):
             for load, stretch in survivors([answer]):
@@ -327,11 +341,11 @@ class OnlineRun(Run[AnyOnline]):
         return self._engines_load.metrics(stretches)
 
     def before_saving(self) -> None:
-        """The learner is whole on its devices when it is saved."""
+        """Bring the learner's whole state back to its devices."""
         self.enter(Phase.LEARN)
 
     def _go_on(self, engine: EngineClient) -> None:
-        """The weights have arrived: engines wake for the probe, and what is in flight goes on."""
+        """Wake the engines for the probe, and resume requests in flight, once weights arrived."""
         self.enter(Phase.PROBE)
         if self.pushes and self.workers.rank == 0:
             survivors(engine.pinned().resume())
@@ -347,15 +361,17 @@ class OnlineRun(Run[AnyOnline]):
         """Write all workers' rows to one file.
 
         Args:
-            rows: Makes this worker's.
-            workers: In the group of the thread that calls.
+            step: The step that the file is named after.
+            rows: Function that makes this worker's rows.
+            workers: The workers in the process group of the calling thread.
+            held_out: Whether the rows are of an evaluation.
         """
         shares = workers.gather_first(rollout_table(rows()))
         if workers.rank == 0:
             self.files.write_rollouts(step, merged(shares), held_out=held_out)
 
     def evaluate_before_first_update(self, services: Services) -> None:
-        """The held-out score that the run starts from; it stands in the first step's metrics."""
+        """Evaluate the initial policy; the score is reported with the first step."""
         if self.last_step == 0 and self.held_out:
             self.tell.phase("evaluating the policy as it is")
             metrics = self._evaluate(services, step=0)
@@ -363,23 +379,24 @@ class OnlineRun(Run[AnyOnline]):
             self.tell.message(f"before the first update: eval {metrics['eval/score_mean']:+.3f}")
 
     def evaluate_when_due(self, step: int, services: Services) -> dict[str, float]:
-        """The held-out score after a step that has an evaluation, else nothing."""
+        """Evaluate the policy if an evaluation is due after this step; else return no metrics."""
         is_due = self.config.eval.is_due(step, last_step=self.config.num_steps)
         return self._evaluate(services, step=step) if is_due and self.held_out else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The data cursor."""
+        """Return the data cursor."""
         return {"stream": self.rollouts.position()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self.stream.load_state_dict(state["stream"])
-        if self.workers.rank == 0:  # unless `restore_share` finds what became of it
+        # Samples in flight count as lost, unless `restore_share` finds them.
+        if self.workers.rank == 0:
             lost = int(state.get("metrics", {}).get("rollout/samples_carried", 0))
             self.rollouts.sample_counts = SampleCounts(carried=lost, lost=lost)
 
     def finish(self) -> dict[str, Any]:
-        """End the run, and report samples that were requested ahead and are not trained."""
+        """End the run, and report samples that were requested ahead but not trained."""
         if self.stopped and (
             left := self.workers.sum(as_tensor(self.rollouts.sample_counts.carried))
         ):
@@ -387,31 +404,30 @@ class OnlineRun(Run[AnyOnline]):
         return super().finish()
 
     def save_share(self, directory: Path) -> None:
-        """The rollouts that were collected ahead."""
+        """Save the rollouts that were collected ahead."""
         if isinstance(self.rollouts, AsyncRollouts):
             self.rollouts.save(directory, self.workers)
 
     def spans_beside(self) -> list[Span]:
-        """What was collected ahead meanwhile."""
+        """Return the time spans of collecting rollouts ahead."""
         return self.rollouts.spans() if isinstance(self.rollouts, AsyncRollouts) else []
 
     def restore_share(self, directory: Path) -> None:
-        """Go on with the rollouts that `save_share` has saved."""
+        """Load the rollouts that `save_share` saved."""
         if isinstance(self.rollouts, AsyncRollouts):
             self.rollouts.restore(directory, self.workers)
 
     def _memory(self, services: Services) -> dict[str, float]:
-        """`perf/memory_<role>_gb` of each role's largest process or replica, and of its GPU.
+        """Return peak memory, such as `perf/memory_<role>_gb`, of each role's largest process.
 
-        It stands after a push, so a step's metrics lack what its own evaluation takes. What samples
-        and scores beside the learner answers when it comes to it: what it says is of a step before.
+        Measured after a push, so the peak of a step's own evaluation counts in the next step.
         """
         by_role = {"learner": self.workers.gather(peak_memory())}
         if self.workers.rank == 0:
             asked = services.ask_peak_memory()
-            if self.pushes:
+            if self.pushes:  # replicas are sampling: read the answers that the last push requested
                 asked, self._memory_asked = self._memory_asked, asked
-            # What a replica cannot do any more is reported by what needs it.
+            # A broken replica is reported by the code that needs it, not by this metric.
             by_role |= {k: survivors(v, passing_over=DeploymentError) for k, v in asked.items()}
             by_role["driver"] = self.tell.driver_memory()
         return {
@@ -426,7 +442,7 @@ class OnlineRun(Run[AnyOnline]):
             self.write_later(partial(self._write_rollouts, step, rows, held_out=True))
 
         sources = self.reward_sources(services)
-        if self.eval_function is not None:  # only the reward models are asked besides
+        if self.eval_function is not None:  # it replaces the reward function, not the models
             sources = replace(sources, function=None, servers=None)
         self.enter(Phase.GENERATE)
         return evaluate_policy(

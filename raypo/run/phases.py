@@ -1,8 +1,9 @@
-"""Phases of a colocated step on GPUs: who leaves the devices' memory, and who comes, by the table.
+"""Phases of a colocated step on GPUs: which models are off-loaded and reloaded at each change.
 
-Engine, frozen models and learner take turns on the same devices. A tensor-parallel engine sits
-on several workers' devices, so the workers go from phase to phase together: nothing comes before
-all that had to go has gone, on every worker.
+Engines, learner, reference and reward models take turns on the same devices, as in
+`raypo.plan.phase_table`. A tensor-parallel engine uses the devices of several workers. So all
+workers change phase together: nothing is loaded on any worker before everything that has to leave
+has left on every worker.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from raypo.serving.client import EngineClient, FrozenClient
 
 
 class PhaseError(RuntimeError):
-    """A phase was entered from one that it cannot follow."""
+    """A phase was entered from a phase that it cannot follow."""
 
 
 class OffloadingLearner(Protocol):
-    """What the phases ask of a learner; all workers call it."""
+    """A learner that can move its state to the host and back; all workers call each method."""
 
     def offload_training_state(self) -> None:
-        """Move all that a push does not need to the host."""
+        """Move everything that a push does not need to the host."""
         ...
 
     def offload_parameters(self) -> None:
-        """Move the weights to the host too."""
+        """Move the weights to the host as well."""
         ...
 
     def reload(self) -> None:
@@ -49,27 +50,28 @@ class OffloadingLearner(Protocol):
 
 @dataclass
 class Phases:
-    """The phase that all workers are in. Where nothing is off-loaded only the order is checked."""
+    """The phase that all workers are in. If nothing is off-loaded, only the order is checked."""
 
     workers: Workers
     offloads: bool
-    """Learner, engines and frozen models share GPUs."""
+    """True if learner and engines share GPUs, so that models are moved between phases."""
     engines: EngineClient
     frozen: Sequence[FrozenClient] = ()
     """Reward and reference models."""
     learner: OffloadingLearner | None = None
-    """Known from its start on."""
+    """The learner. None until it is loaded."""
     now: Phase = Phase.START
 
     def enter(self, phase: Phase, *, before_push: bool = False) -> None:
-        """Go on to a phase; all workers call it, and none goes on before all are there.
+        """Enter a phase. All workers call it and wait for each other.
 
         Args:
-            before_push: New weights come before the engines sample again, so that those which
-                leave need not be kept.
+            phase: The phase to enter.
+            before_push: Whether new weights are pushed before the engines sample again, so that
+                they can drop their present ones instead of keeping them on the host.
 
         Raises:
-            PhaseError: it cannot follow the present one.
+            PhaseError: the phase cannot follow the present one.
         """
         if phase == self.now:
             return
@@ -81,9 +83,9 @@ class Phases:
         if not self.offloads:
             return
         leaving, coming = set(before) - set(after), set(after) - set(before)
-        self.workers.barrier()  # nobody is still at work
+        self.workers.barrier()  # no worker still computes
         self._make_room(leaving, before_push)
-        self.workers.barrier()  # all memory is free
+        self.workers.barrier()  # memory is free on all devices
         self._bring_back(coming)
         self.workers.barrier()
 
@@ -100,7 +102,7 @@ class Phases:
 
     def _bring_back(self, coming: set[str]) -> None:
         if self.learner is not None and coming & {TRAINING_STATE, PARAMETERS}:
-            self.learner.reload()  # else it is about to be made
+            self.learner.reload()  # None: it is about to be loaded
         if ENGINE_WEIGHTS in coming:
             self._ask(lambda: self.engines.pinned().wake_up("weights"))
         if KV_CACHE in coming:
@@ -109,6 +111,6 @@ class Phases:
             self._ask(lambda: [one for each in self.frozen for one in each.wake_up()])
 
     def _ask(self, all_replicas: Callable[[], Sequence[Pending[None]]]) -> None:
-        """Rank 0 asks for all workers."""
+        """Call all replicas from rank 0, and wait for their answers."""
         if self.workers.rank == 0:
-            survivors(all_replicas())  # one that is lost has no memory to give
+            survivors(all_replicas())  # a lost replica holds no memory, so ignore it

@@ -1,4 +1,4 @@
-"""What a PPO run keeps and describes."""
+"""State, metrics and files of a PPO run; the loop is `raypo.recipes.ppo`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PPORun(OnlineRun[PPOConfig]):
     advantage_state: AdvantageState = field(init=False)
     _work: dict[str, Work] = field(default_factory=dict)
     _peak_flops: float = 0.0
-    """FLOP/s of all workers' devices together."""
+    """Peak FLOP/s of all workers' devices together."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,13 +42,14 @@ class PPORun(OnlineRun[PPOConfig]):
         self.roles = Roles.of(self.workers, self.config.learner.critic_workers)
 
     def start_services(self) -> Services:
-        """Start them as all online runs do; the devices are measured before others use them."""
+        """Start engines, reference and reward models, after measuring the devices' peak FLOP/s."""
+        # Before the services start, as they would use the devices at the same time.
         mine = peak_flops(self.config.model.dtype, self.config.learner.peak_tflops)
         self._peak_flops = float(self.workers.sum(as_tensor(mine)))
         return super().start_services()
 
     def start_learner(self) -> Learner:
-        """Policy and critic, restored from the run's last checkpoint where there is one."""
+        """Load policy and critic, restored from the run's last checkpoint if there is one."""
         self.enter(Phase.LEARN)
         self.tell.phase("loading policy and critic")
         config = self.config
@@ -79,7 +80,7 @@ class PPORun(OnlineRun[PPOConfig]):
         return learner
 
     def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
-        """The speed of a step, with rates by phase and the share of peak FLOP/s that was used."""
+        """Return the speed of a step, with rates by phase and model FLOPs utilisation (MFU)."""
         speed = super().speed(metrics, step_s)
         work = work_metrics(self._work, metrics | speed, peak_flops=self._peak_flops)
         return speed | work
@@ -87,7 +88,12 @@ class PPORun(OnlineRun[PPOConfig]):
     def fill(
         self, scored_rollouts: Callable[[int], list[ScoredRollout]], workers: Workers
     ) -> Collected:
-        """A step's rollouts, as many rounds as `ppo.filter` asks for."""
+        """Sample a step's rollouts, and sample again to replace groups that `ppo.filter` drops.
+
+        Args:
+            scored_rollouts: Function that samples and scores a number of prompts.
+            workers: The workers that sample together.
+        """
         return fill_step(
             scored_rollouts,
             prompts_per_step=self.config.rollout.prompts_per_step,
@@ -97,7 +103,7 @@ class PPORun(OnlineRun[PPOConfig]):
         )
 
     def describe(self, step: int, collected: Collected) -> dict[str, float]:
-        """Scores and lengths of all workers' rollouts, and what became of each sample."""
+        """Return scores and lengths of all workers' rollouts, and counts of samples by outcome."""
         metrics = rollout_metrics(collected.scored, self.workers) | collected.metrics
         self._sampled = collected.scored
         if self.sampling.episodes:
@@ -130,13 +136,13 @@ class PPORun(OnlineRun[PPOConfig]):
     def save_rollouts(
         self, step: int, dealt: Sequence[ScoredRollout], experience: Experience
     ) -> None:
-        """Write all workers' dealt rollouts into `rollouts/`, while the step goes on."""
+        """Write the rollouts that the workers train on to `rollouts/`, in the background."""
         rows = partial(rollout_rows, dealt, experience) if self.roles.trains_policy else list
         self.write_later(partial(self._write_rollouts, step, rows))
 
     @contextmanager
     def keeping(self, step: int, dealt: Sequence[ScoredRollout]) -> Iterator[None]:
-        """Write the samples with their scores where an update within it is not finite."""
+        """Write the samples with their scores if an update in this context is not finite."""
         try:
             yield
         except NonFiniteUpdateError:
@@ -145,18 +151,18 @@ class PPORun(OnlineRun[PPOConfig]):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """Data cursor, KL coefficient and score normaliser."""
+        """Return data cursor, KL and entropy coefficients, and score normaliser."""
         return super().state_dict() | {"advantages": self.advantage_state.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         super().load_state_dict(state)
         self.advantage_state = self.advantage_state.restored(state["advantages"])
 
     def save_models(self, learner: Learner) -> None:
-        """The policy into the run's `policy/`, with LoRA also its adapter into `adapter/`.
+        """Write the policy to `policy/` and, with LoRA, its adapter to `adapter/`.
 
-        The critic goes into `critic/` where it is asked for.
+        With `learner.save_critic` also write the critic to `critic/`.
         """
         roles, tokenizer = self.roles, self.tokenizer
         written: dict[Path, Callable[[Path], None]] = {}

@@ -1,4 +1,4 @@
-"""The reference's log-probs of preferences: asked for once, kept with the run."""
+"""Log-probs of preferences by the reference model: computed once and cached in the run's folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raypo.storage.run_files import RunFiles
 from raypo.types import Pair, Verdict
 
 REFERENCE = "reference.parquet"
-"""In the run's folder: the two log-probs of each preference, and a digest of all of them."""
+"""Cache file: two log-probs for each preference, and a digest of preferences and reference."""
 Preference = TypeVar("Preference", Pair, Verdict)
 
 
@@ -32,13 +32,18 @@ def with_references(
     files: RunFiles,
     workers: Workers,
 ) -> list[Preference]:
-    """The preferences with `ref_log_probs`, which the run keeps once they were asked for.
+    """Return the preferences with `ref_log_probs`, from the cache or computed now.
 
-    All workers call it, before the learner's first update and before it is restored.
+    All workers call it, before the learner is restored and before its first update.
 
     Args:
-        other: A causal language model that is the reference; None: the learner's, its adapter off.
-        name: Identifies the reference; what another one answered is not used.
+        items: The preferences, the same on all workers.
+        learner: Holds the policy, and the task that computes log-probs.
+        other: Causal language model to use as the reference. None means the learner's model with
+            its adapter off.
+        name: Identity of the reference. Cached values of another reference are not used.
+        files: The run's folder, which holds the cache.
+        workers: All workers; each computes a share.
     """
     digest = _digest(items, name)
     known = workers.broadcast(_read(files, digest) if workers.rank == 0 else None)
@@ -55,7 +60,7 @@ def _asked(
     other: Any,
     workers: Workers,
 ) -> list[tuple[float, float]]:
-    """The reference's log-probs of all items; each worker computes its share."""
+    """Compute the reference's log-probs of all items; each worker computes its share."""
     task: Any = learner.task
     assert isinstance(task, PreferenceTask | VerdictTask)
     reference = None if other is None else Policy(other, temperature=1.0)
@@ -70,7 +75,7 @@ def _asked(
 
 
 def _digest(items: Sequence[Pair | Verdict], name: str) -> str:
-    """Identifies these preferences in this order, and the reference."""
+    """Return a digest of these preferences, in this order, and of the reference's name."""
     digest = hashlib.sha256(name.encode())
     for item in items:
         for value in vars(item).values():

@@ -1,4 +1,4 @@
-"""Rollouts as the metrics and rows that people read."""
+"""Metrics of rollouts, and the rows of the rollout files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from raypo.types import Experience, ScoredRollout
 
 
 def rollout_metrics(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
-    """Raw scores and lengths of everything sampled, over all workers; nothing where nothing was."""
+    """Return raw scores and lengths of all samples, over all workers; empty if there are none."""
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
-    by_sample: dict[tuple[int, int], int] = {}  # an agent's may have several rows
+    by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rows
     for each in scored:
         rollout, failed = each.rollout, not math.isfinite(each.score)
         sample = rollout.group_index, rollout.sample_index
@@ -67,17 +67,17 @@ RATES = {
     "rollout/samples_sampled": "perf/samples_per_s",
     "rollout/response_tokens": "perf/response_tokens_per_s",
 }
-"""Count of a step -> the name of its rate; where two have one name, the later is meant."""
+"""Name of the rate for each count of a step. If two have the same name, the later count is used."""
 
 
 def speed_metrics(metrics: dict[str, float], step_s: float) -> dict[str, float]:
-    """Seconds of the step, and what it counted, per second."""
+    """Return the seconds of a step, and its counts per second."""
     rates = {rate: metrics[count] / step_s for count, rate in RATES.items() if count in metrics}
     return {"time/step_s": step_s} | rates
 
 
 def rollout_rows(dealt: Sequence[ScoredRollout], experience: Experience) -> list[dict[str, Any]]:
-    """One row of `rollouts/step_*.parquet` for each dealt rollout."""
+    """Return a row of `rollouts/step_*.parquet` for each rollout that this worker trains on."""
     assert experience.advantages is not None
     assert experience.old_log_probs is not None
     mask = experience.response_mask
@@ -105,7 +105,7 @@ def rollout_rows(dealt: Sequence[ScoredRollout], experience: Experience) -> list
 
 
 def sample_row(scored: ScoredRollout) -> dict[str, Any]:
-    """What a row says of a sample that no update has seen, such as a held-out one."""
+    """Return a row for a sample without the columns of an update, such as a held-out sample."""
     rollout = scored.rollout
     return {
         "prompt": rollout.prompt,

@@ -1,4 +1,7 @@
-"""Runs that go by rounds (rejection sampling and its kin): their loop, and what they share."""
+"""Training loop and shared code of the recipes that work in rounds: sample, select, then train.
+
+These are rejection sampling, iterative DPO and distillation.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,19 @@ from raypo.types import ScoredRollout
 
 AnyRounds = TypeVar("AnyRounds", bound=RoundsConfig)
 Place = tuple[int, int]
-"""Group and number of a sample; what is selected is ordered by it, whichever worker sampled it."""
+"""Key of a sample: group index and sample index. It fixes one order of items on all workers."""
 SUMMED = ("train/examples", "train/tokens", "train/skipped_updates")
 
 
 def rounds_loop(setup: dict[str, Any], kind: type[RoundsRun[Any, Any]]) -> dict[str, Any]:
-    """A whole run on one learner worker.
+    """Run a recipe on one learner worker; Ray Train calls this on each of them.
 
     Args:
         setup: `config.model_dump()` of a RoundsConfig.
-        kind: The recipe's view of it: what is selected, and what is learned of it.
+        kind: The recipe's class, which selects samples and makes the learning task.
 
     Returns:
-        `{"status": "finished" | "interrupted", "step": the last round that is done}`.
+        `{"status": "finished" | "interrupted", "step": last completed round}`.
     """
     with open_run(setup, kind) as run:
         services = run.start_services()
@@ -52,7 +55,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRun[Any, Any]]) -> dict[
 
         for step in run.steps():
             clock = Clock()
-            scored = run.collect(services, clock)  # sample, judge
+            scored = run.collect(services, clock)  # sample, score
             selected, metrics = run.select(scored, services, step)
             clock.lap("time/select_s")
             metrics |= run.train(learner, services, selected, step)
@@ -75,17 +78,17 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRun[Any, Any]]) -> dict[
 
 @dataclass
 class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
-    """One worker's view of a run that goes by rounds; every method is called by all workers."""
+    """One worker's view of a run that works in rounds; all workers call every method."""
 
     @abstractmethod
     def make_task(self) -> Task[Item]:
-        """The model in its task; called once torch's random state is seeded."""
+        """Load the model and wrap it in its task. Torch's random state is seeded before."""
 
     @abstractmethod
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Item], dict[str, float]]:
-        """What this worker's samples teach, and metrics over all workers."""
+        """Return the items to learn from this worker's samples, and metrics over all workers."""
 
     def prepare_items(
         self,
@@ -94,25 +97,30 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         learner: SupervisedLearner[Item],
         services: Services,
     ) -> Mapping[Place, Item]:
-        """The items with what the learner answers before it learns; by default unchanged.
+        """Add values that the learner computes before the update. By default items are unchanged.
 
         Args:
-            mine: The items that this worker holds; it may hold others afterwards.
-            places: Those of all workers' items, in order.
+            mine: The items that this worker holds.
+            places: Keys of all workers' items, in order.
+            learner: The learner, before the round's first update.
+            services: The deployments.
+
+        Returns:
+            Items for this worker. They may be other ones than `mine`.
         """
         return mine
 
     @property
     def prompts_per_round(self) -> int:
-        """Prompts of a round that the policy answers, over all workers."""
+        """Number of prompts per round that the policy answers, over all workers."""
         return self.config.rollout.prompts_per_step
 
     def scoring_reference(self, services: Services) -> Reference | None:
-        """The reference that is asked for the log-probs of what was sampled, if any is."""
+        """Return the reference model that computes log-probs of the samples. None means none."""
         return services.reference
 
     def start_learner(self) -> SupervisedLearner[Item]:
-        """The policy under DeepSpeed, restored from the run's last checkpoint if there is one."""
+        """Load the policy under DeepSpeed, restored from the last checkpoint if there is one."""
         self.enter(Phase.LEARN)
         self.tell.phase("loading the policy")
         learner = new_learner(self, self.make_task)
@@ -148,10 +156,13 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         selected: Mapping[Place, Item],
         step: int,
     ) -> dict[str, float]:
-        """Trains epochs over all workers' items, cut into batches whichever worker selected them.
+        """Train `learner.num_epochs` epochs on the selected items of all workers.
 
-        All workers know the lengths of all; an item itself goes to the workers that train it. The
-        metrics are means over the round's updates.
+        Batches are cut from all items, independent of the worker that selected them. All workers
+        know the lengths of all items. An item itself is sent only to the workers that train on it.
+
+        Returns:
+            Means over the round's updates; counts are sums.
         """
         self.enter(Phase.LEARN)
         shares = self.workers.gather({where: lengths(item) for where, item in selected.items()})
@@ -160,7 +171,7 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         prepared = self.prepare_items(selected, places, learner, services)
         size, seed = self.config.learner.batch_size, self.config.seed
         rank, count = self.workers.rank, self.workers.count
-        dealt: list[list[list[Place]]] = []  # of each update, of each worker
+        dealt: list[list[list[Place]]] = []  # [update][worker]
         for epoch in range(self.config.learner.num_epochs):
             order = [places[each] for each in minibatch_order(seed, step, epoch, len(places))]
             for first in range(0, len(order), size):
@@ -180,19 +191,19 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         }
 
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
-        """Scores and lengths of all workers' rollouts."""
+        """Return scores and lengths of all workers' rollouts."""
         self._sampled = scored
         return rollout_metrics(scored, self.workers) | {
             "rollout/samples_sampled": float(self.workers.sum(as_tensor(len(scored))))
         }
 
     def save_rollouts(self, step: int, scored: Sequence[ScoredRollout]) -> None:
-        """Write all workers' samples into `rollouts/`."""
+        """Write all workers' samples to `rollouts/`, in the background."""
         rows = partial(list, map(sample_row, scored))
         self.write_later(partial(self._write_rollouts, step, rows))
 
     def write_table(self, folder: str, step: int, mine: Mapping[Place, dict[str, Any]]) -> None:
-        """Writes all workers' rows to `<folder>/round_00001.parquet`, ordered by their places."""
+        """Write all workers' rows to `<folder>/round_00001.parquet`, ordered by their keys."""
         shares = self.workers.gather_first(dict(mine))
         if self.workers.rank > 0:
             return
@@ -203,35 +214,36 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         self.files.write(f"{folder}/round_{step:05d}.parquet", to_parquet(table))
 
     def save_models(self, learner: SupervisedLearner[Item]) -> None:
-        """Writes the policy into the run's `policy/`, its adapter into `adapter/`."""
+        """Write the policy to the run's `policy/`, its adapter to `adapter/`."""
         save_trained(self, learner, self.tokenizer)
 
 
 def handed_out(
     mine: Mapping[Place, Item], hands: Sequence[Sequence[Place]], workers: Workers
 ) -> dict[Place, Item]:
-    """The items of this worker's hand, whichever workers hold them; all call it together.
+    """Exchange items between workers; return those meant for this one. All workers call it.
 
     Args:
-        mine: What this worker holds.
-        hands: What each worker is to get, the same on all workers.
+        mine: The items that this worker holds.
+        hands: Keys of the items that each worker gets, the same on all workers.
+        workers: All workers.
     """
     parcels = [{where: mine[where] for where in hand if where in mine} for hand in hands]
     return {k: item for parcel in workers.exchange(parcels) for k, item in parcel.items()}
 
 
 def place(scored: ScoredRollout) -> Place:
-    """Where a sample stands among all of a run."""
+    """Return the key of a sample."""
     return scored.rollout.group_index, scored.rollout.sample_index
 
 
 def learnable(scored: Sequence[ScoredRollout]) -> list[list[ScoredRollout]]:
-    """The samples of each group that can be learned from, in the order of sampling."""
+    """Return the trainable samples of each group, in the order of sampling."""
     usable = sorted(filter(is_trainable, scored), key=place)
     return [list(group) for _, group in groupby(usable, lambda s: s.rollout.group_index)]
 
 
 def prompt_cell(scored: ScoredRollout) -> str:
-    """The prompt as it was given: a text, or chat messages as JSON text."""
+    """Return the prompt as it was given: a text, or chat messages as JSON."""
     rollout = scored.rollout
     return json.dumps(rollout.messages) if rollout.messages else rollout.prompt

@@ -1,4 +1,4 @@
-"""The machine room that all recipes share: what a worker opens, reports, saves and closes."""
+"""Base class of all recipes' runs: opening, checkpoints, metrics and closing on each worker."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ AnyRun = TypeVar("AnyRun", bound="Run[Any]")
 
 
 class Saveable(Protocol):
-    """What a checkpoint holds besides the run's own state: a learner."""
+    """A learner that can be saved to a checkpoint and restored."""
 
     def save(self, directory: Path) -> None:
-        """Write everything that the next update depends on, this worker's part of it."""
+        """Write this worker's part of the state that the next update depends on."""
         ...
 
     def restore(self, directory: Path) -> None:
@@ -65,10 +65,9 @@ class Saveable(Protocol):
 
 @dataclass
 class Run(ABC, Generic[AnyConfig]):
-    """One worker's view of a run that is going on; every method is called by all workers.
+    """One worker's view of a run; all workers call every method.
 
-    A recipe's own run adds what it reads and keeps: `prepare`, `state_dict`, `load_state_dict`
-    and `save_models`.
+    A recipe implements `prepare`, `state_dict`, `load_state_dict` and `save_models`.
     """
 
     config: AnyConfig
@@ -77,30 +76,29 @@ class Run(ABC, Generic[AnyConfig]):
     files: RunFiles
     tell: MonitorClient
     last_step: int = field(default=0, kw_only=True)
-    """The last step that is done."""
+    """The last completed step."""
     interrupted: bool = field(default=False, kw_only=True)
     _sinks: Sinks = field(default_factory=lambda: Sinks([]), kw_only=True)
     _initial: dict[str, float] = field(default_factory=dict, kw_only=True)
-    """Figures from before the first update; they stand in the first step's metrics."""
+    """Metrics from before the first update; they are reported with the first step."""
     started: float = field(default_factory=time.monotonic, kw_only=True)
-    """When the driver began, by this process's monotonic clock; without a driver, this worker."""
+    """Start time of the driver (else of this worker) on this process's monotonic clock."""
     _earlier_s: float = field(default=0.0, kw_only=True)
-    """Seconds that earlier attempts took, up to their checkpoint."""
+    """Seconds that earlier attempts took, up to the checkpoint that was restored."""
     _step_started: float = field(default=0.0, kw_only=True)
     _sampled: Sequence[ScoredRollout] = field(default=(), init=False)
-    """What this worker sampled in the step, for callbacks; of most recipes nothing."""
+    """This worker's samples of the step, for callbacks. Empty in recipes that do not sample."""
     _callbacks: dict[str, Callable[[StepView], Any]] = field(default_factory=dict, init=False)
     _best: Watched | None = field(default=None, init=False)
-    """Of `checkpoint.best_by`."""
+    """The metric `checkpoint.best_by`. None if it is not set."""
     _watched: Watched | None = field(default=None, init=False)
-    """Of `stop.metric`."""
+    """The metric `stop.metric`. None if no stop rule is set."""
     _unseen: dict[str, str] = field(default_factory=dict, init=False)
-    """Config key -> metric: those that are watched and of which no step has told whether they are.
-    """
+    """Watched metrics by config key whose names were not yet checked against measured metrics."""
     _models: set[str] = field(default_factory=set, init=False)
-    """Names of the folders that were written into the run's."""
+    """Names of the model folders that were written into the run's folder."""
     _writer: BackgroundWriter | None = field(default=None, init=False)
-    """Writes what no later part of a step reads."""
+    """Writes files that no later part of a step reads. None until the first of them."""
 
     def __post_init__(self) -> None:
         kept, stop = self.config.checkpoint, self.config.stop
@@ -115,7 +113,7 @@ class Run(ABC, Generic[AnyConfig]):
 
     @property
     def stopped(self) -> str | None:
-        """Why the rules of `stop` say that the run is done; None: it goes on."""
+        """Reason for which the rules of `stop` end the run. None means it goes on."""
         return reason_to_stop(self._watched, self.config.stop) if self._watched else None
 
     @property
@@ -133,39 +131,39 @@ class Run(ABC, Generic[AnyConfig]):
         files: RunFiles,
         tell: MonitorClient,
     ) -> Self:
-        """The run with its data read; wrong data ends it here, before a model is loaded."""
+        """Load the data and return the run. Bad data raises here, before a model is loaded."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What the recipe carries from step to step besides its learner, as plain JSON."""
+        """Return the recipe's state besides the learner, as plain JSON values."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
     @abstractmethod
     def save_models(self, learner: Any) -> None:
         """Write the trained models as Hugging Face folders."""
 
     def spans_beside(self) -> list[Span]:
-        """What this worker did beside the step since it was last asked; most recipes nothing."""
+        """Return the time spans of background work since the last call. By default none."""
         return []
 
     def save_share(self, directory: Path) -> None:
-        """Write into a checkpoint what this worker keeps besides; most recipes keep nothing."""
+        """Write this worker's further state to a checkpoint. By default there is none."""
 
     def restore_share(self, directory: Path) -> None:
-        """Read what `save_share` wrote, in a run of the same config."""
+        """Read what `save_share` wrote. Called only for this run's own checkpoints."""
 
     def before_saving(self) -> None:
-        """Make the learner ready to be saved; most recipes have nothing to do."""
+        """Prepare the learner for saving. By default there is nothing to do."""
 
     def restore(self, learner: Saveable) -> None:
-        """Go on from the run's last checkpoint where there is one, else from another run's.
+        """Restore the run's last checkpoint, else one of another run, else start with clean files.
 
-        Without either the run starts with clean files.
+        The other run's is `from_checkpoint`, or another trial's in population-based training.
         """
-        # Once more: DeepSpeed and transformers have brought loggers of their own.
+        # Once more, because DeepSpeed and transformers have added their own loggers since.
         log_to_file(log_path(self.files, self.workers), on_print=self.tell.message)
         own = ray.train.get_checkpoint()
         others = self.runtime.resume_from
@@ -182,7 +180,7 @@ class Run(ABC, Generic[AnyConfig]):
             self.files.clear_stages()
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, counted from 1; ends early when the driver wants to stop."""
+        """Yield the remaining steps, counted from 1. Ends early if the driver or a rule stops."""
         first = self.last_step + 1
         if self.workers.rank == 0:
             self._sinks = Sinks.open(
@@ -195,13 +193,13 @@ class Run(ABC, Generic[AnyConfig]):
         self.tell.start(first)
         self.interrupted = self.workers.broadcast(self.tell.stop_requested())
         for step in range(first, self.config.num_steps + 1):
-            if self.interrupted or self.stopped:  # `checkpoint_when_due` has seen to it
+            if self.interrupted or self.stopped:  # `checkpoint_when_due` has saved the state
                 return
             self._step_started = time.perf_counter()
             yield step
 
     def note_initial(self, metrics: dict[str, float]) -> None:
-        """Keep an evaluation from before the first update: `eval/initial_*` of the first step."""
+        """Keep the metrics of the initial evaluation, to report them as `eval/initial_*`."""
         self._initial = {
             name.replace("eval/", "eval/initial_"): value for name, value in metrics.items()
         }
@@ -212,10 +210,17 @@ class Run(ABC, Generic[AnyConfig]):
     def checkpoint_when_due(
         self, step: int, learner: Saveable, metrics: dict[str, float]
     ) -> Checkpoint | None:
-        """The whole state after a step that has a checkpoint, or when the run is to stop.
+        """Call the callbacks, and save a checkpoint if one is due or the run stops.
+
+        A checkpoint is also saved when `checkpoint.best_by` has improved.
 
         Args:
-            metrics: Of the step; those of callbacks are added.
+            step: The step that has ended.
+            learner: The learner to save.
+            metrics: Metrics of the step. Those of callbacks are added in place.
+
+        Returns:
+            The checkpoint. None if no checkpoint is due.
         """
         metrics |= self._called_back(step, metrics)
         self._check_watched(metrics)
@@ -261,17 +266,21 @@ class Run(ABC, Generic[AnyConfig]):
         *,
         to_ray: bool = True,
     ) -> None:
-        """Hand the step to Ray Train, the files and the console.
+        """Report the step to Ray Train, the run's files and the console.
 
         Args:
-            to_ray: Whether Ray Train hears of it; each time waits until its controller has polled
-                the time before. A checkpoint always goes there.
+            step: The step that has ended.
+            metrics: Its metrics.
+            clock: Times of its parts.
+            checkpoint: Its checkpoint. None if it has none.
+            to_ray: Whether to report to Ray Train, which blocks until its controller has polled
+                the previous report. A step with a checkpoint is always reported there.
         """
         metrics = self._initial | metrics
         self._initial = {}
         if self._writer:
-            self._writer.wait()  # a step is complete once its metrics line is written: not before
-        self.files.sync()  # the checkpoint counts once it is reported, so its rollouts go first
+            self._writer.wait()  # a step with a metrics line must have all its files
+        self.files.sync()  # a reported checkpoint counts, so its rollouts must be stored first
         if to_ray or checkpoint is not None:
             ray.train.report(
                 report_for_ray(step, metrics | clock.laps, self.config.checkpoint),
@@ -293,21 +302,21 @@ class Run(ABC, Generic[AnyConfig]):
         self.tell.step({"step": step, **metrics})
 
     def write_later(self, write: Callable[[Workers], None]) -> None:
-        """Write files of this step while it goes on; `report` waits for them.
+        """Write files of this step in the background; `report` waits for them.
 
         Args:
-            write: Called in a thread with the workers in a group of the thread's own.
+            write: Called in the writer thread, with the workers in that thread's process group.
         """
         if self._writer is None:
             self._writer = BackgroundWriter(self.workers.beside())
         self._writer.submit(write)
 
     def speed(self, metrics: dict[str, float], step_s: float) -> dict[str, float]:
-        """How long a step took, and how fast that was; asked of rank 0."""
+        """Return the duration and the rates of a step. Only rank 0 calls it."""
         return speed_metrics(metrics, step_s)
 
     def finish(self) -> dict[str, Any]:
-        """Write the summary and say how it ended."""
+        """Write the summary, and return the run's status and last step."""
         if self._writer:  # of held-out samples before a first step that never came, say
             self._writer.wait()
         is_done = self.last_step == self.config.num_steps or self.stopped
@@ -337,7 +346,7 @@ class Run(ABC, Generic[AnyConfig]):
         self._sinks.close()
 
     def _called_back(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """What callbacks add to a step's metrics; rank 0 asks them for all."""
+        """Call the callbacks on rank 0; return the metrics that they add, on all workers."""
         if not self._callbacks:
             return {}
         shares = self.workers.gather_first(list(self._sampled))
@@ -348,7 +357,7 @@ class Run(ABC, Generic[AnyConfig]):
         return self.workers.broadcast(added)
 
     def _check_watched(self, metrics: dict[str, float]) -> None:
-        """Say once, or refuse, that a watched metric is none of its kind's."""
+        """Warn, or raise for a held-out metric, if a watched metric is not among those measured."""
         for key, metric in list(self._unseen.items()):
             if there := of_its_kind(metric, metrics):
                 del self._unseen[key]
@@ -356,9 +365,9 @@ class Run(ABC, Generic[AnyConfig]):
                     self.tell.message(f"warning: {text}")
 
     def _keep_best(self) -> None:
-        """The models that were saved now are the best so far: into `best/`."""
+        """Link the models that were just saved, the best so far, into `best/`."""
         best = self.files.best_dir
-        # By whoever has written them: from here on they all stand there.
+        # Workers may write different models (policy and critic). The gather also waits for them.
         models = set[str]().union(*self.workers.gather(self._models))
 
         def write(folder: Path) -> None:
@@ -371,7 +380,7 @@ class Run(ABC, Generic[AnyConfig]):
         self.replace_folder(best, write)
 
     def _best_of_all(self) -> dict[str, Any] | None:
-        """The best step so far, where one is; as the summary and `best/` tell it."""
+        """Return the best step for the summary and `best/`. None if there is none yet."""
         best = self._best
         if not best or not best.best_step:
             return None
@@ -393,20 +402,21 @@ class Run(ABC, Generic[AnyConfig]):
         is_continued = is_own or self.runtime.resume_from is not None
         self._earlier_s = state["wall_s"] if is_continued else 0.0
         if self.workers.rank == 0:
-            # Another run's last step takes the place of this one's.
+            # Keep the line of an own last step; one of another run's checkpoint is written below.
             self.files.truncate(after_step=self.last_step if is_own else self.last_step - 1)
             done = [row["step"] for row in self.files.metrics()]
-            if self.last_step not in done:  # killed between the checkpoint and its line
+            if self.last_step not in done:  # also if killed between the checkpoint and its line
                 self.files.append_metrics(self.last_step, state["metrics"])
 
     def replace_folder(
         self, final: Path, write: Callable[[Path], None], *, workers: Workers | None = None
     ) -> None:
-        """Replace a model's folder; a whole one is there at every moment but one.
+        """Replace a model's folder. At all times but between two renames a complete one exists.
 
         Args:
-            write: Called by the workers with the folder to write to; rank 0 of them writes.
-            workers: Those that have the model; None: all.
+            final: The folder.
+            write: Called on all these workers with the folder to write to; their rank 0 writes.
+            workers: The workers that have the model. None means all.
         """
         rank = (workers or self.workers).rank
         self._models.add(final.name)
@@ -425,14 +435,14 @@ class Run(ABC, Generic[AnyConfig]):
 def report_for_ray(
     step: int, metrics: Mapping[str, float], section: CheckpointSection
 ) -> dict[str, float]:
-    """Return a step's metrics as Ray Train is told them, with the score that ranks checkpoints.
+    """Return a step's metrics for Ray Train, with the score that ranks checkpoints.
 
-    The score is the metric of `checkpoint.best_by` or its negative, so that more is better, and
-    the lowest number where a step did not measure it. Left to itself, Ray 2.60 ranks a checkpoint
-    without the metric as the best under the order `min` and deletes the real best, and it writes
-    NaN as null, at which each later resume fails with a TypeError.
+    The score is the metric of `checkpoint.best_by`, or its negative, so that higher is better.
     """
     told = {"step": step, **metrics}
+    # A step that did not measure the metric gets the lowest score. Left to itself, Ray 2.60 ranks
+    # such a checkpoint as the best under the order `min` and deletes the real best; and it writes
+    # NaN as null, so that each later resume fails with a TypeError.
     if section.best_by is not None:
         value = metrics.get(section.best_by, math.nan) * (1 if section.best_mode == "max" else -1)
         told[SCORE] = value if math.isfinite(value) else -sys.float_info.max
@@ -440,7 +450,10 @@ def report_for_ray(
 
 
 def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Instead of Ray Train's copy: what was staged on the storage itself is only renamed."""
+    """Move a staged checkpoint into place by renaming, instead of Ray Train's copy.
+
+    The files were staged on the run's storage itself.
+    """
     storage: Any = ray.train.get_context().get_storage()
     check_shared(storage)
     target = Path(checkpoint_folder(storage, name))
@@ -452,13 +465,21 @@ def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 
 def log_path(files: RunFiles, workers: Workers) -> Path:
-    """Where a learner worker writes what libraries say."""
+    """Return the log file of a learner worker, which gets the output of libraries."""
     return files.logs_dir / f"worker_{workers.rank}.log"
 
 
 @contextmanager
 def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
-    """Everything that a worker needs before a model is loaded; wrong data ends the run here."""
+    """Set up a worker's run before a model is loaded, and close it at the end.
+
+    Args:
+        setup: The config as a dictionary, with the driver's additions.
+        kind: The recipe's class.
+
+    Yields:
+        The run. Bad data raises before it is yielded.
+    """
     config, runtime = open_setup(setup)
     workers = Workers.current()
     tell = MonitorClient(runtime.monitor if workers.rank == 0 else None)

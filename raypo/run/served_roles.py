@@ -1,4 +1,4 @@
-"""What makes the deployments of a run: the class of each, its arguments, and its processes."""
+"""Deployment specs of a run's served roles: class, arguments and processes of each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 from raypo.weight_sync.push import NUM_PROBES
 
 CALLERS = 64
-"""Most calls that an engine has under way before another replica is asked; each may bring many
-requests."""
+"""Calls in flight per engine before the next call goes to another replica. Each call may contain
+many requests."""
 
 
 def class_and_arguments(
     role: ServedRole, config: OnlineConfig | PolicyExamplesConfig
 ) -> tuple[type, dict[str, Any]]:
-    """The class of a role's replicas, and what they are made with; its threads are added later."""
+    """Return the class of a role's replicas and its arguments, without the number of threads."""
     kwargs: dict[str, Any] = {"model": role.model, "dtype": config.model.dtype}
     lengths = {"section": role.section, "max_model_len": max_model_len(config)}
     if isinstance(role.section, EngineSection):
@@ -31,7 +31,7 @@ def class_and_arguments(
         holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
         kwargs |= {"seed": config.seed, "reads_text": config.rollout.reads_text}
         if isinstance(config, OnlineConfig) and config.rollout.has_requests_in_flight:
-            kwargs["probes"] = NUM_PROBES  # not where a batch has its engines for itself
+            kwargs["probes"] = NUM_PROBES  # only if probes join batches that are in flight
         return Engine, kwargs | lengths | {"lora": lora if holds_adapter else None}
     assert isinstance(config, OnlineConfig), "others have engines only"
     in_vllm, is_reference = role.section.backend == "vllm", role.kind == "reference"
@@ -56,14 +56,19 @@ def deployment_of(
     logs_dir: str,
     **more: Any,
 ) -> Deployment:
-    """The role as a deployment of a run, which has its name and its logs.
+    """Return the deployment spec of a role in a run.
 
     Args:
-        num_threads: Of a replica, all its processes together.
-        more: Further arguments of its class.
+        role: The role.
+        config: The run's config.
+        num_threads: Threads of a replica, all its processes together.
+        run_name: Name of the run, a part of the deployment's name.
+        logs_dir: Folder for the logs of the replicas.
+        more: Further arguments of the role's class.
     """
     cls, kwargs = class_and_arguments(role, config)
-    # An actor that reserves no CPU gets one thread from Ray; it takes turns with its worker.
+    # Ray gives one thread to an actor that reserves no CPU. These take turns with their worker,
+    # so they may use its cores.
     cores = min(num_threads, os.cpu_count() or num_threads)
     threads = max(1, cores // role.num_devices)
     return Deployment(

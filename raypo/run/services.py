@@ -1,4 +1,7 @@
-"""Step 2: vLLM engines and frozen models, started beside the learner workers by these."""
+"""Step 2: start vLLM engines, reference and reward models in the learner workers' placement group.
+
+The learner workers start them; rank 0 creates the actors for all.
+"""
 
 from __future__ import annotations
 
@@ -39,33 +42,33 @@ from raypo.serving.client import EngineClient, FrozenClient, ReferenceClient, Re
 
 @dataclass(frozen=True)
 class Services:
-    """Clients of the engines and of the frozen models."""
+    """Clients of the engines and of the reference and reward models."""
 
     engine: EngineClient
     references: dict[str, ReferenceClient]
-    """Reference models by role: of PPO at most one, of a distillation one for each teacher."""
+    """Reference models by role: at most one in PPO, one for each teacher in distillation."""
     rewards: dict[str, RewardModelClient] = field(default_factory=dict)
     """Reward models by role, in the order of `model.reward`."""
     elsewhere: frozenset[str] = frozenset()
-    """Roles that do not live beside these workers: engine, reference, reward_0, ..."""
+    """Roles that are not colocated with these workers: engine, reference, reward_0, ..."""
     in_pool: bool = False
-    """Whether the engines are several runs', which push adapters only."""
+    """True if several runs share the engines. They push adapters only."""
     joins: bool = False
-    """Whether what is asked of the engines joins what they sample for other runs."""
+    """True if requests join batches that the engines sample for other runs."""
     shared_engine: bool = False
-    """Whether several of these workers ask one engine."""
+    """True if several of these workers use the same engine."""
     models_apart: bool = False
-    """Whether all frozen models have cores or devices that neither engines nor workers use; what
-    trials of a sweep share has none on CPUs."""
+    """True if all reference and reward models have cores or devices that neither engines nor
+    workers use. On CPUs, deployments that trials of a sweep share have none of their own."""
 
     @property
     def frozen(self) -> list[tuple[str, FrozenClient]]:
-        """Reference and reward models that there are, by role."""
+        """All reference and reward models with their roles."""
         return [*self.references.items(), *self.rewards.items()]
 
     @property
     def reference(self) -> ReferenceClient | None:
-        """What the policy is compared with, if a deployment holds it."""
+        """Reference model of the policy. None if no deployment holds one."""
         return self.references.get("reference")
 
     def ask_peak_memory(self) -> Mapping[str, Sequence[Pending[dict[str, float]]]]:
@@ -77,7 +80,7 @@ class Services:
         """Wait until every replica has started.
 
         Raises:
-            DeploymentError: one failed to start, with its error, or took too long.
+            DeploymentError: a replica failed to start, with its error, or took too long.
         """
         for each in [self.engine, *(handle for _, handle in self.frozen)]:
             each.wait(timeout_s)
@@ -92,17 +95,29 @@ def start_deployments(
     dedicated: Mapping[str, DeploymentHandle] | None = None,
     shared: Shared | None = None,
 ) -> Services:
-    """Start in the workers' own placement group what the driver has not started; all call it.
+    """Start all roles that are not running elsewhere, in the workers' own placement group.
 
-    Engine i lives beside worker i, reference and reward models too, on CPUs beside the first worker
-    of each node; what is tensor parallel on the devices of several workers, from there on. On CPUs
-    all start in the background. On GPUs one role after the other, and with `rollout.engine.sleep`
-    each makes room for the next; the engine of a run on examples, which keeps its place, in the
-    background too.
+    All workers call it. Replica i is placed beside worker i; on CPUs reference and reward models
+    are placed beside the first worker of each node. A tensor-parallel replica uses the devices of
+    consecutive workers.
+
+    On CPUs all roles start in the background, as does the engine of a run on examples. On GPUs the
+    roles start one after the other, and with `rollout.engine.sleep` each goes to sleep before the
+    next starts.
 
     Args:
-        dedicated: What the driver has started, by role.
-        shared: What a sweep has started; of it these workers take what is made for their config.
+        config: The run's config.
+        run_name: Name of the run.
+        workers: The learner workers.
+        logs_dir: Folder for the logs of the replicas.
+        dedicated: Deployments that the driver has started, by role.
+        shared: Deployments that a sweep has started. Those that fit this config are used.
+
+    Returns:
+        Clients of all roles.
+
+    Raises:
+        PlacementError: workers that would share a replica are on different nodes.
     """
     is_online = isinstance(config, OnlineConfig)
     elsewhere = dict(dedicated or {})
@@ -112,7 +127,8 @@ def start_deployments(
     count = workers.count - (config.learner.total_workers - config.learner.num_workers)
     roles = served_roles(config, num_workers=count, use_gpu=torch.cuda.is_available())
     colocated = [role for role in roles if role.name not in elsewhere]
-    # A frozen model gets the cores of all the workers that it lies beside; engines share them all.
+    # A reference or reward model gets the cores of the workers that it is placed beside. Engines
+    # share the cores of all workers.
     cpus, engines = config.learner.cpus_per_worker, int(roles[0].num_replicas)
     deployments = [
         deployment_of(
@@ -162,7 +178,7 @@ def start_deployments(
 def _asked_first(
     role: ServedRole, workers: Workers, nodes: Sequence[str], *, is_beside: bool
 ) -> list[int]:
-    """Numbers of the replicas that this worker asks first."""
+    """Return the numbers of the replicas that this worker prefers."""
     if role.kind == "engine":
         return own_engines(workers, int(role.num_replicas))
     if role.num_replicas == "auto" and not is_beside:
@@ -171,10 +187,10 @@ def _asked_first(
 
 
 def own_engines(workers: Workers, count: int) -> list[int]:
-    """Numbers of the engines that a worker asks, so that all have the same to do.
+    """Return the numbers of the engines that a worker uses, balanced over all workers.
 
-    Example: of five engines and two workers, worker 0 has 0, 2 and 4; of two engines and five
-    workers, workers 0 and 2 have engine 0, 1 and 3 have engine 1, and worker 4 has both.
+    Example: with five engines and two workers, worker 0 has engines 0, 2 and 4. With two engines
+    and five workers, workers 0 and 2 have engine 0, 1 and 3 have engine 1, and worker 4 has both.
     """
     if workers.rank >= workers.count // count * count > 0:
         return list(range(count))
@@ -184,15 +200,17 @@ def own_engines(workers: Workers, count: int) -> list[int]:
 def places_beside(
     roles: Sequence[ServedRole], workers: Workers, nodes: Sequence[str]
 ) -> dict[str, list[Place]]:
-    """The place of each role's replicas: a worker's bundle, the devices of one or several.
+    """Return the places of each role's replicas: a worker's bundle and one or more GPUs.
 
     All workers call it.
 
     Args:
-        nodes: Of each worker.
+        roles: The roles to place.
+        workers: The learner workers.
+        nodes: Node id of each worker.
 
     Raises:
-        PlacementError: workers that would share a replica lie on several nodes.
+        PlacementError: workers that would share a replica are on different nodes.
     """
     beside = workers.gather(_own_place(workers, nodes))
     places: dict[str, list[Place]] = {}
@@ -214,11 +232,14 @@ def _start(
     in_turn: bool = False,
     sleeps: bool = False,
 ) -> dict[str, DeploymentHandle]:
-    """Rank 0 starts them for all.
+    """Start deployments from rank 0, and return the handles on all workers.
 
     Args:
-        in_turn: They share GPUs: vLLM measures what is free there, while nothing else starts.
-        sleeps: Then also: each gives its memory up before the next one starts.
+        deployments: The deployments.
+        places: The places of each deployment's replicas, by role.
+        workers: The learner workers.
+        in_turn: Whether to start one after the other. vLLM measures free GPU memory as it starts.
+        sleeps: Whether each also frees its memory before the next one starts.
     """
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:
@@ -233,15 +254,15 @@ def _start(
 
 
 def _own_place(workers: Workers, nodes: Sequence[str]) -> Place:
-    """Beside this worker: it takes nothing of the bundle, which is the worker's, and its devices.
+    """Return the place beside this worker: its bundle and devices, without reserving resources.
 
-    The two take turns.
+    The replica and the worker take turns.
     """
     group = ray.util.get_current_placement_group()
     if group is None:
         return Place(env=own_devices())
-    # Ray Train sorts its workers after it has made them, so a rank is no bundle index, and its
-    # local rank counts by address, which nodes of one machine share.
+    # Ray Train sorts its workers after it has created them, so a rank is not a bundle index. Its
+    # local rank counts by IP address, which several Ray nodes on one machine share.
     here = nodes[workers.rank]
     bundles = [index for index, node in enumerate(nodes_of(group)) if node == here]
     return Place(group, bundles[nodes[: workers.rank].count(here)], env=own_devices())

@@ -1,4 +1,4 @@
-"""What a worker is handed besides the config, and how both are unpacked."""
+"""Setup of a learner worker: the config, and the values that the driver adds to it."""
 
 from __future__ import annotations
 
@@ -24,61 +24,66 @@ RUNTIME_KEY = "raypo_runtime"
 
 @dataclass(frozen=True)
 class Shared:
-    """What a sweep has started for all of its trials."""
+    """Deployments that a sweep has started for all of its trials."""
 
     config: OnlineConfig
-    """What it was started for: a trial that needs something else starts its own."""
+    """Config that they were started for. A trial that needs different ones starts its own."""
     handles: Mapping[str, DeploymentHandle] = field(default_factory=dict)
-    """Handles by role, which all trials ask."""
+    """Handles by role, which all trials use at the same time."""
     lender: ActorHandle | None = None
-    """Lends engines: a trial has one for itself until it ends, or a seat in the pool."""
+    """Leases engines to trials: one of their own until they end, or one slot of a shared pool."""
     pool: bool = False
-    """Whether all trials use the same engines, each with an adapter of its own."""
+    """True if all trials use the same engines, each with its own adapter."""
     share_batches: bool = False
-    """Whether they then sample in the same batches."""
+    """True if the trials of a pool sample in the same batches."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What no file can hold: where the run lives and who watches it."""
+    """Values that a config file cannot hold, such as the run's storage and actor handles."""
 
     name: str
     storage_path: str
     """An absolute path or a URI."""
     working_dir: str
-    """The driver's folder; relative paths of the config start there."""
+    """The driver's working directory. Relative paths in the config are relative to it."""
     monitor: ActorHandle | None = None
     reward_fn: Callable[..., Any] | None = None
     dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
-    """What the driver has started in a placement group of its own, by role."""
+    """Deployments that the driver has started in their own placement group, by role."""
     janitor: ActorHandle | None = None
     """Removes the workers' placement group once the monitor is dead. None if Ray does it."""
     shared: Shared | None = None
-    """Deployments that the trials of a sweep have in common."""
+    """Deployments that the trials of a sweep share."""
     resume_from: str | None = None
-    """Another trial's checkpoint (pbt), for as long as the run has none of its own."""
+    """Checkpoint of another trial (population-based training), used until the run has its own."""
 
 
 def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:
-    """The config of any recipe, its paths made absolute, and the driver's additions.
+    """Return the recipe's config with absolute paths, and the driver's additions.
 
-    Without a driver of ours (a bare TorchTrainer) the run lives where Ray Train put it.
+    Without a raypo driver (a bare TorchTrainer) the run uses Ray Train's storage path.
+
+    Args:
+        setup: `config.model_dump()`, with the driver's additions under `RUNTIME_KEY`.
     """
     values = dict(setup)
     runtime = values.pop(RUNTIME_KEY, None) or _bare_runtime()
     config = parse_run_config(values, origin="train_loop_config")
-    config = config.with_dtype(use_gpu=torch.cuda.is_available())  # decided where we have a driver
+    config = config.with_dtype(use_gpu=torch.cuda.is_available())  # with a driver, decided there
     return config.with_absolute_paths(runtime.working_dir), runtime
 
 
 def decided_together(
     config: Any, workers: Workers, *, gpu_bytes: int, tell: Callable[[str], None]
 ) -> Any:
-    """Decide by the plan what `auto` is on these GPUs; all workers call it and get the same config.
+    """Replace `auto` values by the plan for these GPUs. All workers call it and get one config.
 
     Args:
-        gpu_bytes: Memory of this worker's GPU; the smallest counts.
-        tell: Gets a line about each decision, on rank 0.
+        config: The config.
+        workers: The learner workers.
+        gpu_bytes: Memory of this worker's GPU. The plan uses the smallest of all workers.
+        tell: Callback for a message about each decision, on rank 0.
     """
     smallest = -int(workers.max(as_tensor(-gpu_bytes)))
     decided = config
@@ -88,7 +93,7 @@ def decided_together(
             decided = plan.config
             for decision in plan.decisions:
                 tell(f"raypo: {decision}")
-        except ConfigError as error:  # models that the plan cannot read may still run
+        except ConfigError as error:  # the plan cannot read the model; it may still run
             decided = cautious(config)
             tell(f"raypo: what is auto is as if memory were short, for there is no plan: {error}")
     return workers.broadcast(decided)

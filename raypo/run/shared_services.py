@@ -1,4 +1,4 @@
-"""Deployments that the trials of a sweep have in common: started once, asked or lent by turns."""
+"""Deployments that the trials of a sweep share: started once, then used by all or leased."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ def start_shared(
 ) -> Dedicated:
     """Start some roles for several runs.
 
-    With GPUs they get a placement group of their own. On CPUs they take nothing: they take turns
-    with the learners that ask them.
+    With GPUs the roles get a placement group of their own. On CPUs they reserve nothing, because
+    they take turns with the learners that call them.
 
     Args:
-        config: With absolute paths.
-        name: Of the whole.
-        roles: engine, reference, reward_0, ...
-        num_adapters: Runs that use the engines at a time, each with an adapter of its own; 0: the
-            engines are given their weights by one run.
+        config: Config with absolute paths.
+        name: Name of the shared deployments.
+        roles: Roles to start: engine, reference, reward_0, ...
+        logs_dir: Folder for the logs of the replicas.
+        use_gpu: Whether the runs use GPUs.
+        num_adapters: Number of runs that use the engines at the same time, each with its own
+            adapter. 0 means that one run at a time pushes whole weights.
 
     Raises:
-        PlacementError: the group was not free within `placement.timeout_s`.
+        PlacementError: the group could not be placed within `placement.timeout_s`.
     """
     more: dict[str, dict[str, Any]] = {}
     if num_adapters:
@@ -79,13 +81,13 @@ def start_shared(
 def of_shared(
     shared: Shared | None, config: OnlineConfig, run_name: str, workers: Workers
 ) -> dict[str, DeploymentHandle]:
-    """What of a sweep's deployments is there and does for this config, by role."""
+    """Return the sweep's deployments that are running and fit this config, by role."""
     if shared is None:
         return {}
-    # What is shared was started before any trial knew its GPUs.
+    # Shared deployments were started before any trial knew its GPUs, so with `auto` undecided.
     apart = roles_apart(undecided_as(config, shared.config), shared.config)
     usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
-    usable = workers.broadcast(usable)  # all workers ask the same
+    usable = workers.broadcast(usable)  # all workers must use the same ones
     handles = {role: shared.handles[role] for role in usable if role not in apart}
     if shared.lender is not None and "engine" not in apart:
         engine = borrow(shared, run_name, workers, timeout_s=config.placement.timeout_s)
@@ -97,14 +99,19 @@ def of_shared(
 def borrow(
     shared: Shared, run_name: str, workers: Workers, *, timeout_s: float
 ) -> DeploymentHandle | None:
-    """Engines for all workers of this run until the last of them is dead; None: none are free."""
+    """Lease engines for all workers of this run, until the last of them is dead.
+
+    Returns:
+        The engines' handle. None if none become free within `timeout_s`.
+    """
     lender: Any = shared.lender
     this_worker = ray.get_runtime_context().current_actor
     loan: Loan | None = None
     if workers.rank == 0:
         loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
         if loan is not None and shared.pool and loan.before is not None:
-            # To make room for this run's adapter; others' successors never had that one.
+            # Make room for this run's adapter. Lost replicas do not matter: a restarted one never
+            # had the old adapter.
             survivors(EngineClient(loan.handle).pinned().drop_adapter(loan.before))
     loan = workers.broadcast(loan)
     if loan is None:
@@ -115,7 +122,7 @@ def borrow(
 
 
 def roles_apart(one: OnlineConfig, other: OnlineConfig) -> set[str]:
-    """Roles that both configs have, and that each needs a deployment of its own for."""
+    """Return the roles that both configs have, but with different deployments."""
     mine, theirs = (
         {
             role.name: class_and_arguments(role, config)[1] | {"seed": None}

@@ -1,4 +1,4 @@
-"""What each phase of a PPO step has to do, and how fast that was."""
+"""Work of each phase of a PPO step in samples, tokens and FLOPs, and its rates."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from raypo.types import ScoredRollout
 
 @dataclass(frozen=True)
 class Work:
-    """What one phase has done, over all workers."""
+    """Work of one phase, over all workers."""
 
     samples: float
-    """An agent's episode is one."""
+    """Number of samples. A whole episode is one sample."""
     tokens: float
     flops: float = 0.0
     """FLOPs of the models; see `raypo.plan.flops`."""
 
 
 def models_of(config: OnlineConfig) -> Models | None:
-    """The shapes of a run's models; None where a config.json does not tell them."""
+    """Return the shapes of a run's models. None if a config.json does not contain them."""
     try:
         return Models.read(config)
     except ConfigError:
@@ -43,14 +43,20 @@ def step_work(
     step: int,
     elsewhere: Container[str] = (),
 ) -> dict[str, Work]:
-    """The work of a step by phase; all workers call it together.
+    """Return the work of a step by phase. All workers call it together.
 
-    Every pass counts each response token and, once per group, the prompt; the rate of generating is
-    of sampled tokens. Evaluating passes critic and policy once (the policy not where the step is
-    one update that reads no old log-probs), an update `ppo.num_epochs` times forward and backward.
+    FLOPs of a pass count each response token and, once per group, the prompt. The tokens of
+    `generate` are sampled tokens only. The phase `log_probs` is one forward pass of critic and
+    policy, without the policy if the step is one update that needs no old log-probs. The phase
+    `update` is `ppo.num_epochs` passes forward and backward.
 
     Args:
-        elsewhere: Roles with devices of their own: the learner workers do not do their FLOPs.
+        collected: This worker's rollouts of the step.
+        models: Shapes of the models. None counts no FLOPs.
+        config: The run's config.
+        workers: The learner workers.
+        step: Counted from 1.
+        elsewhere: Roles on devices of their own. Their FLOPs are not counted.
     """
     sampled, trained, shared, shared_trained = (
         Lengths(*workers.sum(as_tensor(*lengths)).tolist())
@@ -105,12 +111,13 @@ def step_work(
 def work_metrics(
     work: Mapping[str, Work], seconds: Mapping[str, float], *, peak_flops: float
 ) -> dict[str, float]:
-    """Rates of each phase, and model FLOPs utilisation of each and of the whole step.
+    """Return rates and model FLOPs utilisation (MFU) of each phase and of the whole step.
 
     Args:
-        seconds: `time/generate_s` and its like, `time/step_s` among them; `perf/generate_s` where
-            the learner did something else meanwhile.
-        peak_flops: FLOP/s of all devices together.
+        work: Work by phase.
+        seconds: Metrics such as `time/generate_s`, with `time/step_s`. `perf/generate_s` is used
+            if the phase ran in the background.
+        peak_flops: Peak FLOP/s of all devices together.
     """
     metrics: dict[str, float] = {}
     for phase, each in work.items():
@@ -133,7 +140,7 @@ def _lengths(scored: list[ScoredRollout]) -> Lengths:
 
 
 def _shared_prompts(scored: list[ScoredRollout]) -> Lengths:
-    """The prompts of a group's rows that others of it have too: passes read them once."""
+    """Return the lengths of repeated prompts in groups, which a pass reads only once."""
     prompts = [(each.rollout.group_index, each.rollout.prompt_ids) for each in scored]
     groups = {(group, ids.tobytes()): len(ids) for group, ids in prompts}
     every = Lengths.of((len(ids), 0) for _, ids in prompts)

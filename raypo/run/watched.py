@@ -1,4 +1,4 @@
-"""A metric that is watched over a run: its best so far, and when it ends the run."""
+"""A metric that is watched over a run: its best value so far, and the rules that end the run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ EVAL = "eval/"
 
 @dataclass(frozen=True)
 class Watched:
-    """A metric as it was measured so far."""
+    """History of a watched metric."""
 
     metric: str
     mode: Literal["max", "min"]
     min_change: float = 0.0
     last: float = math.nan
-    """After an update; an evaluation before the first one counts as the best alone."""
+    """Last value after an update. The initial evaluation counts for `best` only."""
     best: float = math.nan
     best_step: int = 0
     since_best: int = 0
     """Measurements since the best one."""
 
     def seen(self, step: int, metrics: Mapping[str, float]) -> Watched:
-        """The state after one more step; unchanged where the metric is no finite number."""
+        """Return the state after a step; unchanged if the metric is missing or not finite."""
         value = metrics.get(self.metric, math.nan)
         if not math.isfinite(value):
             return self
@@ -44,18 +44,18 @@ class Watched:
         return gain > self.min_change
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         return asdict(self)
 
     def restored(self, state: Mapping[str, Any] | None) -> Watched:
-        """The state that `state_dict` saved; unchanged where that was of another metric or mode."""
+        """Return the saved state, or this one if that was of another metric or mode."""
         earlier = Watched(**state) if state else self
         is_same = (earlier.metric, earlier.mode) == (self.metric, self.mode)
         return replace(earlier, min_change=self.min_change) if is_same else self
 
 
 def reason_to_stop(watched: Watched, rules: StopSection) -> str | None:
-    """Why a run is done by its rules, in words; None: it is not."""
+    """Return the reason for which the rules end a run, as text. None means it goes on."""
     name, at, patience = watched.metric, rules.at, rules.patience
     if at is not None and math.isfinite(watched.last):
         if watched.mode == "max" and watched.last >= at:
@@ -71,9 +71,10 @@ def reason_to_stop(watched: Watched, rules: StopSection) -> str | None:
 
 
 def best_in_words(watched: Watched, rows: Sequence[Row]) -> str:
-    """Name the best step, and the value before the first update if it was measured.
+    """Return a message with the best step, and the initial value if it was measured.
 
     Args:
+        watched: The metric.
         rows: The run's metrics by step.
     """
     words = f"best: step {watched.best_step}, {watched.metric} {watched.best:.4g}, its models in "
@@ -87,22 +88,23 @@ def best_in_words(watched: Watched, rows: Sequence[Row]) -> str:
 
 
 def of_its_kind(metric: str, metrics: Mapping[str, float]) -> list[str]:
-    """The names among `metrics` that are measured when `metric` is: in evaluations or in steps."""
+    """Return the names of the same kind as `metric`: of evaluations, or of steps."""
     return sorted(name for name in metrics if name.startswith(EVAL) == metric.startswith(EVAL))
 
 
 def check_measured(key: str, metric: str, there: Sequence[str]) -> str | None:
-    """Refuse a held-out metric that an evaluation did not measure.
+    """Check that a metric is among those that were measured.
 
     Args:
-        key: The config key that names it.
-        there: Those of its kind that were measured.
+        key: The config key that names the metric.
+        metric: The metric.
+        there: Names of its kind that were measured.
 
     Returns:
-        What there is to say of a metric of the steps that this one lacks; later ones may have it.
+        A warning about a step metric, which later steps may still measure. None if it is there.
 
     Raises:
-        ConfigError: it is a held-out one.
+        ConfigError: a held-out metric is missing.
     """
     if metric in there:
         return None

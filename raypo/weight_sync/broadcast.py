@@ -1,4 +1,4 @@
-"""Transport by broadcast: from learner rank 0 to the engines' workers, in one process group."""
+"""Weight transport by broadcast in a process group of learner rank 0 and the engines' workers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from raypo.weights.store import Kept
 
 
 class BroadcastTransport:
-    """Transport by NCCL to engines on devices of their own; by gloo without GPUs.
+    """Transport by NCCL to engines on their own devices, or by gloo without GPUs.
 
-    A receiver that died, restarted or joined is noticed when a push begins, and a new group is
-    formed then. Nothing is kept: a restarted engine gets its weights with the next push.
+    If a receiver died, restarted or joined, the next push forms a new group. No weights are kept:
+    a restarted engine gets them with the next push.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class BroadcastTransport:
 
         Args:
             backend: nccl for GPUs, gloo for CPUs.
-            device: This process's device, on which buckets are filled.
-            host: This node's address, as the engines see it.
-            timeout_s: Seconds that joining, and the broadcast of one bucket, may take.
+            device: Device of this process, on which buckets are filled.
+            host: Address of this node that engines can reach.
+            timeout_s: Seconds that joining may take, and likewise the broadcast of one bucket.
             in_flight: See `PushStart.in_flight`.
             bucket_bytes: Size of a bucket in bytes.
         """

@@ -1,4 +1,4 @@
-"""Transport within one GPU: the engine reads the learner's bucket through a CUDA IPC handle."""
+"""Weight transport within a GPU: the engine reads the learner's bucket by a CUDA IPC handle."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from raypo.weights.store import Kept
 
 
 class IpcTransport:
-    """Transport by CUDA IPC for engines beside the learner workers: one copy within the GPU.
+    """Transport by CUDA IPC to engines on the learner workers' GPUs: one copy within each GPU.
 
     Every learner worker stages the same buckets on its own GPU, and each of an engine's workers
-    reads the one on its own. A GPU without an engine hands out no handle: CUDA keeps what was
-    handed out until somebody has opened and closed it.
+    reads the bucket on its own GPU.
     """
 
     def __init__(
@@ -37,10 +36,10 @@ class IpcTransport:
     def push(
         self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
     ) -> None:
-        """Push (see `Transport.push`); no worker refills a bucket before all engines have read it.
+        """Push (see `Transport.push`). A bucket is refilled once all engines have read it.
 
         Raises:
-            WeightError: also where an engine runs on a GPU that no learner worker has.
+            WeightError: see `Transport.push`; or an engine's GPU has no learner worker.
         """
         conversation = Conversation(engines, version, self._in_flight)
         uuid = device_uuid(self._device)
@@ -55,6 +54,8 @@ class IpcTransport:
             with all_or_none(workers):
                 staged = next(buckets, None)
                 torch.cuda.synchronize(self._device)
+                # No handle without a reader: CUDA keeps the memory of a handle until a process
+                # has opened and closed it.
                 handle = CudaHandle.of(staged.flat) if staged and uuid in readers else None
             if staged is None:
                 break

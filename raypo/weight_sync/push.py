@@ -1,6 +1,8 @@
-"""Step 6: the learner's weights to every engine, versioned, compared, and tried with a probe.
+"""Step 6: push the learner's weights to all engines, verify checksums, and compare log-probs.
 
-B probes, T response tokens.
+A probe checks the result: engine and learner must give similar log-probs to the same tokens.
+
+Notation: B probe responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -33,66 +35,66 @@ from raypo.weights.manifest import WeightError
 from raypo.weights.store import Kept
 
 NUM_PROBES = 2
-"""Prompts of a probe: a run's first ones."""
+"""Number of prompts in a probe: the first ones of a run."""
 PROBE_PROMPT_TOKENS, PROBE_TOKENS = 16, 4
-"""Last tokens of each prompt that a probe reads, and tokens that it samples."""
+"""Tokens that a probe uses from the end of each prompt, and tokens that it samples."""
 PRIORITY = -1
-"""What trains waits for a probe, where both ask an engine."""
+"""Priority of probes: they go before training requests, because the push is blocked on them."""
 RETRY_S = 0.2
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The largest gap between engine and learner that rounding explains, in nats a token."""
+    """Largest gap of log-probs between engine and learner that rounding explains."""
 
     statistic: Literal["max", "mean"]
     """max compares the worst token of a probe, mean its average token."""
     nats: float
+    """The bound, in nats per token."""
 
 
 def probe_bound(dtype: str, *, on_gpu: bool) -> Bound:
-    """Return how far engine and learner may be apart; other weights are 0.7 nats apart or more.
-
-    In float32 on CPU both compute alike. On a GPU vLLM multiplies float32 in TF32, whose mantissa
-    has 10 bits: 0.0035 on average was measured on an H100, and 0.03 leaves room for deeper models.
-    In bfloat16 (7 bits) both round, in different places: 0.07 on average was measured.
-    """
+    """Return the largest allowed gap. Different weights give a gap of 0.7 nats or more."""
+    # bfloat16 has 7 bits of mantissa, and both sides round in different places: 0.07 on average
+    # was measured.
     if dtype == "bfloat16":
         return Bound("mean", 0.15)
+    # In float32 on CPU both compute alike. On a GPU vLLM multiplies float32 in TF32 (10 bits):
+    # 0.0035 on average was measured on an H100, and 0.03 leaves room for deeper models.
     return Bound("mean", 0.03) if on_gpu else Bound("max", 1e-3)
 
 
 class ProbedLearner(Protocol):
-    """What a probe needs of a learner: its opinion of a few responses."""
+    """A learner that can compute the log-probs of a probe."""
 
     def log_probs(self, experience: Experience) -> Tensor:
-        """[B, T] float32, nats."""
+        """Return the log-probs of response tokens, [B, T] float32, in nats."""
         ...
 
 
 class PushedLearner(ProbedLearner, Protocol):
-    """What a push needs of a learner besides: its weights."""
+    """A learner whose weights can be pushed."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights under their checkpoint names; all workers iterate together."""
+        """Yield whole weights by their checkpoint names; all workers iterate together."""
         ...
 
 
 class AdaptedLearner(ProbedLearner, Protocol):
-    """What a push needs of a learner with an adapter."""
+    """A learner whose LoRA adapter can be pushed."""
 
     def adapter_push(self, name: str, version: int) -> AdapterPush | None:
-        """The adapter as it is now, on rank 0; all workers call it."""
+        """Return the current adapter on rank 0, None elsewhere; all workers call it."""
         ...
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights below the adapter; all workers iterate together."""
+        """Yield the base weights, without the adapter; all workers iterate together."""
         ...
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A few prompts on which engine and learner must agree after every push."""
+    """Prompts on which the log-probs of engine and learner are compared after every push."""
 
     prompts: Sequence[np.ndarray]  # int32 [P] each
     max_new_tokens: int
@@ -100,9 +102,9 @@ class Probe:
     dtype: str
     seed: int
     adapter: str | None = None
-    """Name of the adapter that the engine is to answer with; None: only its own weights."""
+    """Name of the adapter to sample with. None means the engines' own weights."""
     joins: bool = False
-    """Beside what the engines sample for others, rather than as a batch of its own."""
+    """True if the probe joins running batches of the engines, instead of being its own batch."""
 
     @classmethod
     def of(
@@ -113,7 +115,7 @@ class Probe:
         temperature: float,
         joins: bool = False,
     ) -> Probe:
-        """The probe of a run: its first prompts, at the temperature that the learner reads."""
+        """Return the probe of a run: its first prompts, at the learner's temperature."""
         return cls(
             prompts=[prompt.token_ids for prompt in islice(prompts, NUM_PROBES)],
             max_new_tokens=config.rollout.max_new_tokens,
@@ -124,7 +126,7 @@ class Probe:
         )
 
     def requests(self, version: int) -> list[SamplingRequest]:
-        """Short samples, other ones for every version."""
+        """Return the sampling requests of the probe. Their seeds depend on the version."""
         return [
             SamplingRequest(
                 prompt_ids=ids[-PROBE_PROMPT_TOKENS:],
@@ -146,17 +148,18 @@ def open_transport(
     kept: bool = False,
     in_flight: InFlight | None = None,
 ) -> Transport:
-    """The transport that `rollout.engine.transport` names, on this learner worker.
+    """Return the transport of `rollout.engine.transport` on this learner worker.
 
     Args:
-        section: Of the engines.
-        colocated: The engines live on the learner workers' devices.
-        share_gpus: Several engines live on one GPU.
-        kept: The weights are pushed once and must stay at hand for engines that start later.
-        in_flight: What becomes of requests that are being sampled; None: there are none.
+        section: The section `rollout.engine` of the config.
+        colocated: Whether the engines are on the learner workers' devices.
+        share_gpus: Whether several engines share a GPU.
+        kept: Whether the weights are pushed once, and must stay available for engines that
+            restart later.
+        in_flight: Handling of requests in flight during a push. None means there are none.
 
     Raises:
-        ConfigError: the one that is set cannot work here.
+        ConfigError: the configured transport does not work here.
     """
     if kept and section.transport not in ("auto", "object"):
         raise ConfigError(
@@ -193,21 +196,27 @@ def push_weights(
     workers: Workers,
     on_arrival: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Bring every engine to the learner's weights; all workers call it together.
+    """Push the learner's weights to all engines and probe them. All workers call it together.
 
-    Where an engine is lost on the way, the push is repeated to those that are up then. From here
-    on each request of `engine` requires what was pushed, so that an engine that was started again
-    loads it first.
+    If an engine is lost during the push, the push is repeated to the engines that are up then.
+    Afterwards each request of `engine` requires the pushed weights, so a restarted engine loads
+    them first.
 
     Args:
-        on_arrival: Called between transfer and probe, for which the engines must be awake.
+        learner: The learner.
+        engine: The engines.
+        version: Version of the weights.
+        transport: Carries the weights.
+        probe: Probe to compare engines and learner with.
+        workers: The workers that train the policy.
+        on_arrival: Called between transfer and probe, to wake the engines.
 
     Returns:
-        `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, nats per token.
+        `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, in nats per token.
 
     Raises:
-        WeightError: an engine received something else than was sent, or answers otherwise than
-            the learner. No engine serves a version that it does not hold whole.
+        WeightError: an engine received other bytes than were sent, or its log-probs differ from
+            the learner's. No engine serves a version that it has not received completely.
     """
     _send(learner.named_weights, engine, version=version, transport=transport, workers=workers)
     on_arrival()
@@ -246,17 +255,24 @@ def push_adapter(
     workers: Workers,
     on_arrival: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Bring every engine to the learner's adapter; as `push_weights`.
-
-    The weights below the adapter go first where nothing keeps them: at the first push, and where
-    the actor that kept them was lost, perhaps together with the engines. The probe tries both at
-    once, and until the adapter is there too no engine samples: what waits for it would fail.
+    """Push the learner's LoRA adapter to all engines and probe it; see `push_weights`.
 
     Args:
-        name: Of the adapter, on the engines.
-        transport: Carries the weights below the adapter, and keeps the adapter beside them.
-        engines_have_base: Every engine reads the weights below the adapter by itself.
+        learner: The learner.
+        engine: The engines.
+        name: Name of the adapter on the engines.
+        version: Version of the adapter.
+        transport: Carries the base weights, and keeps base and adapter for restarted engines.
+        engines_have_base: Whether every engine loads the base weights by itself.
+        probe: Probe to compare engines and learner with.
+        workers: The workers that train the policy.
+        on_arrival: Called between transfer and probe, to wake the engines.
+
+    Returns:
+        As `push_weights`.
     """
+    # Push the base weights at first, and again if the actor that kept them was lost, perhaps
+    # together with engines. Probe only once the adapter is there: without it requests would fail.
     kept = transport.kept
     if not engines_have_base and workers.broadcast(kept is None or kept.fetch() is None):
         _send(learner.base_weights, engine, version=version, transport=transport, workers=workers)
@@ -266,7 +282,7 @@ def push_adapter(
         if transport.kept is not None:
             required.append(transport.kept)
         required.append(transport.keeper.keep(push, id=uuid.uuid4().hex, adapter=name))
-        up = engine.pinned()  # others hold it when they are next asked
+        up = engine.pinned()  # engines that are down load it before their next request
         survivors(up.hold(*required, in_flight=transport.in_flight))
     engine.require("hold", *workers.broadcast(required))
     on_arrival()
@@ -276,15 +292,18 @@ def push_adapter(
 def try_probe(
     learner: ProbedLearner, engine: Engines, probe: Probe, version: int, workers: Workers
 ) -> dict[str, float]:
-    """`mismatch/probe_gap_max` and `mismatch/probe_gap_mean` of all engines, nats per token.
+    """Compare the log-probs of all engines with the learner's. All workers call it together.
+
+    Returns:
+        `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, in nats per token.
 
     Raises:
-        WeightError: they are too far apart.
+        WeightError: the gap exceeds `probe_bound`.
     """
     answers: list[Completion] | None = None
     if workers.rank == 0:
         requests = probe.requests(version)
-        # One that is lost just now is left out, and loads what the others hold when it is asked.
+        # An engine that was just lost is left out. It loads the weights before its next request.
         on_all = engine.submit_on_all if probe.joins else engine.generate_on_all
         answers = [each for own in survivors(on_all(requests)) for each in own]
         if not answers:

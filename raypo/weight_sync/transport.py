@@ -42,10 +42,10 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class Transport(Protocol):
-    """A way to bring a weight version to all engines."""
+    """Sends a weight version to all engines."""
 
     kept: Kept | None
-    """On rank 0, the last push that succeeded."""
+    """The last push that succeeded. None on ranks other than 0, and before the first push."""
 
     def push(
         self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
@@ -53,11 +53,13 @@ class Transport(Protocol):
         """Send every tensor to every engine; all workers call it together, with equal tensors.
 
         Args:
-            named_tensors: Whole tensors, on any device; each keeps its values while it is held.
+            named_tensors: Whole tensors on any device, each unchanged while it is referenced.
             engines: All engines of a run.
+            version: Version of the weights.
+            workers: The workers that call this together.
 
         Raises:
-            WeightError: on every worker, when a tensor did not arrive as it was sent.
+            WeightError: on every worker, if a tensor did not arrive as it was sent.
         """
         ...
 
@@ -125,7 +127,7 @@ class Conversation:
     """The engines that were up when the push began."""
 
     def begin(self) -> list[Ready]:
-        """Have every engine let go of its weights; return their replies."""
+        """Tell all engines that a push begins, so that they drop their weights; return replies."""
         self._up = self.engines.pinned()
         start = PushStart(self.version, self.id, self.in_flight)
         return [call.result() for call in self._members.begin_push(start)]
@@ -139,7 +141,7 @@ class Conversation:
         """Wait for the replies to the last call.
 
         Raises:
-            Exception: whatever an engine raised.
+            Exception: any error of an engine.
         """
         for call in self.pending:
             call.result()
@@ -169,7 +171,7 @@ class Conversation:
         """Compare what was sent with what arrived, on every engine.
 
         Raises:
-            WeightError: an engine received something else.
+            WeightError: an engine received other tensors than were sent.
         """
         manifest = Manifest.of(self.version, self._specs)
         for call in self._members.finish_push(manifest):
@@ -190,7 +192,7 @@ class Conversation:
 
 @contextmanager
 def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Iterate to the end even after an error, since the other workers gather the same tensors."""
+    """Iterate to the end even after an error, because other workers gather the same tensors."""
     tensors = iter(named_tensors)
     try:
         yield tensors

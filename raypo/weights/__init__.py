@@ -1,1 +1,1 @@
-"""Versioned weights on their way from the learner to the engines."""
+"""Messages and data of a weight push: buckets, manifests and broadcast groups."""

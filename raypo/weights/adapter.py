@@ -1,4 +1,4 @@
-"""A LoRA adapter on its way to an engine: the two files of peft, as plain data."""
+"""A LoRA adapter as it is pushed to engines: the contents of peft's two files, as plain data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class AdapterPush:
     """One version of one adapter."""
 
     name: str
-    """Whose it is: a run, a trial."""
+    """Name of the run or trial that trains it."""
     version: int
     config: Mapping[str, Any]
-    """The content of adapter_config.json."""
+    """Content of adapter_config.json."""
     data: bytes
-    """The content of adapter_model.safetensors."""
+    """Content of adapter_model.safetensors."""
     checksum: int
     """CRC-32 of `data`."""
 
@@ -29,7 +29,7 @@ class AdapterPush:
     def of(
         cls, name: str, version: int, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> AdapterPush:
-        """The push of an adapter's tensors, under peft's names."""
+        """Return the push of an adapter's tensors, which have peft's names."""
         data = save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
         return cls(name, version, config, data, zlib.crc32(data))
 

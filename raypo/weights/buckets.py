@@ -1,4 +1,4 @@
-"""Named tensors as a few lots of bytes: cheap to hand over, readable without a copy."""
+"""Buckets: many named tensors packed into few byte arrays, readable without a copy."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from torch import Tensor
 from raypo.weights.manifest import TensorSpec, WeightError, checksums
 
 ALIGNMENT = 64
-"""Bytes; every tensor starts at a multiple, so that it can be viewed in its own dtype."""
+"""Alignment of tensors in a bucket, in bytes, so that each can be viewed in its own dtype."""
 
 Entries = tuple[tuple[TensorSpec, int], ...]
-"""What lies in a bucket, and at which byte."""
+"""Tensors of a bucket, each with its first byte."""
 
 Specs = tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Some tensors in one flat tensor, on the device where a transport wants them."""
+    """A bucket as one flat tensor, on the device of the transport."""
 
     flat: Tensor  # uint8 [bytes]
     entries: Entries
 
     @property
     def specs(self) -> Specs:
-        """What lies in it."""
+        """Specs of the tensors in the bucket."""
         return tuple(spec for spec, _ in self.entries)
 
     @property
     def parts(self) -> list[Tensor]:
-        """The bytes of each tensor."""
+        """Bytes of each tensor."""
         return [self.flat[offset : offset + spec.num_bytes] for spec, offset in self.entries]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some tensors in this machine's memory, the bytes of each in an array of its own."""
+    """A bucket in host memory, with one byte array for each tensor."""
 
     arrays: tuple[np.ndarray, ...]  # uint8 [bytes] each
     specs: Specs
 
     @property
     def parts(self) -> list[Tensor]:
-        """The bytes of each tensor, on the same memory."""
+        """Bytes of each tensor, without a copy."""
         return [as_tensor(array) for array in self.arrays]
 
 
@@ -58,16 +58,15 @@ def stage(
     bucket_bytes: int,
     device: torch.device | str = "cpu",
 ) -> Iterator[Staged]:
-    """Buckets of at most `bucket_bytes`; a tensor larger than that gets a bucket of its own.
+    """Pack tensors into buckets of at most `bucket_bytes`; larger tensors get their own bucket.
 
-    Lazy: a tensor is copied before the next one is asked for, and a bucket is handed out before
-    the next one is filled, so gathered ZeRO-3 tensors may vanish as the iterator moves on. All
-    buckets lie in the same memory: be done with one before asking for the next.
+    Each tensor is copied before the next one is requested, so gathered ZeRO-3 tensors may be freed
+    as the iterator moves on. All buckets reuse the same memory: finish one before the next.
 
     Args:
-        named_tensors: On any device, of any layout; names are unique over the whole push.
+        named_tensors: Tensors on any device, of any layout. Names are unique over the whole push.
         bucket_bytes: Size of a bucket in bytes.
-        device: Where the buckets lie.
+        device: Device of the buckets.
 
     Raises:
         ValueError: `bucket_bytes` is not positive.
@@ -85,7 +84,7 @@ def stage(
 def grouped(
     named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors themselves, in lots of at most `bucket_bytes`; a larger one is a lot of its own.
+    """Group tensors, without a copy, up to `bucket_bytes` each; larger ones get their own group.
 
     Raises:
         ValueError: `bucket_bytes` is not positive.
@@ -104,7 +103,7 @@ def grouped(
 
 
 def specs_of(group: list[tuple[str, Tensor]], sums: list[int]) -> Specs:
-    """What is to be told about some tensors whose checksums are known."""
+    """Return the specs of some tensors, given their checksums."""
     return tuple(
         TensorSpec.of(name, tensor, checksum)
         for (name, tensor), checksum in zip(group, sums, strict=True)
@@ -112,11 +111,12 @@ def specs_of(group: list[tuple[str, Tensor]], sums: list[int]) -> Specs:
 
 
 def unpack(bucket: Bucket | Staged, *, verify: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket as views of its bytes: read them, never write to them.
+    """Yield the tensors of a bucket as views of its bytes. Never write to them.
 
     Args:
-        bucket: May be read-only memory of the Ray object store; the views keep it alive.
-        verify: Compare all bytes with their checksums before the first tensor is handed out.
+        bucket: The bucket, possibly in read-only memory of the Ray object store. The views keep it
+            alive.
+        verify: Whether to compare all checksums before the first tensor is yielded.
 
     Raises:
         WeightError: a checksum does not match.
@@ -134,15 +134,15 @@ def unpack(bucket: Bucket | Staged, *, verify: bool = False) -> Iterator[tuple[s
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """uint8 [bytes] in row-major order, on the CPU; on the tensor's own memory if it lies so."""
+    """Return a tensor's bytes on the CPU, uint8 [bytes] in row-major order; a view if possible."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def as_tensor(data: np.ndarray) -> Tensor:
-    """uint8 [bytes] on the same memory; torch knows no read-only tensors and would warn."""
+    """Return an array as a tensor, uint8 [bytes], without a copy."""
     if data.size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # torch has no read-only tensors
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(data)
 
@@ -153,7 +153,7 @@ def _require_positive(bucket_bytes: int) -> None:
 
 
 class _Filling:
-    """The memory of the buckets while tensors are copied into it."""
+    """Memory that all buckets share, while tensors are copied into it."""
 
     def __init__(self, bucket_bytes: int, device: torch.device | str) -> None:
         self._bucket_bytes = bucket_bytes
@@ -161,7 +161,7 @@ class _Filling:
         self._flat = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
         self._used = 0
         self._tensors: list[tuple[str, Tensor, int]] = []
-        """Name, an empty tensor of its shape and dtype, first byte."""
+        """Name, view of the bucket with shape and dtype of the tensor, and first byte."""
 
     @property
     def is_empty(self) -> bool:

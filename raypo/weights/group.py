@@ -1,4 +1,4 @@
-"""The process group of a broadcast: learner rank 0 and the workers of the engines."""
+"""Process group of a broadcast: learner rank 0 and the workers of the engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raypo.weights.messages import BroadcastBucket, Rendezvous
 POLL_S = 0.001
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 POLLS_BETWEEN_QUESTIONS = 50
-"""Polls of the broadcast between two looks at the receivers' replies."""
+"""Number of polls of the broadcast between two checks of the receivers' replies."""
 
 
 class Group:
@@ -34,7 +34,7 @@ class Group:
         """Join, and wait until all others have joined.
 
         Raises:
-            WeightError: not all of them came in time.
+            WeightError: not all processes joined in time.
         """
         self.rendezvous, self.device = rendezvous, torch.device(device)
         self._store = store  # lives as long as the group
@@ -57,7 +57,7 @@ class Group:
         """Return the bucket, in memory of its own.
 
         Raises:
-            WeightError: as `broadcast`, or the bucket is not this group's.
+            WeightError: see `broadcast`; or the bucket belongs to another group.
         """
         if bucket.epoch != self.rendezvous.epoch:
             raise WeightError(
@@ -77,10 +77,11 @@ class Group:
 
         Args:
             flat: uint8 [bytes] on this group's device.
-            is_in_vain: Polled while it waits: whether a receiver has given up.
+            is_in_vain: Polled while it waits. Returns True if a receiver has given up.
 
         Raises:
-            WeightError: a member is gone, or it took too long. The group is of no use afterwards.
+            WeightError: a member is gone, or the broadcast took too long. The group cannot be used
+                any more.
         """
         limit = self.rendezvous.timeout_s
         deadline = time.monotonic() + limit
@@ -98,7 +99,7 @@ class Group:
             told = (
                 self._backend.get_error().name if self.rendezvous.backend == "nccl" else "SUCCESS"
             )
-            if told != "SUCCESS":  # of a lost peer, whose work counts as completed
+            if told != "SUCCESS":  # NCCL reports work with a lost peer as completed
                 raise WeightError(f"NCCL: {told}.")
         except RuntimeError as error:  # WeightError is one
             self.leave()
@@ -137,7 +138,7 @@ def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device
     if rendezvous.backend == "gloo":
         return dist.ProcessGroupGloo(prefixed, rank, rendezvous.size, limit)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 4 * limit  # NCCL's watchdog ends the process; ours comes first
+    options._timeout = 4 * limit  # NCCL's watchdog would kill the process: time out before it
     with _lost_peers_told():
         backend = dist.ProcessGroupNCCL(prefixed, rank, rendezvous.size, options)
     connect(backend, device, rendezvous.timeout_s)
@@ -146,9 +147,9 @@ def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device
 
 @contextmanager
 def _lost_peers_told() -> Iterator[None]:
-    """A group that is made here says that a peer on another node is lost.
+    """Make groups that are created in this context report a lost peer as an error.
 
-    As Ray Train sets it, the process ends instead, which is a learner's, with its training.
+    With the value that Ray Train sets, NCCL would end the process instead: the learner.
     """
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"
@@ -162,10 +163,10 @@ def _lost_peers_told() -> Iterator[None]:
 
 
 def connect(backend: Any, device: torch.device, timeout_s: float) -> None:
-    """Have NCCL make its connections now, which waits for all members and knows no time-out.
+    """Make NCCL connect to all members now, with a time limit, which NCCL itself does not have.
 
     Raises:
-        RuntimeError: one did not come in time, or NCCL's own error.
+        RuntimeError: a member did not connect in time, or NCCL raised an error.
     """
     connected = daemon_future(
         lambda: backend.eager_connect_single_device(device), name="raypo-nccl"
@@ -173,5 +174,5 @@ def connect(backend: Any, device: torch.device, timeout_s: float) -> None:
     try:
         connected.result(timeout_s)
     except TimeoutError:
-        Thread(target=backend.abort, daemon=True).start()  # it may wait for the other thread
+        Thread(target=backend.abort, daemon=True).start()  # abort may block on the other thread
         raise RuntimeError("a member did not connect") from None

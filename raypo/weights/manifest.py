@@ -1,4 +1,4 @@
-"""What a push of weights contains: names, shapes, dtypes and checksums, as plain data."""
+"""Manifest of a weight push: names, shapes, dtypes and checksums of its tensors, as plain data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import xxhash
 from torch import Tensor
 
 HASH_THREADS = 2
-"""A single one does not read as fast as the memory gives."""
+"""Threads that compute checksums. A single one does not use the whole memory bandwidth."""
 
 
 class WeightError(RuntimeError):
-    """Weights that arrived are not the weights that were sent, or not the model's."""
+    """Weights that arrived differ from those that were sent, or do not belong to the model."""
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,22 @@ class TensorSpec:
     """One tensor of a push."""
 
     name: str
-    """The name in the Hugging Face `state_dict`."""
+    """Name in the Hugging Face `state_dict`."""
     shape: tuple[int, ...]
     dtype: str
-    """torch's word without the prefix, like float32."""
+    """Name of the torch dtype without its prefix, such as float32."""
     checksum: int
-    """What `checksums` says of the tensor's bytes in row-major order."""
+    """Checksum (`checksums`) of the tensor's bytes in row-major order."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, checksum: int) -> TensorSpec:
-        """What is to be told about a tensor."""
+        """Return the spec of a tensor, given its checksum."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(name, tuple(tensor.shape), dtype, checksum)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the tensor occupies."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
@@ -53,10 +53,10 @@ class Manifest:
 
     @classmethod
     def of(cls, version: int, tensors: Iterable[TensorSpec]) -> Manifest:
-        """A manifest whose names are known to be unique.
+        """Return a manifest, after checking that its names are unique.
 
         Raises:
-            WeightError: a name comes twice.
+            WeightError: a name occurs twice.
         """
         tensors = tuple(tensors)
         counts = Counter(tensor.name for tensor in tensors)
@@ -66,7 +66,7 @@ class Manifest:
         return cls(version, tensors)
 
     def differences(self, other: Manifest) -> list[str]:
-        """One readable line for each thing that `other` has not, has otherwise, or has too much."""
+        """Return a readable line for each difference: missing, unknown or changed in `other`."""
         lines = []
         if self.version != other.version:
             lines.append(f"version: {self.version} -> {other.version}")
@@ -83,16 +83,17 @@ class Manifest:
 
 
 def checksums(parts: Sequence[Tensor]) -> list[int]:
-    """One number for the bytes of each part; the two sides of a push take the same kind.
+    """Return a checksum for the bytes of each part.
 
-    Host memory has xxHash's 64 bits. On a GPU it is a sum of 64-bit words, each times an odd
-    number that depends on its place: a changed word or two that changed places give another sum.
+    Host memory uses 64-bit xxHash. GPUs use a sum of 64-bit words, each times an odd number that
+    depends on its position, so that a changed word or two swapped words change the sum. Both sides
+    of a push use the same kind.
 
     Args:
-        parts: uint8 [bytes] each, contiguous, aligned to 8 bytes; all on one device.
+        parts: uint8 [bytes] each, contiguous, aligned to 8 bytes, and all on one device.
     """
     if not parts or parts[0].device.type == "cpu":
-        with ThreadPoolExecutor(HASH_THREADS) as threads:  # xxhash lets go of the GIL
+        with ThreadPoolExecutor(HASH_THREADS) as threads:  # xxhash releases the GIL
             return list(threads.map(_xxhash, parts))
     return torch.stack([word_sum(part) for part in parts]).tolist()
 
@@ -102,7 +103,15 @@ def _xxhash(part: Tensor) -> int:
 
 
 def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
-    """Scalar int64 on the part's device: its words, weighted by place, summed modulo 2**64."""
+    """Return the sum of a part's 64-bit words, weighted by position, modulo 2**64.
+
+    Args:
+        part: uint8 [bytes], aligned to 8 bytes.
+        chunk_words: Number of words that are summed at once.
+
+    Returns:
+        Scalar int64 on the part's device.
+    """
     num_words = len(part) // 8
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for start in range(0, num_words, chunk_words):
@@ -115,6 +124,6 @@ def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
 
 
 def summary(lines: list[str], *, at_most: int = 8) -> str:
-    """The first lines as one text, with a count of the rest."""
+    """Return the first lines as one text, with the number of the others."""
     rest = len(lines) - at_most
     return "; ".join(lines[:at_most]) + (f"; and {rest} more" if rest > 0 else "")

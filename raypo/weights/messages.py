@@ -19,14 +19,14 @@ Backend = Literal["nccl", "gloo"]
 
 @dataclass(frozen=True)
 class StoredBucket:
-    """A bucket whose bytes lie in the Ray object store."""
+    """A bucket in the Ray object store."""
 
     ref: Any
-    """Reference to the bytes of each tensor, uint8 [bytes]."""
+    """Object reference to a tuple with the bytes of each tensor, uint8 [bytes]."""
     specs: Specs
 
     def fetch(self) -> Bucket:
-        """On shared read-only memory; copied from another node when it lies there."""
+        """Return the bucket in shared read-only memory, copied from its node if necessary."""
         import ray
 
         return Bucket(ray.get(self.ref), self.specs)
@@ -34,32 +34,32 @@ class StoredBucket:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """Where the bytes of another process lie on a GPU; only numbers and bytes."""
+    """CUDA IPC handle to a bucket in another process's GPU memory, as plain numbers and bytes."""
 
     num_bytes: int
     """Size of the bucket."""
     memory: bytes
-    """cudaIpcMemHandle of the allocation that the bucket lies in."""
+    """cudaIpcMemHandle of the allocation that contains the bucket."""
     storage_bytes: int
     first_byte: int
-    """Where the storage begins within the allocation."""
+    """Offset of the storage within the allocation, in bytes."""
     counter: bytes
-    """The sender's count of readers."""
+    """Handle of the sender's reference counter."""
     counter_place: int
     event: bytes
-    """After which the bytes are written."""
+    """Handle of the CUDA event after which the bytes are written."""
     event_is_needed: bool
 
     @classmethod
     def of(cls, flat: Tensor) -> CudaHandle:
-        """A handle to a bucket of this process; keep the bucket until every reader is done."""
+        """Return a handle to a bucket. Keep the bucket until all readers are done."""
         assert flat.storage_offset() == 0, "a bucket begins where its storage begins"
         arguments: Any = reductions.reduce_tensor(flat)[1]
         memory, storage_bytes, first_byte, _, *signals = arguments[7:]
         return cls(flat.numel(), memory, storage_bytes, first_byte, *signals)
 
     def open(self, device: torch.device) -> Tensor:
-        """The bytes themselves, uint8 [bytes], on the reader's name of the same device."""
+        """Map the bucket into this process, uint8 [bytes]; `device` is the same GPU."""
         return reductions.rebuild_cuda_tensor(
             tensor_cls=torch.Tensor,
             tensor_size=torch.Size([self.num_bytes]),
@@ -81,17 +81,15 @@ class CudaHandle:
 
 @dataclass(frozen=True)
 class IpcBucket:
-    """A bucket that lies on several GPUs, one copy on each."""
+    """A bucket with one copy on each of several GPUs."""
 
     handles: dict[str, CudaHandle]
     """Handles by the UUID of the GPU."""
     entries: Entries
 
     def read(self, uuid: str, device: torch.device) -> Staged:
-        """A copy of the bucket on a device: the sender's memory is free again afterwards.
-
-        vLLM holds on to tensors until a layer is complete, so it cannot have the sender's own.
-        """
+        """Return a copy of the bucket on a device. The sender may refill its own afterwards."""
+        # A copy, because vLLM keeps tensors until a layer is complete.
         shared = self.handles[uuid].open(device)
         own = shared.clone()
         torch.cuda.synchronize(device)
@@ -101,17 +99,17 @@ class IpcBucket:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How to join a group; a group that lost or gained a member is succeeded by another one."""
+    """Parameters to join a broadcast group. After a change of members a new group is formed."""
 
     epoch: int
     """Counts the groups of a run, from 1."""
     host: str
     port: int
-    """Port of the store in which the members find one another, at learner rank 0."""
+    """Port of the TCP store at learner rank 0, through which the members find each other."""
     size: int
     backend: Backend
     timeout_s: float
-    """Seconds that joining, and the broadcast of one bucket, may take."""
+    """Seconds that joining may take, and likewise the broadcast of one bucket."""
 
 
 @dataclass(frozen=True)
@@ -162,18 +160,18 @@ class Ready:
 
 @dataclass(frozen=True)
 class WeightPush:
-    """A whole weight version that can be loaded again: plain data that fits into a call."""
+    """A complete weight version that engines can load again later, as plain data."""
 
     version: int
     manifest: Manifest
     buckets: tuple[StoredBucket | Bucket, ...]
     id: str = ""
-    """Identity of the push that brought it."""
+    """Identity of the push."""
 
     def __repr__(self) -> str:
         return f"WeightPush(v{self.version}, {len(self.manifest.tensors)} tensors)"
 
 
 def device_uuid(device: torch.device) -> str:
-    """Return the GPU's own id, which does not depend on a process's numbering."""
+    """Return the GPU's UUID, which does not depend on the device numbers of a process."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,4 +1,4 @@
-"""Where an engine that was started again finds what the others were pushed meanwhile."""
+"""Store of the last push, from which a restarted engine loads its weights."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import ray
 
 @dataclass(frozen=True)
 class Kept:
-    """What engines were pushed last, by which they tell whether they hold it."""
+    """Identity of the last push. Engines compare it with the push that they hold."""
 
     id: str
-    """Another one for each push of whatever version."""
+    """Id that is unique for each push, even of the same version."""
     adapter: str | None = None
-    """Name of the adapter that was pushed; None: the weights of the engine itself."""
+    """Name of the adapter that was pushed. None means the engine's own weights."""
     store: str | None = None
-    """Name of the `PushStore`; None: nothing is kept, engines without it wait for the next push."""
+    """Name of the `PushStore`. None means that nothing is kept: a restarted engine waits for the
+    next push."""
 
     def fetch(self) -> Any:
-        """The `WeightPush` or `AdapterPush`; None where it is kept no longer."""
+        """Return the `WeightPush` or `AdapterPush`. None if it is no longer kept."""
         if self.store is None:
             return None
         store = ray.get_actor(self.store)
@@ -32,23 +33,24 @@ class Kept:
 class PushStore:
     """References to the last push of the weights and of each adapter. A zero-CPU actor.
 
-    The bytes are the pusher's. A store that is lost comes back empty; what asks for weights then
-    hears so, and the learner pushes them again.
+    The pusher owns the bytes. If the store is lost, it restarts empty; engines that need weights
+    then get none, and the learner pushes them again.
     """
 
     def __init__(self) -> None:
         self._pushes: dict[str | None, tuple[str, Any]] = {}
 
     def keep(self, adapter: str | None, id: str, ref: list[Any]) -> None:
-        """Keep a push in the place of the one before."""
+        """Keep a push, and drop the one before."""
         self._pushes[adapter] = (id, ref)
 
     def forget(self, adapter: str | None) -> None:
-        """Let go of a push, before the next one takes room."""
+        """Drop a push, to free its memory before the next one."""
         self._pushes.pop(adapter, None)
 
     def get(self, id: str) -> list[Any] | None:
-        """A reference in a list, so that Ray hands it on as it is."""
+        """Return the reference to a push, in a list. None if it is no longer kept."""
+        # Within a list Ray passes a reference on without resolving it.
         return next((ref for kept, ref in self._pushes.values() if kept == id), None)
 
     def __repr__(self) -> str:
@@ -57,7 +59,7 @@ class PushStore:
 
 @dataclass
 class Keeper:
-    """The pusher's end of a store, which it starts when it first has something to keep."""
+    """Client of a `PushStore`, on the pusher's side. It starts the store with the first push."""
 
     _name: str = field(default_factory=lambda: f"raypo:pushes:{uuid.uuid4().hex[:8]}")
     _store: Any = None
@@ -72,6 +74,6 @@ class Keeper:
         return Kept(id, adapter, self._name)
 
     def forget(self) -> None:
-        """Let go of the weights."""
+        """Drop the weights; adapters stay."""
         if self._store is not None:
             ray.get(self._store.forget.remote(None))
