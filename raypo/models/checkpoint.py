@@ -27,6 +27,7 @@ from transformers.utils import logging
 from raypo.config import ConfigError
 from raypo.models.heads import HEADS
 from raypo.models.model_files import weight_files
+from raypo.models.shares import without_shards
 
 VALUE_HEADS = ("v_head", "value_head", "rm_head", "reward_head", "regression_head")
 """Heads of other libraries' reward models and critics, which transformers does not load."""
@@ -65,7 +66,7 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
         ConfigError: the architecture has no such class.
     """
     try:
-        with torch.device("meta"):
+        with without_shards(), torch.device("meta"):
             return type(kind.from_config(config, dtype=torch.float32))
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):

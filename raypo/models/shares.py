@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers.integrations import deepspeed as integration
 
 
 @contextmanager
@@ -23,6 +24,21 @@ def whole(module: nn.Module) -> Iterator[None]:
     finally:
         if own:
             own[0].partition(own)
+
+
+@contextmanager
+def without_shards() -> Iterator[None]:
+    """Build networks as if ZeRO-3 were off, for example on the meta device.
+
+    transformers would otherwise gather and initialise the weights of each network that it builds.
+    """
+    reference: Any = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if reference is not None and (config := reference()) is not None:
+            integration.set_hf_deepspeed_config(config)
 
 
 @contextmanager
