@@ -188,8 +188,9 @@ def _models(config: AnyConfig) -> Iterator[tuple[str, str]]:
         if (path := getattr(model, name, None)) is not None:
             yield f"model.{name}", path
     if isinstance(config, DistillationConfig):
+        by_source = not isinstance(config.model.teacher, str)
         for name, path in config.teacher_of.items():
-            yield f"model.teacher.{name}", path
+            yield f"model.teacher.{name}" if by_source else "model.teacher", path
     for entry in getattr(model, "reward", None) or ():
         yield "model.reward", entry.path
 

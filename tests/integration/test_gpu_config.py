@@ -61,7 +61,7 @@ def example_learner(kind: str, folder: str, dtype: str, keys: dict[str, Any]) ->
     torch.manual_seed(0)
     task: Any
     if kind == "reward_model":
-        task = PairTask(load_reward_model(folder, dtype=dtype), centering_coef=0.1)
+        task = PairTask(load_reward_model(folder, dtype=dtype, new_head=True), centering_coef=0.1)
     else:
         policy = load_causal_lm(folder, dtype=dtype)
         tasks: dict[str, Callable[[], Any]] = {

@@ -146,7 +146,7 @@ def test_ids_mean_the_same_tokens_to_all_who_read_them(here: Path, recipe: str, 
         file.unlink()
     config = config_of(recipe, model={key: "other"})
     if key == "teacher":
-        assert refusal(config).startswith("model.teacher.rows (other): transformers finds no")
+        assert refusal(config).startswith("model.teacher (other): transformers finds no")
     else:
         check(config)  # as many ids; nothing says that they mean something else
 
