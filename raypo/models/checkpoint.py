@@ -6,6 +6,7 @@ and nobody notices. Here that is an error, for every role.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,13 @@ WRAPPERS = (
     "pretrained_model.",
 )
 """Prefixes of names that a model saved from within a wrapper has."""
+OLD_BUFFERS = re.compile(
+    r"(^|\.)(\w*(attn|attention)\.(bias|masked_bias)|causal_mask|inv_freq|(cos|sin)_cached"
+    r"|embed_positions|embed_positions\.weights|position_ids|token_type_ids)$"
+)
+"""Names of constants that networks compute, and that transformers before 4.32 saved with the
+weights: causal masks (`bias` of the attention itself, no layer's of it), rotary and sinusoidal
+tables, counts. GPT-2, GPT-Neo, GPT-J and CodeGen lie on the hub with them."""
 SHOWN = 3
 """Names of weights in an error message."""
 
@@ -123,7 +131,7 @@ def check_weights(key: str, path: str, kind: Any, *, new_head: bool = False) -> 
         except (RuntimeError, NotImplementedError):
             return  # a conversion that needs the values; checked when they are loaded
     check_loaded(model, info, path=path, key=key, new_head=new_head)
-    parts = sorted({name.split(".")[0] for name in info["unexpected_keys"]})
+    parts = sorted({name.split(".")[0] for name in _without_place(info)})
     if parts and kind is AutoModelForCausalLM:
         warnings.warn(
             f"{key} ({path}): {type(model).__name__} has no {', '.join(parts)}; weights of that "
@@ -155,7 +163,7 @@ def check_loaded(
         missing = [name for name in missing if name.startswith(base) and "pooler" not in name]
     own = {name for name, _ in model.named_children()}
     own |= {name for name, _ in model.base_model.named_children()}
-    unexpected = sorted(info["unexpected_keys"])
+    unexpected = _without_place(info)
     inside = [name for name in unexpected if name.removeprefix(base).split(".")[0] in own]
     heads = [name for name in unexpected if name.split(".")[0] in VALUE_HEADS]
     if not (is_backbone or is_classifier):
@@ -182,6 +190,11 @@ def check_loaded(
         f"{key} ({path}), read as {type(model).__name__}: {'; '.join(problems)}. "
         f"{_remedy(type(model).__name__, missing, foreign, heads, is_classifier)}"
     )
+
+
+def _without_place(info: Mapping[str, Any]) -> list[str]:
+    """Return the names of weights that the network does not have; constants are none."""
+    return sorted(name for name in info["unexpected_keys"] if not OLD_BUFFERS.search(name))
 
 
 def _untied(model: Any) -> list[str]:
