@@ -289,6 +289,12 @@ def _load(
             f"model.attention ({attention}): {path} cannot be loaded with it: {error} "
             f"Set model.attention to auto."
         ) from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"model ({path}): its files have an adapter (adapter_config.json), with which "
+            f"transformers loads a model whose own weights are frozen. Merge it into its base "
+            f"model (merge_and_unload of peft, save_pretrained) and give that folder."
+        )
     check_loaded(model, info, path=path, new_head=new_head)
     _make_saveable(model)
     for module in model.modules():  # those that do not ask the config
