@@ -229,6 +229,9 @@ def _remedy(
             "A reward model is a sequence classifier with its trained score head. Train one by the "
             "recipe reward_model, or give its folder."
         )
+    biases = [name for name in foreign if name.split(".")[0] in HEADS and name.endswith(".bias")]
+    if is_classifier and biases and biases == foreign and not missing:
+        return f"Leave {_some(biases)} out of the files: it shifts all scores alike."
     if any("lora_" in name for name in foreign):
         return "Merge the adapter into the model (merge_and_unload of peft) and save that."
     if missing == ["lm_head.weight"]:

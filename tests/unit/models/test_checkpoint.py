@@ -153,6 +153,17 @@ def test_heads_of_other_libraries_are_named_with_the_remedy(tmp_path: Path, name
     assert torch.equal(model.score.weight, torch.ones(1, HIDDEN))
 
 
+def test_the_bias_of_a_score_head_is_to_be_left_out(tmp_path: Path):
+    folder = saved(tmp_path, LlamaForSequenceClassification)
+    path = changed(folder, with_head("score.bias", 1))
+    for role in (as_reward_model, as_new_reward_model):
+        with pytest.raises(
+            ConfigError, match=r"score\.bias, for .* Leave score\.bias out of the f"
+        ):
+            role(path)
+    as_reward_model(changed(folder, without("score.bias")))
+
+
 def test_a_reward_model_is_no_policy_though_its_head_could_be_tied(tmp_path: Path):
     path = str(saved(tmp_path, LlamaForSequenceClassification, tie_word_embeddings=True))
     as_reward_model(path)
@@ -220,7 +231,7 @@ SAVED_BUFFERS: dict[str, tuple[PretrainedConfig, dict[str, Tensor]]] = {
     "gpt_neo": (
         GPTNeoConfig(
             vocab_size=32, max_position_embeddings=16, hidden_size=16, num_layers=2, num_heads=2,
-            attention_types=[[["global", "local"], 1]], num_labels=1, bos_token_id=1,
+            attention_types=[[["global", "local"], 1]], bos_token_id=1,
             eos_token_id=2,
         ),
         {"attn.attention.bias": MASK, "attn.attention.masked_bias": torch.tensor(-1e9)},
