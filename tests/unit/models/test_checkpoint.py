@@ -157,9 +157,7 @@ def test_the_bias_of_a_score_head_is_to_be_left_out(tmp_path: Path):
     folder = saved(tmp_path, LlamaForSequenceClassification)
     path = changed(folder, with_head("score.bias", 1))
     for role in (as_reward_model, as_new_reward_model):
-        with pytest.raises(
-            ConfigError, match=r"score\.bias, for .* Leave score\.bias out of the f"
-        ):
+        with pytest.raises(ConfigError, match=r"score\.bias, for .* Leave score\.bias out of"):
             role(path)
     as_reward_model(changed(folder, without("score.bias")))
 

@@ -116,7 +116,8 @@ def test_a_model_with_an_adapter_beside_it_is_refused(tmp_path: Path):
     """Of a hub id no file is looked at before; all its own weights would be frozen."""
     base = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     base.save_pretrained(tmp_path)
-    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(str(tmp_path))
     with pytest.raises(ConfigError, match=r"\): .*an adapter.* Merge it .*merge_and_unload"):
         load_causal_lm(str(tmp_path), dtype="float32")
 
