@@ -108,6 +108,43 @@ def same_vocabulary(path: str, other: str, *, key: str = "model.policy") -> bool
     return load_tokenizer(path, key=key).get_vocab() == load_tokenizer(other).get_vocab()
 
 
+def reads_tokens(path: str, policy: str, *, key: str) -> bool:
+    """Return whether a model reads all token ids of a policy's rows as the policy does.
+
+    One of the two tokenizers may have more tokens, like a pad token that was added for training, if
+    no row is made of these: they are special, they begin and end nothing, no template writes them.
+    The model has a row in its embedding for each that the policy has.
+
+    How many rows the embeddings have apart from that does not matter. Qwen2.5 0.5B and 7B pad the
+    same vocabulary to other sizes: no text has an id without a token, and all that their training
+    taught about such an id is not to sample it.
+
+    Args:
+        path: Folder or hub id of the model that reads.
+        key: The config key that names it, for messages.
+    """
+    if path == policy:
+        return True
+    reader, writer = load_tokenizer(path, key=key), load_tokenizer(policy)
+    read, written = reader.get_vocab().items(), writer.get_vocab().items()
+    more, less = written - read, read - written
+    if not more:
+        return _are_spare(reader, less, ())
+    size, known = vocabulary_size(policy), vocabulary_size(path)
+    has_rows = all(token_id >= size or token_id < known for _, token_id in more)
+    return not less and has_rows and _are_spare(writer, more, stop_token_ids(policy, writer))
+
+
+def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence[int]) -> bool:
+    """Return whether no row is made of some tokens of a tokenizer, unless a text spells them."""
+    used = {*stop, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
+    return all(
+        number in added and added[number].special and number not in used and name not in template
+        for name, number in tokens
+    )
+
+
 def check_tokens(path: str) -> None:
     """Refuse a policy whose special tokens have no row in its embedding.
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AddedToken,
     AutoTokenizer,
     Gemma3Config,
     Gemma3ForSequenceClassification,
@@ -21,7 +22,7 @@ from transformers import (
 from raypo.checks import check_inputs, check_model, check_models
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
-from raypo.models.loading import Limits, load_tokenizer
+from raypo.models.loading import Limits, load_tokenizer, reads_tokens, same_vocabulary
 from raypo.recipes.dpo import DPORun
 from raypo.recipes.reward_model import RewardModelRun
 from raypo.recipes.sft import SFTRun
@@ -149,6 +150,59 @@ def test_ids_mean_the_same_tokens_to_all_who_read_them(here: Path, recipe: str, 
         assert refusal(config).startswith("model.teacher.rows (other): transformers finds no")
     else:
         check(config)  # as many ids; nothing says that they mean something else
+
+
+def with_token(path: str, *, special: bool = True, rows: int = 0, **named: str) -> None:
+    """Add a token to a folder's tokenizer, and rows to the embedding that its config tells."""
+    tokenizer = load_tokenizer(path)
+    tokenizer.add_tokens([AddedToken("<spare>", special=special)], special_tokens=special)
+    if named:
+        tokenizer.add_special_tokens(named)
+    tokenizer.save_pretrained(path)
+    size = json.loads(Path(path, "config.json").read_text())["vocab_size"]
+    with_values(Path(path), vocab_size=size + rows)
+
+
+def test_a_pad_token_that_one_of_two_tokenizers_has_does_not_matter(here: Path):
+    for reader, policy in (("other", "policy"), ("policy", "other")):
+        assert reads_tokens(reader, policy, key="model.reference")
+    with_token("policy", pad_token="<spare>")
+    check(config_of("ppo", model={"reference": "other", "critic": "other"}))
+    assert reads_tokens("policy", "other", key="model.reference")
+    told = refusal(config_of("distillation", model={"teacher": "other"}))
+    assert "its tokens are not those of model.policy (policy)" in told
+    with_values(here / "policy", vocab_size=200)  # it may sample what the reference cannot read
+    assert not reads_tokens("other", "policy", key="model.reference")
+    with_values(here / "other", vocab_size=101)
+    assert reads_tokens("other", "policy", key="model.reference")
+
+
+@pytest.mark.parametrize("used", ["text", "stop", "eos", "template", "other"])
+def test_an_added_token_that_rows_are_made_of_matters(here: Path, used: str):
+    with_token("policy", special=used != "text", rows=1)
+    with_values(here / "other", vocab_size=200)
+    tokenizer = load_tokenizer("policy")
+    if used == "stop":
+        with_values(here / "policy", "generation_config.json", eos_token_id=[2, len(tokenizer) - 1])
+    elif used == "eos":
+        tokenizer.eos_token = "<spare>"
+    elif used == "template":
+        tokenizer.chat_template = "<spare>{{ messages }}"
+    elif used == "other":
+        reference = load_tokenizer("other")
+        reference.add_special_tokens({"pad_token": "<more>"})
+        reference.save_pretrained("other")
+    tokenizer.save_pretrained("policy")
+    assert not reads_tokens("other", "policy", key="model.reference")
+
+
+@pytest.mark.parametrize(("policy", "other"), [(120, 140), (140, 120)])
+def test_embeddings_that_are_padded_to_other_sizes_pass(here: Path, policy: int, other: int):
+    """Qwen2.5 has 151,936 rows up to 3B and 152,064 from 7B, and one tokenizer."""
+    for name, size in (("policy", policy), ("other", other)):
+        with_values(here / name, vocab_size=size)
+    assert same_vocabulary("other", "policy")
+    assert reads_tokens("other", "policy", key="model.reference")
 
 
 def test_a_folder_without_a_tokenizer_is_told_by_key(here: Path):
