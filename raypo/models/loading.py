@@ -27,7 +27,6 @@ from raypo.models.model_files import max_positions
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.shares import whole_as_it_computes
 from raypo.models.token_log_probs import has_plain_head
-from raypo.types import Prompt
 
 
 def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
@@ -212,17 +211,6 @@ class Limits:
                 f"{self.positions}. Lower data.max_prompt_tokens and data.max_response_tokens to "
                 f"{self.positions} together: longer rows are then skipped."
             )
-
-    def check_prompts(self, prompts: Iterable[Prompt], tokenizer: Any, *, key: str) -> None:
-        """Refuse prompts with a token that has no row in the embedding.
-
-        Only a tokenizer that has such tokens makes all prompts be read.
-
-        Raises:
-            ConfigError: there is such a prompt.
-        """
-        if max(tokenizer.get_vocab().values(), default=0) >= self.vocabulary:
-            self.check(((prompt.token_ids,) for prompt in prompts), tokenizer, key=key)
 
 
 START = 16

@@ -22,12 +22,16 @@ from transformers import (
 from raypo.checks import check_inputs, check_model, check_models
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
+from raypo.data.prompts import Prompts
 from raypo.models.loading import Limits, load_tokenizer, reads_tokens, same_vocabulary
 from raypo.recipes.dpo import DPORun
+from raypo.recipes.ppo import PPORun
 from raypo.recipes.reward_model import RewardModelRun
 from raypo.recipes.sft import SFTRun
+from raypo.run.setup import Runtime
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
+from raypo.storage.run_files import RunFiles
 from tests.tiny import tiny_policy
 
 RECIPES = {
@@ -321,6 +325,24 @@ def test_examples_that_the_policy_cannot_read_end_the_run_before_it_is_loaded(
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"data\.prompts: the row .*'1\+1=222.* 605 tokens, and"):
         kinds[recipe].prepare(config_of(recipe), nothing, Workers(), nothing, told)
+
+
+def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with_token("policy")  # has no row in the embedding, like Gemma 3's image token
+    monkeypatch.setattr(Prompts, "__getitem__", lambda *_: pytest.fail("read once more"))
+    runtime = Runtime(name="run", storage_path=str(here), working_dir=str(here))
+    told: Any = SimpleNamespace(message=print)
+    files = RunFiles(str(here), "run")
+    config = config_of("ppo", eval={"prompts": "rows.jsonl"})
+    PPORun.prepare(config, runtime, Workers(), files, told).close()
+    with Path("rows.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "2<spare>"}) + "\n")
+    with pytest.raises(
+        ConfigError, match=r"data\.prompts: the row .* has the token '<spare>' \(100"
+    ):
+        PPORun.prepare(config, runtime, Workers(), files, told)
 
 
 def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
