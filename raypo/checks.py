@@ -170,14 +170,31 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
     """Refuse what `raypo eval` cannot read.
 
     Raises:
-        ConfigError: the model, a prompt file or the judge is not there.
+        ConfigError: the model, a prompt file or the judge is not there, or prompts and responses
+            may have more tokens than the model has positions for.
     """
     check_model("MODEL", model)
+    _check_positions_of(config, "MODEL", model)
     check_extra(config.rollout.engine)
     _peek(config.data, "eval.prompts", config.eval.prompts)
     common = config.reward.function if isinstance(config, OnlineConfig) else None
     _check_own_functions(config, common=common)
     _check_labels(config, common, only_held_out=True)
+
+
+def check_evaluated(model: str) -> None:
+    """Refuse a model whose responses could not end in `raypo eval`, by its config and tokenizer.
+
+    Its weights are left to vLLM, which loads more architectures than are trained, and says what a
+    folder lacks.
+
+    Raises:
+        ConfigError: the tokenizer's first or last token, or a stop token, has no row in the
+            embedding.
+    """
+    from raypo.models.loading import check_tokens
+
+    check_tokens(model, key="MODEL")
 
 
 def _models(config: AnyConfig) -> Iterator[tuple[str, str]]:

@@ -144,22 +144,25 @@ def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence
     )
 
 
-def check_tokens(path: str) -> None:
+def check_tokens(path: str, *, key: str = "model.policy") -> None:
     """Refuse a policy whose special tokens have no row in its embedding.
 
     A tokenizer may have more tokens than the model; what rows are made of is checked as they are
     read.
 
+    Args:
+        key: The config key that names it, for messages.
+
     Raises:
         ConfigError: the tokenizer's first or last token, or a stop token, is such a one.
     """
-    tokenizer, size = load_tokenizer(path), vocabulary_size(path)
-    ends = dict.fromkeys(stop_token_ids(path, tokenizer), "its stop token")
+    tokenizer, size = load_tokenizer(path, key=key), vocabulary_size(path)
+    ends = dict.fromkeys(stop_token_ids(path, tokenizer, key=key), "its stop token")
     named = {tokenizer.bos_token_id: "its first token (bos)", tokenizer.eos_token_id: "its eos"}
     for token, name in {**ends, **named}.items():
         if token is not None and not 0 <= token < size:
             raise ConfigError(
-                f"model.policy ({path}): {name} has the id {token}, and the model has embeddings "
+                f"{key} ({path}): {name} has the id {token}, and the model has embeddings "
                 f"for ids 0 to {size - 1}. Give the tokenizer and the generation_config.json that "
                 f"belong to the model, or resize its embeddings (resize_token_embeddings)."
             )
@@ -248,8 +251,11 @@ def load_tokenizer(path: str, *, key: str = "model.policy") -> Any:
         ) from error
 
 
-def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
+def stop_token_ids(path: str, tokenizer: Any, *, key: str = "model.policy") -> tuple[int, ...]:
     """Return the tokens that end a response: the generation config's, else the tokenizer's end.
+
+    Args:
+        key: The config key that names the model, for messages.
 
     Raises:
         ConfigError: neither names one, so no response could end by itself, or one of them is no
@@ -263,13 +269,13 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     found = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
     if ids is None or not found:
         raise ConfigError(
-            f"model.policy ({path}): neither generation_config.json nor the tokenizer names an "
+            f"{key} ({path}): neither generation_config.json nor the tokenizer names an "
             f"end-of-sequence token. Set eos_token_id in generation_config.json."
         )
     for each in found:
         if not isinstance(each, int) or each < 0 or tokenizer.convert_ids_to_tokens(each) is None:
             raise ConfigError(
-                f"model.policy ({path}): eos_token_id of its generation_config.json names "
+                f"{key} ({path}): eos_token_id of its generation_config.json names "
                 f"{each!r}, and its tokenizer, of {len(tokenizer)} tokens, has no such id. Correct "
                 "eos_token_id in generation_config.json."
             )

@@ -19,7 +19,13 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from raypo.checks import check_inputs, check_model, check_models
+from raypo.checks import (
+    check_evaluated,
+    check_evaluation,
+    check_inputs,
+    check_model,
+    check_models,
+)
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.prompts import Prompts
@@ -339,10 +345,20 @@ def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
     PPORun.prepare(config, runtime, Workers(), files, told).close()
     with Path("rows.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "2<spare>"}) + "\n")
-    with pytest.raises(
-        ConfigError, match=r"data\.prompts: the row .* has the token '<spare>' \(100"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.prompts: the row .* token '<spare>' \(100\)"):
         PPORun.prepare(config, runtime, Workers(), files, told)
+
+
+def test_eval_refuses_the_model_that_it_cannot_sample_from(here: Path):
+    config = config_of("ppo")
+    check_evaluated("policy")
+    check_evaluation("policy", config)
+    with_values(here / "other", max_position_embeddings=300)
+    with pytest.raises(ConfigError, match=r"MODEL \(other\) has positions for 300 tokens"):
+        check_evaluation("other", config)
+    with_values(here / "policy", "generation_config.json", eos_token_id=9999)
+    with pytest.raises(ConfigError, match=r"^MODEL \(policy\): eos_token_id of its generation"):
+        check_evaluated("policy")
 
 
 def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
