@@ -149,11 +149,12 @@ def _check_same_tokens(key: str, path: str, policy: str) -> None:
     For a critic or a reference model saved without a tokenizer only the vocabulary sizes are
     compared.
     """
-    from raypo.models.loading import same_vocabulary, vocabulary_size
+    from raypo.models.loading import reads_tokens, same_vocabulary, vocabulary_size
 
-    is_teacher = key.startswith("model.teacher")
+    is_teacher = key.startswith("model.teacher")  # what it would say next counts as well
     try:
-        is_same = same_vocabulary(path, policy, key=key)
+        compared = same_vocabulary if is_teacher else reads_tokens
+        is_same = compared(path, policy, key=key)
     except ConfigError:
         if is_teacher:
             raise
@@ -171,14 +172,31 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
     """Refuse input that `raypo eval` cannot read.
 
     Raises:
-        ConfigError: the model, a prompt file or the reward function is missing or wrong.
+        ConfigError: the model, a prompt file or the reward function is missing or wrong, or prompts
+            and responses may have more tokens than the model has positions for.
     """
     check_model("MODEL", model)
+    _check_positions_of(config, "MODEL", model)
     check_extra(config.rollout.engine)
     _peek(config.data, "eval.prompts", config.eval.prompts)
     common = config.reward.function if isinstance(config, OnlineConfig) else None
     _check_own_functions(config, common=common)
     _check_labels(config, common, only_held_out=True)
+
+
+def check_evaluated(model: str) -> None:
+    """Refuse a model whose responses could not end in `raypo eval`, by its config and tokenizer.
+
+    Its weights are left to vLLM, which loads more architectures than are trained, and says what a
+    folder lacks.
+
+    Raises:
+        ConfigError: the tokenizer's first or last token, or a stop token, has no row in the
+            embedding.
+    """
+    from raypo.models.loading import check_tokens
+
+    check_tokens(model, key="MODEL")
 
 
 def _models(config: AnyConfig) -> Iterator[tuple[str, str]]:

@@ -41,9 +41,10 @@ def evaluate(
             f"--config ({source}): recipe {settings.recipe} samples nothing. Give a ppo, sft or "
             f"dpo config."
         )
-    from raypo.checks import check_evaluation
+    from raypo.checks import check_evaluated, check_evaluation
 
     check_evaluation(policy, settings)
+    check_evaluated(policy)
     if to is not None:
         to.parent.mkdir(parents=True, exist_ok=True)
     for variable, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("VLLM_LOGGING_LEVEL", "ERROR")):

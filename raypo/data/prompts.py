@@ -66,6 +66,8 @@ class LoadedPrompts:
     """Prompts skipped because they are longer than data.max_prompt_tokens."""
     sizes: tuple[int, ...]
     """Number of prompts of each source."""
+    highest: np.ndarray
+    """int32 [P]. Token ids of the prompt that has the largest one."""
     bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
 
     def notes(self, key: str) -> list[str]:
@@ -139,6 +141,7 @@ def load_prompts(
     """
     parts: list[tuple[Sequence[Any], Callable[[Any], Prompt]]] = []
     num_rows = num_skipped = shortest = 0
+    highest = np.zeros(1, np.int32)
     bad = BadRows(section.on_error)
     for source in section.prompts:
         first = num_rows
@@ -159,7 +162,9 @@ def load_prompts(
             if not is_short("prompt", row, length, section):
                 num_skipped += 1
                 shortest = min(shortest or length, length)
-            elif on_disk is None:
+                continue
+            highest = max(highest, prompt.token_ids, key=np.max)
+            if on_disk is None:
                 kept.append(prompt)
             else:
                 places.append(row.number)
@@ -176,7 +181,7 @@ def load_prompts(
             f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
             f"the shortest."
         )
-    return LoadedPrompts(Prompts(parts), num_skipped, sizes, bad)
+    return LoadedPrompts(Prompts(parts), num_skipped, sizes, highest, bad)
 
 
 def _prompts(

@@ -6,6 +6,7 @@ train unnoticed. Here that is an error, for every role.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,13 @@ WRAPPERS = (
     "pretrained_model.",
 )
 """Prefixes of weight names in a model that was saved from within a wrapper."""
+OLD_BUFFERS = re.compile(
+    r"(^|\.)(\w*(attn|attention)\.(bias|masked_bias)|causal_mask|inv_freq|(cos|sin)_cached"
+    r"|embed_positions|embed_positions\.weights|position_ids|token_type_ids)$"
+)
+"""Names of constants that networks compute, and that transformers before 4.32 saved with the
+weights: causal masks (`bias` of the attention itself, no layer's of it), rotary and sinusoidal
+tables, counts. GPT-2, GPT-Neo, GPT-J and CodeGen lie on the hub with them."""
 SHOWN = 3
 """Most names of weights in an error message."""
 
@@ -124,7 +132,7 @@ def check_weights(key: str, path: str, kind: Any, *, new_head: bool = False) -> 
         except (RuntimeError, NotImplementedError):
             return  # a conversion that needs the values; checked when they are loaded
     check_loaded(model, info, path=path, key=key, new_head=new_head)
-    parts = sorted({name.split(".")[0] for name in info["unexpected_keys"]})
+    parts = sorted({name.split(".")[0] for name in _without_place(info)})
     if parts and kind is AutoModelForCausalLM:
         warnings.warn(
             f"{key} ({path}): {type(model).__name__} has no {', '.join(parts)}; weights of that "
@@ -156,7 +164,7 @@ def check_loaded(
         missing = [name for name in missing if name.startswith(base) and "pooler" not in name]
     own = {name for name, _ in model.named_children()}
     own |= {name for name, _ in model.base_model.named_children()}
-    unexpected = sorted(info["unexpected_keys"])
+    unexpected = _without_place(info)
     inside = [name for name in unexpected if name.removeprefix(base).split(".")[0] in own]
     heads = [name for name in unexpected if name.split(".")[0] in VALUE_HEADS]
     if not (is_backbone or is_classifier):
@@ -183,6 +191,11 @@ def check_loaded(
         f"{key} ({path}), read as {type(model).__name__}: {'; '.join(problems)}. "
         f"{_remedy(type(model).__name__, missing, foreign, heads, is_classifier)}"
     )
+
+
+def _without_place(info: Mapping[str, Any]) -> list[str]:
+    """Return the names of weights that the network does not have; constants are none."""
+    return sorted(name for name in info["unexpected_keys"] if not OLD_BUFFERS.search(name))
 
 
 def _untied(model: Any) -> list[str]:
@@ -217,6 +230,9 @@ def _remedy(
             "A reward model is a sequence classifier with its trained score head. Train one by the "
             "recipe reward_model, or give its folder."
         )
+    biases = [name for name in foreign if name.split(".")[0] in HEADS and name.endswith(".bias")]
+    if is_classifier and biases and biases == foreign and not missing:
+        return f"Leave {_some(biases)} out of the files: it shifts all scores alike."
     if any("lora_" in name for name in foreign):
         return "Merge the adapter into the model (merge_and_unload of peft) and save that."
     if missing == ["lm_head.weight"]:

@@ -27,7 +27,6 @@ from raypo.models.model_files import max_positions
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.shares import whole_as_it_computes
 from raypo.models.token_log_probs import has_plain_head
-from raypo.types import Prompt
 
 
 def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
@@ -115,21 +114,61 @@ def same_vocabulary(path: str, other: str, *, key: str = "model.policy") -> bool
     return load_tokenizer(path, key=key).get_vocab() == load_tokenizer(other).get_vocab()
 
 
-def check_tokens(path: str) -> None:
-    """Raise if special tokens of a policy have no row in its embedding.
+def reads_tokens(path: str, policy: str, *, key: str) -> bool:
+    """Return whether a model reads all token ids of a policy's rows as the policy does.
+
+    One of the two tokenizers may have more tokens, like a pad token that was added for training, if
+    no row is made of these: they are special, they begin and end nothing, no template writes them.
+    The model has a row in its embedding for each that the policy has.
+
+    How many rows the embeddings have apart from that does not matter. Qwen2.5 0.5B and 7B pad the
+    same vocabulary to other sizes: no text has an id without a token, and all that their training
+    taught about such an id is not to sample it.
+
+    Args:
+        path: Folder or hub id of the model that reads.
+        key: The config key that names it, for messages.
+    """
+    if path == policy:
+        return True
+    reader, writer = load_tokenizer(path, key=key), load_tokenizer(policy)
+    read, written = reader.get_vocab().items(), writer.get_vocab().items()
+    more, less = written - read, read - written
+    if not more:
+        return _are_spare(reader, less, ())
+    size, known = vocabulary_size(policy), vocabulary_size(path)
+    has_rows = all(token_id >= size or token_id < known for _, token_id in more)
+    return not less and has_rows and _are_spare(writer, more, stop_token_ids(policy, writer))
+
+
+def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence[int]) -> bool:
+    """Return whether no row is made of some tokens of a tokenizer, unless a text spells them."""
+    used = {*stop, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
+    return all(
+        number in added and added[number].special and number not in used and name not in template
+        for name, number in tokens
+    )
+
+
+def check_tokens(path: str, *, key: str = "model.policy") -> None:
+    """Refuse a policy whose special tokens have no row in its embedding.
 
     Other tokens beyond the embedding are allowed in the tokenizer; `Limits` checks the data.
+
+    Args:
+        key: The config key that names it, for messages.
 
     Raises:
         ConfigError: the tokenizer's bos or eos, or a stop token, has no row.
     """
-    tokenizer, size = load_tokenizer(path), vocabulary_size(path)
-    ends = dict.fromkeys(stop_token_ids(path, tokenizer), "its stop token")
+    tokenizer, size = load_tokenizer(path, key=key), vocabulary_size(path)
+    ends = dict.fromkeys(stop_token_ids(path, tokenizer, key=key), "its stop token")
     named = {tokenizer.bos_token_id: "its first token (bos)", tokenizer.eos_token_id: "its eos"}
     for token, name in {**ends, **named}.items():
         if token is not None and not 0 <= token < size:
             raise ConfigError(
-                f"model.policy ({path}): {name} has the id {token}, and the model has embeddings "
+                f"{key} ({path}): {name} has the id {token}, and the model has embeddings "
                 f"for ids 0 to {size - 1}. Give the tokenizer and the generation_config.json that "
                 f"belong to the model, or resize its embeddings (resize_token_embeddings)."
             )
@@ -183,17 +222,6 @@ class Limits:
                 f"{self.positions} together: longer rows are then skipped."
             )
 
-    def check_prompts(self, prompts: Iterable[Prompt], tokenizer: Any, *, key: str) -> None:
-        """Raise on prompts with a token that has no row in the embedding.
-
-        Prompts are read only if the tokenizer has such tokens.
-
-        Raises:
-            ConfigError: there is such a prompt.
-        """
-        if max(tokenizer.get_vocab().values(), default=0) >= self.vocabulary:
-            self.check(((prompt.token_ids,) for prompt in prompts), tokenizer, key=key)
-
 
 START = 16
 """Number of tokens of a row in an error message."""
@@ -231,8 +259,11 @@ def load_tokenizer(path: str, *, key: str = "model.policy") -> Any:
         ) from error
 
 
-def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids of tokens that end a response: the generation config's, else the tokenizer's.
+def stop_token_ids(path: str, tokenizer: Any, *, key: str = "model.policy") -> tuple[int, ...]:
+    """Return the tokens that end a response: the generation config's, else the tokenizer's end.
+
+    Args:
+        key: The config key that names the model, for messages.
 
     Raises:
         ConfigError: neither names one, so no response could end by itself, or an id is not in the
@@ -246,13 +277,13 @@ def stop_token_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     found = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
     if ids is None or not found:
         raise ConfigError(
-            f"model.policy ({path}): neither generation_config.json nor the tokenizer names an "
+            f"{key} ({path}): neither generation_config.json nor the tokenizer names an "
             f"end-of-sequence token. Set eos_token_id in generation_config.json."
         )
     for each in found:
         if not isinstance(each, int) or each < 0 or tokenizer.convert_ids_to_tokens(each) is None:
             raise ConfigError(
-                f"model.policy ({path}): eos_token_id of its generation_config.json names "
+                f"{key} ({path}): eos_token_id of its generation_config.json names "
                 f"{each!r}, and its tokenizer, of {len(tokenizer)} tokens, has no such id. Correct "
                 "eos_token_id in generation_config.json."
             )
@@ -294,6 +325,12 @@ def _load(
             f"model.attention ({attention}): {path} cannot be loaded with it: {error} "
             f"Set model.attention to auto."
         ) from error
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError(
+            f"model ({path}): its files have an adapter (adapter_config.json), with which "
+            f"transformers loads a model whose own weights are frozen. Merge it into its base "
+            f"model (merge_and_unload of peft, save_pretrained) and give that folder."
+        )
     check_loaded(model, info, path=path, new_head=new_head)
     _make_saveable(model)
     for module in model.modules():  # dropout that the config does not control

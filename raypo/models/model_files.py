@@ -77,6 +77,9 @@ def max_positions(values: dict[str, Any]) -> int | None:
 
     A scaling factor of rotary positions multiplies the limit.
 
+    Rotary positions that a factor stretches count times that factor, unless the limit is of the
+    stretched ones already, as vLLM reads it (`_get_and_verify_max_len`).
+
     Args:
         values: The content of config.json.
     """
@@ -85,9 +88,26 @@ def max_positions(values: dict[str, Any]) -> int | None:
     limit = next((each for each in limits if isinstance(each, int) and each > 0), None)
     if limit is None or values.get("alibi"):
         return None
+    return int(max(limit, *(_stretched(limit, rope, values) for rope in _ropes(values))))
+
+
+def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rotary scalings of a config.json: one, or one for each type of layer."""
     scaling = values.get("rope_scaling") or values.get("rope_parameters")
-    factor = scaling.get("factor") if isinstance(scaling, dict) else None
-    return int(limit * max(1.0, factor)) if isinstance(factor, int | float) else limit
+    if not isinstance(scaling, dict):
+        return [{}]
+    return [each for each in scaling.values() if isinstance(each, dict)] or [scaling]
+
+
+def _stretched(limit: int, rope: dict[str, Any], values: dict[str, Any]) -> float:
+    """Return the positions that a rotary scaling makes of a limit."""
+    factor, kind = rope.get("factor"), rope.get("rope_type") or rope.get("type")
+    if not isinstance(factor, int | float):
+        return limit
+    if kind == "yarn":
+        return (rope.get("original_max_position_embeddings") or limit) * factor
+    is_inside = str(values.get("model_type")).startswith("gemma3")
+    return limit * factor if kind in ("linear", "dynamic") and not is_inside else limit
 
 
 def weight_files(folder: Path, key: str) -> list[Path]:

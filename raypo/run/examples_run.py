@@ -194,10 +194,10 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         self.held_out_prompts: Sequence[Prompt] = []
         if config.needs_engine:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
-            prompts = load_prompts(section, self.tokenizer, key="eval.prompts").prompts
+            loaded = load_prompts(section, self.tokenizer, key="eval.prompts")
             limits = Limits.of(config.model.policy)
-            limits.check_prompts(prompts, self.tokenizer, key="eval.prompts")
-            self.held_out_prompts = prompts
+            limits.check([[loaded.highest]], self.tokenizer, key="eval.prompts")
+            self.held_out_prompts = loaded.prompts
         self.eval_function = evaluation_function(config.eval, None)
         self.sampling = Sampling.of(
             config.rollout,

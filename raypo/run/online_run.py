@@ -119,7 +119,9 @@ class OnlineRun(Run[AnyOnline]):
         for key, path in config.own_functions.items():
             load_function(path, key=key)  # fail early: a bad function ends the run here
         tokenizer = load_tokenizer(config.model.policy)
+        limits = Limits.of(config.model.policy)
         loaded = load_prompts(config.data, tokenizer)
+        limits.check([[loaded.highest]], tokenizer, key="data.prompts")
         notes = loaded.notes("data.prompts")
         per_step = config.rollout.prompts_per_step
         in_flight = config.rollout.in_flight if config.rollout.has_requests_in_flight else None
@@ -128,10 +130,8 @@ class OnlineRun(Run[AnyOnline]):
         if config.eval.prompts:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             of_eval = load_prompts(section, tokenizer, key="eval.prompts")
+            limits.check([[of_eval.highest]], tokenizer, key="eval.prompts")
             held_out, notes = of_eval.prompts, notes + of_eval.notes("eval.prompts")
-        limits = Limits.of(config.model.policy)
-        limits.check_prompts(loaded.prompts, tokenizer, key="data.prompts")
-        limits.check_prompts(held_out, tokenizer, key="eval.prompts")
         for note in notes:
             tell.message(note)
         stop = stop_token_ids(config.model.policy, tokenizer)

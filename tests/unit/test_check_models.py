@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AddedToken,
     AutoTokenizer,
     Gemma3Config,
     Gemma3ForSequenceClassification,
@@ -18,15 +19,25 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from raypo.checks import check_inputs, check_model, check_models
+from raypo.checks import (
+    check_evaluated,
+    check_evaluation,
+    check_inputs,
+    check_model,
+    check_models,
+)
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
-from raypo.models.loading import Limits, load_tokenizer
+from raypo.data.prompts import Prompts
+from raypo.models.loading import Limits, load_tokenizer, reads_tokens, same_vocabulary
 from raypo.recipes.dpo import DPORun
+from raypo.recipes.ppo import PPORun
 from raypo.recipes.reward_model import RewardModelRun
 from raypo.recipes.sft import SFTRun
+from raypo.run.setup import Runtime
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
+from raypo.storage.run_files import RunFiles
 from tests.tiny import tiny_policy
 
 RECIPES = {
@@ -151,6 +162,59 @@ def test_ids_mean_the_same_tokens_to_all_who_read_them(here: Path, recipe: str, 
         check(config)  # as many ids; nothing says that they mean something else
 
 
+def with_token(path: str, *, special: bool = True, rows: int = 0, **named: str) -> None:
+    """Add a token to a folder's tokenizer, and rows to the embedding that its config tells."""
+    tokenizer = load_tokenizer(path)
+    tokenizer.add_tokens([AddedToken("<spare>", special=special)], special_tokens=special)
+    if named:
+        tokenizer.add_special_tokens(named)
+    tokenizer.save_pretrained(path)
+    size = json.loads(Path(path, "config.json").read_text())["vocab_size"]
+    with_values(Path(path), vocab_size=size + rows)
+
+
+def test_a_pad_token_that_one_of_two_tokenizers_has_does_not_matter(here: Path):
+    for reader, policy in (("other", "policy"), ("policy", "other")):
+        assert reads_tokens(reader, policy, key="model.reference")
+    with_token("policy", pad_token="<spare>")
+    check(config_of("ppo", model={"reference": "other", "critic": "other"}))
+    assert reads_tokens("policy", "other", key="model.reference")
+    told = refusal(config_of("distillation", model={"teacher": "other"}))
+    assert "its tokens are not those of model.policy (policy)" in told
+    with_values(here / "policy", vocab_size=200)  # it may sample what the reference cannot read
+    assert not reads_tokens("other", "policy", key="model.reference")
+    with_values(here / "other", vocab_size=101)
+    assert reads_tokens("other", "policy", key="model.reference")
+
+
+@pytest.mark.parametrize("used", ["text", "stop", "eos", "template", "other"])
+def test_an_added_token_that_rows_are_made_of_matters(here: Path, used: str):
+    with_token("policy", special=used != "text", rows=1)
+    with_values(here / "other", vocab_size=200)
+    tokenizer = load_tokenizer("policy")
+    if used == "stop":
+        with_values(here / "policy", "generation_config.json", eos_token_id=[2, len(tokenizer) - 1])
+    elif used == "eos":
+        tokenizer.eos_token = "<spare>"
+    elif used == "template":
+        tokenizer.chat_template = "<spare>{{ messages }}"
+    elif used == "other":
+        reference = load_tokenizer("other")
+        reference.add_special_tokens({"pad_token": "<more>"})
+        reference.save_pretrained("other")
+    tokenizer.save_pretrained("policy")
+    assert not reads_tokens("other", "policy", key="model.reference")
+
+
+@pytest.mark.parametrize(("policy", "other"), [(120, 140), (140, 120)])
+def test_embeddings_that_are_padded_to_other_sizes_pass(here: Path, policy: int, other: int):
+    """Qwen2.5 has 151,936 rows up to 3B and 152,064 from 7B, and one tokenizer."""
+    for name, size in (("policy", policy), ("other", other)):
+        with_values(here / name, vocab_size=size)
+    assert same_vocabulary("other", "policy")
+    assert reads_tokens("other", "policy", key="model.reference")
+
+
 def test_a_folder_without_a_tokenizer_is_told_by_key(here: Path):
     for file in (here / "policy").glob("tokenizer*"):
         file.unlink()
@@ -267,6 +331,34 @@ def test_examples_that_the_policy_cannot_read_end_the_run_before_it_is_loaded(
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"data\.prompts: the row .*'1\+1=222.* 605 tokens, and"):
         kinds[recipe].prepare(config_of(recipe), nothing, Workers(), nothing, told)
+
+
+def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with_token("policy")  # has no row in the embedding, like Gemma 3's image token
+    monkeypatch.setattr(Prompts, "__getitem__", lambda *_: pytest.fail("read once more"))
+    runtime = Runtime(name="run", storage_path=str(here), working_dir=str(here))
+    told: Any = SimpleNamespace(message=print)
+    files = RunFiles(str(here), "run")
+    config = config_of("ppo", eval={"prompts": "rows.jsonl"})
+    PPORun.prepare(config, runtime, Workers(), files, told).close()
+    with Path("rows.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "2<spare>"}) + "\n")
+    with pytest.raises(ConfigError, match=r"data\.prompts: the row .* token '<spare>' \(100\)"):
+        PPORun.prepare(config, runtime, Workers(), files, told)
+
+
+def test_eval_refuses_the_model_that_it_cannot_sample_from(here: Path):
+    config = config_of("ppo")
+    check_evaluated("policy")
+    check_evaluation("policy", config)
+    with_values(here / "other", max_position_embeddings=300)
+    with pytest.raises(ConfigError, match=r"MODEL \(other\) has positions for 300 tokens"):
+        check_evaluation("other", config)
+    with_values(here / "policy", "generation_config.json", eos_token_id=9999)
+    with pytest.raises(ConfigError, match=r"^MODEL \(policy\): eos_token_id of its generation"):
+        check_evaluated("policy")
 
 
 def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):

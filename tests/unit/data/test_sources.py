@@ -82,6 +82,7 @@ def test_what_is_too_long_is_left_out_of_a_saved_folder_too(tmp_path, tokenizer)
     loaded = load_prompts(section(folder, max_prompt_tokens=4), tokenizer)
     assert (texts(loaded), loaded.num_skipped, loaded.sizes) == (["1", "12"], 1, (2,))
     assert [prompt.index for prompt in loaded.prompts] == [0, 2]
+    assert loaded.highest.tolist() == tokenizer("12")["input_ids"]
 
 
 def test_of_several_splits_one_is_named(tmp_path, tokenizer):

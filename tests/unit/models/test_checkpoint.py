@@ -17,11 +17,16 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
+    CodeGenConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
+    PretrainedConfig,
 )
 
 from raypo.config import ConfigError
@@ -148,6 +153,15 @@ def test_heads_of_other_libraries_are_named_with_the_remedy(tmp_path: Path, name
     assert torch.equal(model.score.weight, torch.ones(1, HIDDEN))
 
 
+def test_the_bias_of_a_score_head_is_to_be_left_out(tmp_path: Path):
+    folder = saved(tmp_path, LlamaForSequenceClassification)
+    path = changed(folder, with_head("score.bias", 1))
+    for role in (as_reward_model, as_new_reward_model):
+        with pytest.raises(ConfigError, match=r"score\.bias, for .* Leave score\.bias out of"):
+            role(path)
+    as_reward_model(changed(folder, without("score.bias")))
+
+
 def test_a_reward_model_is_no_policy_though_its_head_could_be_tied(tmp_path: Path):
     path = str(saved(tmp_path, LlamaForSequenceClassification, tie_word_embeddings=True))
     as_reward_model(path)
@@ -203,6 +217,60 @@ def test_what_is_no_fault_passes(tmp_path: Path):
         MixtralForCausalLM(config).save_pretrained(tmp_path / "mixtral")
         assert any(".experts.1.w3." in each for each in load_file(tmp_path / "mixtral" / WEIGHTS))
         as_policy(str(tmp_path / "mixtral"))
+
+
+GPT: dict[str, Any] = {
+    "vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "num_labels": 1,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MASK = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril()
+SAVED_BUFFERS: dict[str, tuple[PretrainedConfig, dict[str, Tensor]]] = {
+    "gpt2": (GPT2Config(**GPT), {"attn.bias": MASK, "attn.masked_bias": torch.tensor(-1e4)}),
+    "gpt_neo": (
+        GPTNeoConfig(
+            vocab_size=32, max_position_embeddings=16, hidden_size=16, num_layers=2, num_heads=2,
+            attention_types=[[["global", "local"], 1]], bos_token_id=1,
+            eos_token_id=2,
+        ),
+        {"attn.attention.bias": MASK, "attn.attention.masked_bias": torch.tensor(-1e9)},
+    ),
+    "gptj": (
+        GPTJConfig(**GPT, rotary_dim=4),
+        {
+            "attn.bias": MASK,
+            "attn.masked_bias": torch.tensor(-1e9),
+            "attn.embed_positions": torch.ones(16, 4),
+        },
+    ),
+    "codegen": (
+        CodeGenConfig(**{**GPT, "n_head": 4}, rotary_dim=4), {"attn.causal_mask": MASK},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["transformer.h", "h"])
+@pytest.mark.parametrize("name", SAVED_BUFFERS)
+def test_constants_that_were_saved_once_are_no_weights(tmp_path: Path, name: str, prefix: str):
+    """Fine-tunes of before transformers 4.32 lie on the hub with masks and tables."""
+    config, buffers = SAVED_BUFFERS[name]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+
+    def as_it_was_saved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        if prefix == "h":  # as of the bare network, like openai-community/gpt2
+            weights = {n.removeprefix("transformer."): w for n, w in weights.items()}
+        old = {f"{prefix}.{n}.{b}": w.clone() for n in range(2) for b, w in buffers.items()}
+        return {**weights, **old}
+
+    path = changed(tmp_path, as_it_was_saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        as_policy(path)
+        as_critic(path)
+        if name != "codegen":  # which has no classifier
+            as_new_reward_model(path)
+    unknown = changed(tmp_path, with_head(f"{prefix}.0.attn.other.bias", 16))
+    with pytest.raises(ConfigError, match=r"attn\.other\.bias, for which there is no place"):
+        as_policy(unknown)
 
 
 WEIGHTS = "model.safetensors"

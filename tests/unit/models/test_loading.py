@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -109,6 +110,16 @@ def test_a_generation_config_that_transformers_would_not_save_is_saved(tmp_path:
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == [2, 7]
     assert not {"temperature", "top_p"} & saved.keys()
+
+
+def test_a_model_with_an_adapter_beside_it_is_refused(tmp_path: Path):
+    """Of a hub id no file is looked at before; all its own weights would be frozen."""
+    base = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    base.save_pretrained(tmp_path)
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"\): .*an adapter.* Merge it .*merge_and_unload"):
+        load_causal_lm(str(tmp_path), dtype="float32")
 
 
 def test_a_model_with_code_of_its_own_is_refused_without_a_question(
