@@ -374,7 +374,8 @@ def _written(
                 "only a chat template writes, and a text as prompt. Write the prompt as chat "
                 "messages."
             )
-        return _Written(message["content"], stops.default, is_empty)
+        text = bare["content"] + stops.end_of(message["content"])
+        return _Written(text, stops.default, is_empty)
     said = answered(messages, bare)
     try:
         whole = render(tokenizer, said, tools=tools_of(row, section))

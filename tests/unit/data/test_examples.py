@@ -48,6 +48,22 @@ def test_an_end_that_is_there_is_not_doubled(tmp_path, tokenizer):
     assert text(tokenizer, example.response_ids) == "b<eos>"
 
 
+@pytest.mark.parametrize("behind", ["<eos>\n", "<eos><pad>", "<eos>\n<pad> <eos>\n\n"])
+def test_white_space_and_further_ends_behind_the_end_are_left_out(tmp_path, tokenizer, behind):
+    """As `apply_chat_template` writes answers."""
+    chat, answer = [{"role": "user", "content": "hi"}], f"a {behind}"
+    said = [*chat, {"role": "assistant", "content": answer}]
+    rows = [{"prompt": each, "response": answer, "chat": said} for each in ("q", chat)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    ends = (tokenizer.convert_tokens_to_ids("<pad>"), *END)
+    plain, of_chat = load_examples(section_of(ResponsesSection, path), tokenizer, ends).items
+    assert text(tokenizer, plain.response_ids) == "a <eos>"
+    assert text(tokenizer, of_chat.response_ids) == "a \n<eos>"
+    values = section_of(ResponsesSection, path, messages_key="chat")
+    whole, _ = load_examples(values, tokenizer, ends).items
+    assert text(tokenizer, whole.response_ids) == "a \n<eos>"
+
+
 def test_a_chat_response_is_what_the_template_writes(tmp_path, tokenizer):
     messages = [{"role": "user", "content": "hi"}]
     answers = ["yo", [{"role": "assistant", "content": "yo"}]]
