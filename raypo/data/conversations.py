@@ -74,7 +74,7 @@ def conversation(
         learns = found and stops.learned(*_tokenised(found, tokenizer), messages[: last + 1])
     except Exception as error:  # templates can raise anything
         key = "data.messages_key"
-        raise template_error(row, key, column, section, tokenizer, error) from error
+        raise template_error(row, key, column, messages, section, tokenizer, error) from error
     if learns is None:
         raise _refused(
             row,

@@ -380,7 +380,7 @@ def _written(
     try:
         whole = render(tokenizer, said, tools=tools_of(row, section))
     except Exception as error:  # templates can raise anything
-        raise template_error(row, config_key, column, section, tokenizer, error) from error
+        raise template_error(row, config_key, column, said, section, tokenizer, error) from error
     if whole.startswith(prompt):
         return _Written(whole.removeprefix(prompt), stops.after(said), is_empty)
     # Some generation prompts open a block that the template omits from messages, like <think>.

@@ -443,7 +443,8 @@ def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBa
     try:
         return render(tokenizer, value, prompting=True, tools=tools_of(row, section))
     except Exception as error:  # templates can raise anything
-        raise template_error(row, "data.prompt_key", column, section, tokenizer, error) from error
+        key = "data.prompt_key"
+        raise template_error(row, key, column, value, section, tokenizer, error) from error
 
 
 def tools_of(row: Row, section: DataSection) -> list[dict[str, Any]] | None:
@@ -455,15 +456,16 @@ def template_error(
     row: Row,
     config_key: str,
     column: str,
+    messages: Sequence[Message],
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     error: Exception,
 ) -> ConfigError:
-    """Return the error for a row that the template rejects, possibly for its system message."""
-    messages = row.values[column]
+    """Return the error for a row whose messages the template rejects, possibly for the first."""
     if messages[0]["role"] == "system" and len(messages) > 1:
+        prompting = config_key == "data.prompt_key"
         try:
-            render(tokenizer, messages[1:], prompting=config_key == "data.prompt_key")
+            render(tokenizer, messages[1:], prompting=prompting, tools=tools_of(row, section))
         except Exception:  # fails without the system message too
             pass
         else:

@@ -140,6 +140,25 @@ def test_rows_to_learn_from_are_refused_or_dropped(
     assert note.endswith(told)
 
 
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_response_that_the_template_refuses_is_its_rows_error(tmp_path, tokenizer, before):
+    tokenizer.chat_template = (
+        "{% for m in messages if m.tool_calls %}{{ raise_exception('no calls') }}{% endfor %}"
+        + CHAT_TEMPLATE
+    )
+    call = [ANSWER | {"tool_calls": [{"name": "f", "arguments": {}}]}]
+    rows = [{"prompt": [*before, *CHAT], "response": each} for each in ("a", call, "b")]
+    path = write(tmp_path / "a.jsonl", rows)
+    told = refused(load_examples, ResponsesSection.model_validate({"prompts": path}), tokenizer, END)
+    assert told == (
+        f"data.response_key (response): the tokenizer's chat template refuses {path}:2: no calls. "
+        "Correct the messages."
+    )
+    dropping = ResponsesSection.model_validate({"prompts": path, "on_error": "drop"})
+    loaded = load_examples(dropping, tokenizer, END)
+    assert (len(loaded.items), loaded.bad.count) == (2, 1)
+
+
 def test_an_end_inside_a_pair_does_not_make_its_responses_equal(tmp_path, tokenizer):
     row = {"prompt": "q", "chosen": "a<eos>b", "rejected": "a<eos>c"}
     path = write(tmp_path / "a.jsonl", [row, row | {"chosen": "a", "rejected": "a<eos>"}])
