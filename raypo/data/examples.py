@@ -25,6 +25,7 @@ from raypo.data.prompts import (
     tokenised,
     tools_of,
     with_columns,
+    with_tools_in_some,
 )
 from raypo.data.rows import BadRows, Row, RowError, read_rows
 from raypo.data.stop_tokens import StopTokens, ids_behind
@@ -111,7 +112,8 @@ def _load_conversations(
         return row, conversation(row, section, tokenizer, stops)
 
     for source in section.prompts:
-        for row, item in bad.each(read, read_rows(source, key=key, bad=bad)):
+        rows = with_tools_in_some(read_rows(source, key=key, bad=bad), source, section)
+        for row, item in bad.each(read, rows):
             if item.num_tokens <= longest:
                 items.append(item)
                 continue
@@ -277,7 +279,8 @@ def _load(
         return all(fits), build(row, prompt, responses) if all(fits) else None
 
     for source in section.prompts:
-        rows = bad.each(prepare, read_rows(source, key=key, bad=bad))
+        rows = with_tools_in_some(read_rows(source, key=key, bad=bad), source, section)
+        rows = bad.each(prepare, rows)
         for chunk in tokenised(rows, section, tokenizer, bad):
             responded = _with_responses(chunk, response_keys, section, stops, bad)
             for fits, item in bad.each(built, responded):

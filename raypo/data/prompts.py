@@ -104,7 +104,9 @@ def peek(
             num_rows = None
             continue
         bad = BadRows(section.on_error)
-        rows = islice(read_rows(source, key=key, bad=bad), PEEK_ROWS)
+        rows = with_tools_in_some(
+            islice(read_rows(source, key=key, bad=bad), PEEK_ROWS), source, section
+        )
         prepare = partial(prepared_row, source=source, section=section, response_keys=response_keys)
         if getattr(section, "messages_key", None):
             prepare = partial(prepared_conversation, source=source, section=section)
@@ -154,6 +156,7 @@ def load_prompts(
                 yield row
 
         rows = read_rows(source, key=key, bad=bad) if on_disk is None else on_disk
+        rows = with_tools_in_some(rows, source, section)
         for row, prompt in read(counted(rows), bad):
             length = len(prompt.token_ids)
             if not is_short("prompt", row, length, section):
@@ -245,7 +248,7 @@ def prepared_row(
     columns = {"data.prompt_key": section.prompt_key, **responses}
     if section.label_key:
         columns["data.label_key"] = section.label_key
-    row = with_columns(row, source, columns | _tools_column(section))
+    row = with_columns(row, source, columns | _tools_column(row, section))
     name = section.prompt_key
     value = row.values[name]
     if is_chat(value):
@@ -269,7 +272,7 @@ def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:
         RowError: the row has no conversation with an answer of the assistant.
     """
     key, column = "data.messages_key", section.messages_key
-    row = with_columns(row, source, {key: column} | _tools_column(section))
+    row = with_columns(row, source, {key: column} | _tools_column(row, section))
     messages = row.values[column]
     if not is_chat(messages) or all(each["role"] != "assistant" for each in messages[1:]):
         raise RowError(
@@ -281,8 +284,36 @@ def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:
     return _with_system_prompt(row, key, column, section.system_prompt)
 
 
-def _tools_column(section: DataSection) -> dict[str, str]:
-    return {"data.tools_key": section.tools_key} if section.tools_key else {}
+def _tools_column(row: Row, section: DataSection) -> dict[str, str]:
+    """Return config key -> column of the tools, if the row has it; a row without it has none."""
+    name = section.tools_key
+    return {"data.tools_key": name} if name is not None and name in row.values else {}
+
+
+def with_tools_in_some(
+    rows: Iterable[Row], source: PromptSource, section: DataSection
+) -> Iterator[Row]:
+    """Yield the rows of a source, in which some may lack the column of the tools.
+
+    Raises:
+        ConfigError: all of them lack it.
+    """
+    name, row = section.tools_key, None
+    is_there = name is None
+    for row in rows:
+        is_there = is_there or name in row.values
+        yield row
+    if row is not None and not is_there:
+        raise _no_column(row, source, "data.tools_key", str(name))
+
+
+def _no_column(row: Row, source: PromptSource, config_key: str, name: str) -> ConfigError:
+    there = ", ".join(row.values) or "none"
+    near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
+    return ConfigError(
+        f"{config_key} ({name}): {source} has no such column, it has {there}. "
+        f"Set {config_key} to {near[0] if near else 'one of them'}."
+    )
 
 
 def _replaced(row: Row, column: str, value: Any) -> Row:
@@ -323,7 +354,7 @@ def _with_tools(row: Row, config_key: str, column: str, section: DataSection) ->
     name = section.tools_key
     if name is None:
         return row
-    tools = row.values[name]
+    tools = row.values.get(name)
     where = f"data.tools_key ({name}): {row.where} has "
     if isinstance(tools, str):
         try:
@@ -359,16 +390,12 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
         if name in row.values:
             _refuse_surrogates(row, config_key, name)
             continue
+        if not row.number:
+            raise _no_column(row, source, config_key, name)
         there = ", ".join(row.values) or "none"
-        if row.number:
-            raise RowError(
-                f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
-                "Correct the row or remove it."
-            )
-        near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
-        raise ConfigError(
-            f"{config_key} ({name}): {source} has no such column, it has {there}. "
-            f"Set {config_key} to {near[0] if near else 'one of them'}."
+        raise RowError(
+            f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
+            "Correct the row or remove it."
         )
     read = {
         name: _chat_of_text(row, config_key, name)

@@ -13,7 +13,7 @@ from raypo.data.prompts import load_prompts
 from raypo.data.turns import TurnTokens
 from raypo.endpoint.protocol import RequestError, template_messages
 from tests.tiny import tiny_tokenizer
-from tests.unit.data.prompt_files import CHAT, refused, section, write
+from tests.unit.data.prompt_files import CHAT, peek, refused, section, write
 
 END = (2,)
 ANSWER = {"role": "assistant", "content": "yo"}
@@ -224,3 +224,33 @@ def test_tools_are_json_schemas_of_a_chat(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", [{"prompt": "q", "tools": [schema]}])
     with pytest.raises(ConfigError, match="in which nothing describes them"):
         load_prompts(section(path, tools_key="tools"), tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_without_tools_has_none(tmp_path, tokenizer, kind):
+    schema = {"type": "function", "function": {"name": "f"}}
+    tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
+    row = {"prompt": CHAT, "response": "yo", "chat": [*CHAT, ANSWER]}
+    path = write(tmp_path / f"a.{kind}", [row, row | {"tools": [schema]}, row][kind == "parquet" :])
+    values: dict[str, Any] = {"prompts": path, "tools_key": "tools"}
+    assert peek(path, tools_key="tools")
+    texts = [each.text for each in load_prompts(section(path, tools_key="tools"), tokenizer).prompts]
+    assert [text.startswith("null") for text in texts] == [True, False, True][kind == "parquet" :]
+    for more in ({}, {"messages_key": "chat"}):
+        given = ResponsesSection.model_validate(values | more)
+        assert len(load_examples(given, tokenizer, END).items) == len(texts)
+
+
+def test_tools_that_no_row_has_are_the_configs_error(tmp_path, tokenizer):
+    row = {"prompt": CHAT, "response": "yo", "chat": [*CHAT, ANSWER], "tool": None}
+    path = write(tmp_path / "a.jsonl", [row] * 3)
+    told = (
+        f"data.tools_key (tools): {path} has no such column, it has prompt, response, chat, tool. "
+        "Set data.tools_key to tool."
+    )
+    assert refused(peek, path, tools_key="tools", on_error="drop") == told
+    assert refused(load_prompts, section(path, tools_key="tools"), tokenizer) == told
+    for more in ({}, {"messages_key": "chat"}):
+        values = {"prompts": path, "tools_key": "tools"} | more
+        given = ResponsesSection.model_validate(values)
+        assert refused(load_examples, given, tokenizer, END) == told
