@@ -52,6 +52,9 @@ _LOOKS_LIKE_CHAT = re.compile(
 CHUNK = 1024
 """Number of rows tokenised in one call."""
 
+LabelCheck = Callable[[Any, str], Any]
+"""Takes a label and its location, and raises ValueError for a label that cannot be scored."""
+
 Tokenised = tuple[Row, str, list[int]]
 """A row, its prompt as text, and its prompt as token ids."""
 
@@ -119,7 +122,11 @@ def peek(
 
 
 def load_prompts(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, key: str = "data.prompts"
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    key: str = "data.prompts",
+    label_checks: Callable[[PromptSource], LabelCheck | None] | None = None,
 ) -> LoadedPrompts:
     """Read and tokenise prompts.
 
@@ -134,10 +141,11 @@ def load_prompts(
         section: The sources, their columns and the length limit.
         tokenizer: The policy's Hugging Face tokenizer.
         key: The config key of the sources, for error messages.
+        label_checks: Returns the check of a source's labels, or None.
 
     Raises:
-        ConfigError: a row fails the checks of `peek`, a prompt has no tokens, a prompt is too long
-            and `data.too_long` is `error`, or no prompt is left.
+        ConfigError: a row fails the checks of `peek` or of its label, a prompt has no tokens, a
+            prompt is too long and `data.too_long` is `error`, or no prompt is left.
     """
     parts: list[tuple[Sequence[Any], Callable[[Any], Prompt]]] = []
     num_rows = num_skipped = shortest = 0
@@ -156,8 +164,8 @@ def load_prompts(
                 yield row
 
         rows = read_rows(source, key=key, bad=bad) if on_disk is None else on_disk
-        rows = with_tools_in_some(rows, source, section)
-        for row, prompt in read(counted(rows), bad):
+        rows = counted(with_tools_in_some(rows, source, section))
+        for row, prompt in read(rows, bad, label_checks and label_checks(source)):
             length = len(prompt.token_ids)
             if not is_short("prompt", row, length, section):
                 num_skipped += 1
@@ -189,9 +197,17 @@ def _prompts(
     first: int,
     rows: Iterable[Row],
     bad: BadRows,
+    label_check: LabelCheck | None = None,
 ) -> Iterator[tuple[Row, Prompt]]:
     """Yield the prompts of a source's rows; `first` is the index of its first row."""
-    prepared = bad.each(partial(prepared_row, source=source, section=section), rows)
+
+    def prepare(row: Row) -> Row:
+        row = prepared_row(row, source, section)
+        if label_check and section.label_key:
+            check_label(label_check, row, section.label_key)
+        return row
+
+    prepared = bad.each(prepare, rows)
     for row, text, token_ids in chain.from_iterable(tokenised(prepared, section, tokenizer, bad)):
         given = row.values[section.prompt_key]
         yield (
@@ -263,6 +279,18 @@ def prepared_row(
         row = _replaced(row, column, _response(row, config_key, column))
     row = _with_tools(row, "data.prompt_key", name, section)
     return _with_system_prompt(row, "data.prompt_key", name, section.system_prompt)
+
+
+def check_label(check: LabelCheck, row: Row, label_key: str) -> None:
+    """Check the label of a row.
+
+    Raises:
+        RowError: the check refuses it.
+    """
+    try:
+        check(row.values[label_key], row.where)
+    except ValueError as error:
+        raise RowError(str(error)) from None
 
 
 def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:

@@ -33,6 +33,7 @@ from raypo.rewards.functions import (
     open_function,
     open_remote,
 )
+from raypo.rewards.labels import label_checks
 from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from raypo.rollout.batch_scoring import RewardSources, Scoring
@@ -114,15 +115,19 @@ class OnlineRun(Run[AnyOnline]):
         for key, path in config.own_functions.items():
             load_function(path, key=key)  # what is wrong with it ends the run here
         tokenizer = load_tokenizer(config.model.policy)
-        loaded = load_prompts(config.data, tokenizer)
+        checks = partial(label_checks, config, has_reward_fn=runtime.reward_fn is not None)
+        loaded = load_prompts(config.data, tokenizer, label_checks=checks("data.prompts"))
         notes = loaded.notes("data.prompts")
         per_step = config.rollout.prompts_per_step
         in_flight = config.rollout.in_flight if config.rollout.has_requests_in_flight else None
         notes += few_rows_notes(config.data, loaded.sizes, per_step)
         held_out: Sequence[Prompt] = []
         if config.eval.prompts:
-            section = config.data.model_copy(update={"prompts": config.eval.prompts})
-            of_eval = load_prompts(section, tokenizer, key="eval.prompts")
+            section, key = (
+                config.data.model_copy(update={"prompts": config.eval.prompts}),
+                "eval.prompts",
+            )
+            of_eval = load_prompts(section, tokenizer, key=key, label_checks=checks(key))
             held_out, notes = of_eval.prompts, notes + of_eval.notes("eval.prompts")
         limits = Limits.of(config.model.policy)
         limits.check_prompts(loaded.prompts, tokenizer, key="data.prompts")

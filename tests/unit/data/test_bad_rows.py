@@ -149,7 +149,9 @@ def test_a_response_that_the_template_refuses_is_its_rows_error(tmp_path, tokeni
     call = [ANSWER | {"tool_calls": [{"name": "f", "arguments": {}}]}]
     rows = [{"prompt": [*before, *CHAT], "response": each} for each in ("a", call, "b")]
     path = write(tmp_path / "a.jsonl", rows)
-    told = refused(load_examples, ResponsesSection.model_validate({"prompts": path}), tokenizer, END)
+    told = refused(
+        load_examples, ResponsesSection.model_validate({"prompts": path}), tokenizer, END
+    )
     assert told == (
         f"data.response_key (response): the tokenizer's chat template refuses {path}:2: no calls. "
         "Correct the messages."

@@ -234,7 +234,9 @@ def test_a_row_without_tools_has_none(tmp_path, tokenizer, kind):
     path = write(tmp_path / f"a.{kind}", [row, row | {"tools": [schema]}, row][kind == "parquet" :])
     values: dict[str, Any] = {"prompts": path, "tools_key": "tools"}
     assert peek(path, tools_key="tools")
-    texts = [each.text for each in load_prompts(section(path, tools_key="tools"), tokenizer).prompts]
+    texts = [
+        each.text for each in load_prompts(section(path, tools_key="tools"), tokenizer).prompts
+    ]
     assert [text.startswith("null") for text in texts] == [True, False, True][kind == "parquet" :]
     for more in ({}, {"messages_key": "chat"}):
         given = ResponsesSection.model_validate(values | more)
