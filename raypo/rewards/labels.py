@@ -31,9 +31,8 @@ def scorers_of(
     common = None
     if isinstance(config, OnlineConfig):
         common = None if has_reward_fn else config.reward.function
-        if (
-            config.rollout.is_episodic
-        ):  # episodes have their own scores, unless eval names a function
+        if config.rollout.is_episodic:
+            # Episodes have their own scores, unless eval names a function.
             trained, common = {}, None
 
     def scorer(source: PromptSource) -> str | None:

@@ -123,12 +123,10 @@ class OnlineRun(Run[AnyOnline]):
         notes += few_rows_notes(config.data, loaded.sizes, per_step)
         held_out: Sequence[Prompt] = []
         if config.eval.prompts:
-            section, key = (
-                config.data.model_copy(update={"prompts": config.eval.prompts}),
-                "eval.prompts",
-            )
+            key = "eval.prompts"
+            section = config.data.model_copy(update={"prompts": config.eval.prompts})
             of_eval = load_prompts(section, tokenizer, key=key, label_checks=checks(key))
-            held_out, notes = of_eval.prompts, notes + of_eval.notes("eval.prompts")
+            held_out, notes = of_eval.prompts, notes + of_eval.notes(key)
         limits = Limits.of(config.model.policy)
         limits.check_prompts(loaded.prompts, tokenizer, key="data.prompts")
         limits.check_prompts(held_out, tokenizer, key="eval.prompts")
