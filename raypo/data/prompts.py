@@ -107,14 +107,13 @@ def peek(
             num_rows = None
             continue
         bad = BadRows(section.on_error)
-        rows = with_tools_in_some(
-            islice(read_rows(source, key=key, bad=bad), PEEK_ROWS), source, section
-        )
+        whole = read_rows(source, key=key, bad=bad)
+        rows = with_tools_in_some(islice(whole, PEEK_ROWS), source, section)
         prepare = partial(prepared_row, source=source, section=section, response_keys=response_keys)
         if getattr(section, "messages_key", None):
             prepare = partial(prepared_conversation, source=source, section=section)
         seen = sum(1 for _ in bad.each(prepare, rows))
-        if not seen:
+        if not seen and next(whole, None) is None:
             bad.refuse_all(key)
         is_whole = seen + bad.count < PEEK_ROWS
         num_rows = num_rows + seen if num_rows is not None and is_whole else None

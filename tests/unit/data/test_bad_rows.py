@@ -80,6 +80,14 @@ def test_where_no_row_is_left_the_first_is_shown(tmp_path, tokenizer, line):
         assert refused(peek, str(path), on_error="drop") == told
 
 
+def test_the_first_rows_say_nothing_of_the_rest(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": 3}] * 1000 + [{"prompt": "a"}])
+    assert peek(path, on_error="drop") is None
+    assert len(load_prompts(section(path, on_error="drop"), tokenizer).prompts) == 1
+    path = write(tmp_path / "b.jsonl", [{"prompt": 3}] * 1000)
+    assert "none of its rows is left, and 1000 are bad" in refused(peek, path, on_error="drop")
+
+
 def test_a_column_that_no_row_has_is_the_configs_error(tmp_path, tokenizer):
     path = write(tmp_path / "a.jsonl", [{"promt": "a"}, {"promt": "b"}])
     told = refused(load_prompts, section(path, on_error="drop"), tokenizer)
