@@ -74,6 +74,31 @@ def test_a_chat_response_is_what_the_template_writes(tmp_path, tokenizer):
         assert text(tokenizer, example.response_ids) == "yo\n<eos>"
 
 
+def test_empty_responses_are_not_learned_but_counted(tmp_path, tokenizer):
+    rows = [{"prompt": "q", "response": each} for each in ("a", "", " \n", "<eos>")]
+    path = write(tmp_path / "a.jsonl", *rows)
+    loaded = load_examples(section_of(ResponsesSection, path), tokenizer, END)
+    assert (len(loaded.items), loaded.num_unusable) == (1, 3)
+    (told,) = loaded.notes("data.prompts")
+    assert told == ("3 of the 4 rows of data.prompts have equal or empty responses and are skipped")
+    path = write(tmp_path / "b.jsonl", *rows[1:])
+    with pytest.raises(ConfigError, match=r"3 rows have equal or empty .* Look at response\."):
+        load_examples(section_of(ResponsesSection, path), tokenizer, END)
+
+
+def test_empty_answers_of_conversations_are_not_learned_but_counted(tmp_path, tokenizer):
+    user = {"role": "user", "content": "hi"}
+    rows = [
+        {"chat": [user, {"role": "assistant", "content": answer}]} for answer in ("a", "", "<eos>")
+    ]
+    path = write(tmp_path / "a.jsonl", *rows)
+    loaded = load_examples(section_of(ResponsesSection, path, messages_key="chat"), tokenizer, END)
+    assert (len(loaded.items), loaded.num_unusable) == (1, 2)
+    path = write(tmp_path / "b.jsonl", *rows[1:])
+    with pytest.raises(ConfigError, match="2 conversations have empty answers only"):
+        load_examples(section_of(ResponsesSection, path, messages_key="chat"), tokenizer, END)
+
+
 def test_pairs_have_both_responses_and_their_margin(tmp_path, tokenizer):
     row = {"prompt": "q", "chosen": "good", "rejected": "no", "by": 3}
     path = write(tmp_path / "a.jsonl", row)
