@@ -112,7 +112,7 @@ def _load_conversations(
     def read(row: Row) -> tuple[Row, Example | None]:
         """Return the row, and None for the example if the assistant says nothing in it."""
         row = prepared_conversation(row, source, section)
-        answers = [m for m in row.values[section.messages_key][1:] if m["role"] == "assistant"]
+        answers = [m for m in row.values[str(section.messages_key)][1:] if m["role"] == "assistant"]
         is_empty = not any(says_more(m) or stops.bare(m["content"]).strip() for m in answers)
         return row, None if is_empty else conversation(row, section, tokenizer, stops)
 
