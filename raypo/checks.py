@@ -35,7 +35,7 @@ from raypo.config import (
 from raypo.config.base import RECORDED_BASE
 from raypo.custom.loader import check_class, check_function
 from raypo.data.mixing import repetition_note
-from raypo.data.prompts import peek
+from raypo.data.prompts import check_label, peek
 from raypo.data.rows import BadRows, is_data_set, read_rows
 from raypo.inputs import changes, inputs_of, recorded_inputs
 from raypo.models.model_files import config_of as model_config_of
@@ -44,6 +44,7 @@ from raypo.plan.estimate import max_model_len
 from raypo.plan.hardware import cpu_count
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.placement import place, served_roles, worker_bundles
+from raypo.rewards.labels import scorers_of
 from raypo.rewards.verifiers import LABEL_CHECKS
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.serving.vllm_arguments import check_extra
@@ -55,7 +56,7 @@ from raypo.tracking.sinks import check_installed
 Run = TypeVar("Run", bound=RecipeConfig)
 
 LABEL_ROWS = 20_000
-"""Rows of a source whose labels are checked before the start. Scoring checks the others."""
+"""Rows of a source whose labels are checked before the start. Loading checks the others."""
 
 
 def check_inputs(
@@ -89,12 +90,12 @@ def check_inputs(
     notes: list[str] = []
     if isinstance(config, OnlineConfig):
         _check_scoring(config, has_reward_fn=has_reward_fn)
-        _check_labels(config, None if has_reward_fn else config.reward.function)
+        _check_labels(config, has_reward_fn=has_reward_fn)
         note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
         notes += [note] if note else []
     elif isinstance(config, PolicyExamplesConfig):
         _check_own_functions(config, common=None)
-        _check_labels(config, None)
+        _check_labels(config)
     if isinstance(config, PPOConfig):
         notes += _seldom_meant(config)
     if on_this_machine:
@@ -181,7 +182,7 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
     _peek(config.data, "eval.prompts", config.eval.prompts)
     common = config.reward.function if isinstance(config, OnlineConfig) else None
     _check_own_functions(config, common=common)
-    _check_labels(config, common, only_held_out=True)
+    _check_labels(config, only_held_out=True)
 
 
 def check_evaluated(model: str) -> None:
@@ -358,27 +359,25 @@ def _check_own_functions(
 
 
 def _check_labels(
-    config: OnlineConfig | PolicyExamplesConfig, common: str | None, *, only_held_out: bool = False
+    config: OnlineConfig | PolicyExamplesConfig,
+    *,
+    has_reward_fn: bool = False,
+    only_held_out: bool = False,
 ) -> None:
-    """Refuse labels that a built-in reward function cannot read; they would stop the run later.
+    """Refuse labels that a built-in reward function cannot read, as `load_prompts` does later.
 
     Args:
         config: The whole run config.
-        common: Reward function of all sources without their own.
+        has_reward_fn: Whether a function was passed in Python; `reward.function` is unused then.
         only_held_out: Whether to skip `data.prompts`.
     """
-    trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
-    # Episodes of an environment or agent have their own scores, unless eval names a function.
-    plays = isinstance(config, OnlineConfig) and config.rollout.is_episodic
-    trained, common = ({}, None) if plays else (trained, common)
+    of_key = {"eval.prompts": config.eval.prompts or ()}
     if not only_held_out:
-        for source in config.data.prompts:
-            function = trained.get(source_name(source), common)
-            _check_labels_of(source, "data.prompts", config.data, function)
-    for source in config.eval.prompts or ():
-        name, otherwise = source_name(source), trained.get(source_name(source), common)
-        function = held_out.get(name, config.eval.function or otherwise)
-        _check_labels_of(source, "eval.prompts", config.data, function)
+        of_key = {"data.prompts": config.data.prompts} | of_key
+    for key, sources in of_key.items():
+        scorer = scorers_of(config, key, has_reward_fn=has_reward_fn)
+        for source in sources:
+            _check_labels_of(source, key, config.data, scorer(source))
 
 
 def _check_labels_of(
@@ -392,15 +391,12 @@ def _check_labels_of(
             f"data.label_key (None): {function} compares the responses to {key} with labels. Set "
             "data.label_key to the column of the answers."
         )
-    if is_data_set(source):  # reading it needs the library `datasets`
+    # Reading a data set needs the library `datasets`; which rows to drop is found at loading.
+    if is_data_set(source) or data.on_error == "drop":
         return
-    bad = BadRows(data.on_error)
-    for row in islice(read_rows(source, key=key, bad=bad), LABEL_ROWS):
+    for row in islice(read_rows(source, key=key), LABEL_ROWS):
         if label_key in row.values:
-            try:
-                check(row.values[label_key], row.where)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+            check_label(check, row, label_key)
 
 
 def _require_functions(

@@ -97,7 +97,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = json.loads(arguments.strip() or "{}")
     if not isinstance(arguments, Mapping) or not isinstance(function["name"], str):
         raise TypeError("a name is a text, arguments are an object")
     # Fixed key order, because Arrow keeps the order of the first row that it saw.
@@ -135,8 +135,13 @@ def answered(messages: Sequence[Message], response: Message) -> list[Message]:
     return [*before, {**begun, **response, "content": begun["content"] + response["content"]}]
 
 
-def check_roles(tokenizer: Any, messages: Sequence[Message]) -> None:
-    """Reject roles that the chat template does not name; most templates print or drop any role.
+def check_roles(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None
+) -> None:
+    """Reject roles that the model was not trained on; many templates print any role.
+
+    A role counts as known if the template names it, or if it renders the message and the tokenizer
+    has a special token with the role's name, like GLM-4's `<|observation|>`.
 
     Raises:
         MessageError: a role is unknown. The error names the message by its index.
@@ -145,11 +150,69 @@ def check_roles(tokenizer: Any, messages: Sequence[Message]) -> None:
     template = " ".join(written.values()) if isinstance(written, dict) else str(written)
     for place, message in enumerate(messages):
         role = message["role"]
-        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+        if role in ROLES or f"'{role}'" in template or f'"{role}"' in template:
+            continue
+        is_special = any(role in str(token) for token in tokenizer.added_tokens_encoder)
+        marked = [*messages[:place], message | {"content": _MARK}, *messages[place + 1 :]]
+        if not is_special or _MARK not in _written(tokenizer, marked, tools):
             raise MessageError(
                 f"messages.{place}.role: the template knows no role {role!r}. Roles are "
                 f"{', '.join(sorted(ROLES))}"
             )
+
+
+def as_read(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None
+) -> list[Message]:
+    """Return messages with the arguments of tool calls in the form that the template reads.
+
+    These are objects; JSON text if the template refuses objects and takes text, as DeepSeek's does,
+    which writes them behind other text. Each template is tried until one form is rendered.
+    """
+    if not any(message.get("tool_calls") for message in messages):
+        return list(messages)
+    template = tokenizer.get_chat_template(tools=tools)
+    if template not in _READS_TEXT:
+        forms = {False: list(messages), True: _with_arguments_as_text(messages)}
+        is_text = next((each for each in forms if _renders(tokenizer, forms[each], tools)), None)
+        if is_text is None:  # the caller's own rendering tells what is wrong
+            return list(messages)
+        _READS_TEXT[template] = is_text
+    return _with_arguments_as_text(messages) if _READS_TEXT[template] else list(messages)
+
+
+_MARK = "raypo-content"
+"""Placeholder for the content of a message, to see whether the template renders it."""
+_READS_TEXT: dict[str, bool] = {}
+"""Maps a chat template to whether it reads arguments of tool calls as JSON text."""
+
+
+def _with_arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+    def call(each: dict[str, Any]) -> dict[str, Any]:
+        function = each["function"]
+        arguments = function.get("arguments", {})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return each | {"function": function | {"arguments": arguments}}
+
+    return [
+        message | {"tool_calls": [call(each) for each in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _renders(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
+    try:
+        _written(tokenizer, messages, tools)
+    except Exception:  # templates can raise anything
+        return False
+    return True
+
+
+def _written(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
+    return tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False)
 
 
 def render(
@@ -171,7 +234,8 @@ def render(
         Exception: any error that the template itself raises.
     """
     tools = None if tools is None else list(tools)
-    check_roles(tokenizer, messages)
+    messages = as_read(tokenizer, messages, tools)
+    check_roles(tokenizer, messages, tools)
     continues = prompting and is_prefilled(messages)
     if continues and (says_more(messages[-1]) or not messages[-1]["content"]):
         raise MessageError(
@@ -180,7 +244,7 @@ def render(
             "follow"
         )
     text = tokenizer.apply_chat_template(
-        list(messages),
+        messages,
         tools=tools,
         add_generation_prompt=prompting and not continues,
         continue_final_message=continues,

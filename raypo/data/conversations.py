@@ -10,7 +10,7 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypo.config import ConfigError, ResponsesSection
-from raypo.data.chat_messages import check_roles, render
+from raypo.data.chat_messages import as_read, check_roles, render
 from raypo.data.prompts import template_error, tools_of
 from raypo.data.rows import Row, RowError
 from raypo.data.stop_tokens import Run, StopTokens, ids_behind
@@ -68,13 +68,14 @@ def conversation(
     template = tokenizer.get_chat_template(tools=tools)
     read = _marked if _MARKS_ASSISTANT.search(template) else _by_prefixes
     try:
-        check_roles(tokenizer, messages)
+        messages = as_read(tokenizer, messages, tools)
+        check_roles(tokenizer, messages, tools)
         found = read(messages, tokenizer, tools)
         last = max(at for at, each in enumerate(messages) if each["role"] == "assistant")
         learns = found and stops.learned(*_tokenised(found, tokenizer), messages[: last + 1])
     except Exception as error:  # templates can raise anything
         key = "data.messages_key"
-        raise template_error(row, key, column, section, tokenizer, error) from error
+        raise template_error(row, key, column, messages, section, tokenizer, error) from error
     if learns is None:
         raise _refused(
             row,

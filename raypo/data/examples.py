@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -25,6 +26,7 @@ from raypo.data.prompts import (
     tokenised,
     tools_of,
     with_columns,
+    with_tools_in_some,
 )
 from raypo.data.rows import BadRows, Row, RowError, read_rows
 from raypo.data.stop_tokens import StopTokens, ids_behind
@@ -46,7 +48,7 @@ class LoadedExamples(Generic[Item]):
     num_skipped: int
     """Rows skipped because their prompt or a response is too long."""
     num_unusable: int = 0
-    """Pairs skipped because their responses are equal, or one of them is empty."""
+    """Rows skipped because a response is empty, or both of a pair are equal."""
     bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
 
     def notes(self, key: str) -> list[str]:
@@ -87,8 +89,9 @@ def load_examples(
     if section.messages_key is not None:
         return _load_conversations(section, tokenizer, StopTokens(tokenizer, stop_token_ids), key)
 
-    def build(row: Row, prompt: list[int], responses: list[_Response]) -> Example:
-        return Example(np.asarray(prompt, np.int32), responses[0].ids)
+    def build(row: Row, prompt: list[int], responses: list[_Response]) -> Example | None:
+        (response,) = responses
+        return None if response.is_empty else Example(np.asarray(prompt, np.int32), response.ids)
 
     columns = {"data.response_key": section.response_key}
     return _load(section, tokenizer, stop_token_ids, columns, build, key)
@@ -103,15 +106,22 @@ def _load_conversations(
     longest = section.max_prompt_tokens + section.max_response_tokens
     items: list[Example] = []
     sizes: list[int] = []
-    num_skipped = 0
+    num_skipped = num_unusable = 0
     bad = BadRows(section.on_error)
 
-    def read(row: Row) -> tuple[Row, Example]:
+    def read(row: Row) -> tuple[Row, Example | None]:
+        """Return the row, and None for the example if the assistant says nothing in it."""
         row = prepared_conversation(row, source, section)
-        return row, conversation(row, section, tokenizer, stops)
+        answers = [m for m in row.values[str(section.messages_key)][1:] if m["role"] == "assistant"]
+        is_empty = not any(says_more(m) or stops.bare(m["content"]).strip() for m in answers)
+        return row, None if is_empty else conversation(row, section, tokenizer, stops)
 
     for source in section.prompts:
-        for row, item in bad.each(read, read_rows(source, key=key, bad=bad)):
+        rows = with_tools_in_some(read_rows(source, key=key, bad=bad), source, section)
+        for row, item in bad.each(read, rows):
+            if item is None:
+                num_unusable += 1
+                continue
             if item.num_tokens <= longest:
                 items.append(item)
                 continue
@@ -124,6 +134,12 @@ def _load_conversations(
                     f"{item.num_tokens - section.max_prompt_tokens}, or data.too_long to skip."
                 )
         sizes.append(len(items) - sum(sizes))
+    if not items and num_unusable:
+        raise ConfigError(
+            f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} conversations have "
+            "empty answers only and no other is left, so there is nothing to learn. Look at "
+            f"{section.messages_key}."
+        )
     if not items and not num_skipped:
         bad.refuse_all(key)
     if not items:
@@ -132,7 +148,7 @@ def _load_conversations(
             f"more than {longest} tokens (data.max_prompt_tokens + data.max_response_tokens). "
             f"Raise them."
         )
-    return LoadedExamples(items, tuple(sizes), num_skipped, bad=bad)
+    return LoadedExamples(items, tuple(sizes), num_skipped, num_unusable, bad)
 
 
 def load_pairs(
@@ -226,6 +242,10 @@ def _with_others(rows: Sequence[_Judged], key: str) -> list[Verdict]:
     return [Verdict(*row, rows[other][1]) for row, other in zip(rows, others, strict=True)]
 
 
+_TAG = re.compile(r"<[^>]*>?")
+"""The tag that a generation prompt opens a block with."""
+
+
 class _Response(NamedTuple):
     """A tokenised response."""
 
@@ -277,7 +297,8 @@ def _load(
         return all(fits), build(row, prompt, responses) if all(fits) else None
 
     for source in section.prompts:
-        rows = bad.each(prepare, read_rows(source, key=key, bad=bad))
+        rows = with_tools_in_some(read_rows(source, key=key, bad=bad), source, section)
+        rows = bad.each(prepare, rows)
         for chunk in tokenised(rows, section, tokenizer, bad):
             responded = _with_responses(chunk, response_keys, section, stops, bad)
             for fits, item in bad.each(built, responded):
@@ -305,8 +326,8 @@ def _nothing_left(
     if num_unusable:
         return ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} rows have equal or "
-            "empty responses and no other row is left, so there is nothing to compare. Look at "
-            f"the columns {' and '.join(response_keys.values())}."
+            "empty responses and no other row is left, so there is nothing to learn. Look at "
+            f"{' and '.join(response_keys.values())}."
         )
     if not num_skipped:
         bad.refuse_all(key)
@@ -374,12 +395,13 @@ def _written(
                 "only a chat template writes, and a text as prompt. Write the prompt as chat "
                 "messages."
             )
-        return _Written(message["content"], stops.default, is_empty)
+        text = bare["content"] + stops.end_of(message["content"])
+        return _Written(text, stops.default, is_empty)
     said = answered(messages, bare)
     try:
         whole = render(tokenizer, said, tools=tools_of(row, section))
     except Exception as error:  # templates can raise anything
-        raise template_error(row, config_key, column, section, tokenizer, error) from error
+        raise template_error(row, config_key, column, said, section, tokenizer, error) from error
     if whole.startswith(prompt):
         return _Written(whole.removeprefix(prompt), stops.after(said), is_empty)
     # Some generation prompts open a block that the template omits from messages, like <think>.
@@ -395,7 +417,7 @@ def _written(
     mark = opened.strip()
     if content.lstrip().startswith(mark):
         content = content.lstrip().removeprefix(mark).lstrip("\n")
-    elif mark.startswith("<") and mark.replace("<", "</", 1) not in content:
+    elif (tag := _TAG.match(mark)) and tag[0].replace("<", "</", 1) not in mark + content:
         raise RowError(
             f"{config_key} ({column}): {row.where} has a response that neither repeats nor closes "
             f"{mark}, which the template's generation prompt opens: it would be learned as what "

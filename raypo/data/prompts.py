@@ -52,6 +52,9 @@ _LOOKS_LIKE_CHAT = re.compile(
 CHUNK = 1024
 """Number of rows tokenised in one call."""
 
+LabelCheck = Callable[[Any, str], Any]
+"""Takes a label and its location, and raises ValueError for a label that cannot be scored."""
+
 Tokenised = tuple[Row, str, list[int]]
 """A row, its prompt as text, and its prompt as token ids."""
 
@@ -106,12 +109,13 @@ def peek(
             num_rows = None
             continue
         bad = BadRows(section.on_error)
-        rows = islice(read_rows(source, key=key, bad=bad), PEEK_ROWS)
+        whole = read_rows(source, key=key, bad=bad)
+        rows = with_tools_in_some(islice(whole, PEEK_ROWS), source, section)
         prepare = partial(prepared_row, source=source, section=section, response_keys=response_keys)
         if getattr(section, "messages_key", None):
             prepare = partial(prepared_conversation, source=source, section=section)
         seen = sum(1 for _ in bad.each(prepare, rows))
-        if not seen:
+        if not seen and next(whole, None) is None:
             bad.refuse_all(key)
         is_whole = seen + bad.count < PEEK_ROWS
         num_rows = num_rows + seen if num_rows is not None and is_whole else None
@@ -119,7 +123,11 @@ def peek(
 
 
 def load_prompts(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, key: str = "data.prompts"
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    key: str = "data.prompts",
+    label_checks: Callable[[PromptSource], LabelCheck | None] | None = None,
 ) -> LoadedPrompts:
     """Read and tokenise prompts.
 
@@ -134,10 +142,11 @@ def load_prompts(
         section: The sources, their columns and the length limit.
         tokenizer: The policy's Hugging Face tokenizer.
         key: The config key of the sources, for error messages.
+        label_checks: Returns the check of a source's labels, or None.
 
     Raises:
-        ConfigError: a row fails the checks of `peek`, a prompt has no tokens, a prompt is too long
-            and `data.too_long` is `error`, or no prompt is left.
+        ConfigError: a row fails the checks of `peek` or of its label, a prompt has no tokens, a
+            prompt is too long and `data.too_long` is `error`, or no prompt is left.
     """
     parts: list[tuple[Sequence[Any], Callable[[Any], Prompt]]] = []
     num_rows = num_skipped = shortest = 0
@@ -157,7 +166,8 @@ def load_prompts(
                 yield row
 
         rows = read_rows(source, key=key, bad=bad) if on_disk is None else on_disk
-        for row, prompt in read(counted(rows), bad):
+        rows = counted(with_tools_in_some(rows, source, section))
+        for row, prompt in read(rows, bad, label_checks and label_checks(source)):
             length = len(prompt.token_ids)
             if not is_short("prompt", row, length, section):
                 num_skipped += 1
@@ -191,9 +201,17 @@ def _prompts(
     first: int,
     rows: Iterable[Row],
     bad: BadRows,
+    label_check: LabelCheck | None = None,
 ) -> Iterator[tuple[Row, Prompt]]:
     """Yield the prompts of a source's rows; `first` is the index of its first row."""
-    prepared = bad.each(partial(prepared_row, source=source, section=section), rows)
+
+    def prepare(row: Row) -> Row:
+        row = prepared_row(row, source, section)
+        if label_check and section.label_key:
+            check_label(label_check, row, section.label_key)
+        return row
+
+    prepared = bad.each(prepare, rows)
     for row, text, token_ids in chain.from_iterable(tokenised(prepared, section, tokenizer, bad)):
         given = row.values[section.prompt_key]
         yield (
@@ -250,7 +268,7 @@ def prepared_row(
     columns = {"data.prompt_key": section.prompt_key, **responses}
     if section.label_key:
         columns["data.label_key"] = section.label_key
-    row = with_columns(row, source, columns | _tools_column(section))
+    row = with_columns(row, source, columns | _tools_column(row, section))
     name = section.prompt_key
     value = row.values[name]
     if is_chat(value):
@@ -267,6 +285,18 @@ def prepared_row(
     return _with_system_prompt(row, "data.prompt_key", name, section.system_prompt)
 
 
+def check_label(check: LabelCheck, row: Row, label_key: str) -> None:
+    """Check the label of a row.
+
+    Raises:
+        RowError: the check refuses it.
+    """
+    try:
+        check(row.values[label_key], row.where)
+    except ValueError as error:
+        raise RowError(str(error)) from None
+
+
 def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:
     """Check and normalise a row's conversation, and add the system prompt.
 
@@ -274,7 +304,7 @@ def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:
         RowError: the row has no conversation with an answer of the assistant.
     """
     key, column = "data.messages_key", section.messages_key
-    row = with_columns(row, source, {key: column} | _tools_column(section))
+    row = with_columns(row, source, {key: column} | _tools_column(row, section))
     messages = row.values[column]
     if not is_chat(messages) or all(each["role"] != "assistant" for each in messages[1:]):
         raise RowError(
@@ -286,8 +316,36 @@ def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:
     return _with_system_prompt(row, key, column, section.system_prompt)
 
 
-def _tools_column(section: DataSection) -> dict[str, str]:
-    return {"data.tools_key": section.tools_key} if section.tools_key else {}
+def _tools_column(row: Row, section: DataSection) -> dict[str, str]:
+    """Return config key -> column of the tools, if the row has it; a row without it has none."""
+    name = section.tools_key
+    return {"data.tools_key": name} if name is not None and name in row.values else {}
+
+
+def with_tools_in_some(
+    rows: Iterable[Row], source: PromptSource, section: DataSection
+) -> Iterator[Row]:
+    """Yield the rows of a source, in which some may lack the column of the tools.
+
+    Raises:
+        ConfigError: all of them lack it.
+    """
+    name, row = section.tools_key, None
+    is_there = name is None
+    for row in rows:
+        is_there = is_there or name in row.values
+        yield row
+    if row is not None and not is_there:
+        raise _no_column(row, source, "data.tools_key", str(name))
+
+
+def _no_column(row: Row, source: PromptSource, config_key: str, name: str) -> ConfigError:
+    there = ", ".join(row.values) or "none"
+    near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
+    return ConfigError(
+        f"{config_key} ({name}): {source} has no such column, it has {there}. "
+        f"Set {config_key} to {near[0] if near else 'one of them'}."
+    )
 
 
 def _replaced(row: Row, column: str, value: Any) -> Row:
@@ -328,7 +386,7 @@ def _with_tools(row: Row, config_key: str, column: str, section: DataSection) ->
     name = section.tools_key
     if name is None:
         return row
-    tools = row.values[name]
+    tools = row.values.get(name)
     where = f"data.tools_key ({name}): {row.where} has "
     if isinstance(tools, str):
         try:
@@ -364,16 +422,12 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
         if name in row.values:
             _refuse_surrogates(row, config_key, name)
             continue
+        if not row.number:
+            raise _no_column(row, source, config_key, name)
         there = ", ".join(row.values) or "none"
-        if row.number:
-            raise RowError(
-                f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
-                "Correct the row or remove it."
-            )
-        near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
-        raise ConfigError(
-            f"{config_key} ({name}): {source} has no such column, it has {there}. "
-            f"Set {config_key} to {near[0] if near else 'one of them'}."
+        raise RowError(
+            f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
+            "Correct the row or remove it."
         )
     read = {
         name: _chat_of_text(row, config_key, name)
@@ -448,7 +502,8 @@ def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBa
     try:
         return render(tokenizer, value, prompting=True, tools=tools_of(row, section))
     except Exception as error:  # templates can raise anything
-        raise template_error(row, "data.prompt_key", column, section, tokenizer, error) from error
+        key = "data.prompt_key"
+        raise template_error(row, key, column, value, section, tokenizer, error) from error
 
 
 def tools_of(row: Row, section: DataSection) -> list[dict[str, Any]] | None:
@@ -460,15 +515,16 @@ def template_error(
     row: Row,
     config_key: str,
     column: str,
+    messages: Sequence[Message],
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     error: Exception,
 ) -> ConfigError:
-    """Return the error for a row that the template rejects, possibly for its system message."""
-    messages = row.values[column]
+    """Return the error for a row whose messages the template rejects, possibly for the first."""
     if messages[0]["role"] == "system" and len(messages) > 1:
+        prompting = config_key == "data.prompt_key"
         try:
-            render(tokenizer, messages[1:], prompting=config_key == "data.prompt_key")
+            render(tokenizer, messages[1:], prompting=prompting, tools=tools_of(row, section))
         except Exception:  # fails without the system message too
             pass
         else:

@@ -46,11 +46,15 @@ class StopTokens:
         return next((text for text in self.texts if any(text in each for each in strings)), None)
 
     def bare(self, text: str) -> str:
-        """Return a text without the stop token at its end, if it has one."""
-        for end in self.texts:
-            if text.endswith(end):
-                return text.removesuffix(end)
+        """Return a text without the stop tokens at its end, and the white space behind them."""
+        while end := next((each for each in self.texts if text.rstrip().endswith(each)), None):
+            text = text.rstrip().removesuffix(end)
         return text
+
+    def end_of(self, text: str) -> str:
+        """Return the first of the stop tokens at the end of a text; empty if there is none."""
+        behind = text[len(self.bare(text)) :]
+        return next((each for each in self.texts if behind.startswith(each)), "")
 
     def ended(self, ids: Sequence[int], default: int) -> np.ndarray:
         """Return ids up to and including the first stop token, or with the default appended."""

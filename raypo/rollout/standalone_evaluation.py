@@ -22,6 +22,7 @@ from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.pending import Done
 from raypo.plan.estimate import max_model_len
 from raypo.rewards.functions import evaluation_function, open_function
+from raypo.rewards.labels import label_checks
 from raypo.rollout.batch_scoring import RewardSources
 from raypo.rollout.collect import Sampling
 from raypo.rollout.episodes import open_episodes
@@ -68,10 +69,11 @@ def evaluate_model(
         )
     tokenizer = load_tokenizer(model)
     all_sources = [str(path) for path in paths]
+    checks = label_checks(config, "eval.prompts")
     prompts = {}
     for path in paths:
         section = config.data.model_copy(update={"prompts": (path,)})
-        loaded = load_prompts(section, tokenizer, key="eval.prompts")
+        loaded = load_prompts(section, tokenizer, key="eval.prompts", label_checks=checks)
         for note in loaded.notes("eval.prompts"):
             tell(note)
         is_unique = all_sources.count(str(path)) == 1

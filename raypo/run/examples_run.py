@@ -24,6 +24,7 @@ from raypo.learner.trained_model import in_shares
 from raypo.metrics.clock import Clock
 from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function
+from raypo.rewards.labels import label_checks
 from raypo.rollout.collect import Sampling
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.sharding import balanced_shares
@@ -194,9 +195,13 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
         self.held_out_prompts: Sequence[Prompt] = []
         if config.needs_engine:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
-            loaded = load_prompts(section, self.tokenizer, key="eval.prompts")
+            key = "eval.prompts"
+            checks = label_checks(config, key)
+            loaded = load_prompts(section, self.tokenizer, key=key, label_checks=checks)
+            for note in loaded.notes(key):
+                self.tell.message(note)
             limits = Limits.of(config.model.policy)
-            limits.check([[loaded.highest]], self.tokenizer, key="eval.prompts")
+            limits.check([[loaded.highest]], self.tokenizer, key=key)
             self.held_out_prompts = loaded.prompts
         self.eval_function = evaluation_function(config.eval, None)
         self.sampling = Sampling.of(

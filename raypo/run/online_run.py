@@ -38,6 +38,7 @@ from raypo.rewards.functions import (
     open_function,
     open_remote,
 )
+from raypo.rewards.labels import label_checks
 from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.async_rollouts import AsyncRollouts, SyncRollouts
 from raypo.rollout.batch_scoring import RewardSources, Scoring
@@ -120,7 +121,8 @@ class OnlineRun(Run[AnyOnline]):
             load_function(path, key=key)  # fail early: a bad function ends the run here
         tokenizer = load_tokenizer(config.model.policy)
         limits = Limits.of(config.model.policy)
-        loaded = load_prompts(config.data, tokenizer)
+        checks = partial(label_checks, config, has_reward_fn=runtime.reward_fn is not None)
+        loaded = load_prompts(config.data, tokenizer, label_checks=checks("data.prompts"))
         limits.check([[loaded.highest]], tokenizer, key="data.prompts")
         notes = loaded.notes("data.prompts")
         per_step = config.rollout.prompts_per_step
@@ -128,10 +130,11 @@ class OnlineRun(Run[AnyOnline]):
         notes += few_rows_notes(config.data, loaded.sizes, per_step)
         held_out: Sequence[Prompt] = []
         if config.eval.prompts:
+            key = "eval.prompts"
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
-            of_eval = load_prompts(section, tokenizer, key="eval.prompts")
-            limits.check([[of_eval.highest]], tokenizer, key="eval.prompts")
-            held_out, notes = of_eval.prompts, notes + of_eval.notes("eval.prompts")
+            of_eval = load_prompts(section, tokenizer, key=key, label_checks=checks(key))
+            limits.check([[of_eval.highest]], tokenizer, key=key)
+            held_out, notes = of_eval.prompts, notes + of_eval.notes(key)
         for note in notes:
             tell.message(note)
         stop = stop_token_ids(config.model.policy, tokenizer)

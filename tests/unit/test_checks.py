@@ -70,6 +70,12 @@ def test_a_label_that_the_verifier_cannot_read_is_refused_with_its_line(values: 
     assert text.startswith("data.label_key: ")
 
 
+def test_labels_are_left_to_loading_where_bad_rows_are_dropped(values: dict):
+    values = with_labels(values, "2", "x^2")
+    values["data"]["on_error"] = "drop"
+    check_inputs(PPOConfig.parse(values))
+
+
 def test_labels_that_the_verifier_reads_pass(values: dict):
     check_inputs(PPOConfig.parse(with_labels(values, "2", 2, "#### 1,000", r"\boxed{\frac12}")))
     check_inputs(PPOConfig.parse(with_labels(values, "any text", function="exact_match")))

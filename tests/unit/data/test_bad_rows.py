@@ -31,7 +31,9 @@ BAD_LINES = {
 
 @pytest.fixture(autouse=True)
 def template(tokenizer):
-    tokenizer.chat_template = CHAT_TEMPLATE
+    known = "{% for message in messages if message.role in ['system', 'user', 'assistant'] %}"
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{% for message in messages %}", known)
+    assert known in tokenizer.chat_template
 
 
 @pytest.mark.parametrize("bad", BAD_LINES)
@@ -78,6 +80,14 @@ def test_where_no_row_is_left_the_first_is_shown(tmp_path, tokenizer, line):
     assert f"{path}:1" in told
     if line != '{"prompt": ""}':
         assert refused(peek, str(path), on_error="drop") == told
+
+
+def test_the_first_rows_say_nothing_of_the_rest(tmp_path, tokenizer):
+    path = write(tmp_path / "a.jsonl", [{"prompt": 3}] * 1000 + [{"prompt": "a"}])
+    assert peek(path, on_error="drop") is None
+    assert len(load_prompts(section(path, on_error="drop"), tokenizer).prompts) == 1
+    path = write(tmp_path / "b.jsonl", [{"prompt": 3}] * 1000)
+    assert "none of its rows is left, and 1000 are bad" in refused(peek, path, on_error="drop")
 
 
 def test_a_column_that_no_row_has_is_the_configs_error(tmp_path, tokenizer):
@@ -138,6 +148,27 @@ def test_rows_to_learn_from_are_refused_or_dropped(
     assert (len(loaded.items), loaded.num_skipped, loaded.num_unusable) == (2, 0, 0)
     (note,) = loaded.notes("eval.prompts")
     assert note.endswith(told)
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be brief."}]])
+def test_a_response_that_the_template_refuses_is_its_rows_error(tmp_path, tokenizer, before):
+    tokenizer.chat_template = (
+        "{% for m in messages if m.tool_calls %}{{ raise_exception('no calls') }}{% endfor %}"
+        + CHAT_TEMPLATE
+    )
+    call = [ANSWER | {"tool_calls": [{"name": "f", "arguments": {}}]}]
+    rows = [{"prompt": [*before, *CHAT], "response": each} for each in ("a", call, "b")]
+    path = write(tmp_path / "a.jsonl", rows)
+    told = refused(
+        load_examples, ResponsesSection.model_validate({"prompts": path}), tokenizer, END
+    )
+    assert told == (
+        f"data.response_key (response): the tokenizer's chat template refuses {path}:2: no calls. "
+        "Correct the messages."
+    )
+    dropping = ResponsesSection.model_validate({"prompts": path, "on_error": "drop"})
+    loaded = load_examples(dropping, tokenizer, END)
+    assert (len(loaded.items), loaded.bad.count) == (2, 1)
 
 
 def test_an_end_inside_a_pair_does_not_make_its_responses_equal(tmp_path, tokenizer):

@@ -81,6 +81,16 @@ def test_a_thought_that_the_prompt_opens_is_not_opened_again(tmp_path, tokenizer
     assert tokenizer.decode(pair.rejected_ids) == "no<eos>"
 
 
+def test_a_thought_that_the_prompt_opens_and_closes_is_followed_by_an_answer(tmp_path, tokenizer):
+    tokenizer.chat_template = THINKS.replace("<think>\n{%", "<think>\n\n</think>\n\n{%")
+    assert tokenizer.chat_template != THINKS
+    path = write(tmp_path / "a.jsonl", [{"prompt": CHAT, "response": "It is 4."}])
+    values = ResponsesSection.model_validate({"prompts": path})
+    (example,) = load_examples(values, tokenizer, (2,)).items
+    assert tokenizer.decode(example.prompt_ids).endswith("<think>\n\n</think>\n\n")
+    assert tokenizer.decode(example.response_ids) == "It is 4.<eos>"
+
+
 def test_an_answer_is_not_learned_as_a_thought(tmp_path, tokenizer):
     tokenizer.chat_template = THINKS
     path = write(tmp_path / "a.jsonl", [{"prompt": CHAT, "response": "yes"}])

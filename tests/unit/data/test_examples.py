@@ -48,6 +48,22 @@ def test_an_end_that_is_there_is_not_doubled(tmp_path, tokenizer):
     assert text(tokenizer, example.response_ids) == "b<eos>"
 
 
+@pytest.mark.parametrize("behind", ["<eos>\n", "<eos><pad>", "<eos>\n<pad> <eos>\n\n"])
+def test_white_space_and_further_ends_behind_the_end_are_left_out(tmp_path, tokenizer, behind):
+    """As `apply_chat_template` writes answers."""
+    chat, answer = [{"role": "user", "content": "hi"}], f"a {behind}"
+    said = [*chat, {"role": "assistant", "content": answer}]
+    rows = [{"prompt": each, "response": answer, "chat": said} for each in ("q", chat)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    ends = (tokenizer.convert_tokens_to_ids("<pad>"), *END)
+    plain, of_chat = load_examples(section_of(ResponsesSection, path), tokenizer, ends).items
+    assert text(tokenizer, plain.response_ids) == "a <eos>"
+    assert text(tokenizer, of_chat.response_ids) == "a \n<eos>"
+    values = section_of(ResponsesSection, path, messages_key="chat")
+    whole, _ = load_examples(values, tokenizer, ends).items
+    assert text(tokenizer, whole.response_ids) == "a \n<eos>"
+
+
 def test_a_chat_response_is_what_the_template_writes(tmp_path, tokenizer):
     messages = [{"role": "user", "content": "hi"}]
     answers = ["yo", [{"role": "assistant", "content": "yo"}]]
@@ -56,6 +72,31 @@ def test_a_chat_response_is_what_the_template_writes(tmp_path, tokenizer):
     for example in load_examples(section_of(ResponsesSection, path), tokenizer, END).items:
         assert text(tokenizer, example.prompt_ids) == "user: hi\nassistant: "
         assert text(tokenizer, example.response_ids) == "yo\n<eos>"
+
+
+def test_empty_responses_are_not_learned_but_counted(tmp_path, tokenizer):
+    rows = [{"prompt": "q", "response": each} for each in ("a", "", " \n", "<eos>")]
+    path = write(tmp_path / "a.jsonl", *rows)
+    loaded = load_examples(section_of(ResponsesSection, path), tokenizer, END)
+    assert (len(loaded.items), loaded.num_unusable) == (1, 3)
+    (told,) = loaded.notes("data.prompts")
+    assert told == ("3 of the 4 rows of data.prompts have equal or empty responses and are skipped")
+    path = write(tmp_path / "b.jsonl", *rows[1:])
+    with pytest.raises(ConfigError, match=r"3 rows have equal or empty .* Look at response\."):
+        load_examples(section_of(ResponsesSection, path), tokenizer, END)
+
+
+def test_empty_answers_of_conversations_are_not_learned_but_counted(tmp_path, tokenizer):
+    user = {"role": "user", "content": "hi"}
+    rows = [
+        {"chat": [user, {"role": "assistant", "content": answer}]} for answer in ("a", "", "<eos>")
+    ]
+    path = write(tmp_path / "a.jsonl", *rows)
+    loaded = load_examples(section_of(ResponsesSection, path, messages_key="chat"), tokenizer, END)
+    assert (len(loaded.items), loaded.num_unusable) == (1, 2)
+    path = write(tmp_path / "b.jsonl", *rows[1:])
+    with pytest.raises(ConfigError, match="2 conversations have empty answers only"):
+        load_examples(section_of(ResponsesSection, path, messages_key="chat"), tokenizer, END)
 
 
 def test_pairs_have_both_responses_and_their_margin(tmp_path, tokenizer):

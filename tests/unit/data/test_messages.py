@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from raypo.config import ConfigError, ResponsesSection
@@ -13,7 +14,7 @@ from raypo.data.prompts import load_prompts
 from raypo.data.turns import TurnTokens
 from raypo.endpoint.protocol import RequestError, template_messages
 from tests.tiny import tiny_tokenizer
-from tests.unit.data.prompt_files import CHAT, refused, section, write
+from tests.unit.data.prompt_files import CHAT, peek, refused, section, write
 
 END = (2,)
 ANSWER = {"role": "assistant", "content": "yo"}
@@ -129,7 +130,10 @@ def test_parts_of_text_are_read_as_the_text_they_are(tmp_path, tokenizer):
 
 
 @pytest.mark.parametrize("role", ["human", "gpt", "User"])
-def test_a_role_that_the_template_does_not_name_is_refused(tmp_path, tokenizer, role):
+def test_a_role_that_the_template_ignores_is_refused(tmp_path, tokenizer, role):
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role in ['user', 'assistant'] %}"
+    )
     path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": role, "content": "hi"}]}])
     told = refused(load_prompts, section(path), tokenizer)
     assert f"refuses {path}:1: messages.0.role: the template knows no role '{role}'." in told
@@ -144,6 +148,58 @@ def test_a_role_that_the_template_names_is_its_own(tokenizer):
         "{% for m in messages %}{% if m.role == 'critic' %}!{% endif %}{{ m.content }}{% endfor %}"
     )
     assert render(tokenizer, [{"role": "critic", "content": "no"}]) == "!no"
+
+
+def test_a_role_that_the_template_prints_as_any_is_its_own(tmp_path, tokenizer):
+    """As GLM-4's does with `observation`."""
+    tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    seen = {"role": "observation", "content": ""}
+    assert render(tokenizer, [*CHAT, seen]) == "<|user|>hi<|observation|>"
+    path = write(tmp_path / "a.jsonl", [{"chat": [*CHAT, seen, ANSWER]}])
+    values = ResponsesSection.model_validate({"prompts": path, "messages_key": "chat"})
+    assert len(load_examples(values, tokenizer, END).items) == 1
+
+
+# Arguments of calls as text
+
+AS_TEXT = (  # as DeepSeek's
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + '\\n' + c.function.arguments }}{% endfor %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{"at": "Gründau"}, '{"at": "Gründau"}', "", {}])
+def test_arguments_are_text_for_a_template_that_refuses_objects(tmp_path, tokenizer, arguments):
+    objects = AS_TEXT.replace("+ c.function.arguments", "~ (c.function.arguments | tojson)")
+    called = [ANSWER | {"tool_calls": [{"name": "f", "arguments": arguments}]}]
+    found = {"role": "tool", "content": "7"}
+    row = {
+        "prompt": [*CHAT, *called, found],
+        "response": called,
+        "chat": [*CHAT, *called, found, ANSWER],
+    }
+    path = write(tmp_path / "a.jsonl", [row])
+    texts = []
+    for tokenizer.chat_template in (AS_TEXT, objects):
+        (prompt,) = load_prompts(section(path), tokenizer).prompts
+        texts.append([prompt.text])
+        for more in ({}, {"messages_key": "chat"}):
+            values = ResponsesSection.model_validate({"prompts": path} | more)
+            (example,) = load_examples(values, tokenizer, END).items
+            texts[-1].append(tokenizer.decode(example.response_ids))
+    assert texts[0] == texts[1]
+    written = '{"at": "Gründau"}' if arguments else "{}"
+    assert f"assistant: yof\n{written}<eos>tool: 7" in texts[0][0]
+
+
+def test_a_template_that_refuses_calls_in_any_form_says_so(tokenizer):
+    tokenizer.chat_template = (
+        "{% if messages[1].tool_calls %}{{ raise_exception('no') }}{% endif %}"
+    )
+    call = {"function": {"name": "f", "arguments": {}}}
+    with pytest.raises(TemplateError, match="no"):
+        render(tokenizer, [*CHAT, {"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
 # An answer that a prompt begins
@@ -224,3 +280,35 @@ def test_tools_are_json_schemas_of_a_chat(tmp_path, tokenizer):
     path = write(tmp_path / "c.jsonl", [{"prompt": "q", "tools": [schema]}])
     with pytest.raises(ConfigError, match="in which nothing describes them"):
         load_prompts(section(path, tools_key="tools"), tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_without_tools_has_none(tmp_path, tokenizer, kind):
+    schema = {"type": "function", "function": {"name": "f"}}
+    tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
+    row = {"prompt": CHAT, "response": "yo", "chat": [*CHAT, ANSWER]}
+    path = write(tmp_path / f"a.{kind}", [row, row | {"tools": [schema]}, row][kind == "parquet" :])
+    values: dict[str, Any] = {"prompts": path, "tools_key": "tools"}
+    assert peek(path, tools_key="tools")
+    texts = [
+        each.text for each in load_prompts(section(path, tools_key="tools"), tokenizer).prompts
+    ]
+    assert [text.startswith("null") for text in texts] == [True, False, True][kind == "parquet" :]
+    for more in ({}, {"messages_key": "chat"}):
+        given = ResponsesSection.model_validate(values | more)
+        assert len(load_examples(given, tokenizer, END).items) == len(texts)
+
+
+def test_tools_that_no_row_has_are_the_configs_error(tmp_path, tokenizer):
+    row = {"prompt": CHAT, "response": "yo", "chat": [*CHAT, ANSWER], "tool": None}
+    path = write(tmp_path / "a.jsonl", [row] * 3)
+    told = (
+        f"data.tools_key (tools): {path} has no such column, it has prompt, response, chat, tool. "
+        "Set data.tools_key to tool."
+    )
+    assert refused(peek, path, tools_key="tools", on_error="drop") == told
+    assert refused(load_prompts, section(path, tools_key="tools"), tokenizer) == told
+    for more in ({}, {"messages_key": "chat"}):
+        values = {"prompts": path, "tools_key": "tools"} | more
+        given = ResponsesSection.model_validate(values)
+        assert refused(load_examples, given, tokenizer, END) == told

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from raypo.checks import with_steps_of_epochs
+from raypo.checks import check_inputs, with_steps_of_epochs
 from raypo.collectives import Workers
 from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from raypo.data.rows import RowError
 from raypo.recipes.dpo import DPORun
 from raypo.recipes.reward_model import RewardModelRun
 from raypo.recipes.sft import SFTRun
@@ -55,6 +56,46 @@ def test_a_run_says_what_it_has_dropped(tmp_path: Path, kind: Any, config: Any, 
             f"2 bad rows of {key} are dropped (data.on_error). The first found: "
         )
         assert f"{path}:2" in told or f"{path}:4" in told
+
+
+@pytest.mark.parametrize("key", ["data.prompts", "eval.prompts"])
+def test_labels_that_the_verifier_cannot_read_are_refused_or_dropped_as_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+):
+    monkeypatch.setattr("raypo.checks.LABEL_ROWS", 0)  # before the start it sees none of a data set
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    rows = [{"prompt": "1+1=", "answer": answer} for answer in ("2", "x", "4")]
+    bad.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    good.write_text(json.dumps(rows[0]) + "\n")
+    train, held_out = (bad, good) if key == "data.prompts" else (good, bad)
+    own = "raypo.rewards.verifiers:number_answer"  # of the bad source; the common one reads any
+    values: dict[str, Any] = {
+        "name": "few",
+        "model": {"policy": str(tiny_policy(tmp_path / "policy"))},
+        "data": {"prompts": str(train), "label_key": "answer"},
+        "eval": {"prompts": str(held_out)},
+        "reward": {"function": "raypo.rewards.verifiers:exact_match"},
+    }
+    values[key.partition(".")[0]]["prompts"] = {"path": str(bad), "function": own}
+    runtime = Runtime(name="few", storage_path=str(tmp_path), working_dir=str(tmp_path))
+
+    def prepared(on_error: str) -> tuple[PPORun, list[str]]:
+        tell = Said()
+        values["data"]["on_error"] = on_error
+        config = PPOConfig.parse(values)
+        check_inputs(config, on_this_machine=False)
+        files = RunFiles(str(tmp_path), "few")
+        run = PPORun.prepare(config, runtime, Workers(), files, tell)
+        run.close()
+        return run, tell.messages
+
+    with pytest.raises(RowError, match=f"{bad}:2 is no number: 'x'"):
+        prepared("refuse")
+    run, told = prepared("drop")
+    kept = run.prompts if key == "data.prompts" else run.held_out
+    assert [each.label for each in kept] == ["2", "4"]
+    (note,) = [line for line in told if line.startswith(f"1 bad rows of {key} are dropped")]
+    assert f"{bad}:2" in note
 
 
 def test_dropped_lines_are_no_rows_of_an_epoch(tmp_path: Path):

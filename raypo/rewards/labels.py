@@ -1,0 +1,56 @@
+"""Find the check of a source's labels: that of the function that scores its responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raypo.config import (
+    OnlineConfig,
+    PolicyExamplesConfig,
+    PromptSource,
+    functions_of,
+    source_name,
+)
+from raypo.rewards.verifiers import LABEL_CHECKS
+
+
+def scorers_of(
+    config: OnlineConfig | PolicyExamplesConfig, key: str, *, has_reward_fn: bool = False
+) -> Callable[[PromptSource], str | None]:
+    """Return a function from a source to the import path of the function that scores it.
+
+    It returns None for a source that no named function scores.
+
+    Args:
+        config: Names the functions.
+        key: The config key of the sources: `data.prompts` or `eval.prompts`.
+        has_reward_fn: A function was passed in Python, which replaces `reward.function`.
+    """
+    trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
+    common = None
+    if isinstance(config, OnlineConfig):
+        common = None if has_reward_fn else config.reward.function
+        if config.rollout.is_episodic:
+            # Episodes have their own scores, unless eval names a function.
+            trained, common = {}, None
+
+    def scorer(source: PromptSource) -> str | None:
+        name = source_name(source)
+        function = trained.get(name, common)
+        if key == "data.prompts":
+            return function
+        return held_out.get(name, config.eval.function or function)
+
+    return scorer
+
+
+def label_checks(
+    config: OnlineConfig | PolicyExamplesConfig, key: str, *, has_reward_fn: bool = False
+) -> Callable[[PromptSource], Callable[[Any, str], Any] | None]:
+    """Return a function from a source to the check of its labels, or to None (`LABEL_CHECKS`).
+
+    The arguments are those of `scorers_of`.
+    """
+    scorer = scorers_of(config, key, has_reward_fn=has_reward_fn)
+    return lambda source: LABEL_CHECKS.get(scorer(source) or "")
