@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from raypo.config import ConfigError, ResponsesSection
-from raypo.data.chat_messages import MessageError, chat_messages, render
+from raypo.data.chat_messages import MessageError, chat_messages, check_roles, render
 from raypo.data.examples import load_examples
 from raypo.data.prompts import load_prompts
 from raypo.data.turns import TurnTokens
@@ -150,10 +150,13 @@ def test_a_role_that_the_template_names_is_its_own(tokenizer):
     assert render(tokenizer, [{"role": "critic", "content": "no"}]) == "!no"
 
 
-def test_a_role_that_the_template_prints_as_any_is_its_own(tmp_path, tokenizer):
-    """As GLM-4's does with `observation`."""
+def test_a_printed_role_is_known_if_the_tokenizer_has_a_token_for_it(tmp_path, tokenizer):
+    """GLM-4 has `<|observation|>`; a ChatML template would print ShareGPT's `human` just as well."""
     tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     seen = {"role": "observation", "content": ""}
+    with pytest.raises(MessageError, match="knows no role 'observation'"):
+        check_roles(tokenizer, [*CHAT, seen])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|observation|>"]})
     assert render(tokenizer, [*CHAT, seen]) == "<|user|>hi<|observation|>"
     path = write(tmp_path / "a.jsonl", [{"chat": [*CHAT, seen, ANSWER]}])
     values = ResponsesSection.model_validate({"prompts": path, "messages_key": "chat"})
