@@ -151,7 +151,7 @@ def test_a_role_that_the_template_names_is_its_own(tokenizer):
 
 
 def test_a_printed_role_is_known_if_the_tokenizer_has_a_token_for_it(tmp_path, tokenizer):
-    """GLM-4 has `<|observation|>`; a ChatML template would print ShareGPT's `human` just as well."""
+    """GLM-4 has `<|observation|>`; ChatML templates would print ShareGPT's `human` as well."""
     tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     seen = {"role": "observation", "content": ""}
     with pytest.raises(MessageError, match="knows no role 'observation'"):
