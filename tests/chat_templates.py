@@ -104,11 +104,11 @@ class Family(NamedTuple):
     """Other special tokens."""
     adds_bos: bool = False
     end: str = ""
-    """What ends an answer."""
+    """End of an answer."""
     end_of_call: str = ""
-    """What ends a call; empty where the template knows no tools."""
+    """End of a tool call. Empty if the template knows no tools."""
     rewrites: bool = False
-    """Whether an answer is written otherwise once others follow."""
+    """Whether the template writes an answer differently once other messages follow."""
 
 
 _CALLS = "{% for c in m.tool_calls %}"
@@ -207,7 +207,7 @@ FAMILIES = {
         rewrites=True,
     ),
 }
-"""What is public of the structure of these tokenizers, in small: one token a character."""
+"""Small tokenizers with the published structure of real ones: one token for each character."""
 
 
 def family_tokenizer(name: str, folder: Path, *, adds_eos: bool = False) -> Any:

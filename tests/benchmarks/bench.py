@@ -421,7 +421,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the measurements ran on."""
+    """Return the device and versions of the measurements."""
     from raypo.learner.peak import measured_flops
     from raypo.storage.summary import installed_versions
 

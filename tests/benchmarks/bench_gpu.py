@@ -44,7 +44,7 @@ TOOLS = ("vllm", "vllm-again", "raypo", "raypo-again", "trl", "bare")
 """Those with `-again` only start once more, with the caches that the first one left."""
 NAMES = [f"{tool}_{shape}" for shape in SHAPES for tool in TOOLS]
 Case = Mapping[str, Mapping[str, Any]]
-"""What was measured of one shape, by tool."""
+"""Measurements of one shape, by tool."""
 
 
 class GpuBench(Bench):
@@ -58,7 +58,7 @@ class GpuBench(Bench):
         self.device = "cpu" if tiny else "cuda"
 
     def work_of(self, shape: str) -> dict[str, Any]:
-        """What all measurements of a shape have in common."""
+        """Return the settings that all measurements of a shape share."""
         made = self.shapes[shape]
         model = random_model(self.folder / f"model-{shape}", made, dtype="bfloat16")
         file = write_prompts(self.folder, model, self.sizes["prompt_tokens"])
@@ -143,7 +143,7 @@ class GpuBench(Bench):
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the measurements ran on."""
+    """Return the device and versions of the measurements."""
     import torch
 
     from raypo.learner.peak import peak_flops
@@ -283,7 +283,7 @@ def table(known: Mapping[str, Any], shapes: Mapping[str, Shape] = SHAPES) -> str
 
 
 def case_of(known: Mapping[str, Any], shape: str, made: Shape) -> Case:
-    """What is known of a shape by tool; `sizes` has what rates are computed from."""
+    """Return the measurements of a shape by tool; `sizes` has the counts for rates."""
     found, sizes = known.get("found", {}), known.get("work", WORK)
     case = {tool: found.get(f"{tool}_{shape}", {}) for tool in TOOLS}
     prompts, samples, new = sizes["prompts"], sizes["samples"], sizes["new_tokens"]
@@ -298,7 +298,7 @@ def case_of(known: Mapping[str, Any], shape: str, made: Shape) -> Case:
 
 
 def is_rehearsed(name: str) -> bool:
-    """Whether `--tiny` measures it: one shape, and TRL where this environment has it."""
+    """Return whether `--tiny` measures it: one shape, and TRL if this environment has it."""
     tool, shape = name.split("_")
     return shape == "0.5B" and (tool != "trl" or importlib.util.find_spec("trl") is not None)
 

@@ -56,7 +56,7 @@ def frozen(model: str, dtype: str, devices: int) -> dict[str, Any]:
 
 
 def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM has made of it."""
+    """Return the engine config that vLLM makes of the arguments."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 

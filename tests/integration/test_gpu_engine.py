@@ -43,7 +43,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def engine(told: dict[str, Any], name: str, **expected: Any) -> None:
-    """That vLLM has made this of an engine's arguments, in both dtypes."""
+    """Check what vLLM made of an engine's arguments, in both dtypes."""
     for dtype in DTYPES:
         made = told["engines"][f"{dtype} {name}"]
         wanted = {"dtype": dtype} | expected

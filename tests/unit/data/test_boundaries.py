@@ -1,4 +1,4 @@
-"""What stands where a prompt ends and a response begins."""
+"""Text and tokens where a prompt ends and a response begins."""
 
 import string
 from pathlib import Path
