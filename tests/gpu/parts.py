@@ -776,7 +776,7 @@ def _kill_after(steps: int, folder: Path, process: subprocess.Popen[str]) -> Non
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Return whether a process is gone, or dead and not reaped, as in a container without an init."""
+    """Return whether a process is gone, or a zombie, as in a container without an init."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
