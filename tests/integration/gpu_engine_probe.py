@@ -1,4 +1,4 @@
-"""What vLLM makes of the arguments that raypo gives an engine on GPUs; a process of its own.
+"""Print what vLLM makes of the arguments that raypo gives an engine on GPUs.
 
 Args: a model's folder. Prints one line of JSON.
 """

@@ -46,7 +46,7 @@ def sentencepiece(kind: str) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("kind", ["first", "always", "never", "normalizer"])
 def test_no_space_is_learned_that_stands_in_no_text(tmp_path, kind):
-    """What is learned are the tokens of the whole text, in which nothing is a text's first word."""
+    """Learned tokens are those of the whole text, whose parts do not begin a text."""
     tokenizer = sentencepiece(kind)
     path = write(tmp_path / "a.jsonl", [{"prompt": "2+2=", "response": "4", "chat": TALK}])
     for keys, text in (({}, "2+2=4"), ({"messages_key": "chat"}, None)):
@@ -122,7 +122,7 @@ def test_a_marked_turn_ends_where_its_tag_ends(tmp_path):
 
 
 def test_a_reward_model_reads_no_end_between_prompt_and_response(tokenizer):
-    """Whose tokenizer, of another vocabulary, puts its end behind each text."""
+    """Its tokenizer has another vocabulary and puts its end behind each text."""
     tokenizer.chat_template = None
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]

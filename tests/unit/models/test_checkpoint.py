@@ -112,7 +112,7 @@ def test_a_single_missing_weight_is_refused_for_every_role(tmp_path: Path, role:
 
 @pytest.mark.parametrize("read", [load_causal_lm, load_reward_model, load_backbone])
 def test_loading_alone_refuses_too(tmp_path: Path, read: Any):
-    """Of a hub id no header is looked at before the start."""
+    """Headers of hub ids are not read before the start."""
     path = changed(saved(tmp_path), without("layers.1.mlp"))
     with pytest.raises(ConfigError, match=r"lack .*layers\.1\.mlp\.down_proj\.weight"):
         read(path, dtype="float32")

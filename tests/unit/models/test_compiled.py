@@ -1,4 +1,4 @@
-"""Where compiled code is kept."""
+"""Tests of the folder for compiled code."""
 
 import os
 

@@ -113,7 +113,7 @@ def test_a_generation_config_that_transformers_would_not_save_is_saved(tmp_path:
 
 
 def test_a_model_with_an_adapter_beside_it_is_refused(tmp_path: Path):
-    """Of a hub id no file is looked at before; all its own weights would be frozen."""
+    """Files of hub ids are not read before the start; all its own weights would be frozen."""
     base = AutoModelForCausalLM.from_config(CONFIGS["llama"])
     base.save_pretrained(tmp_path)
     adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))

@@ -1,4 +1,4 @@
-"""What a config.json says without transformers."""
+"""Tests of reading config.json without transformers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What `auto` becomes on GPUs: whether models take turns, and the tokens of a micro-batch."""
+"""Values of `auto` on GPUs: whether models take turns, and the tokens of a micro-batch."""
 
 import json
 from pathlib import Path

@@ -149,7 +149,7 @@ IN_0_23 = {
     "entrypoints/pooling/offline.py:PoolingOfflineMixin": "entrypoints/llm.py:LLM",
     "entrypoints/common/offline.py": "entrypoints/offline_utils.py",
 }
-"""Where the same stood in 0.23."""
+"""Places of the same names in 0.23."""
 MIXIN = "v1/worker/lora_model_runner_mixin.py:LoRAModelRunnerMixin"
 
 
@@ -230,7 +230,7 @@ def functions(body: list[ast.stmt]) -> dict[str, Signature]:
 
 
 def assert_takes(function: Signature | None, arguments: str, place: str, *first: str) -> None:
-    """That a call with these arguments, as Python writes them, fits."""
+    """Check that a call with these arguments, as Python writes them, fits."""
     assert function is not None, f"{place}() is gone"
     call = ast.parse(f"call({arguments})", mode="eval").body
     assert isinstance(call, ast.Call)
