@@ -19,7 +19,7 @@ from raypo.weight_sync.transport import NamedTensors
 from raypo.weights.buckets import Bucket, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, checksums
 from raypo.weights.messages import WeightPush
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Lossy:
 class NoTransport:
     """Weights never get anywhere."""
 
-    kept: Kept | None = None
+    kept: WeightSnapshot | None = None
 
     def push(
         self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: object

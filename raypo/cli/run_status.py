@@ -73,7 +73,7 @@ def _under_way(address: str, now: float) -> list[RunStatus]:
     import ray
 
     from raypo.cluster.connect import look_into
-    from raypo.cluster.messenger import runs_under_way
+    from raypo.cluster.run_monitor import runs_under_way
     from raypo.storage.run_state import status_in_progress
 
     look_into(address, "--cluster")

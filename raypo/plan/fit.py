@@ -219,15 +219,15 @@ class Plan:
         in_turn: dict[int, list[Role]] = {}
         stores: set[int] = set()
         for each in self.bundles:
-            guests = [by_name[guest.role] for guest in each.bundle.guests]
+            occupants = [by_name[occupant.role] for occupant in each.bundle.occupants]
             node, is_shared = self.nodes[each.node], takes_turns and each.group == "workers"
-            needed, phase = _worst_turn(guests) if is_shared else _worst(guests, is_ahead)
+            needed, phase = _worst_turn(occupants) if is_shared else _worst(occupants, is_ahead)
             for gpu in each.gpus:
                 loads.append(DeviceLoad(f"{node.name} GPU {gpu}", phase, needed, node.gpu_bytes))
-            for guest, role in zip(each.bundle.guests, guests, strict=True):
-                processes.setdefault(each.node, []).extend([role] * guest.processes)
-            in_turn.setdefault(each.node, []).extend(guests if is_shared else ())
-            if by_name.get("engine") in guests or (each.group, each.index) == ("workers", 0):
+            for occupant, role in zip(each.bundle.occupants, occupants, strict=True):
+                processes.setdefault(each.node, []).extend([role] * occupant.processes)
+            in_turn.setdefault(each.node, []).extend(occupants if is_shared else ())
+            if by_name.get("engine") in occupants or (each.group, each.index) == ("workers", 0):
                 stores.add(
                     each.node
                 )  # the object store holds weights pushed from rank 0 to engines

@@ -73,7 +73,7 @@ class ServedRole:
 
 
 @dataclass(frozen=True)
-class Guest:
+class Occupant:
     """An occupant of a bundle: a learner worker, or (a part of) a replica of a served role."""
 
     role: str
@@ -92,7 +92,7 @@ class Bundle:
     """Resources that are reserved together on one node, and their occupants."""
 
     resources: Resources
-    guests: tuple[Guest, ...]
+    occupants: tuple[Occupant, ...]
 
     @property
     def gpus(self) -> int:
@@ -100,7 +100,7 @@ class Bundle:
         return round(self.resources.get("GPU", 0.0))
 
     def __str__(self) -> str:
-        return f"{words(self.resources)} for {', '.join(map(str, self.guests))}"
+        return f"{words(self.resources)} for {', '.join(map(str, self.occupants))}"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class PlacedBundle:
     @property
     def roles(self) -> tuple[str, ...]:
         """Display names of the occupants."""
-        return tuple(map(str, self.bundle.guests))
+        return tuple(map(str, self.bundle.occupants))
 
     @property
     def devices(self) -> str:
@@ -171,23 +171,23 @@ def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
     Replicas share a bundle as long as their GPU shares fit into it. On CPU all frozen models share
     the cores of the first bundle, but each engine has its own.
     """
-    bundles: list[tuple[int, list[Guest]]] = []
+    bundles: list[tuple[int, list[Occupant]]] = []
     for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
         if role.group != "dedicated":
             continue
         share = role.gpu_share * role.num_devices if use_gpu else 0.0
         takes_cores = role.name == "engine" and not use_gpu
         for index in range(1 if role.num_replicas == "auto" else role.num_replicas):
-            guest = Guest(role.name, index, share, processes=role.num_devices)
-            for gpus, guests in bundles:
-                taken = sum(each.gpus for each in guests)
+            occupant = Occupant(role.name, index, share, processes=role.num_devices)
+            for gpus, occupants in bundles:
+                taken = sum(each.gpus for each in occupants)
                 if not takes_cores and taken + share <= gpus + _ROUNDING:
-                    guests.append(guest)
+                    occupants.append(occupant)
                     break
             else:
-                bundles.append((max(1, round(share)) if use_gpu else 0, [guest]))
+                bundles.append((max(1, round(share)) if use_gpu else 0, [occupant]))
     cpus = config.placement.cpus_per_bundle
-    return [Bundle(_resources(cpus, gpus), tuple(guests)) for gpus, guests in bundles]
+    return [Bundle(_resources(cpus, gpus), tuple(occupants)) for gpus, occupants in bundles]
 
 
 def worker_bundles(
@@ -201,7 +201,7 @@ def worker_bundles(
     resources = each or worker_resources(config, use_gpu=use_gpu)
     learner = config.learner
     return [
-        Bundle(resources, (Guest(LEARNER if rank < learner.num_workers else CRITIC, rank),))
+        Bundle(resources, (Occupant(LEARNER if rank < learner.num_workers else CRITIC, rank),))
         for rank in range(learner.total_workers)
     ]
 
@@ -333,16 +333,16 @@ def lay_out(
     if len(placed) < len(dedicated) or len(beside) < len(workers):
         raise PlacementError(_refusal(dedicated, workers, nodes, strategy))
     ranks = sorted(beside.values())  # node of each rank, as Ray Train sorts its workers
-    guests = {rank: list(bundle.guests) for rank, bundle in enumerate(workers)}
+    occupants = {rank: list(bundle.occupants) for rank, bundle in enumerate(workers)}
     for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
         for index, span in enumerate(workers_beside(role, ranks)):
             for rank in span if role.group == "colocated" else ():
-                guests.get(rank, []).append(Guest(role.name, index))
+                occupants.get(rank, []).append(Occupant(role.name, index))
     spots: list[tuple[Literal["dedicated", "workers"], int, Bundle, int]] = [
         ("dedicated", index, bundle, placed[index]) for index, bundle in enumerate(dedicated)
     ]
     for rank, (bundle, node) in enumerate(zip(workers, ranks, strict=True)):
-        spots.append(("workers", rank, Bundle(bundle.resources, tuple(guests[rank])), node))
+        spots.append(("workers", rank, Bundle(bundle.resources, tuple(occupants[rank])), node))
     result: list[PlacedBundle] = []
     for group, index, bundle, node in spots:
         first = sum(each.bundle.gpus for each in result if each.node == node)
@@ -437,7 +437,7 @@ def _refusal(
     for bundle in dedicated:
         alike.setdefault(words(bundle.resources), []).append(bundle)
     named = {
-        f"dedicated {', '.join(str(guest) for each in bundles for guest in each.guests)}": bundles
+        f"dedicated {', '.join(str(who) for each in bundles for who in each.occupants)}": bundles
         for bundles in alike.values()
     }
     placed = place(dedicated, nodes, strategy)

@@ -112,7 +112,7 @@ class Rates:
         assert isinstance(config, PPOConfig), "rates are told of ppo runs only"
         learner = config.learner
         engines = sum(
-            guest.role == "engine" for each in plan.bundles for guest in each.bundle.guests
+            occupant.role == "engine" for each in plan.bundles for occupant in each.bundle.occupants
         )
         cores = float(config.placement.cpus_per_bundle)
         if config.placement.group_of("engine") == "colocated":
@@ -197,7 +197,9 @@ def sampled_of(plan: Plan) -> tuple[int, int]:
     """Return an engine's number of responses in a step, and how many it samples at a time."""
     config = plan.config
     assert isinstance(config, PPOConfig), "rates are told of ppo runs only"
-    engines = {g.index for each in plan.bundles for g in each.bundle.guests if g.role == "engine"}
+    engines = {
+        g.index for each in plan.bundles for g in each.bundle.occupants if g.role == "engine"
+    }
     share = -(-config.responses_per_step // len(engines))
     section = config.rollout.engine
     a_token = plan.models.policy.kv_bytes_per_token(
@@ -284,10 +286,12 @@ class _Work:
         self._workers = plan.config.learner.num_workers
         self._ring = (self._workers - 1) / self._workers
         self._groups = groups_of(plan.config)
-        guests = {
-            (guest.role, guest.index) for each in plan.bundles for guest in each.bundle.guests
+        occupants = {
+            (occupant.role, occupant.index)
+            for each in plan.bundles
+            for occupant in each.bundle.occupants
         }
-        self._replicas = {role: sum(r == role for r, _ in guests) for role, _ in guests}
+        self._replicas = {role: sum(r == role for r, _ in occupants) for role, _ in occupants}
         self._devices = {
             role.name: role.num_devices
             for role in served_roles(

@@ -103,7 +103,7 @@ class Episodes:
         """
         table, loop = _Table(engine, in_step=self.section.goes_in_step), self._loop
         seats = [
-            _Seat(self, draw, number, sampling, table)
+            _Slot(self, draw, number, sampling, table)
             for draw in draws
             for number in range(sampling.samples_per_prompt)
         ]
@@ -155,7 +155,7 @@ class _Call:
     order: tuple[int, int, int]
     """Sort key within a batch: draw, sample and turn."""
     request: SamplingRequest
-    seat: _Seat
+    seat: _Slot
     answer: asyncio.Future[Completion] = field(default_factory=asyncio.Future)
 
 
@@ -180,7 +180,7 @@ class _Table:
         self.waited_s = 0.0
         """Seconds in which no call was in flight, because episodes waited for environments."""
 
-    async def until_over(self, seats: Sequence[_Seat] = ()) -> NoReplicaLeft | None:
+    async def until_over(self, seats: Sequence[_Slot] = ()) -> NoReplicaLeft | None:
         """Run until all episodes are over, or no engine is left.
 
         Args:
@@ -228,7 +228,7 @@ class _Table:
         finally:
             self._waits_no_more(call)
 
-    def leave(self, seat: _Seat) -> None:
+    def leave(self, seat: _Slot) -> None:
         """Mark an episode as over, and cancel its calls."""
         seat.is_over = True
         if not seat.waiting:
@@ -314,7 +314,7 @@ class _Table:
 
 
 @dataclass(eq=False)
-class _Seat:
+class _Slot:
     """One episode of a batch."""
 
     episodes: Episodes

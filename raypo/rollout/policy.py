@@ -63,7 +63,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Told:
+class ConversationPrefix:
     """Prefix of a conversation, up to the end of one of its turns, as text or messages."""
 
     words: Said
@@ -100,7 +100,7 @@ class Recorded:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """`(position, weight version)` of the first token of each turn, and of each change of version
     within a turn."""
-    told: list[Told] = field(default_factory=list)
+    told: list[ConversationPrefix] = field(default_factory=list)
     """Prefixes up to each turn that was requested by text or messages."""
     is_busy: bool = False
     """True while a turn of this conversation is being sampled."""
@@ -129,7 +129,7 @@ class Recorded:
         else:
             words = [*said, {"role": "assistant", "content": reply, **message}]
         is_open = bool(reply) and self.finish_reason == "length"
-        self.told.append(Told(_comparable(words), tools, len(self.ids), is_open))
+        self.told.append(ConversationPrefix(_comparable(words), tools, len(self.ids), is_open))
 
     def append(self, ids: np.ndarray, completion: Completion | None) -> None:
         """Append ids: of a sampled turn, or of an environment if `completion` is None."""

@@ -69,7 +69,7 @@ def start_dedicated(
             )
             used = [bundles[place.bundle] for place in places[role.name]]
             # vLLM measures a GPU's free memory while it starts, so start one at a time there.
-            in_turn = any(bundle.gpus > 0 and len(bundle.guests) > 1 for bundle in used)
+            in_turn = any(bundle.gpus > 0 and len(bundle.occupants) > 1 for bundle in used)
             handle = start_deployment(deployment, places[role.name], in_turn=in_turn)
             dedicated.handles[role.name] = handle
             if in_turn:
@@ -84,6 +84,6 @@ def places_in(group: PlacementGroup, bundles: Sequence[Bundle]) -> dict[str, lis
     """Return the places of each role's replicas, in the order of the replicas."""
     places: dict[str, list[Place]] = {}
     for index, bundle in enumerate(bundles):
-        for guest in bundle.guests:
-            places.setdefault(guest.role, []).append(Place(group, index, num_gpus=guest.gpus))
+        for occupant in bundle.occupants:
+            places.setdefault(occupant.role, []).append(Place(group, index, num_gpus=occupant.gpus))
     return places

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 import numpy as np
 import torch
 
-from raypo.cluster.messenger import MonitorClient
+from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import DPOConfig, RewardModelConfig, SFTConfig
 from raypo.data.examples import LoadedExamples

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 
 from raypo.cluster.actors import DeploymentError, survivors
-from raypo.cluster.messenger import MonitorClient
+from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers, as_tensor
 from raypo.config import OnlineConfig, functions_of
 from raypo.custom.loader import load_function
@@ -289,7 +289,7 @@ class OnlineRun(Run[AnyOnline]):
             self.tell.phase("waiting for the engine")
             services.wait(self.config.placement.timeout_s)
             if self.workers.rank == 0:  # cancel requests of an earlier attempt
-                survivors(engine.pinned().answer_only(self.name, self.attempt))
+                survivors(engine.pinned().cancel_other_attempts(self.name, self.attempt))
         if not self.is_ahead:
             self.push_again = PushAgain(
                 lambda: self.push_weights(learner, services, version=version), self.workers

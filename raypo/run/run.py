@@ -20,8 +20,8 @@ import torch
 from ray.train import Checkpoint
 
 from raypo.cluster.devices import check_capability
-from raypo.cluster.messenger import MonitorClient
 from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
+from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import CheckpointSection, RecipeConfig
 from raypo.custom.loader import load_function
@@ -491,9 +491,9 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     log_to_file(log_path(files, workers), on_print=tell.message)
     torch.set_num_threads(config.learner.cpus_per_worker)
     check_capability(config.model.dtype)
-    if runtime.janitor is not None and workers.rank == 0:
-        runtime.janitor.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
-        runtime.janitor.end_turn.remote(runtime.name)
+    if runtime.group_gc is not None and workers.rank == 0:
+        runtime.group_gc.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
+        runtime.group_gc.end_turn.remote(runtime.name)
     run = kind.prepare(config, runtime, workers, files, tell)
     run.started -= waited_s
     try:

@@ -30,7 +30,7 @@ class Shared:
     """Config that they were started for. A trial that needs different ones starts its own."""
     handles: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """Handles by role, which all trials use at the same time."""
-    lender: ActorHandle | None = None
+    engine_pool: ActorHandle | None = None
     """Leases engines to trials: one of their own until they end, or one slot of a shared pool."""
     pool: bool = False
     """True if all trials use the same engines, each with its own adapter."""
@@ -51,7 +51,7 @@ class Runtime:
     reward_fn: Callable[..., Any] | None = None
     dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """Deployments that the driver has started in their own placement group, by role."""
-    janitor: ActorHandle | None = None
+    group_gc: ActorHandle | None = None
     """Removes the workers' placement group once the monitor is dead. None if Ray does it."""
     shared: Shared | None = None
     """Deployments that the trials of a sweep share."""

@@ -11,7 +11,7 @@ from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig
 from raypo.deployment.deployment import DeploymentHandle, Place, start_deployment
-from raypo.deployment.lender import Loan
+from raypo.deployment.engine_pool import Lease
 from raypo.deployment.reserve import Dedicated
 from raypo.plan.fit import undecided_as
 from raypo.plan.placement import served_roles, with_dedicated
@@ -89,7 +89,7 @@ def of_shared(
     usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
     usable = workers.broadcast(usable)  # all workers must use the same ones
     handles = {role: shared.handles[role] for role in usable if role not in apart}
-    if shared.lender is not None and "engine" not in apart:
+    if shared.engine_pool is not None and "engine" not in apart:
         engine = borrow(shared, run_name, workers, timeout_s=config.placement.timeout_s)
         if engine is not None:
             handles["engine"] = engine
@@ -104,21 +104,21 @@ def borrow(
     Returns:
         The engines' handle. None if none become free within `timeout_s`.
     """
-    lender: Any = shared.lender
+    engine_pool: Any = shared.engine_pool
     this_worker = ray.get_runtime_context().current_actor
-    loan: Loan | None = None
+    lease: Lease | None = None
     if workers.rank == 0:
-        loan = ray.get(lender.lend.remote(run_name, this_worker, timeout_s))
-        if loan is not None and shared.pool and loan.before is not None:
+        lease = ray.get(engine_pool.lease.remote(run_name, this_worker, timeout_s))
+        if lease is not None and shared.pool and lease.before is not None:
             # Make room for this run's adapter. Lost replicas do not matter: a restarted one never
             # had the old adapter.
-            survivors(EngineClient(loan.handle).pinned().drop_adapter(loan.before))
-    loan = workers.broadcast(loan)
-    if loan is None:
+            survivors(EngineClient(lease.handle).pinned().drop_adapter(lease.before))
+    lease = workers.broadcast(lease)
+    if lease is None:
         return None
     if workers.rank > 0:
-        ray.get(lender.hold.remote(loan.number, this_worker))
-    return loan.handle
+        ray.get(engine_pool.hold.remote(lease.number, this_worker))
+    return lease.handle
 
 
 def roles_apart(one: OnlineConfig, other: OnlineConfig) -> set[str]:

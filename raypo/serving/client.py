@@ -18,12 +18,19 @@ from raypo.deployment.handle import DeploymentHandle
 from raypo.deployment.pending_call import PinnedReplicas
 from raypo.pending import Pending, PendingBatch, PendingPinned
 from raypo.serving.engine import Engine
-from raypo.serving.frozen import FrozenModel, Ids, ReferenceModel, RewardModel, Told, TorchModel
+from raypo.serving.frozen import (
+    FrozenModel,
+    Ids,
+    ReferenceModel,
+    RewardModel,
+    TopTokens,
+    TorchModel,
+)
 from raypo.serving.requests import Completion, Load, SamplingRequest, Stretch
 from raypo.types import Rollout
 from raypo.weights.manifest import Manifest
 from raypo.weights.messages import OfferedBucket, PushStart, Ready, Rendezvous
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 
 
 class Engines:
@@ -106,7 +113,7 @@ class PinnedEngines:
         raise NotImplementedError
 
     def hold(
-        self, *pushes: Kept, in_flight: InFlight | None = None
+        self, *pushes: WeightSnapshot, in_flight: InFlight | None = None
     ) -> Sequence[PendingPinned[None]]:
         """Load those of these pushes that an engine lacks."""
         raise NotImplementedError
@@ -207,7 +214,7 @@ class PinnedEngineClient(PinnedEngines):
         return self.replicas.call(Engine.finish_push, manifest)
 
     def hold(
-        self, *pushes: Kept, in_flight: InFlight | None = None
+        self, *pushes: WeightSnapshot, in_flight: InFlight | None = None
     ) -> Sequence[PendingPinned[None]]:
         """Load those of these pushes that an engine lacks (`Engine.hold`)."""
         return self.replicas.call(Engine.hold, *pushes, in_flight=in_flight)
@@ -224,9 +231,9 @@ class PinnedEngineClient(PinnedEngines):
         """Take memory back, for `weights`, `kv_cache` or both (`Engine.wake_up`)."""
         return self.replicas.call(Engine.wake_up, part)
 
-    def answer_only(self, run: str, attempt: str) -> Sequence[PendingPinned[int]]:
-        """Cancel requests of a run's other attempts (`Engine.answer_only`)."""
-        return self.replicas.call(Engine.answer_only, run, attempt)
+    def cancel_other_attempts(self, run: str, attempt: str) -> Sequence[PendingPinned[int]]:
+        """Cancel requests of a run's other attempts (`Engine.cancel_other_attempts`)."""
+        return self.replicas.call(Engine.cancel_other_attempts, run, attempt)
 
     def drop_adapter(self, name: str) -> Sequence[PendingPinned[None]]:
         """Drop an adapter to free its slot (`Engine.drop_adapter`)."""
@@ -274,7 +281,7 @@ class ReferenceClient(FrozenClient):
 
     def top_log_probs(
         self, sequences: Sequence[Ids], count: int, vocabulary: int
-    ) -> Pending[list[Told]]:
+    ) -> Pending[list[TopTokens]]:
         """Return the top tokens at each response position (`ReferenceModel.top_log_probs`)."""
         return self.handle.call(ReferenceModel.top_log_probs, sequences, count, vocabulary)
 

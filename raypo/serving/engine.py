@@ -29,9 +29,9 @@ from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, InFlight, LoraSection
 from raypo.config.paths import short_name
 from raypo.serving.adapters import Adapters, lora_arguments
-from raypo.serving.asked import Asked
 from raypo.serving.gauges import tell_load
 from raypo.serving.model_tensors import ModelTensors
+from raypo.serving.request_state import RequestState
 from raypo.serving.requests import (
     Completion,
     Load,
@@ -53,7 +53,7 @@ from raypo.weights.messages import (
     StoredBucket,
     WeightPush,
 )
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 
 AnyBucket = Bucket | OfferedBucket
 
@@ -282,7 +282,7 @@ class Engine:
         """
         return [each.answer for each in self._ask(requests, alone=False)]
 
-    def answer_only(self, run: str, attempt: str) -> int:
+    def cancel_other_attempts(self, run: str, attempt: str) -> int:
         """Cancel requests of a run's other attempts, whose callers are dead, now and in future.
 
         Args:
@@ -292,7 +292,7 @@ class Engine:
         Returns:
             How many queued and running requests were cancelled.
         """
-        return self._loop.answer_only(run, attempt)
+        return self._loop.cancel_other_attempts(run, attempt)
 
     @_between_steps
     def pause(self, in_flight: InFlight = "recompute") -> None:
@@ -504,7 +504,7 @@ class Engine:
             self._loop.forget_keys()
         self._loop.note_version(push.name, push.version)
 
-    def hold(self, *pushes: Kept, in_flight: InFlight | None = None) -> None:
+    def hold(self, *pushes: WeightSnapshot, in_flight: InFlight | None = None) -> None:
         """Load the pushes that this engine lacks, because it is new or was restarted. Idempotent.
 
         A push that a newer one has replaced is not loaded again: a request that was in flight
@@ -529,7 +529,9 @@ class Engine:
             self.resume()  # calls require a push only after its end; its `resume` may be lost
 
     @_between_steps
-    def _load_all(self, found: Sequence[tuple[Kept, Any]], in_flight: InFlight | None) -> None:
+    def _load_all(
+        self, found: Sequence[tuple[WeightSnapshot, Any]], in_flight: InFlight | None
+    ) -> None:
         """Load weights and adapter in one go, so that no request is sampled between the two."""
         for kept, push in found:
             if self._holds(kept):
@@ -542,7 +544,7 @@ class Engine:
             self.load_adapter(push, in_flight)
             self._held[kept.adapter] = kept.id
 
-    def _holds(self, kept: Kept) -> bool:
+    def _holds(self, kept: WeightSnapshot) -> bool:
         """Return True if the engine holds this push, or one that replaced it."""
         return self._held.get(kept.adapter) == kept.id or kept.id in self._replaced
 
@@ -602,7 +604,7 @@ class Engine:
             )
         return self._adapters
 
-    def _ask(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
+    def _ask(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[RequestState]:
         """Validate requests and queue them for the vLLM thread."""
         self._require_unbroken()
         refusal = self._serving.refusal()

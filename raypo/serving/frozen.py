@@ -36,7 +36,7 @@ Rows = Sequence[np.ndarray]
 """Token ids of each sequence, int [P] or [T]."""
 Ids = tuple[np.ndarray, np.ndarray]
 """Token ids of prompt and response, int [P] and [T]."""
-Told = tuple[np.ndarray, np.ndarray]
+TopTokens = tuple[np.ndarray, np.ndarray]
 """Top tokens at each response position: log-probs, float32 [T, K], and token ids, int32 [T, K]."""
 
 
@@ -177,7 +177,9 @@ class ReferenceModel(TorchModel):
         ends = np.cumsum([len(response) for response in responses])
         return lambda: np.split(log_probs.float().cpu().numpy(), ends[:-1])
 
-    def top_log_probs(self, sequences: Sequence[Ids], count: int, vocabulary: int) -> list[Told]:
+    def top_log_probs(
+        self, sequences: Sequence[Ids], count: int, vocabulary: int
+    ) -> list[TopTokens]:
         """Return the likeliest tokens at each response position, at temperature 1.
 
         Args:
@@ -193,7 +195,7 @@ class ReferenceModel(TorchModel):
             top = logits[:, :vocabulary].float().log_softmax(-1).topk(count)
             return top.values, top.indices.to(torch.int32)
 
-        def compute(prompts: Rows, responses: Rows) -> Callable[[], list[Told]]:
+        def compute(prompts: Rows, responses: Rows) -> Callable[[], list[TopTokens]]:
             packed = pack(prompts, responses, device=self._device)
             ends = np.cumsum([len(response) for response in responses])[:-1]
             found = over_logits(self._model, packed, of_logits)

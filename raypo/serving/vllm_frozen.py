@@ -18,7 +18,7 @@ from raypo.models.checkpoint import cached_folder, check_weights
 from raypo.models.loading import load_tokenizer, refuse_other_labels, same_vocabulary
 from raypo.plan.model_shape import ModelShape
 from raypo.plan.sizes import default_cpu_kv_bytes
-from raypo.serving.frozen import FrozenModel, Ids, Told, frozen_memory_advice, sequence_ids
+from raypo.serving.frozen import FrozenModel, Ids, TopTokens, frozen_memory_advice, sequence_ids
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import (
     WORKER_EXTENSION,
@@ -165,7 +165,9 @@ class VllmReference(VllmModel):
         sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
         return [log_probs[:, 0] for log_probs, _ in self._at_responses(sequences, 0)]
 
-    def top_log_probs(self, sequences: Sequence[Ids], count: int, vocabulary: int) -> list[Told]:
+    def top_log_probs(
+        self, sequences: Sequence[Ids], count: int, vocabulary: int
+    ) -> list[TopTokens]:
         """Return the likeliest tokens at each response position (`ReferenceModel.top_log_probs`).
 
         `vocabulary` is only checked: no id may lie beyond it.
@@ -177,7 +179,7 @@ class VllmReference(VllmModel):
         assert all((ids < vocabulary).all() for _, ids in answers)
         return answers
 
-    def _at_responses(self, sequences: Sequence[Ids], count: int) -> list[Told]:
+    def _at_responses(self, sequences: Sequence[Ids], count: int) -> list[TopTokens]:
         """Return log-probs and ids, [T, 1 + count] each, at each response position.
 
         The first column is the response's own token, the others are the likeliest, best first.
@@ -186,7 +188,7 @@ class VllmReference(VllmModel):
 
         width = 1 + count
         none = np.zeros((0, width), np.float32), np.zeros((0, width), np.int32)
-        answers: list[Told] = [none for _ in sequences]
+        answers: list[TopTokens] = [none for _ in sequences]
         rows = [row for row, (_, response) in enumerate(sequences) if len(response)]
         if not rows:
             return answers

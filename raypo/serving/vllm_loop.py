@@ -37,9 +37,9 @@ from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.concurrency import settle
 from raypo.config import InFlight
 from raypo.serving.adapters import Adapters
-from raypo.serving.asked import Asked, Lot, Promise
 from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.progress import Meter, Progress
+from raypo.serving.request_state import Batch, CompletionFuture, RequestState
 from raypo.serving.requests import Load, SamplingRequest, Stretch
 from raypo.serving.vllm_requests import completion_of, sampling_params
 
@@ -114,15 +114,15 @@ class VllmLoop:
         # Queue slots: acquired by callers in `submit`, released by the loop's thread.
         self._places = threading.Semaphore(max_waiting)
         # Used only by the loop's thread.
-        self._queue: list[tuple[int, int, Lot]] = []
+        self._queue: list[tuple[int, int, Batch]] = []
         """Heap of (priority, order of arrival, requests)."""
         self._num_queued = 0
-        self._deadlines: list[tuple[float, int, Asked]] = []
+        self._deadlines: list[tuple[float, int, RequestState]] = []
         """Heap of (deadline, order of arrival, request)."""
         self._attempts: dict[str, str] = {}
         """Live attempt of each run. Requests of its other attempts are cancelled."""
         self._numbers = itertools.count()
-        self._running: dict[str, Asked] = {}
+        self._running: dict[str, RequestState] = {}
         """Requests in vLLM, by the id that its outputs have (`external_req_id`)."""
         self._runs_alone = False
         """True while an exclusive batch is in vLLM."""
@@ -153,7 +153,7 @@ class VllmLoop:
         """
         return self._answered(function, self._calls)
 
-    def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Asked]:
+    def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[RequestState]:
         """Queue requests. Blocks while the queue is full.
 
         Requests with negative priority and exclusive batches bypass the queue limit. A request
@@ -173,11 +173,13 @@ class VllmLoop:
         assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
         now = time.monotonic()
         asked = [
-            Asked(each, Promise(self._take_back), now + (each.timeout_s or math.inf))
+            RequestState(
+                each, CompletionFuture(self._take_back), now + (each.timeout_s or math.inf)
+            )
             for each in requests
         ]
         if alone:
-            self._hand_in(self._news, partial(self._arrive, Lot([*asked], alone=True)))
+            self._hand_in(self._news, partial(self._arrive, Batch([*asked], alone=True)))
             return asked
         for each in asked:
             left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
@@ -187,20 +189,20 @@ class VllmLoop:
                 continue
             each.has_place = needs_place
             try:
-                self._hand_in(self._news, partial(self._arrive, Lot([each], alone=False)))
+                self._hand_in(self._news, partial(self._arrive, Batch([each], alone=False)))
             except RuntimeError:
                 if needs_place:
                     self._places.release()  # wakes the next blocked caller, which fails as well
                 raise
         return asked
 
-    def _take_back(self, answer: Promise) -> None:
+    def _take_back(self, answer: CompletionFuture) -> None:
         """Cancel a request before the next step. Does not block."""
         with suppress(RuntimeError):  # after shutdown every request has failed already
             give_back = partial(self.give_back, lambda each: each.answer is answer, "cancelled")
             self._hand_in(self._news, give_back)
 
-    def answer_only(self, run: str, attempt: str) -> int:
+    def cancel_other_attempts(self, run: str, attempt: str) -> int:
         """Cancel requests of a run's other attempts, queued, running or yet to come.
 
         Returns:
@@ -217,7 +219,7 @@ class VllmLoop:
         """Return means and peaks of the load since the last call of this method."""
         return self._answered(self._meter.take, self._news)
 
-    def _is_orphan(self, each: Asked) -> bool:
+    def _is_orphan(self, each: RequestState) -> bool:
         run, _, attempt = each.request.id.rpartition("/")
         return self._attempts.get(run, attempt) != attempt
 
@@ -266,7 +268,7 @@ class VllmLoop:
         if self.serving.broken is not None:
             raise RuntimeError(self.serving.refusal())
 
-    def give_back(self, are_meant: Callable[[Asked], bool], reason: str) -> int:
+    def give_back(self, are_meant: Callable[[RequestState], bool], reason: str) -> int:
         """Abort queued and running requests; each is answered with its tokens so far.
 
         Args:
@@ -276,7 +278,7 @@ class VllmLoop:
         Returns:
             How many were aborted.
         """
-        waiting = (each for _, _, lot in self._queue for each in lot.asked)
+        waiting = (each for _, _, batch in self._queue for each in batch.asked)
         meant = [each for each in (*waiting, *self._running.values()) if not each.answer.done()]
         meant = [each for each in meant if are_meant(each)]
         for each in meant:
@@ -291,7 +293,7 @@ class VllmLoop:
                 own weights. Without this argument, all running requests.
         """
 
-        def are_meant(each: Asked) -> bool:
+        def are_meant(each: RequestState) -> bool:
             return each.name is not None and (adapters is None or each.request.adapter in adapters)
 
         self.give_back(are_meant, "paused")
@@ -306,7 +308,7 @@ class VllmLoop:
             if adapters is not None and each.request.adapter not in adapters:
                 continue
             self._withdraw(each)
-            self._line_up(Lot([each], alone=False))
+            self._line_up(Batch([each], alone=False))
 
     def forget_keys(self) -> bool:
         """Invalidate the KV cache of replaced weights.
@@ -406,54 +408,54 @@ class VllmLoop:
         while self._seconds_left() == 0.0:
             self._give_back(heapq.heappop(self._deadlines)[2], "timeout")
 
-    def _arrive(self, lot: Lot) -> None:
+    def _arrive(self, batch: Batch) -> None:
         refusal, is_paused = self.serving.refusal(), self.serving.paused is not None
         if refusal is not None and (self.serving.broken is not None or not is_paused):
-            self._fail(lot.asked, RuntimeError(refusal))
+            self._fail(batch.asked, RuntimeError(refusal))
             return
-        for each in filter(self._is_orphan, lot.asked):  # its caller is dead
+        for each in filter(self._is_orphan, batch.asked):  # its caller is dead
             self._give_back(each, "cancelled")
-        lot.asked = [each for each in lot.asked if not each.answer.done()]
-        if not lot.asked:
+        batch.asked = [each for each in batch.asked if not each.answer.done()]
+        if not batch.asked:
             return
-        for each in lot.asked:
+        for each in batch.asked:
             each.number = next(self._numbers)
             if each.deadline < math.inf:
                 heapq.heappush(self._deadlines, (each.deadline, each.number, each))
-        self._line_up(lot)
+        self._line_up(batch)
 
-    def _line_up(self, lot: Lot) -> None:
-        self._num_queued += len(lot.asked)
-        for each in lot.asked:
+    def _line_up(self, batch: Batch) -> None:
+        self._num_queued += len(batch.asked)
+        for each in batch.asked:
             each.waits = True
-        priority = min(each.request.priority for each in lot.asked)
-        heapq.heappush(self._queue, (priority, lot.asked[0].number, lot))
+        priority = min(each.request.priority for each in batch.asked)
+        heapq.heappush(self._queue, (priority, batch.asked[0].number, batch))
 
     def _admit(self) -> None:
         """Move requests from the queue into vLLM, within `max_num_seqs` and exclusivity."""
         refusal = self.serving.refusal()
         if refusal is not None and self.serving.paused is None:
-            for _, _, lot in self._queue:
-                if lot.alone:  # a push came first. Single requests stay queued until it ends.
-                    self._fail(lot.asked, RuntimeError(refusal))
+            for _, _, batch in self._queue:
+                if batch.alone:  # a push came first. Single requests stay queued until it ends.
+                    self._fail(batch.asked, RuntimeError(refusal))
         while self._queue and not self._runs_alone and self.serving.may_step():
-            priority, _, lot = self._queue[0]
-            lot.asked = [each for each in lot.asked if not each.answer.done()]
+            priority, _, batch = self._queue[0]
+            batch.asked = [each for each in batch.asked if not each.answer.done()]
             most = self._most_running + (self._probes if priority < 0 else 0)
-            most = 1 if lot.alone else most
-            if lot.asked and len(self._running) >= most:
+            most = 1 if batch.alone else most
+            if batch.asked and len(self._running) >= most:
                 return
-            if lot.asked:
-                self._enter(lot)
+            if batch.asked:
+                self._enter(batch)
             heapq.heappop(self._queue)  # after `_enter`: if that raises, `_fail_all` still finds it
 
-    def _enter(self, lot: Lot) -> None:
-        self._leave_queue(lot.asked)
-        requests = [each.request for each in lot.asked]
+    def _enter(self, batch: Batch) -> None:
+        self._leave_queue(batch.asked)
+        requests = [each.request for each in batch.asked]
         try:
             adapters = [self._adapter(request) for request in requests]
         except ValueError as error:  # the adapter was dropped while they were queued
-            self._fail(lot.asked, error)
+            self._fail(batch.asked, error)
             return
         names = self._inside.enqueue(
             [request.prompt_ids for request in requests],
@@ -462,11 +464,11 @@ class VllmLoop:
             [request.priority for request in requests],
             [self._salt + request.cache_salt for request in requests],
         )
-        for each, name in zip(lot.asked, names, strict=True):
+        for each, name in zip(batch.asked, names, strict=True):
             each.name, each.versions = name, [(0, self._version(each.request))]
             each.scheduled, each.num_preemptions = self._inside.scheduled(name), 0
             self._running[self._state(each).external_req_id] = each
-        self._runs_alone = lot.alone
+        self._runs_alone = batch.alone
 
     def _step(self) -> bool:
         """Run one forward pass and answer finished requests; return False if vLLM failed."""
@@ -487,14 +489,14 @@ class VllmLoop:
                 self._answer(each, said.token_ids, said.logprobs, said.finish_reason)
         return True
 
-    def _give_back(self, each: Asked, reason: str) -> None:
+    def _give_back(self, each: RequestState, reason: str) -> None:
         if each.name is None:
             self._leave_queue([each])
             self._answer(each, (), None, reason)
             return
         self._answer(each, *self._withdraw(each), reason)
 
-    def _withdraw(self, each: Asked) -> tuple[Sequence[int], Any]:
+    def _withdraw(self, each: RequestState) -> tuple[Sequence[int], Any]:
         """Abort a request in vLLM; return its tokens so far and their `FlatLogprobs`."""
         state = self._state(each)
         assert each.name is not None, "vLLM has it"
@@ -503,7 +505,7 @@ class VllmLoop:
         self._left(each, state.external_req_id, len(tokens))
         return tokens, state.logprobs_processor.logprobs
 
-    def _left(self, each: Asked, name: str, num_tokens: int) -> None:
+    def _left(self, each: RequestState, name: str, num_tokens: int) -> None:
         """Remove a request that vLLM has finished or aborted from `_running`."""
         self._count_preemptions(each)
         del self._running[name]
@@ -511,10 +513,12 @@ class VllmLoop:
         self._tokens += num_tokens
         self._runs_alone = self._runs_alone and bool(self._running)
 
-    def _answer(self, each: Asked, tokens: Sequence[int], log_probs: Any, reason: str) -> None:
+    def _answer(
+        self, each: RequestState, tokens: Sequence[int], log_probs: Any, reason: str
+    ) -> None:
         each.answer.set_result(completion_of(tokens, log_probs, reason, each.versions))
 
-    def _leave_queue(self, asked: Iterable[Asked]) -> None:
+    def _leave_queue(self, asked: Iterable[RequestState]) -> None:
         for each in asked:
             self._num_queued -= each.waits
             each.waits = False
@@ -522,7 +526,7 @@ class VllmLoop:
                 each.has_place = False
                 self._places.release()
 
-    def _fail(self, asked: Iterable[Asked], error: Exception) -> None:
+    def _fail(self, asked: Iterable[RequestState], error: Exception) -> None:
         for each in asked:
             if not each.answer.done():
                 self._leave_queue([each])
@@ -534,7 +538,10 @@ class VllmLoop:
         self._fail_all(error)
 
     def _fail_all(self, cause: BaseException | None = None) -> None:
-        for each in [*self._running.values(), *(e for _, _, lot in self._queue for e in lot.asked)]:
+        for each in [
+            *self._running.values(),
+            *(e for _, _, batch in self._queue for e in batch.asked),
+        ]:
             error = RuntimeError(self.serving.refusal())
             error.__cause__ = cause
             self._fail([each], error)
@@ -542,12 +549,12 @@ class VllmLoop:
         self._queue.clear()
         self._runs_alone = False
 
-    def _state(self, each: Asked) -> Any:
+    def _state(self, each: RequestState) -> Any:
         """Return vLLM's state of a running request (`InsideVllm.state`)."""
         assert each.name is not None, "vLLM has it"
         return self._inside.state(each.name)
 
-    def _count_preemptions(self, each: Asked) -> None:
+    def _count_preemptions(self, each: RequestState) -> None:
         self._preemptions += each.scheduled.num_preemptions - each.num_preemptions
         each.num_preemptions = each.scheduled.num_preemptions
 

@@ -84,7 +84,7 @@ def status_in_progress(name: str, standing: Mapping[str, Any], now: float) -> Ru
 
     Args:
         name: Name of the run.
-        standing: See `raypo.cluster.messenger.Monitor.standing`.
+        standing: See `raypo.cluster.run_monitor.Monitor.standing`.
         now: Current time, in seconds since 1970.
     """
     age_s, rows = max(now - standing["changed_at"], 0.0), [standing["metrics"]]

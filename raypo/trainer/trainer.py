@@ -38,9 +38,9 @@ from raypo.cluster.connect import (
     dashboard_url,
     untold_environment,
 )
-from raypo.cluster.janitor import start_janitor
-from raypo.cluster.messenger import start_monitor
+from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.cluster.resources import alive_nodes
+from raypo.cluster.run_monitor import start_monitor
 from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.concurrency import daemon_future
 from raypo.config import OnlineConfig, RecipeConfig
@@ -133,7 +133,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._reward_fn = reward_fn
-        self._janitor: ActorHandle | None = None
+        self._group_gc: ActorHandle | None = None
         self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
         self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
@@ -188,7 +188,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _fit_watched(self) -> Result:
         self._check_cluster()
         # Each of these callbacks starts a process that imports ray.train, which takes seconds on a
-        # small machine. They are not needed: no recipe reads Ray Data, and `self._janitor` removes
+        # small machine. They are not needed: no recipe reads Ray Data, and `self._group_gc` removes
         # the placement groups of a run that was killed.
         leave_out_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
         self._tell_workers()
@@ -204,7 +204,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         about = {"location": self._files.location}
         about |= self.config.model_dump(include={"recipe", "num_steps"})
         monitor = start_monitor(self.config.name, about=about)
-        self._janitor = self._start_janitor(monitor)
+        self._group_gc = self._start_group_gc(monitor)
         console = Console(config=self.config.model_dump())
         dedicated = Dedicated()
         status = "failed"
@@ -247,10 +247,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             given["env_vars"] = {**variables, **given.get("env_vars", {})}
             self.run_config.worker_runtime_env = given
 
-    def _start_janitor(self, monitor: ActorHandle) -> ActorHandle | None:
+    def _start_group_gc(self, monitor: ActorHandle) -> ActorHandle | None:
         # Ray removes placement groups only when the job's driver ends. A task or an actor, like a
-        # trial of Ray Tune, needs a janitor, because the job may go on after it was killed.
-        return None if is_driver() else start_janitor(until=monitor)
+        # trial of Ray Tune, needs a collector, because the job may go on after it was killed.
+        return None if is_driver() else start_placement_group_gc(until=monitor)
 
     def _check_folder(self) -> None:
         given = self._given_functions
@@ -269,7 +269,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             storage_path=self.config.absolute_storage_path,
             working_dir=os.getcwd(),
             monitor=monitor,
-            janitor=self._janitor,
+            group_gc=self._group_gc,
             reward_fn=self._reward_fn,
             dedicated=dedicated.handles,
         )
@@ -398,9 +398,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
-        """Register the group with the janitor, which removes it if this process is killed."""
-        if self._janitor is not None:
-            ray.get(self._janitor.hold.remote(monitor, group))
+        """Register the group with the collector, which removes it if this process is killed."""
+        if self._group_gc is not None:
+            ray.get(self._group_gc.hold.remote(monitor, group))
 
     @property
     def _use_gpu(self) -> bool:

@@ -102,7 +102,7 @@ def started(
     Raises:
         PlacementError: the resources of the models were not free in time.
     """
-    from raypo.deployment.lender import start_lender
+    from raypo.deployment.engine_pool import start_engine_pool
     from raypo.run.shared_services import start_shared  # model code
 
     if not isinstance(base, OnlineConfig):
@@ -111,7 +111,7 @@ def started(
     use_gpu = bool(sharing.bundles)
     base = base.with_dtype(use_gpu=use_gpu)  # the same decision as in each trial
     open_ones = []
-    lender = None
+    engine_pool = None
     try:
         common = start_shared(
             base,
@@ -123,18 +123,18 @@ def started(
         )
         open_ones.append(common)
         if sharing.pool:
-            lender = start_lender([common.handles["engine"]] * num_slots)
+            engine_pool = start_engine_pool([common.handles["engine"]] * num_slots)
         if sharing.engines:
             for slot in range(num_slots):
                 run = f"{name}-lent-{slot}"
                 logs = f"{logs_dir}/{run}"
                 engines = start_shared(base, run, ["engine"], logs_dir=logs, use_gpu=False)
                 open_ones.append(engines)
-            lender = start_lender([each.handles["engine"] for each in open_ones[1:]])
+            engine_pool = start_engine_pool([each.handles["engine"] for each in open_ones[1:]])
         models = {role: common.handles[role] for role in sharing.models}
-        yield Shared(base, models, lender, sharing.pool, sharing.share_batches)
+        yield Shared(base, models, engine_pool, sharing.pool, sharing.share_batches)
     finally:
-        if lender is not None:
-            ray.kill(lender)
+        if engine_pool is not None:
+            ray.kill(engine_pool)
         for each in open_ones:
             each.shutdown(graceful=False)

@@ -60,7 +60,7 @@ class TrialSetup:
     goal: Goal
     is_population: bool = False
     """True if trials copy each other's checkpoints (pbt)."""
-    janitor: ActorHandle | None = None
+    group_gc: ActorHandle | None = None
     shared: Shared | None = None
     digests: Mapping[tuple[str, int, int, int], str] = field(default_factory=dict)
     """Digests of shared inputs, so that files are hashed once and not once per trial."""
@@ -116,7 +116,7 @@ def trial_trainer(config: AnyConfig) -> type[TrialTrainer]:
 
 
 class TrialTrainer(RecipeTrainer[AnyConfig]):
-    """A trainer that uses its sweep's shared deployments, placement-group janitor and segments."""
+    """Trainer with its sweep's shared deployments, placement group collector and segments."""
 
     def __init__(
         self,
@@ -137,12 +137,12 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
             resume_from=self._segment.resume_from if self._segment else None,
         )
 
-    def _start_janitor(self, monitor: ActorHandle) -> ActorHandle | None:
-        return self._setup.janitor
+    def _start_group_gc(self, monitor: ActorHandle) -> ActorHandle | None:
+        return self._setup.group_gc
 
     def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
-        if self.config.placement.is_dedicated and self._janitor is not None:
-            take_turn = self._janitor.take_turn
+        if self.config.placement.is_dedicated and self._group_gc is not None:
+            take_turn = self._group_gc.take_turn
             while not ray.get(take_turn.remote(self.config.name, monitor)):
                 time.sleep(TURN_S)
         return super()._start_dedicated(monitor, say)

@@ -15,7 +15,7 @@ from ray import tune
 from ray.tune import Stopper
 
 from raypo.cluster.connect import connect, dashboard_url
-from raypo.cluster.janitor import start_janitor
+from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig
 from raypo.config.sweep_config import SweepConfig
@@ -169,7 +169,7 @@ class _Sweep:
     def _fit(self) -> None:
         if self._plan.num_trials <= len(self._ended):
             return
-        janitor = start_janitor()
+        group_gc = start_placement_group_gc()
         base = self._base.with_absolute_paths(self._setup.working_dir)
         logs_dir = str(self._files.logs_dir)
         try:
@@ -180,10 +180,12 @@ class _Sweep:
                 num_slots=self._plan.num_slots,
                 logs_dir=logs_dir,
             ) as shared:
-                self._fit_trials(dataclasses.replace(self._setup, janitor=janitor, shared=shared))
+                self._fit_trials(dataclasses.replace(self._setup, group_gc=group_gc, shared=shared))
         finally:
-            ray.get(janitor.close.remote())  # removes groups of trials that were stopped at the end
-            ray.kill(janitor)
+            ray.get(
+                group_gc.close.remote()
+            )  # removes groups of trials that were stopped at the end
+            ray.kill(group_gc)
 
     def _fit_trials(self, setup: TrialSetup) -> None:
         scheduler = scheduler_of(self._sweep, self._base, last_comparison=self._last_comparison)

@@ -12,7 +12,7 @@ from raypo.weight_sync.transport import Conversation, NamedTensors, all_or_none,
 from raypo.weights.buckets import stage
 from raypo.weights.group import Group, group_store
 from raypo.weights.messages import Backend, BroadcastBucket, Rendezvous
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 
 
 class BroadcastTransport:
@@ -42,7 +42,7 @@ class BroadcastTransport:
             in_flight: See `PushStart.in_flight`.
             bucket_bytes: Size of a bucket in bytes.
         """
-        self.kept: Kept | None = None
+        self.kept: WeightSnapshot | None = None
         self._backend: Backend = backend
         self._device, self._host = torch.device(device), host
         self._timeout_s, self._bucket_bytes = timeout_s, bucket_bytes
@@ -72,7 +72,7 @@ class BroadcastTransport:
                 group.broadcast(staged.flat, is_in_vain=lambda: bool(conversation.failures()))
                 conversation.settle()
         conversation.finish()
-        self.kept = Kept(conversation.id)
+        self.kept = WeightSnapshot(conversation.id)
 
     def _group_with(self, conversation: Conversation) -> Group:
         """Return the present group if all engines are in it, else form a new one."""

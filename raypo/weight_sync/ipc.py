@@ -12,7 +12,7 @@ from raypo.weight_sync.transport import Conversation, NamedTensors, all_or_none
 from raypo.weights.buckets import stage
 from raypo.weights.manifest import WeightError
 from raypo.weights.messages import CudaHandle, IpcBucket, Ready, device_uuid
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 
 
 class IpcTransport:
@@ -29,7 +29,7 @@ class IpcTransport:
         in_flight: InFlight | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.kept: Kept | None = None
+        self.kept: WeightSnapshot | None = None
         self._in_flight: InFlight | None = in_flight
         self._device, self._bucket_bytes = device, bucket_bytes
 
@@ -67,7 +67,7 @@ class IpcTransport:
         with all_or_none(workers):
             if workers.rank == 0:
                 conversation.finish()
-                self.kept = Kept(conversation.id)
+                self.kept = WeightSnapshot(conversation.id)
         torch.cuda.ipc_collect()
 
 

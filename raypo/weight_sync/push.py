@@ -32,7 +32,7 @@ from raypo.weight_sync.ipc import IpcTransport
 from raypo.weight_sync.transport import ObjectTransport, Transport
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import WeightError
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 
 NUM_PROBES = 2
 """Number of prompts in a probe: the first ones of a run."""
@@ -277,11 +277,11 @@ def push_adapter(
     if not engines_have_base and workers.broadcast(kept is None or kept.fetch() is None):
         _send(learner.base_weights, engine, version=version, transport=transport, workers=workers)
     push = learner.adapter_push(name, version)
-    required: list[Kept] = []
+    required: list[WeightSnapshot] = []
     if push is not None:
         if transport.kept is not None:
             required.append(transport.kept)
-        required.append(transport.keeper.keep(push, id=uuid.uuid4().hex, adapter=name))
+        required.append(transport.weight_store.keep(push, id=uuid.uuid4().hex, adapter=name))
         up = engine.pinned()  # engines that are down load it before their next request
         survivors(up.hold(*required, in_flight=transport.in_flight))
     engine.require("hold", *workers.broadcast(required))

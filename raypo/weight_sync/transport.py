@@ -33,7 +33,7 @@ from raypo.weights.messages import (
     StoredBucket,
     WeightPush,
 )
-from raypo.weights.store import Keeper, Kept
+from raypo.weights.store import WeightSnapshot, WeightStore
 
 REASON_S, POLL_S = 3.0, 0.05
 """Seconds until the end of an engine is known after its peers noticed it, and polling interval."""
@@ -44,7 +44,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 class Transport(Protocol):
     """Sends a weight version to all engines."""
 
-    kept: Kept | None
+    kept: WeightSnapshot | None
     """The last push that succeeded. None on ranks other than 0, and before the first push."""
 
     def push(
@@ -75,8 +75,8 @@ class ObjectTransport:
     def __init__(
         self, *, in_flight: InFlight | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        self.kept: Kept | None = None
-        self.keeper = Keeper()
+        self.kept: WeightSnapshot | None = None
+        self.weight_store = WeightStore()
         self.in_flight: InFlight | None = in_flight
         self._bucket_bytes = bucket_bytes
 
@@ -87,10 +87,10 @@ class ObjectTransport:
         with all_or_none(workers), drained(named_tensors) as tensors:
             if workers.rank == 0:
                 self.kept = None
-                self.keeper.forget()  # frees the old version before the new one takes room
+                self.weight_store.forget()  # frees the old version before the new one takes room
                 self.kept = self._send(tensors, engines, version)
 
-    def _send(self, tensors: NamedTensors, engines: Engines, version: int) -> Kept:
+    def _send(self, tensors: NamedTensors, engines: Engines, version: int) -> WeightSnapshot:
         import ray
 
         conversation = Conversation(engines, version, self.in_flight)
@@ -108,7 +108,7 @@ class ObjectTransport:
                 del group, parts  # before the next ones are made
         conversation.settle()
         push = WeightPush(version, conversation.finish(), tuple(buckets), conversation.id)
-        return self.keeper.keep(push, id=push.id)
+        return self.weight_store.keep(push, id=push.id)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import ray
 
 
 @dataclass(frozen=True)
-class Kept:
+class WeightSnapshot:
     """Identity of the last push. Engines compare it with the push that they hold."""
 
     id: str
@@ -18,8 +18,8 @@ class Kept:
     adapter: str | None = None
     """Name of the adapter that was pushed. None means the engine's own weights."""
     store: str | None = None
-    """Name of the `PushStore`. None means that nothing is kept: a restarted engine waits for the
-    next push."""
+    """Name of the `WeightStoreActor`. None means that nothing is kept: a restarted engine waits
+    for the next push."""
 
     def fetch(self) -> Any:
         """Return the `WeightPush` or `AdapterPush`. None if it is no longer kept."""
@@ -30,7 +30,7 @@ class Kept:
         return ray.get(found[0]) if found else None
 
 
-class PushStore:
+class WeightStoreActor:
     """References to the last push of the weights and of each adapter. A zero-CPU actor.
 
     The pusher owns the bytes. If the store is lost, it restarts empty; engines that need weights
@@ -54,24 +54,24 @@ class PushStore:
         return next((ref for kept, ref in self._pushes.values() if kept == id), None)
 
     def __repr__(self) -> str:
-        return f"PushStore({len(self._pushes)} kept)"
+        return f"WeightStoreActor({len(self._pushes)} kept)"
 
 
 @dataclass
-class Keeper:
-    """Client of a `PushStore`, on the pusher's side. It starts the store with the first push."""
+class WeightStore:
+    """Pusher's client of a `WeightStoreActor`, which it starts with the first push."""
 
     _name: str = field(default_factory=lambda: f"raypo:pushes:{uuid.uuid4().hex[:8]}")
     _store: Any = None
 
-    def keep(self, push: Any, *, id: str, adapter: str | None = None) -> Kept:
+    def keep(self, push: Any, *, id: str, adapter: str | None = None) -> WeightSnapshot:
         """Keep a `WeightPush`, or an `AdapterPush` under its adapter's name."""
         if self._store is None:
             options = {"name": self._name, "num_cpus": 0, "max_restarts": -1}
-            actor: Any = ray.remote(PushStore)
+            actor: Any = ray.remote(WeightStoreActor)
             self._store = actor.options(**options, max_task_retries=-1).remote()
         ray.get(self._store.keep.remote(adapter, id, [ray.put(push)]))
-        return Kept(id, adapter, self._name)
+        return WeightSnapshot(id, adapter, self._name)
 
     def forget(self) -> None:
         """Drop the weights; adapters stay."""

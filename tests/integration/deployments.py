@@ -16,7 +16,7 @@ from raypo.weights.buckets import unpack
 from raypo.weights.group import Group
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
 from raypo.weights.messages import PushStart, Ready, Rendezvous, StoredBucket, WeightPush
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 
 
 class Doubler:
@@ -134,7 +134,7 @@ class Receiver:
         self._version, self._held = manifest.version, self._id
         return Manifest.of(manifest.version, self._specs)
 
-    def hold(self, *pushes: Kept, in_flight: Any = None) -> None:
+    def hold(self, *pushes: WeightSnapshot, in_flight: Any = None) -> None:
         for kept in pushes:
             if kept.adapter is not None:
                 self._adapter = kept.fetch().version

@@ -12,7 +12,7 @@ from raypo.config import InFlight
 from raypo.serving.client import Engines, PinnedEngines
 from raypo.weights.manifest import Manifest
 from raypo.weights.messages import OfferedBucket, PushStart, Ready, Rendezvous
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 
 T = TypeVar("T")
 
@@ -54,7 +54,9 @@ class PlainHandle(Engines, PinnedEngines):
     def finish_push(self, manifest: Manifest) -> list[PlainCall[Manifest]]:
         return self._call("finish_push", manifest)
 
-    def hold(self, *pushes: Kept, in_flight: InFlight | None = None) -> list[PlainCall[None]]:
+    def hold(
+        self, *pushes: WeightSnapshot, in_flight: InFlight | None = None
+    ) -> list[PlainCall[None]]:
         return self._call("hold", *pushes, in_flight=in_flight)
 
     def pinned(self) -> PlainHandle:

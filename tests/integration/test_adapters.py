@@ -34,7 +34,7 @@ from raypo.weight_sync.transport import ObjectTransport
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import Manifest, WeightError
 from raypo.weights.messages import OfferedBucket, PushStart
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -255,7 +255,7 @@ class InThisProcess(Engines):
     def finish_push(self, manifest: Manifest) -> Any:
         return [Done(self.engine.finish_push(manifest))]
 
-    def hold(self, *pushes: Kept, in_flight: Any = None) -> Any:
+    def hold(self, *pushes: WeightSnapshot, in_flight: Any = None) -> Any:
         return [Done(self.engine.hold(*pushes, in_flight=in_flight))]
 
     def pinned(self) -> Any:

@@ -19,7 +19,7 @@ from raypo.deployment.deployment import Deployment, Place, start_deployment
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Load, SamplingRequest
-from raypo.weights.store import Keeper, Kept
+from raypo.weights.store import WeightSnapshot, WeightStore
 from tests.integration.test_engine import weights
 from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
@@ -118,11 +118,11 @@ def test_what_requires_a_push_that_was_replaced_is_served_by_the_newer_one(
     engines: EngineClient, policy: Path
 ):
     """It was on its way meanwhile; of what it requires nothing is kept any more."""
-    model, keeper = AutoModelForCausalLM.from_pretrained(policy), Keeper()
+    model, weight_store = AutoModelForCausalLM.from_pretrained(policy), WeightStore()
 
-    def keep(version: int) -> Kept:
+    def keep(version: int) -> WeightSnapshot:
         push = local_push(pack(weights(model).items(), bucket_bytes=20_000), version=version)
-        return keeper.keep(replace(push, id=f"push {version}"), id=f"push {version}")
+        return weight_store.keep(replace(push, id=f"push {version}"), id=f"push {version}")
 
     older = keep(7)
     engines.require("hold", older)

@@ -22,7 +22,7 @@ from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.manifest import WeightError
 from raypo.weights.messages import PushStart, WeightPush
-from raypo.weights.store import Kept
+from raypo.weights.store import WeightSnapshot
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -287,7 +287,7 @@ def test_a_push_that_fails_half_way_loses_no_request(served: Pair):
 
 
 @dataclass(frozen=True)
-class KeptHere(Kept):
+class KeptHere(WeightSnapshot):
     push: WeightPush | None = None
 
     def fetch(self) -> WeightPush | None:

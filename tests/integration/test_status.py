@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from raypo.cluster.messenger import start_monitor
+from raypo.cluster.run_monitor import start_monitor
 
 
 def test_runs_under_way_on_a_cluster_are_told_beside_those_on_disk(local_ray: None, tmp_path: Path):

@@ -132,7 +132,7 @@ def kill_store() -> None:
     (store,) = (
         process
         for process in psutil.Process().children(recursive=True)
-        if "PushStore" in " ".join(process.cmdline())
+        if "WeightStoreActor" in " ".join(process.cmdline())
     )
     store.kill()
 

@@ -11,7 +11,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raypo.cluster.messenger import Monitor
+from raypo.cluster.run_monitor import Monitor
 from raypo.trainer.watch import advice, failures_left, is_lost_controller
 
 

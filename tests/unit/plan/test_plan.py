@@ -371,8 +371,8 @@ def test_frozen_models_lie_on_every_gpu_or_as_often_as_is_asked(values: dict):
     assert where("8xGPU80G") == [0, 2, 5]
     placement["mode"] = {"reference": "dedicated"}
     bundles = plan(values, "8xGPU80G,2").bundles
-    guests = [role for bundle in bundles for role in bundle.roles if "reference" in role]
-    assert guests == ["reference:0", "reference:1", "reference:2"]
+    occupants = [role for bundle in bundles for role in bundle.roles if "reference" in role]
+    assert occupants == ["reference:0", "reference:1", "reference:2"]
     values["placement"] = {"frozen": {"reference": {"num_replicas": 9}}}
     with pytest.raises(ConfigError, match=r"there are 8 .* for 9 of them \(placement\.frozen\.ref"):
         plan(values, "8xGPU80G")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raypo.cluster.messenger import MonitorClient
+from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.run.ppo_run import PPORun

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.cluster.messenger import MonitorClient
+from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.rewards.scoring import RewardError

@@ -308,7 +308,7 @@ def test_what_a_dead_attempt_has_asked_is_given_back_also_what_comes_later(loop:
     batch = loop.submit([ask(10**9, id="run/1")] * 2, alone=True)
     waiting = loop.submit([ask(3, id="run/1"), ask(3, id="other/1"), ask(3)], alone=False)
     until(lambda: bool(loop.llm.entered))
-    assert loop.answer_only("run", "2") == 3
+    assert loop.cancel_other_attempts("run", "2") == 3
     late = loop.submit([ask(3, id="run/1")], alone=True)
     late += loop.submit([ask(3, id="run/1"), ask(3, id="run/2")], alone=False)
     reasons = [each.answer.result(SOON_S).finish_reason for each in (*batch, *waiting, *late)]

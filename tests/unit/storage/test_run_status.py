@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raypo.cluster.messenger import Monitor
+from raypo.cluster.run_monitor import Monitor
 from raypo.storage.run_files import RunFiles
 from raypo.storage.run_state import RunStatus, paragraph, run_status, status_in_progress, table
 from tests.recorded_run import write_run

@@ -19,7 +19,7 @@ LOOK_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
-class Loan:
+class Lease:
     """A lease: one run may use one slot of a deployment."""
 
     number: int
@@ -29,13 +29,13 @@ class Loan:
 
 
 @dataclass(eq=False)
-class _Seat:
+class _Slot:
     handle: DeploymentHandle
     holders: list[ActorHandle] = field(default_factory=list)
     run: str | None = None
 
 
-class Lender:
+class EnginePool:
     """Pool of slots of deployments, each leased to one run at a time. A zero-CPU actor.
 
     A slot is free when every worker that held it is dead. Then no push and no request of the
@@ -43,10 +43,10 @@ class Lender:
     """
 
     def __init__(self, handles: Sequence[DeploymentHandle]) -> None:
-        self._seats = [_Seat(handle) for handle in handles]
+        self._slots = [_Slot(handle) for handle in handles]
         self._lock = threading.Lock()
 
-    def lend(self, run: str, holder: ActorHandle, timeout_s: float) -> Loan | None:
+    def lease(self, run: str, holder: ActorHandle, timeout_s: float) -> Lease | None:
         """Lease a free slot to a run, and wait for one if necessary.
 
         Args:
@@ -59,35 +59,35 @@ class Lender:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            usable = [seat for seat in self._seats if not seat.handle.is_lost()]
+            usable = [slot for slot in self._slots if not slot.handle.is_lost()]
             with self._lock:
-                free = [seat for seat in usable if not any(map(is_alive, seat.holders))]
+                free = [slot for slot in usable if not any(map(is_alive, slot.holders))]
                 if free:
                     return self._give(free, run, holder)
             if not usable or time.monotonic() > deadline:
                 return None
             time.sleep(LOOK_EVERY_S)
 
-    def _give(self, free: Sequence[_Seat], run: str, holder: ActorHandle) -> Loan:
+    def _give(self, free: Sequence[_Slot], run: str, holder: ActorHandle) -> Lease:
         """Lease one of the free slots: a restarted run's own earlier slot, if it is free."""
-        seat = next((seat for seat in free if seat.run == run), free[0])
-        before = seat.run
+        slot = next((slot for slot in free if slot.run == run), free[0])
+        before = slot.run
         # If the run gets another slot, forget it in its old one, so that only one slot names it.
-        for each in self._seats:
+        for each in self._slots:
             each.run = None if each.run == run else each.run
-        seat.run, seat.holders = run, [holder]
-        return Loan(self._seats.index(seat), seat.handle, before if before != run else None)
+        slot.run, slot.holders = run, [holder]
+        return Lease(self._slots.index(slot), slot.handle, before if before != run else None)
 
     def hold(self, number: int, holder: ActorHandle) -> None:
         """Add another worker of the run to the holders of a lease."""
         with self._lock:
-            self._seats[number].holders.append(holder)
+            self._slots[number].holders.append(holder)
 
     def __repr__(self) -> str:
-        return f"Lender({len(self._seats)} seats)"
+        return f"EnginePool({len(self._slots)} slots)"
 
 
-def start_lender(handles: Sequence[DeploymentHandle]) -> ActorHandle:
+def start_engine_pool(handles: Sequence[DeploymentHandle]) -> ActorHandle:
     """Start a pool that lives as long as this process.
 
     Args:
@@ -96,5 +96,5 @@ def start_lender(handles: Sequence[DeploymentHandle]) -> ActorHandle:
     """
     # Each waiting run blocks a thread of the actor; `hold` must still get one.
     threads = 16 + len(handles)
-    lender: Any = ray.remote(Lender).options(num_cpus=0, max_concurrency=threads)
-    return lender.remote(handles)
+    engine_pool: Any = ray.remote(EnginePool).options(num_cpus=0, max_concurrency=threads)
+    return engine_pool.remote(handles)

@@ -10,10 +10,10 @@ from typing import Any
 from raypo.serving.requests import Completion, SamplingRequest
 
 
-class Promise(Future[Completion]):
+class CompletionFuture(Future[Completion]):
     """Future of a completion. `cancel` aborts the request in the engine."""
 
-    def __init__(self, give_back: Callable[[Promise], None]) -> None:
+    def __init__(self, give_back: Callable[[CompletionFuture], None]) -> None:
         super().__init__()
         self._give_back = give_back
         # A running future ignores `Future.cancel`: the loop answers it with its tokens so far.
@@ -30,11 +30,11 @@ class Promise(Future[Completion]):
 
 
 @dataclass(eq=False)
-class Asked:
+class RequestState:
     """State of one request from its arrival to its answer."""
 
     request: SamplingRequest
-    answer: Promise
+    answer: CompletionFuture
     deadline: float
     """Time on the clock of `time.monotonic`. inf means no timeout."""
     number: int = 0
@@ -54,8 +54,8 @@ class Asked:
 
 
 @dataclass(eq=False)
-class Lot:
+class Batch:
     """Requests that enter vLLM together: a single one, or an exclusive batch."""
 
-    asked: list[Asked]
+    asked: list[RequestState]
     alone: bool

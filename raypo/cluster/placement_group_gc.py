@@ -1,11 +1,11 @@
 """Garbage collection of placement groups of runs that share a cluster, like trials of a sweep.
 
-A janitor removes the groups whose holder has died: Ray keeps a group that an actor created until
-the job ends, and a trial that Ray Tune kills cannot clean up. It also serialises reservations: two
-runs that hold one group each could deadlock, both waiting for their second one.
+The collector removes the groups whose holder has died: Ray keeps a group that an actor created
+until the job ends, and a trial that Ray Tune kills cannot clean up. It also serialises
+reservations: two runs that hold one group each could deadlock, both waiting for their second one.
 
-A sweep has one janitor for all trials, owned by its driver. Every other run that a Ray task or
-actor starts has its own janitor, which is detached and ends itself after the run. Ray Train's
+A sweep has one collector for all trials, owned by its driver. Every other run that a Ray task or
+actor starts has its own collector, which is detached and ends itself after the run. Ray Train's
 PlacementGroupCleaner knows only the learner workers' group, and was seen to outlive its run by
 minutes.
 
@@ -29,21 +29,21 @@ LOOK_EVERY_S = 1.0
 """Interval of the health checks of leases."""
 
 
-class Janitor:
+class PlacementGroupGC:
     """Zero-CPU actor that watches leases; a lease is an actor that dies with its run's process."""
 
     def __init__(self, until: ActorHandle | None = None) -> None:
         """Start the thread that watches leases.
 
         Args:
-            until: Lease after whose death the janitor ends its own process. None means never.
+            until: Lease after whose death the collector ends its own process. None means never.
         """
         self._until = until
         self._held: list[tuple[ActorHandle, PlacementGroup]] = []
         self._turn: tuple[str, ActorHandle] | None = None
         """Run that is reserving, and its lease."""
         self._lock = threading.Lock()
-        threading.Thread(target=self._watch, name="raypo-janitor", daemon=True).start()
+        threading.Thread(target=self._watch, name="raypo-group-gc", daemon=True).start()
 
     def hold(self, lease: ActorHandle, group: PlacementGroup) -> None:
         """Remove the group once the lease is dead."""
@@ -79,7 +79,7 @@ class Janitor:
             remove_placement_group(group)
 
     def __repr__(self) -> str:
-        return f"Janitor({len(self._held)} placement groups)"
+        return f"PlacementGroupGC({len(self._held)} placement groups)"
 
     def _watch(self) -> None:
         while True:
@@ -101,18 +101,18 @@ class Janitor:
             self._held = [pair for pair in self._held if pair not in dead]
 
 
-def start_janitor(*, until: ActorHandle | None = None) -> ActorHandle:
-    """Start a janitor that lives as long as this process.
+def start_placement_group_gc(*, until: ActorHandle | None = None) -> ActorHandle:
+    """Start a collector that lives as long as this process.
 
     Args:
-        until: Lease of a run. If given, the janitor is detached from this process and ends after
+        until: Lease of a run. If given, the collector is detached from this process and ends after
             the lease.
     """
-    janitor: Any = ray.remote(Janitor).options(
+    group_gc: Any = ray.remote(PlacementGroupGC).options(
         num_cpus=0,
         max_concurrency=16,
         lifetime=None if until is None else "detached",
         # Keep it out of a Tune trial's placement group, whose removal kills every actor in it.
         scheduling_strategy="DEFAULT",
     )
-    return janitor.remote(until)
+    return group_gc.remote(until)

@@ -1,0 +1,78 @@
+"""Seats without Ray: who is given one, and who had it before."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from raypo.deployment import engine_pool
+from raypo.deployment.engine_pool import EnginePool, Lease
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A deployment whose replicas are lost or not."""
+
+    name: str
+    lost: bool = False
+
+    def is_lost(self) -> bool:
+        return self.lost
+
+
+def deployed(name: str, *, lost: bool = False) -> Any:
+    return Deployed(name, lost)
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Holders that are dead."""
+    gone: set[str] = set()
+    monkeypatch.setattr(engine_pool, "is_alive", lambda holder: holder not in gone)
+    monkeypatch.setattr(engine_pool, "LOOK_EVERY_S", 0.01)
+    return gone
+
+
+def request_lease(slots: EnginePool, run: str, holder: Any, timeout_s: float = 0.0) -> Lease:
+    lease = slots.lease(run, holder, timeout_s)
+    assert lease is not None
+    return lease
+
+
+def test_a_seat_is_free_when_all_that_held_it_are_dead(dead: set[str]):
+    engine = deployed("a")
+    slots = EnginePool([engine])
+    lease = request_lease(slots, "one", "worker 0")
+    assert lease == Lease(0, engine, None)
+    slots.hold(lease.number, "worker 1")  # pyright: ignore[reportArgumentType]
+
+    dead.add("worker 0")
+    holder: Any = "worker 2"
+    assert slots.lease("two", holder, 0.05) is None
+    dead.add("worker 1")
+    assert request_lease(slots, "two", holder).before == "one"
+
+
+def test_a_deployment_that_is_lost_is_not_lent(dead: set[str]):
+    holder: Any = "worker"
+    lost = deployed("a", lost=True)
+    assert EnginePool([lost]).lease("one", holder, 60.0) is None
+    assert request_lease(EnginePool([lost, deployed("b")]), "one", holder).number == 1
+
+
+def test_a_run_that_begins_again_never_counts_as_the_one_before_somebody_else(dead: set[str]):
+    """It keeps its slot where that is free, and else leaves its name behind in no other."""
+    pool = deployed("pool")
+    slots = EnginePool([pool, pool])
+    request_lease(slots, "one", "first")
+    request_lease(slots, "two", "second")
+    dead.update({"first", "second"})
+    again = request_lease(slots, "two", "third")
+    assert (again.number, again.before) == (1, None)
+
+    request_lease(slots, "three", "fourth")
+    dead.add("fourth")
+    moved = request_lease(slots, "two", "fifth")  # the third worker is still alive in slot 1
+    assert (moved.number, moved.before) == (0, "three")
+    dead.add("third")
+    assert request_lease(slots, "four", "sixth").before is None
