@@ -12,7 +12,8 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import EvalSection, ModelSection, PPOConfig, PPOSection, RewardSection
 from raypo.learner.objective import StepCounts
-from raypo.rollout.batch_scoring import RewardSources
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.experience import (
@@ -213,13 +214,15 @@ def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
     prompts = [Prompt(index, "p", np.array([5], np.int32)) for index in range(2)]
     figures = evaluate_policy(
         prompts,
-        Engine(lambda requests: []),
-        Lossy(),
+        Sampler(
+            Engine(lambda requests: []),
+            Lossy(),
+            replace(SAMPLING, samples_per_prompt=1, episodes=Twice()),
+        ),
         None,
         section=EvalSection(),
-        sampling=replace(SAMPLING, samples_per_prompt=1, episodes=Twice()),
         workers=Workers(),
-        reward_sources=RewardSources.from_config(
+        scorer=Scorer.from_config(
             judge, (), reward=RewardSection(), model=ModelSection(policy="p")
         ),
     )
