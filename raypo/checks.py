@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from raypo.cluster.hardware import cpu_count
+from raypo.cluster.placement import place, served_roles, worker_bundles
 from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
     AnyConfig,
@@ -40,10 +42,7 @@ from raypo.data.rows import BadRows, is_data_set, read_rows
 from raypo.inputs import changes, inputs_of, recorded_inputs
 from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_files import max_positions, refuse_quantized, stored_files
-from raypo.plan.estimate import max_model_len
-from raypo.plan.hardware import cpu_count
-from raypo.plan.model_shape import ModelShape
-from raypo.plan.placement import place, served_roles, worker_bundles
+from raypo.models.model_shape import ModelShape
 from raypo.rewards.labels import scorers_of
 from raypo.rewards.verifiers import LABEL_CHECKS
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
@@ -618,7 +617,7 @@ def _check_positions(config: Any) -> None:
 
 
 def _check_positions_of(config: Any, key: str, path: str) -> None:
-    folder, longest = Path(path).expanduser(), max_model_len(config)
+    folder, longest = Path(path).expanduser(), config.max_model_len
     if not (folder / "config.json").is_file():
         return
     positions = max_positions(model_config_of(folder, key))

@@ -13,8 +13,8 @@ from raypo.checks import (
     is_finished,
     with_steps_of_epochs,
 )
+from raypo.cluster.hardware import cpu_count
 from raypo.config import ConfigError, PPOConfig, SFTConfig
-from raypo.plan.hardware import cpu_count
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
 
