@@ -37,7 +37,7 @@ def plan(
 
     Exit status 2 means that the run does not fit.
     """
-    from raypo.checks import check_inputs
+    from raypo.checks.input_checks import check_inputs
     from raypo.config import parse_run_config
     from raypo.config.base import read_yaml
     from raypo.plan.fit import make_plan
@@ -80,7 +80,7 @@ def plan(
 
 def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | None) -> None:
     """Print a sweep's trials, the resources of each, their concurrency, and the total cost."""
-    from raypo.checks import check_inputs
+    from raypo.checks.input_checks import check_inputs
     from raypo.cluster.placement import takes_gpus
     from raypo.config.sweep_config import SweepConfig
     from raypo.tuning.capacity import describe, plan_sweep

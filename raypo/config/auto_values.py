@@ -1,15 +1,15 @@
-"""Keys of a run that are decided once the memory of its GPUs is known, and their values.
-
-They are `learner.max_tokens_per_microbatch: auto` and `rollout.engine.sleep: auto`.
-"""
+"""Keys whose value `auto` is decided once the memory of a run's GPUs is known."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from raypo.config.base import flatten
 from raypo.config.recipe_config import AnyConfig
-from raypo.config.run_config import OnlineConfig
+from raypo.config.run_config import OnlineConfig, RecipeConfig
 
+MICROBATCH, SLEEP = "learner.max_tokens_per_microbatch", "rollout.engine.sleep"
 GPU_MICROBATCHES = (16384, 8192, 4096)
 """Candidates of `learner.max_tokens_per_microbatch: auto`, the fastest first. With fewer tokens a
 small model is limited by kernel launches."""
@@ -19,19 +19,10 @@ def candidates(config: AnyConfig) -> list[Any]:
     """Return the configs that `auto` can become, from the fastest to the one of least memory."""
     tokens = config.learner.max_tokens_per_microbatch
     counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
-    learners = [
-        config.learner.model_copy(update={"max_tokens_per_microbatch": count}) for count in counts
-    ]
-    if not sleep_is_open(config):
-        return [config.model_copy(update={"learner": learner}) for learner in learners]
-    assert isinstance(config, OnlineConfig)
-    engines = [config.rollout.engine.model_copy(update={"sleep": each}) for each in (False, True)]
-    rollouts = [config.rollout.model_copy(update={"engine": engine}) for engine in engines]
-    return [
-        config.model_copy(update={"rollout": rollout, "learner": learner})
-        for rollout in rollouts
-        for learner in learners
-    ]
+    choices: list[Any] = [config]
+    if sleep_is_open(config):
+        choices = [with_value(config, SLEEP, sleeps) for sleeps in (False, True)]
+    return [with_value(each, MICROBATCH, count) for each in choices for count in counts]
 
 
 def sleep_is_open(config: AnyConfig) -> bool:
@@ -54,11 +45,32 @@ def least_memory(config: Any, gpu_bytes: int) -> tuple[Any, list[str]]:
 
 def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
     """Return the config with `auto` restored wherever the other has auto, to compare the two."""
-    if other.learner.max_tokens_per_microbatch == "auto":
-        learner = config.learner.model_copy(update={"max_tokens_per_microbatch": "auto"})
-        config = config.model_copy(update={"learner": learner})
-    if other.rollout.engine.sleep == "auto":
-        engine = config.rollout.engine.model_copy(update={"sleep": "auto"})
-        rollout = config.rollout.model_copy(update={"engine": engine})
-        config = config.model_copy(update={"rollout": rollout})
+    values = flatten(other.model_dump())
+    for key in (MICROBATCH, SLEEP):
+        if values[key] == "auto":
+            config = with_value(config, key, "auto")
     return config
+
+
+def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
+    """Return the config with its `auto` values resolved as in an earlier run.
+
+    If this cluster's devices resolve `model.dtype` differently, the trainer's own check refuses the
+    config. Micro-batches and sleep were numbers in runs recorded before they could be `auto`.
+    """
+    dtype = earlier.get("model", {}).get("dtype", "auto")
+    if dtype != "auto":
+        config = config.with_dtype(use_gpu=dtype == "bfloat16")
+    now, before = flatten(config.model_dump()), flatten(earlier)
+    for key in (MICROBATCH, SLEEP):
+        if now.get(key) == "auto" and before.get(key) is not None:
+            config = with_value(config, key, before[key])
+    return config
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """Return a copy of a frozen config or section with another value at a dotted key."""
+    name, _, rest = key.partition(".")
+    if rest:
+        value = with_value(getattr(config, name), rest, value)
+    return config.model_copy(update={name: value})

@@ -22,7 +22,7 @@ from raypo.cluster.placement import (
     torn_apart,
 )
 from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig
-from raypo.config.auto_values import candidates, least_memory, sleep_is_open
+from raypo.config.auto_values import candidates, least_memory, sleep_is_open, with_value
 from raypo.config.sweep_config import with_values
 from raypo.learner.deepspeed_config import Sharding
 from raypo.models.model_shape import Models
@@ -277,17 +277,15 @@ def decide_for_gpus(config: AnyConfig, gpu_bytes: int) -> tuple[AnyConfig, Seque
         The config, and a message for each decision.
     """
     # Placement does not matter here, so plan on one node with room for all bundles.
-    packed = config.placement.model_copy(update={"strategy": "PACK"})
-    on_gpus = config.learner.model_copy(update={"use_gpu": True})
-    anywhere = config.model_copy(update={"placement": packed, "learner": on_gpus})
+    anywhere = with_value(with_value(config, "placement.strategy", "PACK"), "learner.use_gpu", True)
     try:
         plan = make_plan(anywhere, [Node("the cluster", gpus=10**6, gpu_bytes=gpu_bytes)])
     except ConfigError as error:  # the plan cannot read the model; it may still run
         decided, _ = least_memory(config, gpu_bytes)
         return decided, [f"auto is set for the least memory, because there is no plan: {error}"]
-    learner = plan.config.learner.model_copy(update={"use_gpu": config.learner.use_gpu})
-    own = {"placement": config.placement, "learner": learner}
-    return plan.config.model_copy(update=own), plan.decisions
+    decided = with_value(plan.config, "learner.use_gpu", config.learner.use_gpu)
+    strategy = config.placement.strategy
+    return with_value(decided, "placement.strategy", strategy), plan.decisions
 
 
 def decided(plan: Plan) -> Plan:

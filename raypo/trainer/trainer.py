@@ -25,13 +25,10 @@ from ray.train import ControllerError, FailureConfig, Result, RunConfig, Scaling
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from raypo.checks import (
-    check_inputs,
-    check_models,
-    check_run_folder,
-    is_finished,
-    with_steps_of_epochs,
-)
+from raypo.checks.input_checks import check_inputs
+from raypo.checks.model_checks import check_models
+from raypo.checks.resume_checks import check_run_folder, is_finished
+from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.connect import (
     connect,
     dashboard_token,

@@ -22,7 +22,7 @@ from ray.train import (
     ValidationConfig,
 )
 
-from raypo.checks import with_steps_of_epochs
+from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.hardware import Node
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
 from raypo.custom.loader import load_function
