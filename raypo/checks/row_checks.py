@@ -22,7 +22,8 @@ from raypo.config import (
     RewardModelConfig,
     SFTConfig,
 )
-from raypo.data.prompts import check_label, peek
+from raypo.data.prepared_rows import check_label
+from raypo.data.prompts import peek
 from raypo.data.rows import BadRows, is_data_set, read_rows
 from raypo.rewards.labels import scorers_of
 from raypo.rewards.verifiers import LABEL_CHECKS
