@@ -9,9 +9,8 @@ from functools import partial
 from raypo.collectives import Workers, as_tensor
 from raypo.config import ConfigError, PPOConfig
 from raypo.learner.peak import peak_flops
-from raypo.plan.estimate import Models
-from raypo.plan.flops import Lengths, forward_flops
-from raypo.plan.model_shape import ModelShape
+from raypo.models.flops import Lengths, forward_flops
+from raypo.models.model_shape import Models, ModelShape
 from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.run.services import Services
@@ -26,7 +25,7 @@ class Work:
     """Number of samples. A whole episode is one sample."""
     tokens: float
     flops: float = 0.0
-    """FLOPs of the models; see `raypo.plan.flops`."""
+    """FLOPs of the models; see `raypo.models.flops`."""
 
 
 def models_of(config: PPOConfig) -> Models | None:
