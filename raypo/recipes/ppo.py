@@ -19,19 +19,14 @@ from raypo.data.stream import Draw
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
+from raypo.ppo.controllers import ReferenceKL, UpdateState
+from raypo.ppo.corrections import mismatch_metrics, with_corrections
+from raypo.ppo.covariance import with_covariant_tokens
+from raypo.ppo.estimators import with_advantages
 from raypo.rollout.async_rollouts import AsyncRollouts, Fill, SampleAndScore
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler
 from raypo.rollout.dynamic_sampling import Collected, fill_step
-from raypo.rollout.experience import (
-    AdvantageState,
-    distance_to_engine,
-    distance_to_reference,
-    steer_entropy,
-    with_advantages,
-    with_corrections,
-    with_covariant_tokens,
-)
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sharding import shard, to_experience
 from raypo.run.online_inputs import OnlineInputs
@@ -79,7 +74,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             model_writers(learner, config, roles, inputs.tokenizer),
             before_saving=partial(phases.enter, Phase.LEARN),
         )
-        state = AdvantageState.of(config.ppo)
+        state = UpdateState.initial(config.ppo)
         if saved := checkpoints.restore(learner, rollouts):
             state = state.restored(saved["advantages"])
         weights.push_first(learner, version=records.last_step)
@@ -207,20 +202,20 @@ def ppo_step(
     learner: Learner,
     experience: Experience,
     ppo: PPOSection,
-    state: AdvantageState,
+    state: UpdateState,
     workers: Workers,
     *,
     max_new_tokens: int,
     step: int,
     clock: Clock,
-) -> tuple[Experience, dict[str, float], AdvantageState]:
+) -> tuple[Experience, dict[str, float], UpdateState]:
     """Run one step's update on this worker's share of the experience; all workers call it.
 
     Args:
         learner: Policy and critic.
         experience: This worker's share of the step.
         ppo: The section `ppo` of the config.
-        state: State of the advantage computation that the previous step returned.
+        state: State that the previous step returned: coefficients and moments of scores.
         workers: Workers that train the same model as this one. Together they hold each sample of
             the step once.
         max_new_tokens: Longest response, in tokens.
@@ -234,19 +229,24 @@ def ppo_step(
     """
     experience = learner.with_log_probs_and_values(experience)  # old log-probs, values
     clock.lap("time/log_probs_s")
-    experience, metrics, next_state = with_advantages(
+    experience, metrics, scores = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
     )
     # Step n updates the weights of version n - 1, those that step n - 1 pushed.
     experience = with_corrections(experience, ppo.correction, version=step - 1)
     experience = with_covariant_tokens(experience, ppo, workers, seed=learner.seed, step=step)
-    experience, updated = learner.update(
+    experience, update = learner.update(
         experience, step=step, kl_coef=state.kl.coef, entropy_coef=state.entropy.acting
     )
-    entropy, next_state = steer_entropy(updated, next_state)
-    to_reference, next_state = distance_to_reference(
-        experience, ppo, next_state, workers, step=step
+    kl = ReferenceKL.measure(experience, workers) if ppo.needs_reference else None
+    metrics |= kl.metrics() if kl else {}
+    metrics |= mismatch_metrics(experience, ppo, workers, version=step - 1)
+    metrics |= update.metrics | state.metrics()
+    next_state = state.after_step(
+        scores=scores,
+        # The KL coefficient waits for the policy, which the critic's warm-up does not update.
+        kl=kl if step > ppo.critic_warmup_steps else None,
+        entropy=update.entropy,
     )
-    to_engine = distance_to_engine(experience, ppo, workers, version=step - 1)
     clock.lap("time/update_s")
-    return experience, metrics | to_reference | to_engine | updated | entropy, next_state
+    return experience, metrics, next_state
