@@ -3,13 +3,13 @@
 If the run has a driver (`raypo.trainer`), step 1 and the dedicated services of step 2 are there.
 
 Concurrency. With `rollout.mode: sync` the main thread runs everything below, line by line. In the
-asynchronous modes the threads of `AsyncRollouts` call `sample_and_score` and `filter_and_refill`
-ahead of the update, and the loop takes the batches that they have filled.
+asynchronous modes the threads of `AsyncRollouts` do what `collect` does, with the same
+`sample_and_score`, ahead of the update, and the loop takes the batches that they have filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,10 @@ from raypo.ppo.controllers import ReferenceKL, UpdateState
 from raypo.ppo.corrections import mismatch_metrics, with_corrections
 from raypo.ppo.covariance import with_covariant_tokens
 from raypo.ppo.estimators import with_advantages
-from raypo.rollout.async_rollouts import AsyncRollouts, Fill, SampleAndScore
+from raypo.rollout.async_rollouts import AsyncRollouts, SampleAndScore
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler
-from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sharding import shard, to_experience
 from raypo.run.online_inputs import OnlineInputs
@@ -63,8 +63,10 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         weights = WeightPusher(run, inputs, services, phases, roles)
         sampler, scorer = weights.sampler(), inputs.scorer(config, services)
         score = partial(sample_and_score, config, sampler, scorer, phases)
-        fill = partial(filter_and_refill, config)
-        ahead = AsyncRollouts.from_config(config, inputs.source, score, fill, workers)
+        new_batch = partial(
+            StepBatch, config.rollout.prompts_per_step, config.ppo.filter, config.reward
+        )
+        ahead = AsyncRollouts.from_config(config, inputs.source, score, new_batch, workers)
         rollouts = ahead or inputs.source
         learner = start_learner(run, inputs, roles, phases)  # 3. policy and critic
         checkpoints = Checkpoints(
@@ -86,10 +88,10 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
 
         for step in records.steps():
             clock = Clock()
-            if ahead:  # 4. rollouts: threads call `score` and `fill` ahead of the update
+            if ahead:  # 4. rollouts: its threads sample, score and filter ahead of the update
                 batch = ahead.take(step, clock)
             else:
-                batch = collect(inputs.source, score, fill, clock, workers)
+                batch = collect(new_batch(), inputs.source, score, clock, workers)
             dealt = shard(
                 batch.trained,
                 minibatch_size=config.ppo.minibatch_size,
@@ -145,29 +147,20 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def collect(
-    prompts: PromptSource, score: SampleAndScore, fill: Fill, clock: Clock, workers: Workers
+    batch: StepBatch,
+    prompts: PromptSource,
+    score: SampleAndScore,
+    clock: Clock,
+    workers: Workers,
 ) -> Collected:
-    """Collect a step's rollouts now: draw prompts, sample and score; `fill` filters and refills."""
-    return fill(lambda count: score(prompts.draw(count, workers), clock, workers), workers)
+    """Fill a step's batch: draw prompts, sample and score them, and filter.
 
-
-def filter_and_refill(
-    config: PPOConfig, next_scored: Callable[[int], list[ScoredRollout]], workers: Workers
-) -> Collected:
-    """Fill a step, and replace groups that `ppo.filter` drops by the next prompts.
-
-    Args:
-        config: The run's config.
-        next_scored: Function that samples and scores a number of prompts, over all workers.
-        workers: The workers that sample together.
+    The batch drops the groups that `ppo.filter` rejects; the next prompts replace them.
     """
-    return fill_step(
-        next_scored,
-        prompts_per_step=config.rollout.prompts_per_step,
-        section=config.ppo.filter,
-        reward=config.reward,
-        workers=workers,
-    )
+    while batch.num_wanted:
+        draws = prompts.draw(batch.num_wanted, workers)
+        batch.add(score(draws, clock, workers), workers)
+    return batch.collected(workers)
 
 
 def sample_and_score(

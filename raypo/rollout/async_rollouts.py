@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,12 @@ from raypo.config import OnlineConfig
 from raypo.data.stream import Draw
 from raypo.metrics.clock import Clock, Span
 from raypo.rollout.collect import samples_of
-from raypo.rollout.dynamic_sampling import Collected
+from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.types import ScoredRollout
 
 SampleAndScore = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
 """Samples and scores this worker's draws. In order of steps, all workers call it together."""
-Fill = Callable[[Callable[[int], list[ScoredRollout]], Workers], Collected]
-"""Fills a step; all workers call it together. Its argument samples a number of prompts (over all
-workers) and returns this worker's rollouts of them."""
 
 
 class Closed(Exception):
@@ -77,7 +73,7 @@ class AsyncRollouts:
     prompts: PromptSource
     """Source of the prompts. Nothing else draws from it."""
     sample_and_score: SampleAndScore
-    fill: Fill
+    new_batch: Callable[[], StepBatch]
     prompts_per_step: int
     max_staleness: int
     """Weight versions between the first token of a response and the update that trains it."""
@@ -117,7 +113,7 @@ class AsyncRollouts:
         config: OnlineConfig,
         prompts: PromptSource,
         sample_and_score: SampleAndScore,
-        fill: Fill,
+        new_batch: Callable[[], StepBatch],
         workers: Workers,
     ) -> AsyncRollouts | None:
         """Return the rollouts sampled ahead. None if `rollout.mode` is sync. All workers call it.
@@ -126,7 +122,7 @@ class AsyncRollouts:
             config: The run's config.
             prompts: Source of the prompts.
             sample_and_score: Function that the background threads call.
-            fill: Function that fills a step.
+            new_batch: Returns an empty batch, which a step fills.
             workers: The workers in the process group of the main thread.
         """
         section = config.rollout
@@ -135,7 +131,7 @@ class AsyncRollouts:
         return cls(
             prompts,
             sample_and_score,
-            fill,
+            new_batch,
             prompts_per_step=section.prompts_per_step,
             max_staleness=section.staleness,
             overlaps=section.has_requests_in_flight,
@@ -269,7 +265,10 @@ class AsyncRollouts:
                 self._filling, self._begins[step] = step, self._front
             laps: dict[str, float] = {}
             next_ones = self._next_begun if self.overlaps else self._next_in_turn
-            collected = self.fill(partial(next_ones, laps=laps), self.workers)
+            filling = self.new_batch()
+            while filling.num_wanted:
+                filling.add(next_ones(filling.num_wanted, laps), self.workers)
+            collected = filling.collected(self.workers)
             collected.metrics.update(laps)
             with self._changed:
                 self._batches[step].set_result(collected)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,48 +28,57 @@ class Collected:
     """Counts over all workers: sampled = trained + filtered + failed."""
 
 
-def fill_step(
-    scored_rollouts: Callable[[int], list[ScoredRollout]],
-    *,
-    prompts_per_step: int,
-    section: FilterSection,
-    reward: RewardSection,
-    workers: Workers,
-) -> Collected:
-    """Collect the rollouts of one step; all workers call it, and go through the same rounds.
+@dataclass
+class StepBatch:
+    """The rollouts of a step while it is filled; all workers go through the same rounds.
 
     A round draws exactly as many prompts as groups are missing. Nothing is left over for a later
     step, so no rollout outlives the weights that sampled it.
-
-    Args:
-        scored_rollouts: Draws a number of prompts over all workers and returns this worker's
-            rollouts. All samples of a prompt lie on one worker.
-        prompts_per_step: Groups that the step needs, over all workers.
-        section: The filter (`ppo.filter`).
-        reward: Its `max_failed_fraction` bounds the failed samples.
-        workers: All workers.
-
-    Raises:
-        RewardError: more samples failed than `reward.max_failed_fraction`, of all rounds so far.
     """
-    scored: list[ScoredRollout] = []
-    kept: list[ScoredRollout] = []
-    missing, rounds = prompts_per_step, 0
-    while missing and rounds < 1 + (section.max_refills if section.enabled else 0):
-        fresh = scored_rollouts(missing)
-        scored += fresh
-        refuse_too_many_failures(scored, reward, workers)
-        passed = passing(fresh, section)
-        kept += passed
+
+    missing: int
+    """Groups that the step lacks, over all workers. At first all of them."""
+    filter: FilterSection
+    reward: RewardSection
+    """Its `max_failed_fraction` bounds the failed samples."""
+    _rounds: int = 0
+    _scored: list[ScoredRollout] = field(default_factory=list)
+    _kept: list[ScoredRollout] = field(default_factory=list)
+
+    @property
+    def num_wanted(self) -> int:
+        """Prompts to draw in the next round, over all workers. 0 ends the step."""
+        refills = self.filter.max_refills if self.filter.enabled else 0
+        return self.missing if self._rounds <= refills else 0
+
+    def add(self, scored: list[ScoredRollout], workers: Workers) -> None:
+        """Add this worker's rollouts of a round; drop groups without a signal.
+
+        Args:
+            scored: Rollouts of as many prompts, over all workers, as are wanted. All samples of a
+                prompt lie on one worker.
+            workers: All workers, which call it together.
+
+        Raises:
+            RewardError: more samples failed than `reward.max_failed_fraction`, of all rounds so
+                far.
+        """
+        self._scored += scored
+        refuse_too_many_failures(self._scored, self.reward, workers)
+        passed = passing(scored, self.filter)
+        self._kept += passed
         groups = len({each.rollout.group_index for each in passed})
-        missing = missing - int(workers.sum(as_tensor(groups))) if section.enabled else 0
-        rounds += 1
-    trained = [each for each in kept if is_trainable(each)]
-    metrics = _metrics(scored, trained, workers)
-    if section.enabled:
-        metrics["rollout/refills"] = float(rounds - 1)
-        metrics["rollout/groups_missing"] = float(missing)
-    return Collected(scored, trained, missing, metrics)
+        self.missing -= int(workers.sum(as_tensor(groups))) if self.filter.enabled else self.missing
+        self._rounds += 1
+
+    def collected(self, workers: Workers) -> Collected:
+        """Return the filled batch, with counts over all workers, which call it together."""
+        trained = [each for each in self._kept if is_trainable(each)]
+        metrics = _metrics(self._scored, trained, workers)
+        if self.filter.enabled:
+            metrics["rollout/refills"] = float(self._rounds - 1)
+            metrics["rollout/groups_missing"] = float(self.missing)
+        return Collected(self._scored, trained, self.missing, metrics)
 
 
 def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredRollout]:

@@ -25,7 +25,7 @@ from raypo.metrics.clock import Clock
 from raypo.pending import PendingBatch
 from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.collect import Sampler, Sampling, next_draws
-from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.prompt_source import PromptSource
 from raypo.serving import client
@@ -104,7 +104,7 @@ class Run:
         self.ahead = AsyncRollouts(
             PromptSource(ShuffledStream(PROMPTS, seed=1), SAMPLES),
             self._scored,
-            self._fill,
+            lambda: StepBatch(PROMPTS_PER_STEP, FilterSection(enabled=True), RewardSection()),
             prompts_per_step=PROMPTS_PER_STEP,
             max_staleness=STALENESS,
             overlaps=True,
@@ -145,17 +145,6 @@ class Run:
             ScoredRollout(each, float(each.sample_index * self.passes(each.group_index)), {})
             for each in rollouts
         ]
-
-    def _fill(
-        self, scored_rollouts: Callable[[int], list[ScoredRollout]], workers: Workers
-    ) -> Collected:
-        return fill_step(
-            scored_rollouts,
-            prompts_per_step=PROMPTS_PER_STEP,
-            section=FilterSection(enabled=True),
-            reward=RewardSection(),
-            workers=workers,
-        )
 
 
 def assert_none_lost_and_none_twice(

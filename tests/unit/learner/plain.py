@@ -28,7 +28,7 @@ from raypo.models import lora as lora_module
 from raypo.models.networks import Policy
 from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
-from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Experience, Rollout, ScoredRollout
 
@@ -232,13 +232,10 @@ def one_step(
         position += count
         return [each for index in draws for each in group(index)]
 
-    collected = fill_step(
-        scored_rollouts,
-        prompts_per_step=PROMPTS_PER_STEP,
-        section=ppo.filter,
-        reward=RewardSection(),
-        workers=workers,
-    )
+    batch = StepBatch(PROMPTS_PER_STEP, ppo.filter, RewardSection())
+    while batch.num_wanted:
+        batch.add(scored_rollouts(batch.num_wanted), workers)
+    collected = batch.collected(workers)
     learner = plain_learner(ppo, workers, tokens=tokens, rate=rate, roles=roles)
     dealt = shard(
         collected.trained,

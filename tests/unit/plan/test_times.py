@@ -130,7 +130,7 @@ def test_who_stays_awake_moves_nothing_to_the_host(folder: Path):
 
 
 def test_an_engines_weights_pass_to_the_host_only_where_no_push_replaces_them(folder: Path):
-    """As `PPORun.enter` tells the engines: dropped before a push, kept where more is sampled."""
+    """Dropped before a push, kept where more is sampled (`sample_and_score` of the page)."""
     dropped = plan(folder, "8xH100")
     refilled = plan(folder, "8xH100", ppo={"filter": {"enabled": True}})
     moved = [phases(each)["take turns"].moved for each in (dropped, refilled)]

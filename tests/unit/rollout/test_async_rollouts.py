@@ -16,7 +16,7 @@ from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.metrics.clock import Clock
 from raypo.rollout.async_rollouts import AsyncRollouts
-from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sample_counts import sample_count_metrics
 from raypo.types import Prompt, ScoredRollout
@@ -46,7 +46,9 @@ class Run:
         self.ahead = AsyncRollouts(
             PromptSource(self.stream, 2),
             lambda *args: self.scored(*args),
-            self.fill,
+            lambda: StepBatch(
+                PROMPTS_PER_STEP, self.filter, RewardSection(max_failed_fraction=1.0)
+            ),
             prompts_per_step=PROMPTS_PER_STEP,
             max_staleness=max_staleness,
             overlaps=max_staleness > 0 and not settles,
@@ -90,17 +92,6 @@ class Run:
             for draw in draws
             for sample in range(2)
         ]
-
-    def fill(
-        self, scored_rollouts: Callable[[int], list[ScoredRollout]], workers: Workers
-    ) -> Collected:
-        return fill_step(
-            scored_rollouts,
-            prompts_per_step=PROMPTS_PER_STEP,
-            section=self.filter,
-            reward=RewardSection(max_failed_fraction=1.0),
-            workers=workers,
-        )
 
     def push(self, version: int) -> None:
         self.ahead.settle()

@@ -11,7 +11,7 @@ from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.rewards.scoring import RewardError
 from raypo.rollout.collect import next_draws
-from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.learner.plain import on_workers
 
@@ -58,13 +58,10 @@ def fill(
             for sample, score in enumerate(scores_of(draw.group_index))
         ]
 
-    return fill_step(
-        scored_rollouts,
-        prompts_per_step=prompts_per_step,
-        section=section,
-        reward=reward,
-        workers=workers,
-    )
+    batch = StepBatch(prompts_per_step, section, reward)
+    while batch.num_wanted:
+        batch.add(scored_rollouts(batch.num_wanted), workers)
+    return batch.collected(workers)
 
 
 def fates(collected: Collected) -> tuple[float, ...]:
@@ -149,13 +146,10 @@ def test_too_many_failures_stop_the_run_whichever_worker_they_are_on():
 
 def test_a_response_without_a_sampled_token_cannot_be_trained():
     scored = [ScoredRollout(rollout(0, n, tokens), 1.0, {}) for n, tokens in ((0, 0), (1, 2))]
-    collected = fill_step(
-        lambda count: scored,
-        prompts_per_step=1,
-        section=FilterSection(),
-        reward=LENIENT,
-        workers=Workers(),
-    )
+    batch = StepBatch(1, FilterSection(), LENIENT)
+    batch.add(scored, Workers())
+    assert not batch.num_wanted
+    collected = batch.collected(Workers())
     assert collected.trained == scored[1:]
     assert fates(collected) == (2, 1, 0, 1)
     assert collected.metrics["rollout/samples_empty"] == 1

@@ -12,7 +12,7 @@ from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
 from raypo.metrics.clock import Clock
 from raypo.recipes.ppo import collect
-from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sample_counts import SampleCounts, sample_count_metrics
 from raypo.storage.summary import FATES, sample_totals
@@ -120,17 +120,8 @@ def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
                 for n in range(2)
             ]
 
-        def fill_it(scored_rollouts, workers) -> Collected:
-            return fill_step(
-                scored_rollouts,
-                prompts_per_step=4,
-                section=ON,
-                reward=RewardSection(),
-                workers=workers,
-            )
-
         for step in range(1, 4):
-            taken = collect(source, scored, fill_it, Clock(), workers)
+            taken = collect(StepBatch(4, ON, RewardSection()), source, scored, Clock(), workers)
             accounts = sample_count_metrics(
                 source.counts(taken), taken, workers, step=step, max_staleness=None
             )
