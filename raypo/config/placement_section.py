@@ -13,13 +13,10 @@ from raypo.config.base import Config
 
 
 class DeploymentSection(Config):
-    """Queues, health checks and restarts of the replicas of engines and frozen models. The keys are
-    named as in Ray Serve.
+    """Time limits, health checks and restarts of the replicas of engines and frozen models. The
+    keys are named as in Ray Serve.
     """
 
-    max_queued_requests: int | None = Field(default=None, ge=0)
-    """Maximum number of requests in a replica's queue. Further ones wait at their callers. null
-    means no limit."""
     request_timeout_s: float | None = Field(default=None, gt=0.0)
     """Seconds that a worker waits for a reply before the run stops. null means no timeout."""
     health_check_period_s: float = Field(default=10.0, gt=0.0)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from raypo.config import ModelSection, RewardSection
-from raypo.pending import Pending
 from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score
 from raypo.types import Rollout, ScoredRollout
 
@@ -26,7 +26,7 @@ FUNCTION, URL, EPISODE = "function", "url", "episode"
 class RewardModel(Protocol):
     """A reward model, as its callers see it (`RewardModelClient`)."""
 
-    def score(self, rollouts: list[Rollout]) -> Pending[list[float]]:
+    def score(self, rollouts: list[Rollout]) -> Future[list[float]]:
         """Return one score for each rollout, in the order given."""
         ...
 
@@ -34,7 +34,7 @@ class RewardModel(Protocol):
 class Reference(Protocol):
     """A reference model, as its callers see it (`ReferenceClient`)."""
 
-    def log_probs(self, rollouts: list[Rollout]) -> Pending[list[np.ndarray]]:
+    def log_probs(self, rollouts: list[Rollout]) -> Future[list[np.ndarray]]:
         """Return the log-probs of each response's tokens in nats, float32 [T]."""
         ...
 
@@ -201,8 +201,8 @@ class _ModelCalls:
     """Rollouts, and the calls to all models about them."""
 
     rollouts: list[Rollout]
-    reference: Pending[list[np.ndarray]] | None
-    models: list[Pending[list[float]]]
+    reference: Future[list[np.ndarray]] | None
+    models: list[Future[list[float]]]
 
 
 class _FunctionQueue:

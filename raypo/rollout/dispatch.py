@@ -1,29 +1,21 @@
 """Dispatch sampling requests to engines, optionally as one batch that several workers share.
 
 Concurrency. The calling thread sends one call to each of this worker's engines and waits for the
-values. If the caller wants completions early, a daemon thread for each engine polls for them and
-runs the callback; it ends when the last value is there.
+values. The callback for early completions runs in other threads (`EngineClient`).
 """
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
-from raypo.pending import PendingBatch
-from raypo.serving.client import Engines
+from raypo.serving.client import Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
-
-POLL_S = 0.1
-"""Polling interval for early completions, in seconds."""
-
-OnCompletion = Callable[[int, Completion], None]
-"""Callback `(index, completion)`. Called from any thread, possibly twice for one index."""
 
 
 class Dispatch(Protocol):
@@ -59,9 +51,13 @@ def dispatch(
         One completion for each request, in the order given.
     """
     own = engines.per_engine()
-    batches = _equal_batches(requests, len(own))
-    pending = [one.generate(batch) for one, batch in zip(own, batches, strict=True) if batch]
-    return _results(pending, [len(batch) for batch in batches], on_completion)
+    pending: list[Future[list[Completion]]] = []
+    first = 0
+    for one, batch in zip(own, _equal_batches(requests, len(own)), strict=True):
+        if batch:
+            pending.append(one.generate(batch, _shifted(on_completion, first)))
+        first += len(batch)
+    return _results(pending)
 
 
 def dispatch_shared(
@@ -82,7 +78,8 @@ def dispatch_shared(
     keys = [one.preferred for one in own]
     batches = dict(zip(keys, _equal_batches(requests, len(own)), strict=True))
     of_workers = workers.gather((uuid.uuid4().hex, batches))
-    pending: list[PendingBatch[Completion]] = []
+    pending: list[Future[list[Completion]]] = []
+    num_sent = 0
     for one in own:
         parts = [theirs.get(one.preferred, []) for _, theirs in of_workers]
         if not parts[workers.rank]:
@@ -90,8 +87,10 @@ def dispatch_shared(
         first = sum(map(len, parts[: workers.rank]))
         part = range(first, first + len(parts[workers.rank]))
         shared = one.sharing_call(f"{of_workers[0][0]}:{one.preferred}", part)
-        pending.append(shared.generate([each for part in parts for each in part]))
-    return _results(pending, [len(batch) for batch in batches.values()], on_completion)
+        whole = [each for part in parts for each in part]
+        pending.append(shared.generate(whole, _shifted(on_completion, num_sent)))
+        num_sent += len(part)
+    return _results(pending)
 
 
 def dispatch_or_push_again(
@@ -125,31 +124,18 @@ def _equal_batches(requests: list[SamplingRequest], count: int) -> list[list[Sam
     return [requests[i * size : (i + 1) * size] for i in range(count)]
 
 
-def _results(
-    pending: Sequence[PendingBatch[Completion]],
-    sizes: Sequence[int],
-    on_completion: OnCompletion | None,
-) -> list[Completion]:
-    """Wait for all completions, in their order, and report early ones meanwhile."""
-    is_over = threading.Event()
-    if on_completion is not None:
-        first = 0
-        for batch, size in zip(pending, filter(None, sizes), strict=True):
-            args = (batch, first, on_completion, is_over)
-            threading.Thread(target=_poll, args=args, daemon=True).start()
-            first += size
+def _shifted(on_completion: OnCompletion | None, first: int) -> OnCompletion | None:
+    """Return the callback for a batch whose first request has this index among all requests."""
+    if on_completion is None:
+        return None
+    return lambda index, completion: on_completion(first + index, completion)
+
+
+def _results(pending: Sequence[Future[list[Completion]]]) -> list[Completion]:
+    """Wait for all completions, in their order; if one batch fails, cancel the others."""
     try:
         return [completion for batch in pending for completion in batch.result()]
-    finally:
-        is_over.set()
-
-
-def _poll(
-    batch: PendingBatch[Completion],
-    first: int,
-    on_completion: OnCompletion,
-    is_over: threading.Event,
-) -> None:
-    while not is_over.wait(POLL_S):
-        for index, completion in batch.partial().items():
-            on_completion(first + index, completion)
+    except BaseException:
+        for batch in pending:
+            batch.cancel()
+        raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +31,6 @@ from raypo.learner.roles import Roles
 from raypo.metrics.clock import Span
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
-from raypo.pending import Pending
 from raypo.plan.estimate import Models
 from raypo.rewards.functions import (
     close_function,
@@ -98,7 +98,7 @@ class OnlineRun(Run[AnyOnline]):
     """Assignment of workers to policy and critic."""
     _engines_load: EnginesLoad = field(default_factory=EnginesLoad)
     _has_pushed: bool = False
-    _memory_asked: Mapping[str, Sequence[Pending[dict[str, float]]]] = field(default_factory=dict)
+    _memory_asked: Mapping[str, Sequence[Future[dict[str, float]]]] = field(default_factory=dict)
     _phases: Phases | None = None
     _elsewhere: frozenset[str] = frozenset()
     """Roles that are not colocated with these workers."""
@@ -289,7 +289,7 @@ class OnlineRun(Run[AnyOnline]):
             self.tell.phase("waiting for the engine")
             services.wait(self.config.placement.timeout_s)
             if self.workers.rank == 0:  # cancel requests of an earlier attempt
-                survivors(engine.pinned().cancel_other_attempts(self.name, self.attempt))
+                survivors(engine.cancel_other_attempts(self.name, self.attempt))
         if not self.is_ahead:
             self.push_again = PushAgain(
                 lambda: self.push_weights(learner, services, version=version), self.workers
@@ -335,8 +335,8 @@ class OnlineRun(Run[AnyOnline]):
 
     def _load(self, engine: EngineClient) -> dict[str, float]:
         """Return `perf/engine_*` since the last push; note engines' idle times in the trace."""
-        up, stretches = engine.pinned(), {}
-        for name, answer in zip(up.names, up.stretch(), strict=True):
+        stretches = {}
+        for name, answer in zip(engine.names, engine.stretch(), strict=True):
             for load, stretch in survivors([answer]):
                 stretches[name] = load, stretch
                 for begin, end in stretch.idle:
@@ -351,7 +351,7 @@ class OnlineRun(Run[AnyOnline]):
         """Wake the engines for the probe, and resume requests in flight, once weights arrived."""
         self.enter(Phase.PROBE)
         if self.pushes and self.workers.rank == 0:
-            survivors(engine.pinned().resume())
+            survivors(engine.resume())
 
     def _write_rollouts(
         self,

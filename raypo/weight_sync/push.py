@@ -232,7 +232,7 @@ def _send(
     workers: Workers,
 ) -> None:
     while True:
-        engine.require(None)
+        engine.require()
         try:
             transport.push(weights(), engine, version=version, workers=workers)
             break
@@ -240,7 +240,7 @@ def _send(
             if not workers.broadcast(isinstance(error, ReplicaLost)):
                 raise
             time.sleep(RETRY_S)
-    engine.require("hold", workers.broadcast(transport.kept))
+    engine.require(workers.broadcast(transport.kept))
 
 
 def push_adapter(
@@ -282,9 +282,9 @@ def push_adapter(
         if transport.kept is not None:
             required.append(transport.kept)
         required.append(transport.weight_store.keep(push, id=uuid.uuid4().hex, adapter=name))
-        up = engine.pinned()  # engines that are down load it before their next request
-        survivors(up.hold(*required, in_flight=transport.in_flight))
-    engine.require("hold", *workers.broadcast(required))
+        # Engines that are down load it before their next request.
+        survivors(engine.hold(*required, in_flight=transport.in_flight))
+    engine.require(*workers.broadcast(required))
     on_arrival()
     return try_probe(learner, engine, replace(probe, adapter=name), version, workers)
 

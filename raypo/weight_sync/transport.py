@@ -11,18 +11,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.pending import PendingPinned
 from raypo.plan.sizes import BUCKET_BYTES
-from raypo.serving.client import Engines, PinnedEngines
+from raypo.serving.client import Engines
 from raypo.weights.buckets import Specs, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
 from raypo.weights.messages import (
@@ -120,15 +119,15 @@ class Conversation:
     in_flight: InFlight | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identity of the push."""
-    pending: Sequence[PendingPinned[object]] = ()
+    pending: Sequence[Future[Any]] = ()
     """The last call, to each engine."""
     _specs: list[TensorSpec] = field(default_factory=list)
-    _up: PinnedEngines | None = None
+    _up: Engines | None = None
     """The engines that were up when the push began."""
 
     def begin(self) -> list[Ready]:
         """Tell all engines that a push begins, so that they drop their weights; return replies."""
-        self._up = self.engines.pinned()
+        self._up = self.engines.up()
         start = PushStart(self.version, self.id, self.in_flight)
         return [call.result() for call in self._members.begin_push(start)]
 
@@ -149,7 +148,8 @@ class Conversation:
 
     def failures(self) -> list[Exception]:
         """Return the errors of the last call that have arrived. Does not wait."""
-        return [error for each in self.pending if (error := each.failure()) is not None]
+        errors = [each.exception() for each in self.pending if each.done()]
+        return [error for error in errors if isinstance(error, Exception)]
 
     @contextmanager
     def engines_reasons_first(self) -> Iterator[None]:
@@ -185,7 +185,7 @@ class Conversation:
         self.pending = self._members.join_group(rendezvous)
 
     @property
-    def _members(self) -> PinnedEngines:
+    def _members(self) -> Engines:
         assert self._up is not None, "a conversation begins with `begin`"
         return self._up
 

@@ -78,7 +78,7 @@ def placement() -> dict[str, Any]:
                 answers = handle.call_all(Doubler.environment, "CUDA_VISIBLE_DEVICES")
                 found["replicas"][role] = [
                     (life.bundle, nodes_of(group)[life.bundle] == life.node_id, answer.result())
-                    for life, answer in zip(handle.incarnations(), answers, strict=True)
+                    for life, answer in zip(handle.statuses(), answers, strict=True)
                 ]
                 handle.shutdown()
         remove_placement_group(group)
@@ -149,7 +149,7 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
             ]
             found[role] = [
                 {"node": life.node_id, "bundle": life.bundle, "gpus": (shown or "").split(",")}
-                for life, shown in zip(handle.incarnations(), devices, strict=True)
+                for life, shown in zip(handle.statuses(), devices, strict=True)
             ]
             handle.shutdown()
     workers.barrier()

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
+from raypo.concurrency import completed
 from raypo.config import EngineSection, LoraSection
 from raypo.models.lora import (
     adapter_config,
@@ -23,7 +24,6 @@ from raypo.models.lora import (
     merged_weights,
 )
 from raypo.models.token_log_probs import response_log_probs
-from raypo.pending import Done
 from raypo.serving.adapters import SHARED_MEMORY
 from raypo.serving.client import Engines
 from raypo.serving.engine import Engine
@@ -241,27 +241,27 @@ class InThisProcess(Engines):
     engine: Engine
 
     def generate_on_all(self, requests: Sequence[SamplingRequest]) -> Any:
-        return [Done(self.engine.generate(requests))]
+        return [completed(self.engine.generate(requests))]
 
     def submit_on_all(self, requests: Sequence[SamplingRequest]) -> Any:
-        return [Done([each.result() for each in self.engine.submit(requests)])]
+        return [completed([each.result() for each in self.engine.submit(requests)])]
 
     def begin_push(self, start: PushStart) -> Any:
-        return [Done(self.engine.begin_push(start))]
+        return [completed(self.engine.begin_push(start))]
 
     def load_bucket(self, bucket: OfferedBucket) -> Any:
-        return [Done(self.engine.load_bucket(bucket))]
+        return [completed(self.engine.load_bucket(bucket))]
 
     def finish_push(self, manifest: Manifest) -> Any:
-        return [Done(self.engine.finish_push(manifest))]
+        return [completed(self.engine.finish_push(manifest))]
 
     def hold(self, *pushes: WeightSnapshot, in_flight: Any = None) -> Any:
-        return [Done(self.engine.hold(*pushes, in_flight=in_flight))]
+        return [completed(self.engine.hold(*pushes, in_flight=in_flight))]
 
-    def pinned(self) -> Any:
+    def up(self) -> Any:
         return self
 
-    def require(self, method: str | None, *args: object) -> None:
+    def require(self, *pushes: object) -> None:
         pass
 
 

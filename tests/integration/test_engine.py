@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from raypo.cluster.actors import ReplicaLost
 from raypo.config import EngineSection
 from raypo.models.token_log_probs import response_log_probs
 from raypo.serving.engine import Engine
@@ -266,7 +267,7 @@ def test_a_push_that_is_left_half_done_serves_nothing_until_the_next_one(served:
 
     served.engine.load_weights(served.push())
     assert served.gap(served.engine.generate(probes(PROMPTS, 40))) < AGREES
-    with pytest.raises(WeightError, match="no push was begun"):
+    with pytest.raises(ReplicaLost, match="no push was begun"):
         served.engine.load_bucket(push.buckets[0])
 
 

@@ -17,7 +17,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raypo import PPOConfig, PPOTrainer, train_loop_per_worker
-from raypo.deployment.spec import Incarnation
+from raypo.deployment.spec import Status
 from raypo.storage.run_files import RunFiles
 from tests.integration.task import (
     digit_share,
@@ -76,7 +76,7 @@ def kill_at_work(replica: str, folder: Path, steps: int = 1) -> int:
     """
     wait_for_steps(folder, steps)
     actor: Any = ray.get_actor(replica, "raypo")
-    life: Incarnation = ray.get(actor.where.remote())
+    life: Status = ray.get(actor.status.remote())
     os.kill(life.pid, signal.SIGSTOP)
     time.sleep(STANDS_STILL_S)
     assert len(read_metrics(folder)) < LAST_STEP

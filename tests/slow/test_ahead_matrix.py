@@ -144,7 +144,7 @@ def pid_of(replica: str) -> int:
     while True:
         with suppress(RayActorError, ValueError):
             actor: Any = ray.get_actor(replica, "raypo")
-            life: Any = ray.get(actor.where.remote())
+            life: Any = ray.get(actor.status.remote())
             return life.pid
         time.sleep(0.2)
 
