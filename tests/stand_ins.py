@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from raypo.collectives import Workers
 from raypo.concurrency import completed
 from raypo.serving.client import Completions, Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
-from raypo.weight_sync.transport import NamedTensors
+from raypo.weight_sync.transport import NamedTensors, Transport
 from raypo.weights.buckets import Bucket, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, checksums
 from raypo.weights.messages import WeightPush
@@ -71,13 +72,11 @@ class Lossy:
         return ["?"] * len(ids)
 
 
-class NoTransport:
+class NoTransport(Transport):
     """Weights never get anywhere."""
 
-    kept: WeightSnapshot | None = None
-
     def push(
-        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: object
+        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
     ) -> None:
         pass
 

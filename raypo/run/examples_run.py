@@ -34,7 +34,8 @@ from raypo.run.setup import Runtime
 from raypo.serving.client import EngineClient
 from raypo.storage.run_files import RunFiles
 from raypo.types import Prompt
-from raypo.weight_sync.push import Probe, open_transport, push_weights
+from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.push import open_transport, push_weights
 from raypo.weight_sync.transport import Transport
 
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)

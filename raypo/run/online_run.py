@@ -60,7 +60,8 @@ from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.trace import note_call
 from raypo.types import Prompt, ScoredRollout
-from raypo.weight_sync.push import Probe, PushedLearner, open_transport, push_adapter, push_weights
+from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.push import PushedLearner, open_transport, push_adapter, push_weights
 from raypo.weight_sync.transport import Transport
 
 AnyOnline = TypeVar("AnyOnline", bound=OnlineConfig)

@@ -29,8 +29,9 @@ from raypo.serving.client import Engines
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience
-from raypo.weight_sync.push import Probe, push_adapter
-from raypo.weight_sync.transport import ObjectTransport
+from raypo.weight_sync.object_store import ObjectTransport
+from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.push import push_adapter
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import Manifest, WeightError
 from raypo.weights.messages import OfferedBucket, PushStart

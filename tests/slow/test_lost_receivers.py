@@ -25,8 +25,10 @@ from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving.client import EngineClient
 from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.broadcast import BroadcastTransport
-from raypo.weight_sync.push import Probe, push_adapter, push_weights
-from raypo.weight_sync.transport import ObjectTransport, Transport
+from raypo.weight_sync.object_store import ObjectTransport
+from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.push import push_adapter, push_weights
+from raypo.weight_sync.transport import Transport
 from raypo.weights.adapter import AdapterPush
 from tests.integration.deployments import Receiver
 from tests.slow.test_deployment import until

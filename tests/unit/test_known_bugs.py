@@ -18,7 +18,9 @@ from raypo.rollout.collect import Sampling, sample
 from raypo.rollout.sharding import to_experience
 from raypo.serving.requests import Completion
 from raypo.types import Experience, Prompt, Rollout
-from raypo.weight_sync.push import Probe, WeightError, push_weights
+from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.push import push_weights
+from raypo.weights.manifest import WeightError
 from tests.stand_ins import Engine, Lossy, NoTransport, Reference
 from tests.unit.config.test_run_config import with_keys
 
