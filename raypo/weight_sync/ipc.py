@@ -9,8 +9,8 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.plan.sizes import BUCKET_BYTES
 from raypo.weight_sync.transport import PushSession, Transport, all_or_none
+from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import stage
 from raypo.weights.manifest import WeightError
 from raypo.weights.messages import CudaHandle, IpcBucket, StoredBucket, device_uuid

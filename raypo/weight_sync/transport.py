@@ -26,8 +26,8 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.plan.sizes import BUCKET_BYTES
 from raypo.serving.client import Engines
+from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import Specs
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
 from raypo.weights.messages import OfferedBucket, PushStart, Ready, StoredBucket, WeightPush
