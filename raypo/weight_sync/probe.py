@@ -120,22 +120,22 @@ def try_probe(
     Raises:
         WeightError: the gap exceeds `probe_bound`.
     """
-    answers: list[Completion] | None = None
+    sampled: list[Completion] | None = None
     if workers.rank == 0:
         requests = probe.requests(version)
         # An engine that was just lost is left out. It loads the weights before its next request.
         on_all = engine.submit_on_all if probe.joins else engine.generate_on_all
-        answers = [each for own in survivors(on_all(requests)) for each in own]
-        if not answers:
+        sampled = [each for batch in survivors(on_all(requests)) for each in batch]
+        if not sampled:
             on_one = engine.submit if probe.joins else engine.generate
-            answers = on_one(requests).result()
-    completions: list[Completion] = workers.broadcast(answers)
+            sampled = on_one(requests).result()
+    completions: list[Completion] = workers.broadcast(sampled)
     prompts = [request.prompt_ids for request in probe.requests(version)]
     prompts *= len(completions) // len(prompts)
-    answered = zip(prompts, completions, strict=True)
-    batch = response_batch([Example(prompt, each.token_ids) for prompt, each in answered])
-    told = pad_right([each.log_probs for each in completions], torch.float32)
-    gap = (learner.log_probs(batch) - told).abs()[batch.response_mask]
+    pairs = zip(prompts, completions, strict=True)
+    batch = response_batch([Example(prompt, each.token_ids) for prompt, each in pairs])
+    engine_log_probs = pad_right([each.log_probs for each in completions], torch.float32)
+    gap = (learner.log_probs(batch) - engine_log_probs).abs()[batch.response_mask]
     metrics = {
         "mismatch/probe_gap_max": float(gap.max()),
         "mismatch/probe_gap_mean": float(gap.mean(dtype=torch.float64)),
