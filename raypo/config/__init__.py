@@ -45,6 +45,7 @@ from raypo.config.sections import (
     PolicyLoraSection,
     RewardSection,
     RewardWeights,
+    SampledModelSection,
     StopSection,
     WandbSection,
     WorkersSection,

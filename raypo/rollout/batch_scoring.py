@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from raypo.config import ModelSection, RewardSection
+from raypo.config import RewardSection, SampledModelSection
 from raypo.pending import Pending
 from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score
 from raypo.types import Rollout, ScoredRollout
@@ -61,7 +61,7 @@ class RewardSources:
         models: tuple[RewardModel, ...],
         *,
         reward: RewardSection,
-        model: ModelSection,
+        model: SampledModelSection,
         servers: RewardFunction | None = None,
     ) -> RewardSources:
         """Weigh the sources as a config says."""
