@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from raypo.config import ModelSection, RewardSection
+from raypo.config import RewardSection, SampledModelSection
 from raypo.pending import Pending
 from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score
 from raypo.types import Rollout, RolloutKey, ScoredRollout
@@ -66,7 +66,7 @@ class Scorer:
         models: tuple[RewardModel, ...],
         *,
         reward: RewardSection,
-        model: ModelSection,
+        model: SampledModelSection,
         servers: RewardFunction | None = None,
         reference: Reference | None = None,
         models_apart: bool = False,
