@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
@@ -83,20 +83,13 @@ Attention = Literal[
 ]
 
 
-class ModelSection(Config):
-    """The models of a run. Every path is a Hugging Face folder or a hub id."""
+class SampledModelSection(Config):
+    """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
 
     policy: str
     """Model to train."""
-    critic: str | None = None
-    """Backbone of the critic. null means the first reward model that has the policy's vocabulary,
-    with its score head times its weights (its own and reward.weights.model), or, if there is none,
-    the policy with a value head that starts at zero."""
     reward: RewardModels = None
     """Reward model, or a list of them; each is a path or {path, weight}."""
-    reference: str | None = None
-    """Reference model of the KL penalty; it needs the policy's tokenizer. null means the policy as
-    it was at the start."""
     dtype: Dtype = "auto"
     """Data type of the policy, the engine and the frozen models. auto: bfloat16 if the learner
     workers have GPUs, else float32; the run's config.yaml records which. float32 is exact on CPUs;
@@ -110,13 +103,39 @@ class ModelSection(Config):
     flash_attention_3 need GPUs and extra packages."""
     lora: PolicyLoraSection | None = None
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
-    Without model.reference, the policy with its adapter off is the reference, and no other model is
-    loaded for it."""
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_nulls_of_older_runs(cls, values: Any) -> Any:
+        # The recorded config of a run from before these keys were left out has null for each.
+        if isinstance(values, dict):
+            gone = {"critic", "reference"} - cls.model_fields.keys()
+            values = {k: v for k, v in values.items() if v is not None or k not in gone}
+        return values
+
+
+class ReferenceModelSection(SampledModelSection):
+    """The models of a run with a reference. Every path is a Hugging Face folder or a hub id."""
+
+    reference: str | None = None
+    """Reference model of the KL penalty or of the DPO loss; it needs the policy's tokenizer. null
+    means the policy as it was at the start: with model.lora the policy with its adapter off, so
+    that no other model is loaded."""
 
     @property
     def is_own_reference(self) -> bool:
         """True if the learner's policy with its adapter off is the reference."""
         return self.lora is not None and self.reference is None
+
+
+class ModelSection(ReferenceModelSection):
+    """The models of a run. Every path is a Hugging Face folder or a hub id."""
+
+    critic: str | None = None
+    """Backbone of the critic. null means the first reward model that has the policy's vocabulary,
+    with its score head times its weights (its own and reward.weights.model), or, if there is none,
+    the policy with a value head that starts at zero."""
 
 
 class DataSection(Config):
