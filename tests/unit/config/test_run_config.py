@@ -363,8 +363,8 @@ def test_communication_that_deepspeed_cannot_overlap_is_refused(stage):
 
 @pytest.mark.parametrize(("name", "lowest"), [("offload_optimizer", 1), ("offload_param", 3)])
 def test_an_offload_that_deepspeed_would_ignore_or_that_needs_nvme_is_refused(name, lowest):
-    def problem(device, stage):
-        zero = {"zero_optimization": {name: {"device": device}}}
+    def problem(offload, stage):
+        zero = {"zero_optimization": {name: offload}}
         keys = with_keys(learner__zero_stage=stage, learner__deepspeed=zero)
         try:
             PPOConfig.parse(keys)
@@ -372,11 +372,12 @@ def test_an_offload_that_deepspeed_would_ignore_or_that_needs_nvme_is_refused(na
             return str(error)
         return ""
 
-    key = f"learner.deepspeed.zero_optimization.{name}.device"
+    key = f"learner.deepspeed.zero_optimization.{name}"
     for stage in range(4):
-        assert (f"{key} (cpu)" in problem("cpu", stage)) is (stage < lowest)
-        assert problem("none", stage) == ""
-        assert f"{key} (nvme)" in problem("nvme", stage)
+        assert (f"{key}.device (cpu)" in problem({"device": "cpu"}, stage)) is (stage < lowest)
+        assert problem({"device": "none"}, stage) == problem(None, stage) == ""
+        assert f"{key}.device (nvme)" in problem({"device": "nvme"}, stage)
+    assert f"{key} (cpu): must be a mapping" in problem("cpu", 3)
 
 
 def test_a_wrong_zero_optimization_is_refused():
