@@ -264,7 +264,8 @@ class WorkersSection(Config):
     max_tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of tokens of one forward and backward pass; a prompt with several responses
     counts once. auto: 4096 on CPUs, and on GPUs the largest of 16384, 8192 and 4096 that fits
-    (`raypo plan` shows which); a longer sequence gets a pass of its own."""
+    (`raypo plan` shows which); a longer sequence gets a pass of its own. Reference and reward
+    models in the dedicated group start before the learner's GPUs are known: auto is 4096 there."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the model's layers and recompute the rest in the backward pass. It
     takes about a third more time and a fraction of the memory; the gradients are the same."""
@@ -273,7 +274,8 @@ class WorkersSection(Config):
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """DeepSpeed options, merged over the generated DeepSpeed config.
     `zero_optimization.overlap_comm` needs stage 2 or 3; at these stages it is on by default for
-    several workers with GPUs."""
+    several workers with GPUs. `zero_optimization.offload_optimizer` needs stage 1 to 3 and
+    `zero_optimization.offload_param` stage 3; their device is cpu."""
 
     @property
     def microbatch_tokens(self) -> int:
@@ -307,6 +309,16 @@ class WorkersSection(Config):
                 f"gradients with the backward pass only at ZeRO stages 2 and 3, and the stage is "
                 f"{stage}. Remove it, or set learner.zero_stage to 2 or 3."
             )
+        # DeepSpeed ignores both without a word at lower stages. Swapping to NVMe is not tested.
+        for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
+            device = (zero.get(name) or {}).get("device", "none")
+            if device not in ("none", "cpu", None):
+                yield f"{key}.{name}.device ({device}): raypo off-loads only to RAM. Set it to cpu."
+            elif device == "cpu" and stage in range(lowest):
+                yield (
+                    f"{key}.{name}.device (cpu): DeepSpeed does this only from ZeRO stage {lowest} "
+                    f"on, and the stage is {stage}. Remove it, or set learner.zero_stage to 3."
+                )
 
     def endless_warmup(self, count: int, keys: str) -> Iterator[str]:
         """Yield a problem if the learning-rate warm-up never ends.
