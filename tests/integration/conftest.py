@@ -11,6 +11,7 @@ import pytest
 
 from raypo.config import ClusterSection
 from tests.integration.task import REPOSITORY, read_metrics, write_task
+from tests.tiny import tiny_policy
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,19 +46,30 @@ def local_ray() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def group() -> Iterator[None]:
-    """The one process group of this process: DeepSpeed keeps the first that it sees.
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny policy."""
+    return str(tiny_policy(tmp_path_factory.mktemp("policy")))
 
-    DeepSpeed and these tests collect garbage often: not through the millions of objects before.
-    """
+
+@pytest.fixture(scope="session")
+def group(model: str) -> Iterator[None]:
+    """The one process group of this process: DeepSpeed keeps the first that it sees."""
     import torch.distributed as dist
+
+    from tests.integration.learning import experience, learner, with_targets
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     os.environ.update(LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
-    gc.freeze()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    # A first step imports all of DeepSpeed. DeepSpeed and these tests collect garbage often, which
+    # takes seconds if it goes through the objects of all modules.
+    started = learner(model, stage=3, dtype="bfloat16")
+    started.update(with_targets(started.with_log_probs_and_values(experience())), step=1)
+    del started
+    gc.collect()
+    gc.freeze()
     yield
     dist.destroy_process_group()
 

@@ -1,11 +1,17 @@
-"""Models whose tensors vLLM names or packs in ways of their own: biases, no head module."""
+"""Models whose tensors vLLM names or packs in ways of their own: biases, an own head or none."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from raypo.config import EngineSection
 from raypo.serving.engine import Engine
@@ -25,6 +31,7 @@ SIZES = {
     "tie_word_embeddings": True,
 }
 CONFIGS = {
+    "llama: a head of its own": LlamaConfig(**SIZES | {"tie_word_embeddings": False}),
     "qwen2: biases": Qwen2Config(**SIZES),
     "gemma2: the embedding is the head": Gemma2Config(**SIZES, query_pre_attn_scalar=32),
 }

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.integration.task import REPOSITORY
 from tests.integration.test_offload import OPTIMIZERS, SMALL
 from tests.tiny import tiny_policy
 
-CASES = [("float32", 0), ("bfloat16", 1), ("float32", 2), ("float32", 3), ("bfloat16", 3)]
+CASES = [("float32", 0), ("float32", 2), ("bfloat16", 3)]
 """Of two workers; the others, and three workers: tests/slow/test_more_workers.py."""
 LR = 1e-3
 
@@ -55,7 +56,9 @@ def run_workers(
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("workers")
     tiny_policy(folder / "policy")
-    return {count: run_workers(folder, count, CASES) for count in (1, 2)}
+    with ThreadPoolExecutor(2) as threads:  # importing DeepSpeed keeps one core a process busy
+        found = threads.map(lambda count: run_workers(folder, count, CASES), (1, 2))
+        return dict(zip((1, 2), found, strict=True))
 
 
 def assert_agrees_with_one_worker(
@@ -104,9 +107,8 @@ def test_several_workers_with_gpus_sum_gradients_meanwhile_at_the_stages_that_ca
     assert outcomes[1][case]["overlaps"] is False
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_stages_agree_on_two_workers(outcomes: dict[int, dict[Any, Any]], stage: int):
-    plain, sharded = (outcomes[2]["float32", each]["weights"] for each in (0, stage))
+def test_zero_stages_agree_on_two_workers(outcomes: dict[int, dict[Any, Any]]):
+    plain, sharded = (outcomes[2]["float32", each]["weights"] for each in (0, 2))
     assert max(float((sharded[name] - w).abs().max()) for name, w in plain.items()) < 0.1 * LR
 
 
