@@ -13,21 +13,38 @@ from raypo.config import ClusterSection
 from tests.integration.task import REPOSITORY, read_metrics, write_task
 from tests.tiny import tiny_policy
 
+COMPILES = ("test_packed_attention", "test_gpu_parts", "test_compiled_log_probs")
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A vLLM of this process ends process groups that it finds, and changes how torch compiles.
 
-    So tests that compile come before all other integration tests, and those of the group last.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests, and tell pytest-xdist which of them share a process.
+
+    A vLLM of this process ends process groups that it finds, and changes how torch compiles. So
+    tests that compile come before all other integration tests, and those of the group last.
+    All that use Ray share a process, and with it one Ray and one run; with two processes they come
+    first, because they take longest. Ray's processes are nice, so the others are not slowed down.
     """
+    is_shared = hasattr(config, "workerinput")
 
     def place(item: pytest.Item) -> int:
+        if "unit" in item.path.parts:
+            return 0
         if "group" in getattr(item, "fixturenames", ()):
-            return 3
-        if item.path.stem in ("test_packed_attention", "test_gpu_parts", "test_compiled_log_probs"):
-            return 1
-        return 0 if "unit" in item.path.parts else 2
+            return 4
+        if item.path.stem in COMPILES:
+            return 2
+        return 1 if is_shared and uses_ray(item) else 3
 
     items.sort(key=place)
+    for item in items if is_shared else ():
+        names = {1: "ray", 4: "deepspeed"}
+        item.add_marker(pytest.mark.xdist_group(names.get(place(item), item.path.stem)))
+
+
+def uses_ray(item: pytest.Item) -> bool:
+    starts_its_own = item.path.stem == "test_fake_gpus"
+    return starts_its_own or "local_ray" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")

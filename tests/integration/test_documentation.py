@@ -34,7 +34,7 @@ FIRST_RUN = next(each for each in blocks("bash") if "raypo train first.yaml" in 
 
 
 @pytest.fixture(scope="session")
-def copy(tmp_path_factory: pytest.TempPathFactory, local_ray: None) -> Path:
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder after `make demo`: examples, models, prompts and runs of two examples.
 
     The runs are copies of the one that the README starts, which saves a run.
