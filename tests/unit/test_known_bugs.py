@@ -11,7 +11,6 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
-from raypo.ppo.estimators import estimate_advantages
 from raypo.rollout.batch_scoring import RewardSources, Scoring
 from raypo.rollout.collect import Sampling, sample
 from raypo.rollout.sharding import to_experience
@@ -20,6 +19,7 @@ from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.push import Probe, WeightError, push_weights
 from tests.stand_ins import Engine, Lossy, NoTransport, Reference
 from tests.unit.config.test_run_config import with_keys
+from tests.unit.ppo.steps import estimate
 
 PROMPT = np.array([5, 6], np.int32)
 SAMPLED = np.array([7, 8, 9], np.int32)
@@ -108,13 +108,8 @@ def test_bug_11_equal_prompts_drawn_twice_are_two_groups():
     rollouts = sampled(2)
     assert [r.group_index for r in rollouts] == [0, 0, 1, 1]
     groups = torch.tensor([r.group_index for r in rollouts])
-    advantages, _ = estimate_advantages(
-        torch.tensor([0.0, 2.0, 10.0, 10.0]),
-        torch.ones(4, 1, dtype=torch.bool),
-        kind="dr_grpo",
-        gamma=1.0,
-        group_index=groups,
-    )
+    scores, mask = torch.tensor([0.0, 2.0, 10.0, 10.0]), torch.ones(4, 1, dtype=torch.bool)
+    advantages, _ = estimate(scores, mask, kind="dr_grpo", group_index=groups)
     assert advantages.flatten().tolist() == [-1.0, 1.0, 0.0, 0.0]
 
 
