@@ -4,10 +4,13 @@ import gc
 import os
 import socket
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from raypo.config import ClusterSection
 from tests.integration.task import REPOSITORY, read_metrics, write_task
@@ -16,35 +19,45 @@ from tests.tiny import tiny_policy
 COMPILES = ("test_packed_attention", "test_gpu_parts", "test_compiled_log_probs")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the tests, and tell pytest-xdist which of them share a process.
+    """A vLLM of this process ends process groups that it finds, and changes how torch compiles.
 
-    A vLLM of this process ends process groups that it finds, and changes how torch compiles. So
-    tests that compile come before all other integration tests, and those of the group last.
-    All that use Ray share a process, and with it one Ray and one run; with two processes they come
-    first, because they take longest. Ray's processes are nice, so the others are not slowed down.
+    So tests that compile come before all other integration tests, and those of the group last. What
+    uses Ray comes first where it has a process of its own, because it takes longest.
     """
-    is_shared = hasattr(config, "workerinput")
+    has_own_process = hasattr(config, "workerinput")
 
     def place(item: pytest.Item) -> int:
         if "unit" in item.path.parts:
             return 0
+        if has_own_process and uses_ray(item.path):
+            return 1
         if "group" in getattr(item, "fixturenames", ()):
             return 4
-        if item.path.stem in COMPILES:
-            return 2
-        return 1 if is_shared and uses_ray(item) else 3
+        return 2 if item.path.stem in COMPILES else 3
 
     items.sort(key=place)
-    for item in items if is_shared else ():
-        names = {1: "ray", 4: "deepspeed"}
-        item.add_marker(pytest.mark.xdist_group(names.get(place(item), item.path.stem)))
 
 
-def uses_ray(item: pytest.Item) -> bool:
-    starts_its_own = item.path.stem == "test_fake_gpus"
-    return starts_its_own or "local_ray" in getattr(item, "fixturenames", ())
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return TwoProcesses(config, log)
+
+
+class TwoProcesses(LoadScopeScheduling):
+    """Tests that use Ray share one process, with one Ray and one run; all others share the other.
+
+    Ray's processes are nice, so the engines and learners of the other process are not slowed down.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = REPOSITORY / nodeid.split("::")[0]
+        return "ray" if uses_ray(path) else "others"
+
+
+@cache
+def uses_ray(path: Path) -> bool:
+    text = path.read_text()
+    return "local_ray" in text or "first: SimpleNamespace" in text or "on_fake_gpus" in text
 
 
 @pytest.fixture(scope="session")

@@ -109,12 +109,12 @@ def kill_at_work(replica: str, folder: Path, *, last_step: int) -> int:
 
     wait_for_steps(folder, 1)
     actor: Any = ray.get_actor(replica, "raypo")
-    pid: int = ray.get(actor.where.remote()).pid
-    os.kill(pid, signal.SIGSTOP)
+    life: Any = ray.get(actor.where.remote())
+    os.kill(life.pid, signal.SIGSTOP)
     time.sleep(3.0)  # longer than a step without the call that waits
     assert len(read_metrics(folder)) < last_step
-    os.kill(pid, signal.SIGKILL)
-    return pid
+    os.kill(life.pid, signal.SIGKILL)
+    return life.pid
 
 
 def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 from tests.stand_ins import local_push, pack
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 64,
     "intermediate_size": 128,
