@@ -6,24 +6,14 @@ workers: test_workers.py and tests/slow/test_more_workers.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from raypo.collectives import Workers
-from raypo.config import DistillationSection, DPOSection, ExamplesLearnerSection
-from raypo.learner.distillation_task import DistillationTask
-from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
-from raypo.learner.supervised import SupervisedLearner
-from raypo.learner.tasks import PairTask, ResponseTask
 from raypo.learner.trained_model import outermost_networks
 from raypo.models import embedding
-from raypo.models.loading import load_causal_lm, load_reward_model
-from raypo.types import Example, Pair, Taught, Verdict
 from tests.integration.learning import experience, learner, with_targets
 from tests.integration.off_load import (
     comes_back,
@@ -32,61 +22,16 @@ from tests.integration.off_load import (
     moved_beside_stayed,
     off_and_back,
 )
+from tests.integration.recipe_learners import KINDS, example_learner, items_of
 
 pytestmark = pytest.mark.usefixtures("group", "as_on_a_gpu")
-CASES = [
-    *(("ppo", stage, False, dtype) for stage in (2, 3) for dtype in ("float32", "bfloat16")),
-    *(("sft", stage, True, dtype) for stage in range(4) for dtype in ("float32", "bfloat16")),
-    ("dpo", 2, True, "bfloat16"),
-    ("dpo", 3, True, "float32"),
-    ("kto", 3, True, "bfloat16"),
-    ("reward_model", 1, True, "bfloat16"),
-    ("reward_model", 3, True, "bfloat16"),
-    ("distillation", 0, True, "float32"),
-    ("distillation", 3, True, "bfloat16"),
+CASES = [("ppo", stage, False) for stage in (2, 3)] + [
+    (kind, (number + more) % 4, True) for number, kind in enumerate(KINDS) for more in (0, 2)
 ]
-"""Recipe, ZeRO stage, whether `learner.deepspeed` sets the stage (without it raypo gives a worker
-alone its own stage), and dtype. One recipe has every stage and dtype; the recipes differ in their
-networks and losses only."""
+"""Recipe, ZeRO stage, and whether `learner.deepspeed` says it; else raypo gives a worker alone its
+own stage. Each recipe at each stage: tests/slow/test_every_learner.py."""
 PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "float32"), (3, "bfloat16")]
 """Of ZeRO stage and dtype: every class of DeepSpeed's optimizers."""
-PROMPT, LONG, SHORT = (np.asarray(ids, np.int32) for ids in ([5, 6, 7], [8, 9, 10, 2], [11, 2]))
-
-
-def example_learner(kind: str, folder: str, dtype: str, keys: dict[str, Any]) -> Any:
-    """The learner of a recipe that learns from examples, as `run.examples_run` makes it."""
-    torch.manual_seed(0)
-    task: Any
-    if kind == "reward_model":
-        task = PairTask(load_reward_model(folder, dtype=dtype, new_head=True), centering_coef=0.1)
-    else:
-        policy = load_causal_lm(folder, dtype=dtype)
-        tasks: dict[str, Callable[[], Any]] = {
-            "sft": lambda: ResponseTask(policy),
-            "dpo": lambda: PreferenceTask(policy, DPOSection()),
-            "kto": lambda: VerdictTask(policy, DPOSection(loss="kto")),
-            "distillation": lambda: DistillationTask(
-                policy, DistillationSection(), vocabulary=policy.config.vocab_size
-            ),
-        }
-        task = tasks[kind]()
-    section = ExamplesLearnerSection.model_validate({"lr": 1e-3, **keys})
-    return SupervisedLearner(task, section, dtype=dtype, num_steps=9, workers=Workers())
-
-
-def items_of(kind: str) -> list[Any]:
-    told = (-9.0, -5.0)
-    pairs = [Pair(PROMPT, LONG, SHORT, ref_log_probs=told), Pair(SHORT, SHORT, LONG, 0.5, told)]
-    known = np.log(np.full((len(LONG), 2), 0.4, np.float32))
-    of_kind: dict[str, list[Any]] = {
-        "sft": [Example(PROMPT, LONG), Example(SHORT, SHORT)],
-        "kto": [
-            Verdict(PROMPT, LONG, True, SHORT, ref_log_probs=told),
-            Verdict(SHORT, SHORT, False, LONG, ref_log_probs=told),
-        ],
-        "distillation": [Taught(PROMPT, LONG, known, np.stack([LONG, LONG + 1], axis=1))],
-    }
-    return of_kind.get(kind, pairs)
 
 
 def section_of(stage: int, *, is_told: bool) -> dict[str, Any]:
@@ -94,7 +39,8 @@ def section_of(stage: int, *, is_told: bool) -> dict[str, Any]:
     return {"zero_stage": stage, **told}
 
 
-@pytest.mark.parametrize(("kind", "stage", "is_told", "dtype"), CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kind", "stage", "is_told"), CASES)
 def test_the_learner_starts_learns_and_goes_on_after_an_off_load_bit_for_bit(
     model: str,
     kind: str,
@@ -193,12 +139,15 @@ def test_the_device_is_not_synchronized_at_every_forward_pass(
     assert not calls
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_worker_alone_sums_nothing_in_the_background(model: str, stage: int):
+@pytest.mark.parametrize(("stage", "dtype"), PAIRS)
+def test_a_worker_alone_sums_nothing_in_the_background(
+    model: str,
+    stage: int,
+    dtype: str,
+):
     """Stage 3 would take null for true."""
     for told in ({"stage": stage}, {"stage": stage, "overlap_comm": None}):
-        zero = {"zero_optimization": told}
-        trained = learner(model, stage=stage, dtype="bfloat16", deepspeed=zero)
+        trained = learner(model, stage=stage, dtype=dtype, deepspeed={"zero_optimization": told})
         assert [each._engine.zero_overlap_comm() for each in models_of(trained)] == [False, False]
 
 
@@ -212,7 +161,11 @@ def test_lookups_that_a_gpu_pads_learn_the_same_bits(
 ):
     """At these lengths no lookup is as long as those that a GPU pads, so the bounds are moved."""
     monkeypatch.setattr(embedding, "RACY_COUNTS", range(8, 200))
-    keys = {**section_of(stage, is_told=True), "activation_checkpointing": checkpoints}
+    keys: dict[str, Any] = {
+        "max_tokens_per_microbatch": 4096,
+        "activation_checkpointing": checkpoints,
+    }
+    keys |= section_of(stage, is_told=True)
     plain, padded = (example_learner("sft", model, "bfloat16", keys) for _ in range(2))
     (network,) = outermost_networks(padded._model.module)
     counts = []
@@ -221,7 +174,7 @@ def test_lookups_that_a_gpu_pads_learn_the_same_bits(
     )
     embedding.avoid_racy_counts(network)
     for step in (1, 2):
-        items = items_of("sft") * 3
+        items = items_of("sft")
         assert plain.update(items, step=step) == padded.update(items, step=step)
     assert counts
     assert all(8 <= count < 200 for count in counts)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from raypo.config import ConfigError, DistillationConfig
+from raypo.config import ConfigError, DistillationConfig, IterativeDPOConfig
 
 VALUES = {
     "name": "d",
@@ -23,6 +23,7 @@ def parsed(**changes: object) -> DistillationConfig:
     [
         ({"model": {"policy": "student"}}, "model.teacher"),
         ({"model": VALUES["model"] | {"reference": "r"}}, "model.reference"),
+        ({"model": VALUES["model"] | {"critic": "c"}}, "model.critic"),
         ({"distillation": {"beta": 0.3}}, "distillation.beta"),
         ({"distillation": {"on_policy_fraction": 0.5}}, "distillation.on_policy_fraction"),
         (TEXTS, "data.response_key"),
@@ -113,3 +114,21 @@ def test_prompts_are_shared_out_between_the_policy_and_the_texts():
     data = {"prompts": "p.jsonl", "response_key": "text"}
     changes = {"data": data, "distillation": {"on_policy_fraction": 0.25}}
     assert parsed(**changes).prompts_answered == 8
+
+
+def test_the_recorded_config_of_an_older_run_may_have_null_for_keys_that_are_gone():
+    old = VALUES["model"] | {"critic": None, "reference": None}
+    assert parsed(model=old) == parsed()
+
+
+def test_iterative_dpo_reads_the_reference_model_only_if_it_compares_with_the_start():
+    values = {
+        "name": "i",
+        "model": {"policy": "student", "reference": "other"},
+        "data": {"prompts": "p.jsonl"},
+        "rollout": {"samples_per_prompt": 2},
+    }
+    with pytest.raises(ConfigError, match=r"model\.reference \(other\): has no effect"):
+        IterativeDPOConfig.parse(values)
+    config = IterativeDPOConfig.parse(values | {"iterative_dpo": {"reference": "start"}})
+    assert config.references == {"reference": "other"}
