@@ -74,11 +74,11 @@ class FrozenSections(Config):
     """Settings of every reward model."""
 
     def _problems(self) -> Iterator[str]:
-        for role, asked in (("reference", self.reference), ("reward", self.reward)):
-            if asked.tensor_parallel > 1 and asked.backend == "torch":
+        for role, section in (("reference", self.reference), ("reward", self.reward)):
+            if section.tensor_parallel > 1 and section.backend == "torch":
                 key = f"placement.frozen.{role}"
                 yield (
-                    f"{key}.tensor_parallel ({asked.tensor_parallel}): backend torch computes on "
+                    f"{key}.tensor_parallel ({section.tensor_parallel}): backend torch computes on "
                     f"one device. Set {key}.backend to vllm, or {key}.tensor_parallel to 1."
                 )
 

@@ -152,8 +152,8 @@ class Models:
         policy = shape("model.policy", config.model.policy)
         if isinstance(config, ExamplesConfig):
             named = config.model.reference if isinstance(config, DPOConfig) else None
-            asked = {"reference": shape("model.reference", named)} if named else {}
-            return cls(policy, None, asked, {})
+            references = {"reference": shape("model.reference", named)} if named else {}
+            return cls(policy, None, references, {})
         rewards = {
             role: shape("model.reward", entry.path) for role, entry in config.reward_models.items()
         }

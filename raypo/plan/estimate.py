@@ -34,7 +34,7 @@ RUNTIME = {
 """Bytes of a process before it loads a model: imports on CPU, the CUDA context and library
 workspaces on GPU. The CPU numbers are measured with a tiny model (learner worker 0.71 GB, reference
 model 0.56 GB; tests/benchmarks/test_memory.py); the GPU numbers are typical values."""
-SEVERAL_ON_CPU = {"worker": 900 * 10**6, "asks": 750 * 10**6}
+SEVERAL_ON_CPU = {"worker": 900 * 10**6, "client": 750 * 10**6}
 """Bytes of vLLM with several processes on CPU (measured): each worker process, and the process that
 sends them requests."""
 HOST_RUNTIME = 2 * 10**9
@@ -306,8 +306,8 @@ def _in_vllm(
     """Return the memory of vLLM: on a GPU the KV cache fills up `gpu_memory_fraction`."""
     size = section.tensor_parallel
     runtime = RUNTIME[device]["engine"]
-    if device == "cpu" and size > 1:  # each has its share of the process that sends requests
-        runtime = SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["asks"] // size
+    if device == "cpu" and size > 1:  # each carries its share of the client
+        runtime = SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["client"] // size
     held: Bytes = {"runtime": runtime, "weights": weights // size, **(more or {})}
     if isinstance(section, EngineSection) and section.kv_cache_gb is not None:
         held["KV cache"] = int(section.kv_cache_gb * 1e9)
