@@ -42,9 +42,10 @@ bench-gpu: ## On a machine with a GPU: raypo beside TRL, vLLM and PyTorch, 0.5B 
 	@RAYPO_DEVICE=gpu scripts/setup.sh
 	python -m tests.benchmarks.bench_gpu
 
-docs: setup ## Write docs/configuration.md, and the metrics in docs/outputs.md, from the code
+docs: setup ## Write docs/configuration.md, and the tables in docs/outputs.md and docs/migrating.md
 	python -m scripts.config_reference
 	python -m scripts.metrics_table
+	python -m scripts.migration_tables
 
 fix: setup ## Format, and repair what ruff can repair
 	ruff check --fix

@@ -115,11 +115,25 @@ def _table(path: str, section: type[BaseModel]) -> str:
     for name, field in section.model_fields.items():
         if _is_value(field):
             key = f"{path}.{name}" if path else name
-            usual = field.get_default(call_default_factory=True)
-            default = "*required*" if field.is_required() else f"`{_yaml(usual)}`"
+            default = "*required*" if field.is_required() else f"`{_usual(field)}`"
             values = _values(field.annotation, field.metadata)
             lines.append(f"| `{key}` | {values} | {default} | {told.get(name, '')} |")
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def default_of(root: type[BaseModel], key: str) -> str | None:
+    """A key's default as in a run file; None if it is required, or null, or a section."""
+    *sections, name = key.split(".")
+    section: Any = root
+    for each in sections:
+        section = _section_of(section.model_fields[each].annotation)
+    field = section.model_fields[name]
+    is_shown = _is_value(field) and not field.is_required() and field.default is not None
+    return _usual(field) if is_shown else None
+
+
+def _usual(field: FieldInfo) -> str:
+    return _yaml(field.get_default(call_default_factory=True))
 
 
 def _is_value(field: FieldInfo) -> bool:

@@ -22,6 +22,7 @@ from pydantic import (
 )
 from yaml import YAMLError
 
+from raypo.config.migration import remedy_for_foreign
 from raypo.config.paths import is_uri, make_absolute
 
 RECORDED_BASE = "base_config"
@@ -267,16 +268,19 @@ def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
     """Return `Did you mean ppo.kl.coef?` if a similar key is known, else `Remove it.`
 
     The candidates are tried in this order: a key below the same section with the same ending
-    (ppo.kl_coef: ppo.kl.coef); a key of the section that is spelled similarly, that ends in the
-    unknown name (learner.lr: learner.policy_lr) or that contains all its words; a key with the same
-    or a similar ending in another section. Similarity of whole dotted keys would find every key of
-    the section similar.
+    (ppo.kl_coef: ppo.kl.coef); the counterpart of a key of TRL, verl, OpenRLHF or peft; a key of
+    the section that is spelled similarly, that ends in the unknown name (learner.lr:
+    learner.policy_lr) or that contains all its words; a key with the same or a similar ending in
+    another section. Similarity of whole dotted keys would find every key of the section similar.
     """
     section, _, name = key.rpartition(".")
     own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     words = set(name.split("_"))
+    below = [k for k in known if k.startswith(f"{section}.") and name in _endings(k)]
+    if not below and (foreign := remedy_for_foreign(key, known)):
+        return foreign
     near = (
-        [k for k in known if k.startswith(f"{section}.") and name in _endings(k)]
+        below
         or [own[like] for like in difflib.get_close_matches(name, own, n=1, cutoff=0.75)]
         or [k for longer, k in own.items() if longer.endswith(f"_{name}")]
         or [k for longer, k in own.items() if words <= set(longer.split("_"))]
@@ -385,7 +389,13 @@ def _key_of(model: type[BaseModel], detail: Any) -> str:
 def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
     """Return the message of a mistake whose kind has a sentence of its own."""
     if detail["type"] == "extra_forbidden":
-        return f"{key}: there is no such key. {remedy_for_unknown(key, known_keys(model))}"
+        known, value = known_keys(model), detail["input"]
+        below = flatten({key: value}) if isinstance(value, Mapping) else {}
+        # A whole section of another project, like actor_rollout_ref of verl: explain each key.
+        unknown = below if any(remedy_for_foreign(each, known) for each in below) else [key]
+        return "\n".join(
+            f"{each}: there is no such key. {remedy_for_unknown(each, known)}" for each in unknown
+        )
     if detail["type"] == "missing":
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
     message = detail["msg"].removeprefix("Value error, ")
