@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from raypo.trainer import (
         DistillationTrainer,
         DPOTrainer,
+        GRPOTrainer,
         IterativeDPOTrainer,
         PPOTrainer,
         RejectionSamplingTrainer,
@@ -38,7 +39,7 @@ _HOMES = {
     "raypo.recipes.ppo": "train_loop_per_worker",
     "raypo.rollout.interface": "Agent Environment",
     "raypo.run.callbacks": "StepView",
-    "raypo.trainer": "DPOTrainer DistillationTrainer IterativeDPOTrainer PPOTrainer "
+    "raypo.trainer": "DPOTrainer DistillationTrainer GRPOTrainer IterativeDPOTrainer PPOTrainer "
     "RejectionSamplingTrainer RewardModelTrainer SFTTrainer",
     "raypo.types": "Rollout",
 }

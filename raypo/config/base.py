@@ -113,6 +113,22 @@ class RunFile(Config):
     """Folder or URI (s3://...) that runs are written to. A relative path starts from the driver's
     folder."""
 
+    def __init__(self, origin: str = "config", /, **values: Any) -> None:
+        """Validate values, like `PPOConfig(name="first", model={"policy": "gpt2"}, ...)`.
+
+        Args:
+            origin: Prefix of every error message, usually the path of the file.
+            values: Nested values, as in a YAML file.
+
+        Raises:
+            ConfigError: as `load`.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            lines = _mistakes(type(self), error.errors())
+            raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
+
     @property
     def absolute_storage_path(self) -> str:
         """`storage_path` with a local path made absolute; a URI is unchanged."""
@@ -147,11 +163,12 @@ class RunFile(Config):
         Raises:
             ConfigError: as `load`.
         """
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            lines = _mistakes(cls, error.errors())
-            raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
+        return cls(origin, **{str(key): value for key, value in values.items()})
+
+    def to_yaml(self) -> str:
+        """Return the config as a run file, with the keys that differ from their defaults."""
+        flat = dict(_values_set(self))
+        return OmegaConf.to_yaml(OmegaConf.create(_nested(escaped(flat))))
 
     def with_absolute_paths(self, base: str | Path | None = None) -> Self:
         """Return the config with the paths that exist below `base` made absolute, for use
@@ -252,6 +269,45 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `flatten`."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        functools.reduce(lambda below, each: below.setdefault(each, {}), sections, nested)[name] = (
+            value
+        )
+    return nested
+
+
+def _values_set(config: RunFile) -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and plain value of each key whose value is not the default."""
+    plain = config.model_dump(mode="json")
+    for name, field in type(config).model_fields.items():
+        section = getattr(config, name)
+        if not isinstance(section, Config):
+            if section != field.get_default(call_default_factory=True) or field.is_required():
+                yield name, plain[name]
+            continue
+        for key in _leaves(section):
+            value = functools.reduce(getattr, key.split("."), section)
+            if value != section._usual(key):
+                yield (
+                    f"{name}.{key}",
+                    functools.reduce(dict.__getitem__, key.split("."), plain[name]),
+                )
+
+
+def _leaves(section: Config) -> Iterator[str]:
+    """Yield the dotted keys below a section; an optional section counts as one value."""
+    for name, field in type(section).model_fields.items():
+        below = getattr(section, name)
+        if isinstance(below, Config) and isinstance(field.default, Config):
+            yield from (f"{name}.{key}" for key in _leaves(below))
+        else:
+            yield name
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:

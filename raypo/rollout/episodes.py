@@ -398,6 +398,7 @@ class _Slot:
             group_index=self.draw.group_index,
             messages=prompt.messages,
             data_source=prompt.data_source,
+            row=prompt.row,
             episode=episode,
             row_index=number,
             turn_rewards=None if is_agents else row.rewards,

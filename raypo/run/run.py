@@ -24,7 +24,7 @@ from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import CheckpointSection, RecipeConfig
-from raypo.custom.loader import load_function
+from raypo.custom.loader import function_name, load_function
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
 from raypo.run.background_writer import BackgroundWriter
@@ -104,6 +104,7 @@ class Run(ABC, Generic[AnyConfig]):
         kept, stop = self.config.checkpoint, self.config.stop
         for path in self.config.callbacks:
             self._callbacks[path] = load_function(path, key="callbacks")
+        self._callbacks |= {function_name(each): each for each in self.runtime.callbacks}
         if kept.best_by is not None:
             self._best = Watched(kept.best_by, kept.best_mode)
             self._unseen["checkpoint.best_by"] = kept.best_by

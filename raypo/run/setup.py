@@ -49,6 +49,8 @@ class Runtime:
     """The driver's working directory. Relative paths in the config are relative to it."""
     monitor: ActorHandle | None = None
     reward_fn: Callable[..., Any] | None = None
+    callbacks: tuple[Callable[..., Any], ...] = ()
+    """Callbacks that were passed in Python, besides those of the config."""
     dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """Deployments that the driver has started in their own placement group, by role."""
     group_gc: ActorHandle | None = None

@@ -64,9 +64,8 @@ def test_every_key_of_a_foreign_section_is_explained():
     foreign = {"actor_rollout_ref": {"actor": {"clip_ratio_c": 3.0}, "rollout": {"n": 8}}}
     with pytest.raises(ConfigError) as error:
         PPOConfig.parse({"name": "x", **foreign})
-    assert "actor_rollout_ref.actor.clip_ratio_c: there is no such key. Set ppo.dual" in str(
-        error.value
-    )
+    said = str(error.value)
+    assert "actor_rollout_ref.actor.clip_ratio_c: there is no such key. Set ppo.dual" in said
     assert "actor_rollout_ref.rollout.n: there is no such key. Set rollout.samp" in said
 
 
