@@ -45,7 +45,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [*_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

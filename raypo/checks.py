@@ -37,6 +37,7 @@ from raypo.custom.loader import check_class, check_function
 from raypo.data.mixing import repetition_note
 from raypo.data.prompts import check_label, peek
 from raypo.data.rows import BadRows, is_data_set, read_rows
+from raypo.extras import require
 from raypo.inputs import changes, inputs_of, recorded_inputs
 from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_files import max_positions, refuse_quantized, stored_files
@@ -219,6 +220,9 @@ def _check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
     _check_own_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
+    serving = {"reward.url": config.reward.url, "rollout.agent": config.rollout.agent}
+    for key in filter(serving.get, serving):
+        require("serve", f"{key} ({serving[key]})")
     for key, spec in config.own_functions.items():
         check_function(spec, key=key)
     for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):

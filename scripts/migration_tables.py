@@ -5,8 +5,8 @@ from pathlib import Path
 
 from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from raypo.config.base import known_keys
+from raypo.config.key_reference import default_of
 from raypo.config.migration import PROJECTS, Counterpart, rows_of
-from scripts.config_reference import default_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "migrating.md"
 ROOTS = (PPOConfig, SFTConfig, DPOConfig, RewardModelConfig)
