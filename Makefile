@@ -46,6 +46,7 @@ docs: setup ## Write docs/configuration.md, and the tables in docs/outputs.md an
 	python -m scripts.config_reference
 	python -m scripts.metrics_table
 	python -m scripts.migration_tables
+	python -m scripts.recipe_plans
 
 docs-site: setup ## Write build/site: the pages and an API reference (installs the extra docs)
 	uv pip install --quiet -e '.[docs]'

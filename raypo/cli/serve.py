@@ -46,7 +46,7 @@ def serve(
     from raypo.extras import require
 
     require("serve", "raypo serve")
-    from raypo.checks import check_model
+    from raypo.checks.model_checks import check_model
     from raypo.config import EngineSection, load_run_config
     from raypo.http_server import listen
 

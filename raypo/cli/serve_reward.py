@@ -34,7 +34,7 @@ def serve_reward(
     from raypo.extras import require
 
     require("serve", "raypo serve-reward")
-    from raypo.checks import check_model
+    from raypo.checks.model_checks import check_model
     from raypo.custom.loader import check_function, load_function
     from raypo.rewards.wire import TOKEN_VARIABLE
 

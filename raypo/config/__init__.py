@@ -8,6 +8,7 @@ from raypo.config.ppo_section import (
     FilterSection,
     KLSection,
     PPOSection,
+    ShapingSection,
 )
 from raypo.config.presets import PRESETS
 from raypo.config.recipe_config import (

@@ -14,16 +14,11 @@ from raypo.config import PPOSection
 from raypo.data.stream import Draw
 from raypo.learner.learner import Learner
 from raypo.metrics.clock import Clock
+from raypo.ppo.controllers import ReferenceKL, UpdateState
+from raypo.ppo.corrections import mismatch_metrics, with_corrections
+from raypo.ppo.covariance import with_covariant_tokens
+from raypo.ppo.estimators import with_advantages
 from raypo.rollout.collect import sample
-from raypo.rollout.experience import (
-    AdvantageState,
-    distance_to_engine,
-    distance_to_reference,
-    steer_entropy,
-    with_advantages,
-    with_corrections,
-    with_covariant_tokens,
-)
 from raypo.rollout.sharding import shard, to_experience
 from raypo.run.phases import Phase
 from raypo.run.ppo_run import PPORun
@@ -63,11 +58,11 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             )
             run.enter(Phase.LEARN)
             with run.keeping(step, dealt):  # 5. advantages, PPO epochs: `ppo_step`, below
-                experience, metrics, run.advantage_state = ppo_step(
+                experience, metrics, run.update_state = ppo_step(
                     learner,
                     to_experience(dealt),
                     config.ppo,
-                    run.advantage_state,
+                    run.update_state,
                     run.roles.own,
                     max_new_tokens=config.rollout.max_response_tokens,
                     step=step,
@@ -93,20 +88,20 @@ def ppo_step(
     learner: Learner,
     experience: Experience,
     ppo: PPOSection,
-    state: AdvantageState,
+    state: UpdateState,
     workers: Workers,
     *,
     max_new_tokens: int,
     step: int,
     clock: Clock,
-) -> tuple[Experience, dict[str, float], AdvantageState]:
+) -> tuple[Experience, dict[str, float], UpdateState]:
     """Run one step's update on this worker's share of the experience; all workers call it.
 
     Args:
         learner: Policy and critic.
         experience: This worker's share of the step.
         ppo: The section `ppo` of the config.
-        state: State of the advantage computation that the previous step returned.
+        state: State that the previous step returned: coefficients and moments of scores.
         workers: Workers that train the same model as this one. Together they hold each sample of
             the step once.
         max_new_tokens: Longest response, in tokens.
@@ -120,22 +115,27 @@ def ppo_step(
     """
     experience = learner.with_log_probs_and_values(experience)  # old log-probs, values
     clock.lap("time/log_probs_s")
-    experience, metrics, next_state = with_advantages(
+    experience, metrics, scores = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
     )
     # Step n updates the weights of version n - 1, those that step n - 1 pushed.
     experience = with_corrections(experience, ppo.correction, version=step - 1)
     experience = with_covariant_tokens(experience, ppo, workers, seed=learner.seed, step=step)
-    experience, updated = learner.update(
+    experience, update = learner.update(
         experience, step=step, kl_coef=state.kl.coef, entropy_coef=state.entropy.acting
     )
-    entropy, next_state = steer_entropy(updated, next_state)
-    to_reference, next_state = distance_to_reference(
-        experience, ppo, next_state, workers, step=step
+    kl = ReferenceKL.measure(experience, workers) if ppo.needs_reference else None
+    metrics |= kl.metrics() if kl else {}
+    metrics |= mismatch_metrics(experience, ppo, workers, version=step - 1)
+    metrics |= update.metrics | state.metrics()
+    next_state = state.after_step(
+        scores=scores,
+        # The KL coefficient waits for the policy, which the critic's warm-up does not update.
+        kl=kl if step > ppo.critic_warmup_steps else None,
+        entropy=update.entropy,
     )
-    to_engine = distance_to_engine(experience, ppo, workers, version=step - 1)
     clock.lap("time/update_s")
-    return experience, metrics | to_reference | to_engine | updated | entropy, next_state
+    return experience, metrics, next_state
 
 
 def generate_and_score(

@@ -33,7 +33,6 @@ from raypo.data.stop_tokens import without_end
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.models.loading import vocabulary_size
-from raypo.plan.estimate import max_model_len
 from raypo.rollout.collect import PushAgain, Sampling, request_of
 from raypo.rollout.event_loop import EventLoop, tasks_of
 from raypo.rollout.players import Agents, Environments, Player
@@ -146,7 +145,7 @@ def open_episodes(
         tokenizer,
         tokens,
         section,
-        max_tokens=max_model_len(config),
+        max_tokens=config.max_model_len,
         vocabulary_size=vocabulary_size(policy),
     )
 

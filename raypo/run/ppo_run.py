@@ -16,8 +16,8 @@ from raypo.learner.peak import peak_flops
 from raypo.learner.roles import Roles
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.models.critic import critic_start
+from raypo.ppo.controllers import UpdateState
 from raypo.rollout.dynamic_sampling import Collected, fill_step
-from raypo.rollout.experience import AdvantageState
 from raypo.rollout.sample_counts import sample_count_metrics
 from raypo.run.online_run import OnlineRun
 from raypo.run.phases import Phase
@@ -31,14 +31,14 @@ from raypo.types import Experience, ScoredRollout
 class PPORun(OnlineRun[PPOConfig]):
     """One worker's view of a PPO run; every method is called by all workers."""
 
-    advantage_state: AdvantageState = field(init=False)
+    update_state: UpdateState = field(init=False)
     _work: dict[str, Work] = field(default_factory=dict)
     _peak_flops: float = 0.0
     """Peak FLOP/s of all workers' devices together."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.advantage_state = AdvantageState.of(self.config.ppo)
+        self.update_state = UpdateState.initial(self.config.ppo)
         self.roles = Roles.of(self.workers, self.config.learner.critic_workers)
 
     def start_services(self) -> Services:
@@ -152,12 +152,12 @@ class PPORun(OnlineRun[PPOConfig]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return data cursor, KL and entropy coefficients, and score normaliser."""
-        return super().state_dict() | {"advantages": self.advantage_state.state_dict()}
+        return super().state_dict() | {"advantages": self.update_state.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         super().load_state_dict(state)
-        self.advantage_state = self.advantage_state.restored(state["advantages"])
+        self.update_state = self.update_state.restored(state["advantages"])
 
     def save_models(self, learner: Learner) -> None:
         """Write the policy to `policy/` and, with LoRA, its adapter to `adapter/`.

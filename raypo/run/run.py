@@ -253,6 +253,11 @@ class Run(ABC, Generic[AnyConfig]):
                 **self.state_dict(),
             }
             (directory / STATE).write_text(json.dumps(state))
+            (directory / "README.txt").write_text(
+                "The training state of a run, for resuming and from_checkpoint. It is no model:\n"
+                f"the trained model is a Hugging Face folder in {self.files.location}\n"
+                "(policy/ or reward_model/; best/ has that of the best step).\n"
+            )
         self.save_models(learner)
         if is_best:
             self._keep_best()
@@ -486,7 +491,9 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     tell = MonitorClient(runtime.monitor if workers.rank == 0 else None)
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        config = decided_together(config, workers, gpu_bytes=memory, tell=tell.message)
+        config = decided_together(
+            config, workers, runtime.decide, gpu_bytes=memory, tell=tell.message
+        )
     waited_s = tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers), on_print=tell.message)

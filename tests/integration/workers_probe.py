@@ -25,8 +25,8 @@ from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
 from raypo.models import host_memory, token_log_probs
+from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
-from raypo.rollout.experience import AdvantageState
 from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Rollout, ScoredRollout
 from tests.integration.learning import held_bytes
@@ -104,7 +104,7 @@ def one_step(learner: Learner, roles: Roles, *, step: int = 1) -> dict[str, Any]
         learner,
         to_experience(dealt),
         PPO,
-        AdvantageState.of(PPO),
+        UpdateState.initial(PPO),
         roles.own,
         max_new_tokens=LONGEST,
         step=step,

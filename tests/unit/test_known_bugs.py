@@ -12,7 +12,6 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
-from raypo.ppo.estimators import estimate_advantages
 from raypo.rollout.batch_scoring import RewardSources, Scoring
 from raypo.rollout.collect import Sampling, sample
 from raypo.rollout.sharding import to_experience
@@ -21,6 +20,7 @@ from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.push import Probe, WeightError, push_weights
 from tests.stand_ins import Engine, Lossy, NoTransport, Reference
 from tests.unit.config.test_run_config import with_keys
+from tests.unit.ppo.steps import estimate
 
 TESTS = Path(__file__).parents[1]
 FORMULAS, KNOBS = "unit/ppo/test_field_bugs.py", "unit/learner/test_knobs.py"
@@ -31,7 +31,7 @@ WHERE = {
     3: [(FORMULAS, "test_bug_3_")],
     4: [(FORMULAS, "test_bug_4_")],
     5: [(FORMULAS, "test_bug_5_"), (KNOBS, "test_the_controller_takes_the_kl_of_a_response")],
-    6: [(FORMULAS, "test_bug_6_")],
+    6: [("unit/ppo/test_shaping.py", "test_bug_6_")],
     7: [(KNOBS, "test_bug_7_")],
     8: [(HERE, "test_bug_8_"), ("integration/test_engine.py", "test_a_bad_push_is_refused")],
     9: [("unit/rollout/test_sharding.py", "test_bug_9_")],
@@ -137,13 +137,8 @@ def test_bug_11_equal_prompts_drawn_twice_are_two_groups():
     rollouts = sampled(2)
     assert [r.group_index for r in rollouts] == [0, 0, 1, 1]
     groups = torch.tensor([r.group_index for r in rollouts])
-    advantages, _ = estimate_advantages(
-        torch.tensor([0.0, 2.0, 10.0, 10.0]),
-        torch.ones(4, 1, dtype=torch.bool),
-        kind="dr_grpo",
-        gamma=1.0,
-        group_index=groups,
-    )
+    scores, mask = torch.tensor([0.0, 2.0, 10.0, 10.0]), torch.ones(4, 1, dtype=torch.bool)
+    advantages, _ = estimate(scores, mask, kind="dr_grpo", group_index=groups)
     assert advantages.flatten().tolist() == [-1.0, 1.0, 0.0, 0.0]
 
 
