@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypo import GRPOTrainer
+from raypo import GRPOTrainer, StepView
 
 
 def exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
@@ -30,11 +30,16 @@ def brevity(completions: list[str], **columns: Any) -> list[float]:
     return [-0.01 * len(text) for text in completions]
 
 
+def longest(step: StepView) -> dict[str, float]:
+    return {"mine/longest": max(len(each.rollout.response) for each in step.rollouts)}
+
+
 def main() -> None:
     trainer = GRPOTrainer(
         model="runs/quickstart-sft/policy",
         reward_funcs=[exact, brevity],
         train_dataset="examples/quickstart/data/prompts.jsonl",
+        callbacks=[longest],  # in place of a TrainerCallback
         args={
             "name": "ported-trl",
             "num_steps": 10,

@@ -45,4 +45,4 @@ def test_a_port_trains(name: str, copy: Path):
     assert last["step"] == 2
     if name == "ported-trl":
         assert "The config, as a run file:" in done.stdout
-        assert {"reward/exact", "reward/brevity"} <= last.keys()
+        assert {"reward/exact", "reward/brevity", "mine/longest"} <= last.keys()

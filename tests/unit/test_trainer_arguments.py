@@ -182,6 +182,19 @@ def test_callbacks_are_functions_or_import_paths(policy: str, tmp_path: Path):
     assert "Give a function" in said
 
 
+def test_fit_shows_the_config_that_the_arguments_make(
+    policy: str, capsys: pytest.CaptureFixture[str]
+):
+    """Nothing listens at the address, so this is as far as it comes."""
+    trainer = grpo(policy, args={"cluster.address": "127.0.0.1:1", "learner.use_gpu": False})
+    with pytest.raises(ConfigError, match="nothing listens there"):
+        trainer.fit()
+    shown = capsys.readouterr().out.partition("The config, as a run file:\n\n")[2]
+    values = yaml.safe_load(shown.partition("Note:")[0])
+    assert values["learner"] == {"use_gpu": False}
+    assert values["ppo"] == {"preset": "grpo"}
+
+
 def test_rows_of_ray_data_are_refused_with_what_works(policy: str):
     rows = type("Dataset", (), {"__module__": "ray.data.dataset"})()
     assert "Give rows.take_all()" in refusal(lambda: grpo(policy, train_dataset=rows))
