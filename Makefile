@@ -21,7 +21,8 @@ lint: setup ## Lint, format, types, floors; a minute on two slow cores
 
 test: setup ## Unit and integration tests
 	python -m pytest tests/unit -n auto
-	python -m pytest tests/integration -m integration --durations=20
+	python -m pytest tests/integration -m integration --durations=20 -n 2 \
+		--dist loadscope --no-loadscope-reorder
 
 oldest: ## The engine's tests with the oldest supported vLLM, torch and transformers, in .venv-oldest
 	scripts/oldest.sh

@@ -311,7 +311,11 @@ class WorkersSection(Config):
             )
         # DeepSpeed ignores both without a word at lower stages. Swapping to NVMe is not tested.
         for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
-            device = (zero.get(name) or {}).get("device", "none")
+            moved = zero.get(name) or {}
+            if not isinstance(moved, dict):
+                yield f"{key}.{name} ({moved}): must be a mapping. Write it like {{device: cpu}}."
+                continue
+            device = moved.get("device", "none")
             if device not in ("none", "cpu", None):
                 yield f"{key}.{name}.device ({device}): raypo off-loads only to RAM. Set it to cpu."
             elif device == "cpu" and stage in range(lowest):

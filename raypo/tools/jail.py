@@ -12,6 +12,11 @@ This script stays outside as the supervisor. It kills the program at the time li
 when its own parent dies. It writes one line of JSON to the file descriptor `report`:
 `{"status": the status of waitpid, "timed_out": bool}`, or `{"failed": reason}` if the host does not
 support the sandbox.
+
+Why not bubblewrap (bwrap 0.8 was tried): it maps one user only. Started by root, as in most
+containers, its program is root outside. Then the kernel applies no limit on processes (60 ran under
+a limit of 8), and started by nobody it cannot read a Python below /root. Its file system in memory
+has no limit on the number of files. The seccomp filter and the limits would stay our own code.
 """
 
 from __future__ import annotations

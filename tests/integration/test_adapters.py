@@ -50,9 +50,10 @@ SECTION = LoraSection(rank=4, alpha=16.0)
 LONG = [np.arange(300, dtype=np.int32) % 90 + 3]  # more than two blocks of the prefix cache
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_policy(tmp_path_factory.mktemp("policy"), tied=request.param))
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    is_tied = getattr(request, "param", True)
+    return str(tiny_policy(tmp_path_factory.mktemp("policy"), tied=is_tied))
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,10 @@ def requests(adapter: str | None, prompts: list[np.ndarray] = PROMPTS) -> list[S
 
 
 def test_requests_of_one_batch_go_under_their_own_adapters(engine: Engine, folder: str) -> None:
+    assert_each_goes_under_its_own_adapter(engine, folder)
+
+
+def assert_each_goes_under_its_own_adapter(engine: Engine, folder: str) -> None:
     models = {"a": learner(folder, 1), "b": learner(folder, 2)}
     for version, (name, model) in enumerate(models.items()):
         engine.load_adapter(push(model, name, version, folder))
@@ -320,3 +325,9 @@ def test_new_weights_of_the_engine_forget_the_adapters(engine: Engine, folder: s
     assert gap(model, engine.generate(requests("b"))) < AGREES
     with adapter_off(model):
         assert gap(model, engine.generate(requests(None))) < AGREES
+
+
+@pytest.mark.parametrize("folder", [False], ids=["untied"], indirect=True)
+def test_so_they_do_in_an_engine_that_read_its_weights_itself(engine: Engine, folder: str) -> None:
+    """Another engine, of a model with a head of its own; the last test of this file."""
+    assert_each_goes_under_its_own_adapter(engine, folder)

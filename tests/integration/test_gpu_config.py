@@ -6,7 +6,6 @@ workers: test_workers.py and tests/slow/test_more_workers.py.
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,24 +23,15 @@ from tests.integration.off_load import (
     off_and_back,
 )
 from tests.integration.recipe_learners import KINDS, example_learner, items_of
-from tests.integration.test_learner import model  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("group", "few_objects", "as_on_a_gpu")
+pytestmark = pytest.mark.usefixtures("group", "as_on_a_gpu")
 CASES = [("ppo", stage, False) for stage in (2, 3)] + [
     (kind, (number + more) % 4, True) for number, kind in enumerate(KINDS) for more in (0, 2)
 ]
 """Recipe, ZeRO stage, and whether `learner.deepspeed` says it; else raypo gives a worker alone its
 own stage. Each recipe at each stage: tests/slow/test_every_learner.py."""
-
-
-@pytest.fixture(scope="module")
-def few_objects(group: None, model: str) -> None:  # noqa: F811
-    """Keep what imports have made out of the garbage collections of each test."""
-    started = learner(model, stage=3, dtype="bfloat16")
-    started.update(with_targets(started.with_log_probs_and_values(experience())), step=1)
-    del started
-    gc.collect()
-    gc.freeze()
+PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "float32"), (3, "bfloat16")]
+"""Of ZeRO stage and dtype: every class of DeepSpeed's optimizers."""
 
 
 def section_of(stage: int, *, is_told: bool) -> dict[str, Any]:
@@ -52,7 +42,7 @@ def section_of(stage: int, *, is_told: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("kind", "stage", "is_told"), CASES)
 def test_the_learner_starts_learns_and_goes_on_after_an_off_load_bit_for_bit(
-    model: str,  # noqa: F811
+    model: str,
     kind: str,
     stage: int,
     is_told: bool,
@@ -74,14 +64,13 @@ def test_the_learner_starts_learns_and_goes_on_after_an_off_load_bit_for_bit(
     assert moved_beside_stayed(make, update)["moved"] == 0.0
 
 
-def test_the_part_of_the_acceptance_says_that_all_came_back(model: str):  # noqa: F811
+def test_the_part_of_the_acceptance_says_that_all_came_back(model: str):
     assert comes_back(model, stage=2, dtype="bfloat16") == {"moved": 0.0, "control": 0.0}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "dtype"), PAIRS)
 def test_an_off_load_in_the_middle_of_a_step_keeps_the_gradients_that_are_summed_up(
-    model: str,  # noqa: F811
+    model: str,
     stage: int,
     dtype: str,
 ):
@@ -113,10 +102,9 @@ def moves_of(trained: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "dtype"), PAIRS)
 def test_nothing_is_copied_of_sums_of_gradients_between_two_steps(
-    model: str,  # noqa: F811
+    model: str,
     stage: int,
     dtype: str,
 ):
@@ -136,7 +124,7 @@ def test_nothing_is_copied_of_sums_of_gradients_between_two_steps(
 
 
 def test_the_device_is_not_synchronized_at_every_forward_pass(
-    model: str,  # noqa: F811
+    model: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
     from deepspeed.accelerator import get_accelerator
@@ -151,10 +139,9 @@ def test_the_device_is_not_synchronized_at_every_forward_pass(
     assert not calls
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "dtype"), PAIRS)
 def test_a_worker_alone_sums_nothing_in_the_background(
-    model: str,  # noqa: F811
+    model: str,
     stage: int,
     dtype: str,
 ):
@@ -167,7 +154,7 @@ def test_a_worker_alone_sums_nothing_in_the_background(
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_lookups_that_a_gpu_pads_learn_the_same_bits(
-    model: str,  # noqa: F811
+    model: str,
     monkeypatch: pytest.MonkeyPatch,
     stage: int,
     checkpoints: bool,

@@ -27,14 +27,8 @@ from tests.integration.learning import (
     weights,
     with_targets,
 )
-from tests.tiny import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("group")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_policy(tmp_path_factory.mktemp("policy")))
 
 
 def plain_pytorch(model: str, batch: Experience, order: list[int]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.integration.task import REPOSITORY
 from tests.integration.test_offload import OPTIMIZERS, SMALL
 from tests.tiny import tiny_policy
 
-CASES = [("float32", 0), ("bfloat16", 1), ("float32", 2), ("float32", 3), ("bfloat16", 3)]
+CASES = [("float32", 0), ("float32", 2), ("bfloat16", 3)]
 """Of two workers; the others, and three workers: tests/slow/test_more_workers.py."""
 DIAGONAL = [
     Case("sft", "bfloat16", 0),
@@ -67,10 +68,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, An
     folder = tmp_path_factory.mktemp("workers")
     tiny_policy(folder / "policy")
     matrices = {1: together(DIAGONAL), 2: DIAGONAL}
-    return {
-        count: run_workers(folder, count, CASES, matrix=matrix)
-        for count, matrix in matrices.items()
-    }
+    with ThreadPoolExecutor(2) as threads:  # importing DeepSpeed keeps one core a process busy
+        found = threads.map(
+            lambda count: run_workers(folder, count, CASES, matrix=matrices[count]), matrices
+        )
+        return dict(zip(matrices, found, strict=True))
 
 
 def together(cases: Iterable[Case]) -> list[Case]:
@@ -133,9 +135,8 @@ def test_several_workers_with_gpus_sum_gradients_meanwhile_at_the_stages_that_ca
     assert outcomes[1][case]["overlaps"] is False
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_stages_agree_on_two_workers(outcomes: dict[int, dict[Any, Any]], stage: int):
-    plain, sharded = (outcomes[2]["float32", each]["weights"] for each in (0, stage))
+def test_zero_stages_agree_on_two_workers(outcomes: dict[int, dict[Any, Any]]):
+    plain, sharded = (outcomes[2]["float32", each]["weights"] for each in (0, 2))
     assert max(float((sharded[name] - w).abs().max()) for name, w in plain.items()) < 0.1 * LR
 
 

@@ -21,8 +21,7 @@ from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.deployment.spec import Call
-from tests.integration.task import kill_train_workers, numbers, read_metrics
-from tests.integration.test_ppo_run import wait_for_steps
+from tests.integration.task import kill_train_workers, numbers, read_metrics, wait_for_steps
 from tests.integration.test_vllm_frozen import tiny_reward_model
 
 pytestmark = pytest.mark.usefixtures("local_ray")

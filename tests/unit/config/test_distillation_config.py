@@ -22,33 +22,16 @@ def parsed(**changes: object) -> DistillationConfig:
     ("changes", "told"),
     [
         ({"model": {"policy": "student"}}, "model.teacher"),
-        ({"model": VALUES["model"] | {"reference": "r"}}, "model.reference: there is no such key"),
-        ({"model": VALUES["model"] | {"critic": "c"}}, "model.critic: there is no such key"),
+        ({"model": VALUES["model"] | {"reference": "r"}}, "model.reference"),
+        ({"model": VALUES["model"] | {"critic": "c"}}, "model.critic"),
+        ({"distillation": {"beta": 0.3}}, "distillation.beta"),
+        ({"distillation": {"on_policy_fraction": 0.5}}, "distillation.on_policy_fraction"),
+        (TEXTS, "data.response_key"),
+        (TEXTS | {"distillation": {"on_policy_fraction": 0.01}}, "that is 0. Set it to 0"),
+        (TEXTS | {"distillation": {"on_policy_fraction": 0.99}}, "that is 32. Set it to 1"),
         (
-            {"distillation": {"beta": 0.3}},
-            "Remove distillation.beta, or set distillation.divergence to jsd",
-        ),
-        (
-            {"distillation": {"on_policy_fraction": 0.5}},
-            "Set data.response_key to their column, or it to 1",
-        ),
-        (
-            {"data": {"prompts": "p.jsonl", "response_key": "text"}},
-            "Remove data.response_key, or set that below 1",
-        ),
-        (
-            TEXTS | {"distillation": {"on_policy_fraction": 0.01}},
-            "of 32 prompts .rollout.prompts_per_step. that is 0. Set it to 0, or",
-        ),
-        (
-            TEXTS | {"distillation": {"on_policy_fraction": 0.99}},
-            "of 32 prompts .rollout.prompts_per_step. that is 32. Set it to 1, or",
-        ),
-        (
-            TEXTS
-            | {"distillation": {"on_policy_fraction": 0}, "reward": {"function": "judge.py:score"}},
-            "reward.function .judge.py:score.: judges what the policy answers, and with "
-            "distillation.on_policy_fraction 0 it answers nothing. Remove it, or set eval.prompts",
+            TEXTS | {"distillation": {"on_policy_fraction": 0}, "reward": {"function": "f.py:f"}},
+            "reward.function .f.py:f.: ",
         ),
         (
             {
