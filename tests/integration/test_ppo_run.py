@@ -55,6 +55,9 @@ def test_every_step_is_in_the_metrics_and_in_the_result(first: SimpleNamespace):
     assert [row["step"] for row in first.metrics] == [1, 2, 3, 4]
     assert first.result.metrics_dataframe["step"].tolist() == [1, 2, 3, 4]
     assert first.result.return_value == {"status": "finished", "step": 4}
+    with first.result.checkpoint.as_directory() as directory:
+        said = (Path(directory) / "README.txt").read_text()
+        assert f"the trained model is a Hugging Face folder in {first.folder}" in said
     for name in (
         "rollout/score_mean",
         "rollout/response_tokens_mean",

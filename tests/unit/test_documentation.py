@@ -16,8 +16,9 @@ import raypo.cli
 from raypo import Rollout
 from raypo.config import RECIPES, parse_run_config
 from raypo.config.base import known_keys, read_yaml
+from raypo.config.migration import counterparts
 from raypo.config.sweep_config import SweepConfig
-from scripts import metrics_table
+from scripts import metrics_table, migration_tables
 from scripts.config_reference import PAGE, page
 from tests.documentation import (
     LANGUAGES,
@@ -50,6 +51,11 @@ def test_the_configuration_page_is_what_the_classes_say():
 def test_the_table_of_metrics_is_what_the_catalogue_says():
     text = metrics_table.PAGE.read_text()
     assert text == metrics_table.with_table(text), "Write it anew: make docs"
+
+
+def test_the_tables_of_other_projects_keys_are_what_the_config_says():
+    text = migration_tables.PAGE.read_text()
+    assert text == migration_tables.with_tables(text), "Write it anew: make docs"
 
 
 def test_every_block_is_of_a_language_that_a_test_knows():
@@ -92,6 +98,7 @@ def merged(below: Any, above: dict[str, Any]) -> dict[str, Any]:
 def test_keys_that_a_page_names_exist(path: Path):
     known = {key for root in ROOTS for key in known_keys(root)}
     known |= {f"rollout.{field.name}" for field in fields(Rollout)}
+    known |= {name for row in counterparts() for name in row.names}
     sections = {key.split(".")[0] for key in known if "." in key}
     for code in re.findall(r"`([^`\n]+)`", prose(path)):
         match = re.match(r"([a-z_]+(?:\.[a-z_]+)+)(?=$|[ :=])", code)

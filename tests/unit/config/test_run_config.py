@@ -115,7 +115,7 @@ def test_what_a_key_begins_with_makes_no_other_key_of_its_section_near():
     known = ["learner", "learner.use_gpu", "learner.num_workers", "ppo.critic_warmup_steps"]
     assert remedy_for_unknown("learner.warmup_steps", known) == "Remove it."
     of_sft = [*known, "learner.lr_warmup_steps"]
-    assert remedy_for_unknown("learner.warmup_steps", of_sft) == (
+    assert remedy_for_unknown("learner.warm_up_steps", of_sft) == (
         "Did you mean learner.lr_warmup_steps?"
     )
 
