@@ -8,38 +8,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from raypo.config import FilterSection
 from raypo.ppo.masked import check_same_shape, keep
 
 
 def filter_groups(
     scores: Tensor,  # [P, n]
-    *,
-    valid: Tensor | None = None,  # [P, n] bool
-    min_std: float = 1e-6,
-    low: float | None = None,
-    high: float | None = None,
+    valid: Tensor,  # [P, n] bool
+    section: FilterSection,
 ) -> Tensor:
     """Select the groups to train on: scores differ within the group, and their mean is in range.
 
     Args:
         scores: Score of each sample.
-        valid: False leaves a sample out: it failed, or has no sampled token. None means that all
-            are valid.
-        min_std: Keep groups whose population standard deviation is above this.
-        low: Keep groups whose mean is above this. None means no bound.
-        high: Keep groups whose mean is below this. None means no bound.
+        valid: False leaves a sample out: it failed, or has no sampled token.
+        section: The section `ppo.filter` of the config. `min_std` bounds the population standard
+            deviation.
 
     Returns:
         kept: [P] bool; False for a group with fewer than two valid samples.
 
-    Raises:
-        ValueError: the shapes differ, or `low` is not below `high`.
-
     Paper: Yu et al. 2025, arXiv:2503.14476, eq. 11 (dynamic sampling).
     """
-    if low is not None and high is not None and low >= high:
-        raise ValueError(f"low ({low}) must be below high ({high}); no mean lies between them.")
-    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
     check_same_shape(scores=scores, valid=valid)
     exact = keep(scores, valid).double()
     count = valid.sum(1).clamp(min=1)  # [P]
@@ -50,11 +40,11 @@ def filter_groups(
     differ = exact.masked_fill(~valid, torch.inf).amin(1) < exact.masked_fill(
         ~valid, -torch.inf
     ).amax(1)
-    kept = differ & (std > min_std)
-    if low is not None:
-        kept = kept & (mean > low)
-    if high is not None:
-        kept = kept & (mean < high)
+    kept = differ & (std > section.min_std)
+    if section.low is not None:
+        kept = kept & (mean > section.low)
+    if section.high is not None:
+        kept = kept & (mean < section.high)
     return kept
 
 

@@ -23,14 +23,14 @@ from tests.unit.config.test_run_config import with_keys
 from tests.unit.ppo.steps import estimate
 
 TESTS = Path(__file__).parents[1]
-FORMULAS, KNOBS = "unit/ppo/test_field_bugs.py", "unit/learner/test_knobs.py"
+INVARIANCE, KNOBS = "unit/ppo/test_invariance.py", "unit/learner/test_knobs.py"
 HERE = "unit/test_known_bugs.py"
 WHERE = {
-    1: [(FORMULAS, "test_bug_1_"), ("unit/learner/test_wiring.py", "test_rows_microbatches_")],
-    2: [(FORMULAS, "test_bug_2_"), (KNOBS, "test_every_key_has_a_case")],
-    3: [(FORMULAS, "test_bug_3_")],
-    4: [(FORMULAS, "test_bug_4_")],
-    5: [(FORMULAS, "test_bug_5_"), (KNOBS, "test_the_controller_takes_the_kl_of_a_response")],
+    1: [(INVARIANCE, "test_cut_into_"), ("unit/learner/test_wiring.py", "test_rows_microbatches_")],
+    2: [(KNOBS, "test_every_key_has_a_case")],
+    3: [("unit/ppo/test_turns.py", "test_what_an_environment_writes_and_how_much_changes_no")],
+    4: [("unit/ppo/test_corrections.py", "test_weights_are_bounded_whatever_the_log_probs")],
+    5: [("unit/ppo/test_controllers.py", "test_bug_5_"), (KNOBS, "test_the_controller_takes_")],
     6: [("unit/ppo/test_shaping.py", "test_bug_6_")],
     7: [(KNOBS, "test_bug_7_")],
     8: [(HERE, "test_bug_8_"), ("integration/test_engine.py", "test_a_bad_push_is_refused")],
@@ -39,7 +39,7 @@ WHERE = {
     11: [(HERE, "test_bug_11_")],
     12: [(HERE, "test_bug_12_")],
     13: [("unit/data/test_stream.py", "test_a_resumed_stream_goes_on_with_the_same_draws_at_an")],
-    14: [(FORMULAS, "test_bug_14_"), ("unit/models/test_token_log_probs.py", "test_")],
+    14: [("unit/models/test_token_log_probs.py", "test_")],
     15: [(HERE, "test_bug_15_")],
 }
 
