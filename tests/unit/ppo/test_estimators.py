@@ -4,7 +4,7 @@ from hypothesis import given
 
 from raypo.config.ppo_section import ESTIMATORS, GROUP_ADVANTAGES
 from raypo.ppo.advantages import group_baseline
-from raypo.ppo.estimators import baseline_by_index
+from raypo.ppo.groups import baseline_by_index
 from tests.unit.ppo.steps import NAN, estimate, few, seeds
 
 MASK = torch.tensor([[True, True], [True, False], [True, True]])
