@@ -12,8 +12,8 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
-from raypo.rollout.batch_scoring import RewardSources, Scoring
-from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.sharding import to_experience
 from raypo.serving.requests import Completion
 from raypo.types import Experience, Prompt, Rollout
@@ -85,7 +85,7 @@ class Learner:
 
 def sampled(num_draws: int) -> list[Rollout]:
     draws = [Draw(index, Prompt(0, "same text", PROMPT)) for index in range(num_draws)]
-    return sample(draws, ALIKE, Lossy(), SAMPLING)
+    return Sampler(ALIKE, Lossy(), SAMPLING).sample(draws)
 
 
 def push_to_an_engine_that_says_minus_one(log_prob: float, dtype: str) -> dict[str, float]:
@@ -145,8 +145,8 @@ def test_bug_11_equal_prompts_drawn_twice_are_two_groups():
 def test_bug_12_what_is_trained_are_the_sampled_ids_whatever_the_text_says():
     rollouts = sampled(1)
     assert rollouts[0].response == "?"
-    judges = RewardSources(lambda given: [1.0] * len(given), (), {"function": 1.0})
-    scored = Scoring(judges).results(rollouts)
+    scorer = Scorer(lambda given: [1.0] * len(given), (), {"function": 1.0})
+    scored = scorer.score(rollouts)
     batch = to_experience(scored)
     assert batch.response_ids.tolist() == [SAMPLED.tolist()] * 2
     assert batch.prompt_ids.tolist() == [PROMPT.tolist()] * 2
@@ -164,7 +164,7 @@ def test_bug_15_frozen_models_get_the_policys_ids_and_functions_the_text():
         seen["reward"] = [r.response for r in rollouts]
         return [0.0] * len(rollouts)
 
-    judges = RewardSources(reward, (), {"function": 1.0})
-    Scoring(judges, Reference(log_probs)).results(sampled(1))
+    scorer = Scorer(reward, (), {"function": 1.0}, reference=Reference(log_probs))
+    scorer.score(sampled(1))
 
     assert seen == {"reference": [SAMPLED.tolist()] * 2, "reward": ["?", "?"]}

@@ -15,8 +15,8 @@ from raypo.collectives import Workers
 from raypo.config import RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
-from raypo.rollout.batch_scoring import RewardSources, Scoring
-from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.players import Agents
 from raypo.rollout.policy import EpisodeLimit, Policy
@@ -244,7 +244,7 @@ def played(
     )
     sampling = Sampling(samples, 8, temperature, 1.0, (END,), seed=7, episodes=table)
     with closing(table):
-        return sample(draws, engine or Talking(), tokenizer, sampling)
+        return Sampler(engine or Talking(), tokenizer, sampling).sample(draws)
 
 
 @pytest.mark.parametrize("template", CHAT_TEMPLATES)
@@ -395,7 +395,7 @@ def test_an_agent_may_go_on_until_its_limit(tokenizer):
 
 def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
     rollouts = played(tokenizer, "Splits", labels=(1, 2))
-    scored = Scoring(RewardSources(None, (), {})).results(rollouts)
+    scored = Scorer(None, (), {}).score(rollouts)
     dealt = shard(scored, minibatch_size=2, seed=(0, 1), workers=Workers())
     assert len(dealt) == 12
     assert {each.minibatch for each in dealt} == {0, 1}  # four samples, two of them each

@@ -15,7 +15,8 @@ from raypo.ppo.controllers import ReferenceKL, UpdateState
 from raypo.ppo.covariance import with_covariant_tokens
 from raypo.ppo.estimators import with_advantages
 from raypo.ppo.objective import StepCounts
-from raypo.rollout.batch_scoring import RewardSources
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.sharding import shard, to_experience
@@ -211,13 +212,15 @@ def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
     prompts = [Prompt(index, "p", np.array([5], np.int32)) for index in range(2)]
     figures = evaluate_policy(
         prompts,
-        Engine(lambda requests: []),
-        Lossy(),
+        Sampler(
+            Engine(lambda requests: []),
+            Lossy(),
+            replace(SAMPLING, samples_per_prompt=1, episodes=Twice()),
+        ),
         None,
         section=EvalSection(),
-        sampling=replace(SAMPLING, samples_per_prompt=1, episodes=Twice()),
         workers=Workers(),
-        reward_sources=RewardSources.from_config(
+        scorer=Scorer.from_config(
             judge, (), reward=RewardSection(), model=ModelSection(policy="p")
         ),
     )
