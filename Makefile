@@ -2,7 +2,7 @@
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test oldest check gpu bench bench-gpu docs fix clean
+.PHONY: help setup demo lint test oldest check gpu bench bench-gpu docs docs-site fix clean
 
 help: ## What can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -21,7 +21,8 @@ lint: setup ## Lint, format, types, floors; a minute on two slow cores
 
 test: setup ## Unit and integration tests
 	python -m pytest tests/unit -n auto
-	python -m pytest tests/integration -m integration --durations=20
+	python -m pytest tests/integration -m integration --durations=20 -n 2 \
+		--dist loadscope --no-loadscope-reorder
 
 oldest: ## The engine's tests with the oldest supported vLLM, torch and transformers, in .venv-oldest
 	scripts/oldest.sh
@@ -42,9 +43,15 @@ bench-gpu: ## On a machine with a GPU: raypo beside TRL, vLLM and PyTorch, 0.5B 
 	@RAYPO_DEVICE=gpu scripts/setup.sh
 	python -m tests.benchmarks.bench_gpu
 
-docs: setup ## Write docs/configuration.md, and the metrics in docs/outputs.md, from the code
+docs: setup ## Write docs/configuration.md, and the tables in docs/outputs.md and docs/migrating.md
 	python -m scripts.config_reference
 	python -m scripts.metrics_table
+	python -m scripts.migration_tables
+	python -m scripts.recipe_plans
+
+docs-site: setup ## Write build/site: the pages and an API reference (installs the extra docs)
+	uv pip install --quiet -e '.[docs]'
+	python -m mkdocs build
 
 fix: setup ## Format, and repair what ruff can repair
 	ruff check --fix

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from raypo.trainer import (
         DistillationTrainer,
         DPOTrainer,
+        GRPOTrainer,
         IterativeDPOTrainer,
         PPOTrainer,
         RejectionSamplingTrainer,
@@ -38,13 +39,13 @@ _HOMES = {
     "raypo.recipes.ppo": "train_loop_per_worker",
     "raypo.rollout.interface": "Agent Environment",
     "raypo.run.callbacks": "StepView",
-    "raypo.trainer": "DPOTrainer DistillationTrainer IterativeDPOTrainer PPOTrainer "
+    "raypo.trainer": "DPOTrainer DistillationTrainer GRPOTrainer IterativeDPOTrainer PPOTrainer "
     "RejectionSamplingTrainer RewardModelTrainer SFTTrainer",
     "raypo.types": "Rollout",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [*_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 PATIENCE = timedelta(days=7)
 """Timeout of the gloo groups. The work that workers wait for has timeouts of its own, and a worker
@@ -74,6 +75,27 @@ class Workers:
         gathered: list[Any] = [None] * self.count
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
+
+    def gather_rows(self, *tensors: Tensor) -> tuple[list[Tensor], slice]:
+        """Gather the rows of several tensors, on every worker.
+
+        Args:
+            tensors: Tensors [B, ...] with the same number of rows; B may differ between workers.
+
+        Returns:
+            everyone: Each tensor with the rows of all workers in the order of ranks, on the CPU.
+                Two-dimensional ones are padded with zeros to the longest row.
+            mine: This worker's rows.
+        """
+        shares = self.gather([each.detach().cpu() for each in tensors])
+        everyone = []
+        for parts in zip(*shares, strict=True):
+            if parts[0].dim() == 2:
+                longest = max(part.shape[1] for part in parts)
+                parts = [pad(part, (0, longest - part.shape[1])) for part in parts]
+            everyone.append(torch.cat(parts))
+        first = sum(len(share[0]) for share in shares[: self.rank])
+        return everyone, slice(first, first + len(tensors[0]))
 
     def gather_first(self, value: Any) -> list[Any]:
         """Return the values of all workers by rank on rank 0, and an empty list elsewhere."""

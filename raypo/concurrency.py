@@ -1,14 +1,21 @@
-"""Daemon threads for calls that may hang, and processes that are not forked from this one."""
+"""Futures of daemon threads and coroutines, and processes that are not forked from this one.
+
+Concurrency. `background_future` runs coroutines on one event loop for the whole process, in the
+daemon thread `raypo-loop`. Coroutines there must not block, and must not wait for one another's
+`Future.result`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import copy_context
+from functools import cache
 from multiprocessing.context import ForkServerContext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -42,6 +49,25 @@ def settle(answer: Future[T], function: Callable[[], T]) -> None:
         answer.set_exception(error)
     else:
         answer.set_result(value)
+
+
+def completed(value: T) -> Future[T]:
+    """Return a future that has this value already."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def background_future(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Run a coroutine on the background event loop of this process; cancel it with the future."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _background_loop())
+
+
+@cache
+def _background_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="raypo-loop", daemon=True).start()
+    return loop
 
 
 def fork_context(module: str) -> ForkServerContext:

@@ -209,7 +209,13 @@ def _python_files(spec: str) -> Files:
 
 
 def _source(function: Callable[..., Any]) -> Files:
-    """Digest the source of a function. The rest of its script may change, like a `num_steps`."""
+    """Digest the source of a function. The rest of its script may change, like a `num_steps`.
+
+    The source of a sum of functions is that of each.
+    """
+    if functions := getattr(function, "functions", None):
+        sources = (_source(each) for each in functions)
+        return {f"{name} {n}": value for n, of in enumerate(sources) for name, value in of.items()}
     while isinstance(function, partial):
         function = function.func
     is_named = inspect.isroutine(function) or inspect.isclass(function)

@@ -106,9 +106,10 @@ def run_controllers_here(trainer: TorchTrainer) -> None:
 
 def is_driver() -> bool:
     """Return True if this process is the driver of Ray's job, not a task or an actor."""
-    from ray._private.worker import SCRIPT_MODE, global_worker
+    import ray
 
-    return global_worker.mode == SCRIPT_MODE
+    # Without a connection, Ray's context would start a local Ray.
+    return ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.SCRIPT_MODE
 
 
 def forget_failed(controller: Any, trial: Trial) -> None:

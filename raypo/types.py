@@ -28,6 +28,8 @@ class Prompt:
     """Chat messages, if the prompt was given as such."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """All columns of the row."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Rollout:
     """Chat messages of the prompt, if it was given as such."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """All columns of the prompt's row in the data."""
     episode: Episode | None = None
     """The episode that the response is part of; None for a single-turn response."""
     row_index: int = 0

@@ -6,20 +6,11 @@ their fields, so the page says what the program does. A unit test compares the t
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import itertools
-import json
 import re
-import textwrap
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel
 
 from raypo.config import (
     DistillationConfig,
@@ -31,7 +22,19 @@ from raypo.config import (
     RewardModelConfig,
     SFTConfig,
 )
-from raypo.config.sweep_config import Constraint, SweepConfig
+from raypo.config.key_reference import (
+    FIRST_KEYS,
+    Key,
+    docstrings,
+    explain,
+    is_value,
+    keys_of,
+    preset_text,
+    section_of,
+    section_text,
+)
+from raypo.config.presets import PRESETS
+from raypo.config.sweep_config import SweepConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration
@@ -48,6 +51,10 @@ Relative paths start from the folder in which the command is run. `${dir}` is th
 file: `prompts: ${dir}/prompts.jsonl` lies beside it, wherever that is. *Required* keys have no
 default.
 
+`raypo config KEY` prints the rows of a key or section in the terminal, and `raypo config` the first
+table.
+
+- [The keys that matter first](#the-keys-that-matter-first), [Presets](#presets)
 - [PPO runs](#ppo-runs), [SFT runs](#sft-runs), [Reward-model runs](#reward-model-runs),
   [DPO runs](#dpo-runs), [Rejection-sampling runs](#rejection-sampling-runs),
   [Iterative-DPO runs](#iterative-dpo-runs), [Distillation runs](#distillation-runs): the key
@@ -70,10 +77,14 @@ COMMON = tuple(RecipeConfig.model_fields)
 
 def page() -> str:
     """The whole page."""
-    parts = [INTRODUCTION]
+    parts = [
+        INTRODUCTION,
+        f"## The keys that matter first\n\n{_first_keys()}",
+        f"## Presets\n\nKeys that a file sets override those of its preset.\n\n{_presets()}",
+    ]
     known: dict[str, type[BaseModel]] = {}
     for title, root in FILES.items():
-        parts.append(f"## {title}\n\n{_text(root)}\n")
+        parts.append(f"## {title}\n\n{_cell(section_text(root))}\n")
         same = []
         for path, section, meaning in _sections(root):
             if path and known.get(path) is section:
@@ -82,7 +93,7 @@ def page() -> str:
                 continue
             known.setdefault(path, section)
             if path:
-                parts.append(f"### `{path}`\n\n{meaning}\n")
+                parts.append(f"### `{path}`\n\n{_cell(meaning)}\n")
             parts.append(_table(path, section))
         if same:
             named = ", ".join(f"`{path}`" for path in same)
@@ -96,112 +107,44 @@ def _sections(
     """Each section below one, itself first: dotted path, class, what it is for."""
     if not path:
         yield path, section, ""
-    told = _docstrings(section)
+    told = docstrings(section)
     # What a recipe brings along comes first, what all recipes have last.
     fields = sorted(section.model_fields.items(), key=lambda item: item[0] in COMMON)
     for name, field in fields:
-        below = _section_of(field.annotation)
+        below = section_of(field.annotation)
         if below is not None:
             full = f"{path}.{name}" if path else name
-            own = told.get(name, "") if not _is_value(field) else ""
-            yield full, below, " ".join(filter(None, (_text(below), own)))
+            own = told.get(name, "") if not is_value(field) else ""
+            yield full, below, " ".join(filter(None, (section_text(below), own)))
             yield from _sections(below, full)
 
 
+HEAD = "| key | values | default | meaning |\n|---|---|---|---|\n"
+
+
 def _table(path: str, section: type[BaseModel]) -> str:
-    """The keys of a section that have values of their own."""
-    told = _docstrings(section)
-    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
-    for name, field in section.model_fields.items():
-        if _is_value(field):
-            key = f"{path}.{name}" if path else name
-            usual = field.get_default(call_default_factory=True)
-            default = "*required*" if field.is_required() else f"`{_yaml(usual)}`"
-            values = _values(field.annotation, field.metadata)
-            lines.append(f"| `{key}` | {values} | {default} | {told.get(name, '')} |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+    """Return the keys of a section that have values of their own."""
+    lines = "".join(map(_line, keys_of(section, path)))
+    return HEAD + lines if lines else ""
 
 
-def _is_value(field: FieldInfo) -> bool:
-    """Whether a key can be set to something else than a section's keys: null, a list, a number."""
-    is_section = inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel)
-    return not is_section
+def _line(key: Key) -> str:
+    default = "*required*" if key.default is None else f"`{key.default}`"
+    return f"| `{key.name}` | {key.values} | {default} | {_cell(key.meaning)} |\n"
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a type holds, directly, in a list or beside null."""
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (_section_of(each) for each in get_args(annotation))
-    return next((each for each in found if each is not None), None)
+def _first_keys() -> str:
+    return HEAD + "".join(_line(explain(key, PPOConfig)[0]) for key in FIRST_KEYS)
 
 
-@functools.cache
-def _docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """Field -> the docstring below it, of the class and of those that it inherits from."""
-    told: dict[str, str] = {}
-    for each in reversed(section.__mro__):
-        if not issubclass(each, BaseModel) or each is BaseModel:
-            continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        assert isinstance(tree, ast.ClassDef)
-        for pair in itertools.pairwise(tree.body):
-            match pair:
-                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    told[name] = _one_line(text)
-    return told
+def _presets() -> str:
+    lines = (f"| `{name}` | `{preset_text(name)}` |\n" for name in PRESETS)
+    return "| `ppo.preset` | sets below `ppo` |\n|---|---|\n" + "".join(lines)
 
 
-def _text(section: type[BaseModel]) -> str:
-    """What a class says of itself."""
-    return _one_line((section.__doc__ or "").split("\nAttributes:")[0])
-
-
-def _one_line(text: str) -> str:
-    """Text for a cell of a table; `<name>` outside of code would be taken as HTML."""
-    return re.sub(r"<(?=[a-z])", "&lt;", " ".join(text.split()).replace("|", "\\|"))
-
-
-def _values(annotation: Any, metadata: list[Any]) -> str:
-    """What a key may be set to, in words."""
-    if get_origin(annotation) is Annotated:
-        inner, *rest = get_args(annotation)
-        return _values(inner, [*metadata, *rest])
-    metadata = [each for m in metadata for each in (getattr(m, "metadata", None) or [m])]
-    if get_origin(annotation) in (Union, types.UnionType):
-        kinds = [_values(each, metadata) for each in get_args(annotation)]
-        return ", or ".join(dict.fromkeys(kinds))
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{_yaml(value)}`" for value in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        item = _values(get_args(annotation)[0], [])
-        is_either = any(isinstance(each, BeforeValidator) for each in metadata)
-        return f"{item}, or a list of such" if is_either else f"list: {item}"
-    if annotation is type(None):
-        return "`null`"
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
-        return "its keys, below"
-    if annotation in (int, float):
-        kind = "integer" if annotation is int else "number"
-        signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-        bounds = [
-            f"{sign} {getattr(each, name):g}"
-            for each in metadata
-            for name, sign in signs.items()
-            if getattr(each, name, None) is not None
-        ]
-        return f"{kind} {', '.join(bounds)}".strip()
-    words = {str: "text", bool: "`true`, `false`", dict: "mapping", Constraint: "text"}
-    return words.get(get_origin(annotation) or annotation, str(annotation))
-
-
-def _yaml(value: Any) -> str:
-    """A value as it is written in a run file."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:.1e}".replace("e-0", "e-") if 0 < value < 1e-3 else f"{value:g}"
-    return json.dumps(value)
+def _cell(text: str) -> str:
+    """Escape a text for a table; `<name>` outside of code would be taken as HTML."""
+    return re.sub(r"<(?=[a-z])", "&lt;", text.replace("|", "\\|"))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What all tests share: markers from the folder, no hub, two threads, warnings as errors."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(marker)
         if marker == "unit":
             item.add_marker(pytest.mark.filterwarnings("error"), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """Keep the millions of objects that imports have made out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

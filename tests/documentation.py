@@ -23,13 +23,15 @@ SLOW = (
     "python -m examples.code",
     "python -m examples.guessing_game",
     "python examples/",
-    "raypo eval runs/calculator",
+    "raypo eval runs/",
     "raypo report runs/kl_coef",
     "raypo sweep",
     "raypo train examples/",
     "raypo train first.yaml name=",
     "raypo train runs/",
 )
+PYTHON_SLOW = ("README.md",)
+"""Pages whose Python is run by the slow tier, because it trains."""
 NOT_RUN = {
     "python -m examples.quickstart.demo": "a slow test runs its pipeline with three seeds",
     "make test": "it is what runs this",
@@ -184,10 +186,7 @@ def small_copy(folder: Path) -> Path:
 
     copy_examples(folder)
     for file in (folder / "examples").rglob("*.yaml"):
-        text = file.read_text()
-        for key, number in (("num_steps", 2), ("prompts_per_step", 16), ("minibatch_size", 16)):
-            text = re.sub(rf"{key}: \d+", f"{key}: {number}", text)
-        file.write_text(text)
+        file.write_text(_with_two_small_steps(file.read_text()))
     data, runs = folder / "examples/quickstart/data", folder / "runs"
     make_data(data)
     held_out = (data / "eval.jsonl").read_text().splitlines(keepends=True)
@@ -203,5 +202,11 @@ def small_copy(folder: Path) -> Path:
     for block in blocks():
         if block.file is not None:
             (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / block.file).write_text(block.text)
+            (folder / block.file).write_text(_with_two_small_steps(block.text))
     return folder
+
+
+def _with_two_small_steps(text: str) -> str:
+    for key, number in (("num_steps", 2), ("prompts_per_step", 16), ("minibatch_size", 16)):
+        text = re.sub(rf"\b{key}: \d+", f"{key}: {number}", text)
+    return text

@@ -6,16 +6,18 @@ Pushes to an engine in the test's own process are made here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from raypo.pending import Done
-from raypo.serving.client import Engines
+from raypo.collectives import Workers
+from raypo.concurrency import completed
+from raypo.serving.client import Completions, Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
-from raypo.weight_sync.transport import NamedTensors
+from raypo.weight_sync.transport import NamedTensors, Transport
 from raypo.weights.buckets import Bucket, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, checksums
 from raypo.weights.messages import WeightPush
@@ -28,24 +30,22 @@ class Engine(Engines):
 
     answers: Callable[[list[SamplingRequest]], list[Completion]]
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> Done[list[Completion]]:
-        return Done(self.answers(list(requests)))
+    def generate(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Completions:
+        return completed(self.answers(list(requests)))
 
     submit = generate
-
-    async def sample(self, request: SamplingRequest) -> Completion:
-        (completion,) = self.answers([request])
-        return completion
 
     def per_engine(self) -> Sequence[Engines]:
         return [self]
 
-    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> list[Done[list[Completion]]]:
+    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> list[Completions]:
         return [self.generate(requests)]
 
     submit_on_all = generate_on_all
 
-    def require(self, method: str | None, *args: object) -> None:
+    def require(self, *pushes: WeightSnapshot) -> None:
         pass
 
 
@@ -53,16 +53,16 @@ class Engine(Engines):
 class Reference:
     answers: Callable[[list[Rollout]], list[np.ndarray]]
 
-    def log_probs(self, rollouts: list[Rollout]) -> Done[list[np.ndarray]]:
-        return Done(self.answers(rollouts))
+    def log_probs(self, rollouts: list[Rollout]) -> Future[list[np.ndarray]]:
+        return completed(self.answers(rollouts))
 
 
 @dataclass
 class RewardModel:
     answers: Callable[[list[Rollout]], list[float]]
 
-    def score(self, rollouts: list[Rollout]) -> Done[list[float]]:
-        return Done(self.answers(rollouts))
+    def score(self, rollouts: list[Rollout]) -> Future[list[float]]:
+        return completed(self.answers(rollouts))
 
 
 class Lossy:
@@ -72,13 +72,11 @@ class Lossy:
         return ["?"] * len(ids)
 
 
-class NoTransport:
+class NoTransport(Transport):
     """Weights never get anywhere."""
 
-    kept: WeightSnapshot | None = None
-
     def push(
-        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: object
+        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
     ) -> None:
         pass
 

@@ -14,6 +14,7 @@ from raypo.config import (
     source_name,
 )
 from raypo.custom.loader import check_class, check_function
+from raypo.extras import require
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 
 
@@ -22,6 +23,9 @@ def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
     check_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
+    serving = {"reward.url": config.reward.url, "rollout.agent": config.rollout.agent}
+    for key in filter(serving.get, serving):
+        require("serve", f"{key} ({serving[key]})")
     for key, spec in config.own_functions.items():
         check_function(spec, key=key)
     for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):

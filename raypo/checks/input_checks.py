@@ -96,9 +96,9 @@ def _notes_on_ppo(config: PPOConfig) -> list[str]:
     notes: list[str] = []
     if rollout.staleness > 0 and not ppo.allows_for_staleness:
         is_async = rollout.mode == "async"
-        said = f"max_staleness ({rollout.staleness})" if is_async else f"mode ({rollout.mode})"
+        key = f"max_staleness ({rollout.staleness})" if is_async else f"mode ({rollout.mode})"
         notes.append(
-            f"rollout.{said}: old samples are learned from as if they were new; "
+            f"rollout.{key}: old samples are learned from as if they were new; "
             f"ppo.correction.kind tis weighs them (docs/asynchronous.md says what either was "
             f"measured to cost)"
         )
@@ -123,9 +123,9 @@ def _check_cpus(config: Any) -> None:
     learner, cores = config.learner, cpu_count()
     workers = worker_bundles(config, use_gpu=False)
     if len(place(workers, [{"CPU": cores}], "PACK")) < len(workers):
-        asked = len(workers) * learner.cpus_per_worker
+        cores_needed = len(workers) * learner.cpus_per_worker
         raise ConfigError(
             f"learner.cpus_per_worker ({learner.cpus_per_worker}): {len(workers)} learner "
-            f"workers ask for {asked} CPU cores, this machine has {cores}. Lower "
+            f"workers need {cores_needed} CPU cores, this machine has {cores}. Lower "
             f"learner.num_workers or learner.cpus_per_worker, or set cluster.address."
         )

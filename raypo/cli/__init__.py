@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from raypo.cli.evaluate import evaluate, export
+from raypo.cli.explain import explain
 from raypo.cli.monitor import monitor
 from raypo.cli.plan import plan
 from raypo.cli.report import report
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command("eval")(evaluate)
+app.command("config")(explain)
 for command in (export, plan, serve, serve_reward, sweep, report, show, status, timeline, monitor):
     app.command()(command)
 

@@ -19,6 +19,9 @@ def report(
     samples: Annotated[bool, typer.Option(help="Put samples of the rollouts in.")] = True,
 ) -> None:
     """Write one HTML page: result, curves, time, samples, config; several runs are compared."""
+    from raypo.extras import require
+
+    require("report", "raypo report")
     from raypo.report.run_page import load_run, run_page
     from raypo.storage.run_files import RunFiles
     from raypo.tuning.sweep_page import load_sweep, sweep_page

@@ -31,6 +31,9 @@ def serve_reward(
     ] = 4096,
 ) -> None:
     """Serve rewards as JSON over HTTP until Ctrl-C; runs use it through reward.url."""
+    from raypo.extras import require
+
+    require("serve", "raypo serve-reward")
     from raypo.checks.model_checks import check_model
     from raypo.custom.loader import check_function, load_function
     from raypo.rewards.wire import TOKEN_VARIABLE

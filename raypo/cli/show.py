@@ -20,6 +20,9 @@ def show(
 ) -> None:
     """Print samples of a step: prompt, response, score, advantage, KL."""
     from raypo.config import ConfigError
+    from raypo.extras import require
+
+    require("report", "raypo show")
     from raypo.report.terminal import ORDERS, print_samples
     from raypo.storage.run_files import RunFiles
 

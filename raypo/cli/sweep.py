@@ -28,6 +28,9 @@ def sweep(
     if dry_run:
         print_sweep_plan(file, overrides, None)
         return
+    from raypo.extras import require
+
+    require("sweep", "raypo sweep")
     from raypo.checks.input_checks import check_inputs
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raypo.pending import Pending
 from raypo.ray_internals import readiness
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ class DeploymentError(RuntimeError):
 
 
 class ReplicaLost(DeploymentError):
-    """The replica of a call ended before it answered."""
+    """A replica ended before it answered, or was restarted in the middle of a push."""
 
 
 class NoReplicaLeft(DeploymentError):
@@ -42,7 +42,7 @@ class NoReplicaLeft(DeploymentError):
 
 
 def survivors(
-    calls: Iterable[Pending[T]], *, passing_over: type[DeploymentError] = ReplicaLost
+    calls: Iterable[Future[T]], *, passing_over: type[DeploymentError] = ReplicaLost
 ) -> list[T]:
     """Wait for calls to several replicas, and return the results of those that were not lost.
 

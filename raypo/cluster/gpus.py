@@ -51,12 +51,12 @@ def gpu_of(name: str) -> Gpu | None:
     Returns:
         None if the GPU is unknown.
     """
-    asked = re.split(r"[^A-Z0-9]+", name.upper())
+    words = re.split(r"[^A-Z0-9]+", name.upper())
     return next(
         (
             gpu
             for gpu in GPUS
-            if all(word in asked or f"{word}B" in asked for word in gpu.name.upper().split("-"))
+            if all(word in words or f"{word}B" in words for word in gpu.name.upper().split("-"))
         ),
         None,
     )

@@ -115,17 +115,17 @@ def _group(group: str, text: str) -> tuple[Node, int]:
     gpu: Gpu | None = None
     for item in map(str.strip, group.split(",")):
         match = next(filter(None, (pattern.fullmatch(item) for pattern in _ITEMS)), None)
-        said: dict[str, str | float] = dict(match.groupdict()) if match else {}
-        if kind := str(said.pop("kind", "")):
+        item_values: dict[str, str | float] = dict(match.groupdict()) if match else {}
+        if kind := str(item_values.pop("kind", "")):
             gpu = next((each for each in GPUS if each.name.lower() == kind.lower()), None)
-            said = {**said, "gpu_gb": gpu.memory_gb} if gpu else {}
-        if not said:
+            item_values = {**item_values, "gpu_gb": gpu.memory_gb} if gpu else {}
+        if not item_values:
             known = ", ".join(each.name for each in GPUS)
             raise _refusal(
                 text,
                 f"{item!r} is no NxKIND ({known}), NxGPUmG, NxCPU, mG, mGbit or number of nodes",
             )
-        for name, number in said.items():
+        for name, number in item_values.items():
             if name in found or float(number) <= 0:
                 problem = "comes twice" if name in found else "must be above 0"
                 raise _refusal(text, f"{item!r} {problem}")

@@ -364,13 +364,13 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
         return {bundle: order[0] for bundle in on_one[order[0]]} if order else {}
     left, placed = list(nodes), dict[int, int]()
     sizes = [(bundle.gpus, bundle.resources.get("CPU", 0.0)) for bundle in bundles]
-    begun: dict[int, int] = {}
+    opened: dict[int, int] = {}
     """Node -> number of nodes that were in use before it."""
     for index in sorted(range(len(bundles)), key=lambda index: sizes[index], reverse=True):
         rooms = [_room(bundles[index], node) for node in left]
         fitting = [node for node, room in enumerate(rooms) if room]
         if strategy == "PACK":
-            turns = [begun.get(node, len(begun)) for node in range(len(left))]
+            turns = [opened.get(node, len(opened)) for node in range(len(left))]
         else:
             taken = Counter(placed.values())
             turns = [taken[node] for node in range(len(left))]
@@ -379,7 +379,7 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
         if fitting:
             node = min(fitting, key=lambda node: (turns[node], -rooms[node]))
             placed[index] = node
-            begun.setdefault(node, len(begun))
+            opened.setdefault(node, len(opened))
             left = without(left, [bundles[index]], {0: node})
     return placed
 

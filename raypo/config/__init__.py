@@ -46,6 +46,7 @@ from raypo.config.sections import (
     PolicyLoraSection,
     RewardSection,
     RewardWeights,
+    SampledModelSection,
     StopSection,
     WandbSection,
     WorkersSection,

@@ -22,6 +22,7 @@ from pydantic import (
 )
 from yaml import YAMLError
 
+from raypo.config.migration import remedy_for_foreign
 from raypo.config.paths import is_uri, make_absolute
 
 RECORDED_BASE = "base_config"
@@ -112,6 +113,22 @@ class RunFile(Config):
     """Folder or URI (s3://...) that runs are written to. A relative path starts from the driver's
     folder."""
 
+    def __init__(self, origin: str = "config", /, **values: Any) -> None:
+        """Validate values, like `PPOConfig(name="first", model={"policy": "gpt2"}, ...)`.
+
+        Args:
+            origin: Prefix of every error message, usually the path of the file.
+            values: Nested values, as in a YAML file.
+
+        Raises:
+            ConfigError: as `load`.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            lines = _mistakes(type(self), error.errors())
+            raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
+
     @property
     def absolute_storage_path(self) -> str:
         """`storage_path` with a local path made absolute; a URI is unchanged."""
@@ -146,11 +163,12 @@ class RunFile(Config):
         Raises:
             ConfigError: as `load`.
         """
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            lines = _mistakes(cls, error.errors())
-            raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
+        return cls(origin, **{str(key): value for key, value in values.items()})
+
+    def to_yaml(self) -> str:
+        """Return the config as a run file, with the keys that differ from their defaults."""
+        flat = dict(_values_set(self))
+        return OmegaConf.to_yaml(OmegaConf.create(_nested(escaped(flat))))
 
     def with_absolute_paths(self, base: str | Path | None = None) -> Self:
         """Return the config with the paths that exist below `base` made absolute, for use
@@ -253,6 +271,45 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `flatten`."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        functools.reduce(lambda below, each: below.setdefault(each, {}), sections, nested)[name] = (
+            value
+        )
+    return nested
+
+
+def _values_set(config: RunFile) -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and plain value of each key whose value is not the default."""
+    plain = config.model_dump(mode="json")
+    for name, field in type(config).model_fields.items():
+        section = getattr(config, name)
+        if not isinstance(section, Config):
+            if section != field.get_default(call_default_factory=True) or field.is_required():
+                yield name, plain[name]
+            continue
+        for key in _leaves(section):
+            value = functools.reduce(getattr, key.split("."), section)
+            if value != section._usual(key):
+                yield (
+                    f"{name}.{key}",
+                    functools.reduce(dict.__getitem__, key.split("."), plain[name]),
+                )
+
+
+def _leaves(section: Config) -> Iterator[str]:
+    """Yield the dotted keys below a section; an optional section counts as one value."""
+    for name, field in type(section).model_fields.items():
+        below = getattr(section, name)
+        if isinstance(below, Config) and isinstance(field.default, Config):
+            yield from (f"{name}.{key}" for key in _leaves(below))
+        else:
+            yield name
+
+
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Return every dotted key below a section, including sections."""
     keys = []
@@ -267,16 +324,19 @@ def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
     """Return `Did you mean ppo.kl.coef?` if a similar key is known, else `Remove it.`
 
     The candidates are tried in this order: a key below the same section with the same ending
-    (ppo.kl_coef: ppo.kl.coef); a key of the section that is spelled similarly, that ends in the
-    unknown name (learner.lr: learner.policy_lr) or that contains all its words; a key with the same
-    or a similar ending in another section. Similarity of whole dotted keys would find every key of
-    the section similar.
+    (ppo.kl_coef: ppo.kl.coef); the counterpart of a key of TRL, verl, OpenRLHF or peft; a key of
+    the section that is spelled similarly, that ends in the unknown name (learner.lr:
+    learner.policy_lr) or that contains all its words; a key with the same or a similar ending in
+    another section. Similarity of whole dotted keys would find every key of the section similar.
     """
     section, _, name = key.rpartition(".")
     own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
     words = set(name.split("_"))
+    below = [k for k in known if k.startswith(f"{section}.") and name in _endings(k)]
+    if not below and (foreign := remedy_for_foreign(key, known)):
+        return foreign
     near = (
-        [k for k in known if k.startswith(f"{section}.") and name in _endings(k)]
+        below
         or [own[like] for like in difflib.get_close_matches(name, own, n=1, cutoff=0.75)]
         or [k for longer, k in own.items() if longer.endswith(f"_{name}")]
         or [k for longer, k in own.items() if words <= set(longer.split("_"))]
@@ -385,7 +445,13 @@ def _key_of(model: type[BaseModel], detail: Any) -> str:
 def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
     """Return the message of a mistake whose kind has a sentence of its own."""
     if detail["type"] == "extra_forbidden":
-        return f"{key}: there is no such key. {remedy_for_unknown(key, known_keys(model))}"
+        known, value = known_keys(model), detail["input"]
+        below = flatten({key: value}) if isinstance(value, Mapping) else {}
+        # A whole section of another project, like actor_rollout_ref of verl: explain each key.
+        unknown = below if any(remedy_for_foreign(each, known) for each in below) else [key]
+        return "\n".join(
+            f"{each}: there is no such key. {remedy_for_unknown(each, known)}" for each in unknown
+        )
     if detail["type"] == "missing":
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
     message = detail["msg"].removeprefix("Value error, ")

@@ -13,13 +13,10 @@ from raypo.config.base import Config
 
 
 class DeploymentSection(Config):
-    """Queues, health checks and restarts of the replicas of engines and frozen models. The keys are
-    named as in Ray Serve.
+    """Time limits, health checks and restarts of the replicas of engines and frozen models. The
+    keys are named as in Ray Serve.
     """
 
-    max_queued_requests: int | None = Field(default=None, ge=0)
-    """Maximum number of requests in a replica's queue. Further ones wait at their callers. null
-    means no limit."""
     request_timeout_s: float | None = Field(default=None, gt=0.0)
     """Seconds that a worker waits for a reply before the run stops. null means no timeout."""
     health_check_period_s: float = Field(default=10.0, gt=0.0)
@@ -68,13 +65,6 @@ class FrozenSection(Config):
     gpu_memory_fraction: float = Field(default=0.4, gt=0.0, le=1.0)
     """vllm: fraction of the memory of each of its GPUs, weights included."""
 
-    def _problems(self) -> Iterator[str]:
-        if self.tensor_parallel > 1 and self.backend == "torch":
-            yield (
-                f"tensor_parallel ({self.tensor_parallel}): backend torch computes on one device. "
-                f"Set backend to vllm, or tensor_parallel to 1."
-            )
-
 
 class FrozenSections(Config):
     """Inference of the frozen models, by role: backend, replicas and tensor parallelism."""
@@ -82,6 +72,15 @@ class FrozenSections(Config):
     reference: FrozenSection = FrozenSection()
     reward: FrozenSection = FrozenSection()
     """Settings of every reward model."""
+
+    def _problems(self) -> Iterator[str]:
+        for role, section in (("reference", self.reference), ("reward", self.reward)):
+            if section.tensor_parallel > 1 and section.backend == "torch":
+                key = f"placement.frozen.{role}"
+                yield (
+                    f"{key}.tensor_parallel ({section.tensor_parallel}): backend torch computes on "
+                    f"one device. Set {key}.backend to vllm, or {key}.tensor_parallel to 1."
+                )
 
 
 class PlacementSection(Config):

@@ -85,6 +85,7 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
     Raises:
         ConfigError: it is neither.
     """
+    is_reward = key not in TAKES
     takes = TAKES.get(key, "a list of rollouts")
     if isinstance(function, type) or not callable(function):
         what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
@@ -96,6 +97,8 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
         signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # compiled, without a signature
         return
+    if is_reward and takes_columns(function):
+        return
     try:
         signature.bind([])
     except TypeError:
@@ -103,6 +106,14 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
             f"{key} ({name}): it is called with one argument, {takes}, and it has the parameters "
             f"{signature}. Give a function like def score({takes.split()[-1]}): ..."
         ) from None
+
+
+def takes_columns(function: Any) -> bool:
+    """Return whether a reward function has the form `f(prompts, completions, **columns)` of TRL."""
+    try:
+        return "completions" in inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def check_class(

@@ -204,6 +204,7 @@ def _prompts(
                 label=row.values[section.label_key] if section.label_key else None,
                 messages=given if is_chat(given) else None,
                 data_source=source_name(source),
+                row=row.values,
             ),
         )
 

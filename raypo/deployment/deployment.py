@@ -18,7 +18,6 @@ from raypo.cluster.actors import start_named
 from raypo.cluster.devices import shown
 from raypo.deployment.handle import DeploymentHandle
 from raypo.deployment.replica import Replica
-from raypo.deployment.replicas import Replicas
 from raypo.deployment.spec import Deployment, Place
 
 __all__ = ["Deployment", "DeploymentHandle", "Place", "own_devices", "start_deployment"]
@@ -60,10 +59,10 @@ def start_deployment(
         )
         actors.append(actor)
         if in_turn:  # a failed start raises in the first call to the replica, not here
-            ray.wait([actor.where.remote()], timeout=deployment.start_timeout_s)
+            ray.wait([actor.status.remote()], timeout=deployment.start_timeout_s)
     _keep_alive[deployment.name] = (actors, made_from)
     namespace = ray.get_runtime_context().namespace
-    return DeploymentHandle(Replicas(deployment.limits(), namespace, len(actors)))
+    return DeploymentHandle.of(deployment.limits(), namespace, len(actors))
 
 
 class _RemoteReplica(Replica):

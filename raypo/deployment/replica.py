@@ -1,12 +1,12 @@
 """One replica of a deployment: a Ray actor around a plain object.
 
-Concurrency. The actor's methods are coroutines on one event loop, which never blocks, so load and
-health are reported while the object works. The object itself runs in threads:
+Concurrency. The actor's methods are coroutines on one event loop, which never blocks, so health is
+reported while the object works. The object itself runs in threads:
 
 - `_pool`, one thread for each ongoing call (`max_ongoing_requests`), builds the object and runs its
   methods.
-- `_pinned_pool`, one thread for calls that are pinned to this incarnation (a push of weights). They
-  keep their order and never wait for ongoing calls. With one ongoing call at a time it is `_pool`.
+- `_control_pool`, one thread for control calls (a push of weights, sleep). They keep their order
+  and never wait for ongoing calls. With one ongoing call at a time it is `_pool`.
 
 If a method returns futures, the coroutine awaits them and no thread waits.
 
@@ -22,49 +22,39 @@ import os
 import threading
 import time
 import traceback
-import uuid
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import ray
 
 from raypo.cluster.devices import narrowed
-from raypo.deployment.spec import (
-    Call,
-    Deployment,
-    Incarnation,
-    Refused,
-    Unhealthy,
-    Unprepared,
-)
+from raypo.deployment.spec import Call, Deployment, Lost, Status, Unprepared
 from raypo.tracking.logs import log_to_file
 
-PARTIAL_WAIT_S, PARTIAL_POLL_S = 1.0, 0.05
-"""Longest time that `partial` waits for entries, and its polling interval, in seconds."""
+ENTRIES_WAIT_S, ENTRIES_POLL_S = 1.0, 0.05
+"""Longest time that `entries` waits for entries, and its polling interval, in seconds."""
 KEPT_RESULTS = 32
 """Finished calls whose value is kept for callers that retry."""
+EXIT_DELAY_S = 0.2
+"""Seconds in which a replica that ends itself can still send its replies."""
 
 
 class Replica:
-    """One replica: it queues calls, runs each id once, and reports its load and health."""
+    """One replica: it runs each call's id once, and reports its health."""
 
     def __init__(self, deployment: Deployment, index: int, bundle: int = 0) -> None:
         """Build the object, unless a restarted replica has to wait for its turn."""
         self._deployment, self._index, self._bundle = deployment, index, bundle
         self._target: Any = None  # before all else: Ray calls `repr` even if the constructor fails
-        self._incarnation = uuid.uuid4().hex
         self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._ready: dict[str, list[tuple[int, Any]]] = {}
         """Per call id, entries of the value with their indices, in the order they became ready."""
-        self._is_draining = False
-        self._preparing = threading.Lock()
-        """Held while the object is built or runs a prerequisite."""
+        self._building = threading.Lock()
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
-        self._pinned_pool = self._pool
+        self._control_pool = self._pool
         if deployment.max_ongoing_requests > 1:
-            self._pinned_pool = ThreadPoolExecutor(1, "replica-pinned")
+            self._control_pool = ThreadPoolExecutor(1, "replica-control")
         is_restart = False
         if ray.is_initialized():  # `get_runtime_context` would start Ray otherwise
             context = ray.get_runtime_context()
@@ -78,7 +68,7 @@ class Replica:
         except Exception:
             if not is_restart:
                 raise
-            traceback.print_exc()  # memory of the last incarnation may not be free yet
+            traceback.print_exc()  # memory of the last process may not be free yet
             os._exit(1)  # Ray restarts it, up to `max_restarts` times
 
     def __repr__(self) -> str:
@@ -90,16 +80,11 @@ class Replica:
         """Run a method of the object; a known id is not run twice.
 
         Returns:
-            The value; or `Refused` if the queue is full, `Unprepared` if the prerequisite failed,
-            `Unhealthy` if the call is for another incarnation, or the method failed and the object
-            cannot go on.
+            The value; or `Unprepared` if the prerequisite failed, `Lost` if the method failed and
+            the object cannot go on.
         """
-        if call.incarnation not in (None, self._incarnation):
-            return Unhealthy("it was restarted in the middle of this", call.incarnation or "")
         value = self._calls.get(call.id)
         if value is None or value.cancelled():
-            if call.incarnation is None and self._is_full():
-                return Refused()
             value = asyncio.ensure_future(self._value(call))
             self._calls[call.id] = value
             self._forget_old()
@@ -108,7 +93,7 @@ class Replica:
         whole = await asyncio.shield(value)  # other processes share this call
         return [whole[index] for index in call.part] if isinstance(whole, list) else whole
 
-    async def partial(
+    async def entries(
         self, id: str, part: tuple[int, ...] | None, num_seen: int
     ) -> tuple[int, dict[int, Any]]:
         """Return entries of a call's value, a list of futures, that became ready.
@@ -121,63 +106,48 @@ class Replica:
         Returns:
             Number of entries that are ready, and the new ones by their index in the part.
         """
-        end = time.monotonic() + PARTIAL_WAIT_S
+        end = time.monotonic() + ENTRIES_WAIT_S
         while len(self._ready.get(id, ())) <= num_seen and time.monotonic() < end:
-            await asyncio.sleep(PARTIAL_POLL_S)
+            await asyncio.sleep(ENTRIES_POLL_S)
         ready = self._ready.get(id, [])
         new = dict(ready[num_seen:])
         if part is not None:
             new = {place: new[index] for place, index in enumerate(part) if index in new}
         return len(ready), new
 
-    async def where(self) -> Incarnation:
-        """Return this incarnation, and where it runs."""
+    async def status(self) -> Status:
+        """Return where this process runs, its load, and its problem if it has one."""
+        problem = self._problem()
+        if problem is not None:
+            self._end_soon()
         node_id = ray.get_runtime_context().get_node_id()
-        return Incarnation(self._incarnation, node_id, os.getpid(), self._bundle)
-
-    async def load(self) -> int:
-        """Return the number of ongoing and queued calls."""
-        return self._count()
-
-    async def health(self) -> Unhealthy | None:
-        """Return the reason why the object cannot go on, or None."""
-        return await asyncio.get_running_loop().run_in_executor(None, self._illness)
-
-    async def leave(self, incarnation: str) -> None:
-        """End this process, so that Ray restarts the replica; ignored by a later incarnation.
-
-        Child processes may hang too, and hold a device: they are killed first.
-        """
-        if incarnation == self._incarnation:
-            for each in multiprocessing.active_children():
-                each.kill()
-            os._exit(1)
+        return Status(node_id, os.getpid(), self._bundle, self._num_calls(), problem)
 
     async def drain(self) -> None:
-        """Refuse new calls, and return when the last ongoing one has ended."""
-        self._is_draining = True
+        """Return when the last ongoing call has ended."""
         ongoing = [each for each in self._calls.values() if not each.done()]
         await asyncio.gather(*ongoing, return_exceptions=True)
 
     async def _value(self, call: Call) -> Any:
-        pool = self._pool if call.incarnation is None else self._pinned_pool
-        running = pool.submit(self._run, call)
+        running = (self._control_pool if call.is_control else self._pool).submit(self._run, call)
         try:
             value = await asyncio.wrap_future(running)
+            if isinstance(value, list) and any(isinstance(each, Future) for each in value):
+                ready = self._ready[call.id] = []
+                value = await asyncio.gather(
+                    *(_recorded(index, each, ready) for index, each in enumerate(value))
+                )
         except asyncio.CancelledError:
             running.add_done_callback(_cancel_futures)  # the thread goes on, and may return some
             raise
-        if not isinstance(value, list) or not any(isinstance(each, Future) for each in value):
-            return value
-        ready = self._ready[call.id] = []
-        try:
-            return await asyncio.gather(
-                *(_recorded(index, each, ready) for index, each in enumerate(value))
-            )
         except Exception:
-            if (illness := self._illness()) is not None:
-                return illness
-            raise
+            problem = self._problem()
+            if problem is None:
+                raise
+            value = Lost(problem)
+        if isinstance(value, Lost):
+            self._end_soon()
+        return value
 
     def _run(self, call: Call) -> Any:
         if self._target is None and call.method in ("sleep", "wake_up"):
@@ -188,28 +158,19 @@ class Replica:
             target = self._built()
         except Exception as error:
             traceback.print_exc()
-            reason = f"it could not be built: {type(error).__name__}: {error}"
-            return Unhealthy(reason, self._incarnation)
+            return Lost(f"it could not be built: {type(error).__name__}: {error}")
         try:
             if call.prerequisite is not None:
                 method, arguments = call.prerequisite
-                with self._preparing:
-                    getattr(target, method)(*arguments)
+                getattr(target, method)(*arguments)
         except Exception as error:
-            return self._illness() or Unprepared(f"{type(error).__name__}: {error}")
-        # A push must not meet a prerequisite that still loads the push before.
-        exclusive = self._preparing if call.incarnation is not None else nullcontext()
-        try:
-            with exclusive:
-                return getattr(target, call.method)(*call.args, **call.kwargs)
-        except Exception:
-            if (illness := self._illness()) is not None:
-                return illness
-            raise
+            problem = self._problem()
+            return Lost(problem) if problem else Unprepared(f"{type(error).__name__}: {error}")
+        return getattr(target, call.method)(*call.args, **call.kwargs)
 
     def _built(self) -> Any:
         """Return the object, built by the first caller; library logs go to a file of the run."""
-        with self._preparing:
+        with self._building:
             if self._target is None:
                 deployment, path = self._deployment, None
                 if deployment.logs_dir is not None:
@@ -220,27 +181,23 @@ class Replica:
                     log_to_file(path)  # libraries have added loggers of their own meanwhile
         return self._target
 
-    def _illness(self) -> Unhealthy | None:
+    def _problem(self) -> str | None:
+        """Return the reason why the object cannot go on, or None."""
         try:
             getattr(self._target, "check_health", lambda: None)()
         except Exception as error:
-            return Unhealthy(str(error), self._incarnation)
+            return str(error)
         limit = self._deployment.stall_timeout_s
         stalled_s = getattr(self._target, "stalled_s", lambda: 0.0)()
         if limit is None or stalled_s <= limit:
             return None
-        reason = f"it made no progress for {stalled_s:.0f} s (stall_timeout_s: {limit:g})"
-        return Unhealthy(reason, self._incarnation)
+        return f"it made no progress for {stalled_s:.0f} s (stall_timeout_s: {limit:g})"
 
-    def _is_full(self) -> bool:
-        queued = self._deployment.max_queued_requests
-        if self._is_draining:
-            return True
-        return (
-            queued is not None and self._count() >= self._deployment.max_ongoing_requests + queued
-        )
+    def _end_soon(self) -> None:
+        """End this process once the reply is sent, so that Ray restarts the replica."""
+        asyncio.get_running_loop().call_later(EXIT_DELAY_S, _end_process)
 
-    def _count(self) -> int:
+    def _num_calls(self) -> int:
         return sum(not each.done() for each in self._calls.values())
 
     def _forget_old(self) -> None:
@@ -248,6 +205,13 @@ class Replica:
         for id in done[:-KEPT_RESULTS]:
             del self._calls[id]
             self._ready.pop(id, None)
+
+
+def _end_process() -> None:
+    # Child processes may hang too, and hold a device: kill them first.
+    for each in multiprocessing.active_children():
+        each.kill()
+    os._exit(1)
 
 
 def _cancel_futures(running: Future[Any]) -> None:
@@ -259,7 +223,7 @@ def _cancel_futures(running: Future[Any]) -> None:
 
 
 async def _recorded(index: int, future: Future[Any], ready: list[tuple[int, Any]]) -> Any:
-    """Wait for an entry, and record it for `partial`."""
+    """Wait for an entry, and record it for `entries`."""
     entry = await asyncio.wrap_future(future)
     ready.append((index, entry))
     return entry

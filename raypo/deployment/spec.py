@@ -17,8 +17,9 @@ Prerequisite = tuple[str, tuple[Any, ...]]
 class Deployment:
     """A plain class that runs as replicas; the words are Ray Serve's.
 
-    If the class has a method `check_health`, it raises when the object cannot go on; the replica
-    then ends its process, and Ray restarts it.
+    If the class has a method `check_health`, it raises when the object cannot go on. If it has a
+    method `stalled_s`, it returns the seconds since the last progress. A replica with a problem
+    ends its process, and Ray restarts it.
     """
 
     name: str
@@ -33,18 +34,15 @@ class Deployment:
     only."""
     max_ongoing_requests: int = 1
     """Calls that a replica works on at the same time, each in a thread while its method runs."""
-    max_queued_requests: int | None = None
-    """Longest queue of a replica before it refuses calls. None means no limit."""
     request_timeout_s: float | None = None
-    """Seconds that a caller waits for a value, retries included. None means no limit."""
+    """Seconds that a call may take, retries included. None means no limit."""
     health_check_period_s: float = 10.0
-    """Seconds between a waiting caller's health checks of the replica."""
+    """Seconds between health checks of a replica for which a call waits."""
     health_check_timeout_s: float = 30.0
     """Seconds without an answer to a health check after which a replica is killed and
     restarted."""
     stall_timeout_s: float | None = None
-    """Longest time without progress in seconds, as the class's method `stalled_s` reports it, after
-    which a replica counts as broken. None means no limit."""
+    """Longest time without progress in seconds. None means no limit."""
     graceful_shutdown_timeout_s: float = 20.0
     """Seconds that ongoing calls get when the deployment shuts down."""
     start_timeout_s: float | None = None
@@ -80,18 +78,6 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Incarnation:
-    """A replica's process between two restarts, and where it runs."""
-
-    id: str
-    node_id: str
-    pid: int
-    """Process id on that node."""
-    bundle: int
-    """Index of its bundle in the placement group."""
-
-
-@dataclass(frozen=True)
 class Call:
     """A method call to a replica. A retry has the same id, which makes the call idempotent."""
 
@@ -99,16 +85,18 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     prerequisite: Prerequisite | None = None
-    incarnation: str | None = None
-    """If set, the call is valid only for this incarnation of the replica and skips the queue."""
+    is_control: bool = False
+    """Control calls run in a thread of their own, in their order, before waiting requests."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     part: tuple[int, ...] | None = None
     """Indices of the list's entries that the caller wants. None means the whole value."""
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Reply of a replica whose queue is full."""
+class Lost:
+    """Reply in place of a value: the replica has ended, or is about to end."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -119,9 +107,15 @@ class Unprepared:
 
 
 @dataclass(frozen=True)
-class Unhealthy:
-    """Reply of a replica that cannot go on. The call may be retried on another one."""
+class Status:
+    """A replica's reply to a health check."""
 
-    reason: str
-    incarnation: str
-    """The incarnation that replied."""
+    node_id: str
+    pid: int
+    """Process id on that node."""
+    bundle: int
+    """Index of its bundle in the placement group."""
+    num_calls: int
+    """Calls that run or wait."""
+    problem: str | None = None
+    """Reason why the object cannot go on. The replica then ends its process."""

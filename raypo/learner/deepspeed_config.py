@@ -117,6 +117,6 @@ def deepspeed_config(
     # This comes last because the rule needs the stage that DeepSpeed will see. At stage 3 DeepSpeed
     # would take null as true.
     if zero.get("overlap_comm") is None:
-        told = Sharding(int(zero["stage"]), num_workers, on_gpu=on_gpu)
-        zero["overlap_comm"] = told.overlaps
+        default = Sharding(int(zero["stage"]), num_workers, on_gpu=on_gpu)
+        zero["overlap_comm"] = default.overlaps
     return config

@@ -34,7 +34,7 @@ RUNTIME = {
 """Bytes of a process before it loads a model: imports on CPU, the CUDA context and library
 workspaces on GPU. The CPU numbers are measured with a tiny model (learner worker 0.71 GB, reference
 model 0.56 GB; tests/benchmarks/test_memory.py); the GPU numbers are typical values."""
-SEVERAL_ON_CPU = {"worker": 900 * 10**6, "asks": 750 * 10**6}
+SEVERAL_ON_CPU = {"worker": 900 * 10**6, "client": 750 * 10**6}
 """Bytes of vLLM with several processes on CPU (measured): each worker process, and the process that
 sends them requests."""
 HOST_RUNTIME = 2 * 10**9
@@ -119,7 +119,6 @@ def _learner(
     """Return the memory of a learner worker under DeepSpeed.
 
     A worker that learns from examples loads the reference model itself, before the first update.
-    Its pushes to an engine, if it has one, are not counted.
     """
     itemsize, first = ITEMSIZE[config.model.dtype], learned[0].shape
     has_words = learned[0].name == "policy" and not isinstance(config, RewardModelConfig)
@@ -155,16 +154,17 @@ def _learner(
         "log_probs": log_probs,
         "update": _update(device, gathered, saved, made, step),
     }
-    if isinstance(config, ExamplesConfig):
-        for name, reference in models.references.items():
-            log_probs[name] = reference.parameters * itemsize
-    elif has_words:
+    is_pushed = not isinstance(config, PolicyExamplesConfig) or config.needs_engine
+    if has_words and is_pushed:
         pushed = {"push bucket": memory.push_bytes(first, itemsize=itemsize)}
         if device == "cuda":
             result.host |= pushed
         elif sharding.stage < 3 and not config.model.lora:
             pushed = {"push bucket": 0}  # the weights go into the object store without a copy
-        result.phases |= {"push": pushed, "probe": log_probs}
+        result.phases |= {"push": pushed, "probe": dict(log_probs)}
+    if isinstance(config, ExamplesConfig):
+        for name, reference in models.references.items():
+            log_probs[name] = reference.parameters * itemsize
     return result
 
 
@@ -306,8 +306,8 @@ def _in_vllm(
     """Return the memory of vLLM: on a GPU the KV cache fills up `gpu_memory_fraction`."""
     size = section.tensor_parallel
     runtime = RUNTIME[device]["engine"]
-    if device == "cpu" and size > 1:  # each has its share of the process that sends requests
-        runtime = SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["asks"] // size
+    if device == "cpu" and size > 1:  # each carries its share of the client
+        runtime = SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["client"] // size
     held: Bytes = {"runtime": runtime, "weights": weights // size, **(more or {})}
     if isinstance(section, EngineSection) and section.kv_cache_gb is not None:
         held["KV cache"] = int(section.kv_cache_gb * 1e9)

@@ -109,7 +109,7 @@ class Rates:
             core: Rates of one core.
         """
         config = plan.config
-        assert isinstance(config, PPOConfig), "rates are told of ppo runs only"
+        assert isinstance(config, PPOConfig), "rates are of ppo runs only"
         learner = config.learner
         engines = sum(
             occupant.role == "engine" for each in plan.bundles for occupant in each.bundle.occupants
@@ -196,7 +196,7 @@ def microbatch_of(config: PPOConfig) -> Groups:
 def sampled_of(plan: Plan) -> tuple[int, int]:
     """Return an engine's number of responses in a step, and how many it samples at a time."""
     config = plan.config
-    assert isinstance(config, PPOConfig), "rates are told of ppo runs only"
+    assert isinstance(config, PPOConfig), "rates are of ppo runs only"
     engines = {
         g.index for each in plan.bundles for g in each.bundle.occupants if g.role == "engine"
     }
@@ -223,9 +223,9 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
         work.push(),
         work.take_turns(),
     ]
-    told = [each for each in phases if each.seconds or each.phase in ("generate", "score")]
+    shown = [each for each in phases if each.seconds or each.phase in ("generate", "score")]
     config = work.config
-    return StepTime(told, config.responses_per_step, is_ahead=config.rollout.mode != "sync")
+    return StepTime(shown, config.responses_per_step, is_ahead=config.rollout.mode != "sync")
 
 
 def faster(
@@ -279,7 +279,7 @@ class _Work:
     """Work of each phase of a planned step."""
 
     def __init__(self, plan: Plan, rates: Rates) -> None:
-        assert isinstance(plan.config, PPOConfig), "rates are told of ppo runs only"
+        assert isinstance(plan.config, PPOConfig), "rates are of ppo runs only"
         self._plan, self._rates, self.config = plan, rates, plan.config
         self._sharding = plan.sharding
         self._itemsize = ITEMSIZE[plan.config.model.dtype]

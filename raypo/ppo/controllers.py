@@ -125,9 +125,6 @@ class EntropyController:
     Example: coef 0, target 0.2, delta 0.005, and entropies 0.3, 0.1, 0.1, 0.25 in steps 1 to 4. The
     applied coefficients are 0, 0, 0.005, 0.01 in these steps, and 0 in step 5.
 
-    Raises:
-        ValueError: a number is out of range.
-
     Paper: He et al. 2025, arXiv:2505.22312, section 3.2.5 (adaptive entropy control). The paper
         uses the entropy of a step's own rollouts, which is known here only after the step.
     """
@@ -140,12 +137,6 @@ class EntropyController:
     """Step size of the coefficient."""
     entropy: float | None = None
     """Entropy of the last step that updated the policy, in nats per token. None before it."""
-
-    def __post_init__(self) -> None:
-        if self.coef < 0.0 or self.delta < 0.0:
-            raise ValueError(f"coef ({self.coef}) and delta ({self.delta}) must not be negative.")
-        if self.target is not None and self.target <= 0.0:
-            raise ValueError(f"target ({self.target}) must be positive; None: a fixed coefficient.")
 
     @property
     def acting(self) -> float:

@@ -80,8 +80,8 @@ def covariant_tokens(
         size, rows, places = size[among], rows[among], places[among]
     identity = experience.group_index, experience.sample_index, experience.row_index
     names = torch.stack([*(index[rows] for index in identity), places], 1)  # [n, 4]
-    shares = workers.gather((size.cpu().numpy(), names.cpu().numpy()))
-    sizes, everyone = (np.concatenate(column) for column in zip(*shares, strict=True))
+    gathered, own = workers.gather_rows(size, names)
+    sizes, everyone = (each.numpy() for each in gathered)
     order = np.lexsort(everyone.T[::-1])  # by group, sample, row and place
     if is_drawn:
         order = order[np.random.default_rng(seed).permutation(len(order))]
@@ -89,8 +89,7 @@ def covariant_tokens(
         order = order[np.argsort(-sizes[order], kind="stable")]
     chosen = np.zeros(len(order), dtype=bool)
     chosen[order[:most]] = True
-    first = sum(len(share[0]) for share in shares[: workers.rank])
-    mine = torch.from_numpy(chosen[first : first + len(rows)]).to(rows.device)
+    mine = torch.from_numpy(chosen[own]).to(rows.device)
     covariant = torch.zeros_like(mask)
     covariant[rows[mine], places[mine]] = True
     return covariant

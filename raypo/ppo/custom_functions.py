@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from raypo.collectives import Workers
 from raypo.config import is_import_path
@@ -189,17 +188,8 @@ def _samples(experience: Experience) -> Tensor:
 
 def _rows_of_all(workers: Workers, **rows: Tensor) -> tuple[dict[str, Tensor], slice]:
     """Return the rows of all workers in the order of ranks, and the slice of this worker's rows."""
-    shares = workers.gather({name: each.detach().cpu() for name, each in rows.items()})
-    counts = [len(next(iter(share.values()))) for share in shares]
-    first = sum(counts[: workers.rank])
-    joined = {}
-    for name in rows:
-        parts = [share[name] for share in shares]
-        if parts[0].dim() == 2:
-            longest = max(part.shape[1] for part in parts)
-            parts = [pad(part, (0, longest - part.shape[1])) for part in parts]
-        joined[name] = torch.cat(parts)
-    return joined, slice(first, first + counts[workers.rank])
+    everyone, mine = workers.gather_rows(*rows.values())
+    return dict(zip(rows, everyone, strict=True)), mine
 
 
 def _called(function: Callable[[Any], Any], given: Any, label: str) -> Any:

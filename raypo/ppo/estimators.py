@@ -18,16 +18,16 @@ from raypo.ppo.advantages import (
     adaptive_lambdas,
     discounted_returns,
     generalized_advantages,
-    group_baseline,
     penalized_scores,
     runs_of,
     token_rewards,
 )
 from raypo.ppo.controllers import UpdateState
 from raypo.ppo.custom_functions import advantages_by
+from raypo.ppo.groups import baseline_over_workers
 from raypo.ppo.kl import kl_reward_terms
 from raypo.ppo.losses import explained_variance, value_loss
-from raypo.ppo.masked import check_same_shape, keep, masked_moments, masked_sum, masked_whiten
+from raypo.ppo.masked import keep, masked_moments, masked_sum, masked_whiten
 from raypo.ppo.shaping import RunningMoments, shape_scores
 from raypo.types import Experience
 
@@ -189,12 +189,10 @@ def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
         return experience
     assert experience.sample_index is not None
     names = torch.stack([experience.group_index, experience.sample_index], 1)
-    shares = workers.gather((names, experience.counted.sum(1)))
-    all_names, tokens = (torch.cat(column) for column in zip(*shares, strict=True))
+    (all_names, tokens), mine = workers.gather_rows(names, experience.counted.sum(1))
     _, sample = all_names.unique(dim=0, return_inverse=True)
     totals = torch.zeros_like(tokens).index_add(0, sample, tokens)[sample]
-    first = sum(len(share[0]) for share in shares[: workers.rank])
-    return experience.with_(sample_tokens=totals[first : first + len(experience)])
+    return experience.with_(sample_tokens=totals[mine])
 
 
 def _metrics(
@@ -218,88 +216,3 @@ def _metrics(
     totals = workers.sum(torch.stack([stats[name] for name in names])).unbind()
     explained = explained_variance(dict(zip(names, totals, strict=True)))
     return means.reduce(workers) | {"ppo/explained_variance": float(explained)}
-
-
-def baseline_over_workers(
-    scores: Tensor,  # [B]
-    group_index: Tensor,  # [B] int
-    valid: Tensor,  # [B] bool
-    *,
-    kind: str,
-    workers: Workers,
-    sample_index: Tensor | None = None,  # [B] int
-) -> Tensor:
-    """Compute `group_baseline` for groups whose samples are on any row of any worker.
-
-    All workers call it together.
-
-    Args:
-        scores: Score of each row of this worker.
-        group_index: Rows with the same number, on any worker, are samples of one prompt.
-        valid: False leaves a row out.
-        kind: Name of the estimator.
-        workers: The workers that hold the groups.
-        sample_index: Rows of a group with the same number are one sample, which counts once. They
-            must have the same score. None means that each row is a sample.
-
-    Returns:
-        advantages: [B] for this worker's rows, 0 where not valid.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    check_same_shape(scores=scores, group_index=group_index, valid=valid)
-    samples = [] if sample_index is None else [sample_index.cpu()]
-    mine = (scores.detach().cpu(), group_index.cpu(), valid.cpu(), *samples)
-    shares = workers.gather(mine)
-    everyone = [torch.cat(column) for column in zip(*shares, strict=True)]
-    first = sum(len(share[0]) for share in shares[: workers.rank])
-    compared = baseline_by_index(*everyone, kind=kind)[first : first + len(scores)]
-    return compared.to(scores.device)
-
-
-def baseline_by_index(
-    scores: Tensor,  # [B]
-    group_index: Tensor,  # [B] int
-    valid: Tensor,  # [B] bool
-    sample_index: Tensor | None = None,  # [B] int
-    *,
-    kind: str,
-) -> Tensor:
-    """Compute `group_baseline` for a flat batch in any order. Groups may differ in size.
-
-    Args:
-        scores: Score of each row.
-        group_index: Rows with the same number are one group.
-        valid: False leaves a row out.
-        sample_index: Rows of a group with the same number are one sample. None means that each row
-            is one.
-        kind: Name of the estimator.
-
-    Returns:
-        advantages: [B], 0 where not valid or where a group has fewer than two valid samples.
-
-    Raises:
-        ValueError: the shapes differ, or `kind` is unknown.
-    """
-    check_same_shape(scores=scores, group_index=group_index, valid=valid)
-    if len(scores) == 0:
-        return scores
-    if sample_index is not None:
-        pairs = torch.stack([group_index, sample_index])
-        _, sample, counts = pairs.unique(dim=1, return_inverse=True, return_counts=True)
-        if len(counts) < len(scores):  # use the first valid row of each sample
-            rows = torch.arange(len(scores)) + len(scores) * ~valid
-            first = rows.new_full(counts.shape, 2 * len(scores))
-            first = first.scatter_reduce(0, sample, rows, "amin") % len(scores)
-            chosen = scores[first], group_index[first], valid[first]
-            return keep(baseline_by_index(*chosen, kind=kind)[sample], valid)
-    _, group, sizes = group_index.unique(return_inverse=True, return_counts=True)
-    order = group.argsort(stable=True)
-    starts = sizes.cumsum(0) - sizes  # [P]
-    place = torch.empty_like(group)  # number of each row within its group
-    place[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
-    shape = (len(sizes), max(int(sizes.max()), 2))
-    table = scores.new_zeros(shape).index_put_((group, place), scores)
-    kept = valid.new_zeros(shape).index_put_((group, place), valid)
-    return group_baseline(table, kind=kind, valid=kept)[group, place]

@@ -1,6 +1,6 @@
-"""Functions of groups of samples: the filter of dynamic sampling, and pass@k.
+"""Functions of groups of samples: the filter of dynamic sampling, baselines, and pass@k.
 
-Notation: P prompts, n samples per prompt. Every mask: True = keep.
+Notation: B rows, P prompts, n samples per prompt. Every mask: True = keep.
 """
 
 from __future__ import annotations
@@ -8,38 +8,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from raypo.collectives import Workers
+from raypo.config import FilterSection
+from raypo.ppo.advantages import group_baseline
 from raypo.ppo.masked import check_same_shape, keep
 
 
 def filter_groups(
     scores: Tensor,  # [P, n]
-    *,
-    valid: Tensor | None = None,  # [P, n] bool
-    min_std: float = 1e-6,
-    low: float | None = None,
-    high: float | None = None,
+    valid: Tensor,  # [P, n] bool
+    section: FilterSection,
 ) -> Tensor:
     """Select the groups to train on: scores differ within the group, and their mean is in range.
 
     Args:
         scores: Score of each sample.
-        valid: False leaves a sample out: it failed, or has no sampled token. None means that all
-            are valid.
-        min_std: Keep groups whose population standard deviation is above this.
-        low: Keep groups whose mean is above this. None means no bound.
-        high: Keep groups whose mean is below this. None means no bound.
+        valid: False leaves a sample out: it failed, or has no sampled token.
+        section: The section `ppo.filter` of the config. `min_std` bounds the population standard
+            deviation.
 
     Returns:
         kept: [P] bool; False for a group with fewer than two valid samples.
 
-    Raises:
-        ValueError: the shapes differ, or `low` is not below `high`.
-
     Paper: Yu et al. 2025, arXiv:2503.14476, eq. 11 (dynamic sampling).
     """
-    if low is not None and high is not None and low >= high:
-        raise ValueError(f"low ({low}) must be below high ({high}); no mean lies between them.")
-    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
     check_same_shape(scores=scores, valid=valid)
     exact = keep(scores, valid).double()
     count = valid.sum(1).clamp(min=1)  # [P]
@@ -50,12 +42,94 @@ def filter_groups(
     differ = exact.masked_fill(~valid, torch.inf).amin(1) < exact.masked_fill(
         ~valid, -torch.inf
     ).amax(1)
-    kept = differ & (std > min_std)
-    if low is not None:
-        kept = kept & (mean > low)
-    if high is not None:
-        kept = kept & (mean < high)
+    kept = differ & (std > section.min_std)
+    if section.low is not None:
+        kept = kept & (mean > section.low)
+    if section.high is not None:
+        kept = kept & (mean < section.high)
     return kept
+
+
+def baseline_over_workers(
+    scores: Tensor,  # [B]
+    group_index: Tensor,  # [B] int
+    valid: Tensor,  # [B] bool
+    *,
+    kind: str,
+    workers: Workers,
+    sample_index: Tensor | None = None,  # [B] int
+) -> Tensor:
+    """Compute `group_baseline` for groups whose samples are on any row of any worker.
+
+    All workers call it together.
+
+    Args:
+        scores: Score of each row of this worker.
+        group_index: Rows with the same number, on any worker, are samples of one prompt.
+        valid: False leaves a row out.
+        kind: Name of the estimator.
+        workers: The workers that hold the groups.
+        sample_index: Rows of a group with the same number are one sample, which counts once. They
+            must have the same score. None means that each row is a sample.
+
+    Returns:
+        advantages: [B] for this worker's rows, 0 where not valid.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    check_same_shape(scores=scores, group_index=group_index, valid=valid)
+    samples = [] if sample_index is None else [sample_index]
+    everyone, mine = workers.gather_rows(scores, group_index, valid, *samples)
+    compared = baseline_by_index(*everyone, kind=kind)[mine]
+    return compared.to(scores.device)
+
+
+def baseline_by_index(
+    scores: Tensor,  # [B]
+    group_index: Tensor,  # [B] int
+    valid: Tensor,  # [B] bool
+    sample_index: Tensor | None = None,  # [B] int
+    *,
+    kind: str,
+) -> Tensor:
+    """Compute `group_baseline` for a flat batch in any order. Groups may differ in size.
+
+    Args:
+        scores: Score of each row.
+        group_index: Rows with the same number are one group.
+        valid: False leaves a row out.
+        sample_index: Rows of a group with the same number are one sample. None means that each row
+            is one.
+        kind: Name of the estimator.
+
+    Returns:
+        advantages: [B], 0 where not valid or where a group has fewer than two valid samples.
+
+    Raises:
+        ValueError: the shapes differ, or `kind` is unknown.
+    """
+    check_same_shape(scores=scores, group_index=group_index, valid=valid)
+    if len(scores) == 0:
+        return scores
+    if sample_index is not None:
+        pairs = torch.stack([group_index, sample_index])
+        _, sample, counts = pairs.unique(dim=1, return_inverse=True, return_counts=True)
+        if len(counts) < len(scores):  # use the first valid row of each sample
+            rows = torch.arange(len(scores)) + len(scores) * ~valid
+            first = rows.new_full(counts.shape, 2 * len(scores))
+            first = first.scatter_reduce(0, sample, rows, "amin") % len(scores)
+            chosen = scores[first], group_index[first], valid[first]
+            return keep(baseline_by_index(*chosen, kind=kind)[sample], valid)
+    _, group, sizes = group_index.unique(return_inverse=True, return_counts=True)
+    order = group.argsort(stable=True)
+    starts = sizes.cumsum(0) - sizes  # [P]
+    place = torch.empty_like(group)  # number of each row within its group
+    place[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
+    shape = (len(sizes), max(int(sizes.max()), 2))
+    table = scores.new_zeros(shape).index_put_((group, place), scores)
+    kept = valid.new_zeros(shape).index_put_((group, place), valid)
+    return group_baseline(table, kind=kind, valid=kept)[group, place]
 
 
 def pass_at_k(

@@ -1,7 +1,7 @@
 """Score shaping: from a response's raw score to the score that is trained on.
 
 Notation: B responses. Every mask: True = keep. `shape_scores` applies the parts in a fixed order:
-custom function, overlong penalty, truncation penalty, running normalisation, clip.
+custom function, overlong penalty, score of truncated responses, running normalisation, clip.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from raypo.collectives import Workers
 from raypo.config import ShapingSection
 from raypo.ppo.custom_functions import shaped_by
-from raypo.ppo.masked import MIN_VARIANCE, check_same_shape, keep
+from raypo.ppo.masked import MIN_VARIANCE, keep
 from raypo.types import Experience
 
 
@@ -41,72 +41,10 @@ def overlong_penalty(
     Returns:
         scores: [B].
 
-    Raises:
-        ValueError: the shapes differ, or not 0 < buffer_tokens <= max_tokens.
-
     Paper: Yu et al. 2025, arXiv:2503.14476, eq. 13 (soft overlong punishment).
     """
-    check_same_shape(scores=scores, num_tokens=num_tokens)
-    if not 0 < buffer_tokens <= max_tokens:
-        raise ValueError(
-            f"buffer_tokens ({buffer_tokens}) must lie between 1 and max_tokens ({max_tokens})."
-        )
     excess = (num_tokens - (max_tokens - buffer_tokens)).clamp(min=0, max=buffer_tokens)
     return scores - factor * excess.to(scores.dtype) / buffer_tokens
-
-
-def truncation_penalty(
-    scores: Tensor,  # [B]
-    truncated: Tensor,  # [B] bool, the response ran into the limit
-    *,
-    replacement: float | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Replace the scores of truncated responses, or lower them by a share of their size.
-
-    Args:
-        scores: Score of each response.
-        truncated: True for truncated responses.
-        replacement: Score of every truncated response.
-        scale: c in [0, 1] for score - (1 - c) * |score|, which never raises a negative score.
-
-    Returns:
-        scores: [B].
-
-    Raises:
-        ValueError: the shapes differ, both or neither are set, or `scale` is outside [0, 1].
-    """
-    check_same_shape(scores=scores, truncated=truncated)
-    if (replacement is None) == (scale is None):
-        raise ValueError(
-            f"Set one of replacement ({replacement}) and scale ({scale}), not both or neither."
-        )
-    if replacement is not None:
-        return torch.where(truncated, replacement, scores)
-    if scale is None or not 0.0 <= scale <= 1.0:
-        raise ValueError(f"scale ({scale}) must lie in [0, 1].")
-    return torch.where(truncated, scores - (1.0 - scale) * scores.abs(), scores)
-
-
-def clip_scores(
-    scores: Tensor,  # [B]
-    *,
-    low: float | None = None,
-    high: float | None = None,
-) -> Tensor:
-    """Clip scores to [low, high]. None means no bound on that side.
-
-    Returns:
-        scores: [B].
-
-    Raises:
-        ValueError: `low` is not below `high`.
-    """
-    low = -math.inf if low is None else low
-    high = math.inf if high is None else high
-    if low >= high:
-        raise ValueError(f"low ({low}) must be below high ({high}).")
-    return scores.clamp(low, high)
 
 
 @dataclass(frozen=True)
@@ -177,7 +115,7 @@ def shape_scores(
     *,
     max_new_tokens: int,
 ) -> tuple[Tensor, RunningMoments]:
-    """Apply a custom function, overlong penalty, truncation penalty, normalisation and clip.
+    """Return the scores to train on, by the settings of `ppo.shaping`.
 
     All workers call it together. Responses that failed (NaN) or have no sampled token are left out
     of the moments. A response without a sampled token gets 0.
@@ -207,19 +145,17 @@ def shape_scores(
             buffer_tokens=buffer_tokens,
             factor=section.overlong_factor,
         )
-    if section.truncated_score is not None or section.truncated_scale is not None:
-        # A failed response stays failed, truncated or not.
-        shaped = truncation_penalty(
-            shaped,
-            experience.truncated & ~shaped.isnan(),
-            replacement=section.truncated_score,
-            scale=section.truncated_scale,
-        )
+    cut = experience.truncated & ~shaped.isnan()  # a failed response stays failed
+    if section.truncated_score is not None:
+        shaped = torch.where(cut, section.truncated_score, shaped)
+    if section.truncated_scale is not None:  # lower by a share of the size, also below 0
+        lowered = shaped - (1.0 - section.truncated_scale) * shaped.abs()
+        shaped = torch.where(cut, lowered, shaped)
     if section.normalize:
         # The rows of an episode share its score, which counts once.
         mine = RunningMoments.of(shaped, sampled & experience.is_first_row)
         seen = seen.merged(RunningMoments.total(workers.gather(mine)))
         shaped = seen.normalize(shaped)
     if section.clip_low is not None or section.clip_high is not None:
-        shaped = clip_scores(shaped, low=section.clip_low, high=section.clip_high)
+        shaped = shaped.clamp(section.clip_low, section.clip_high)
     return keep(shaped, sampled), seen

@@ -222,7 +222,7 @@ def ppo_step(
     """
     experience = learner.with_log_probs_and_values(experience)  # old log-probs, values
     clock.lap("time/log_probs_s")
-    experience, metrics, scores = with_advantages(
+    experience, metrics, score_moments = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
     )
     # Step n updates the weights of version n - 1, those that step n - 1 pushed.
@@ -232,14 +232,13 @@ def ppo_step(
         experience, step=step, kl_coef=state.kl.coef, entropy_coef=state.entropy.acting
     )
     kl = ReferenceKL.measure(experience, workers) if ppo.needs_reference else None
-    metrics |= kl.metrics() if kl else {}
-    metrics |= mismatch_metrics(experience, ppo, workers, version=step - 1)
-    metrics |= update.metrics | state.metrics()
     next_state = state.after_step(
-        scores=scores,
+        scores=score_moments,
         # The KL coefficient waits for the policy, which the critic's warm-up does not update.
         kl=kl if step > ppo.critic_warmup_steps else None,
         entropy=update.entropy,
     )
+    metrics |= kl.metrics() if kl else {}
+    metrics |= mismatch_metrics(experience, ppo, workers, version=step - 1)
     clock.lap("time/update_s")
-    return experience, metrics, next_state
+    return experience, metrics | update.metrics | state.metrics(), next_state

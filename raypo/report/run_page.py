@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import yaml
@@ -48,6 +49,8 @@ from raypo.report.verdict import (
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.warnings import findings, seconds_by_phase
 
+RECENT = 10
+"""Number of steps whose median a card shows for rates and times."""
 _TILES = [metric for metric in METRICS.values() if metric.tile]
 
 
@@ -197,9 +200,11 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         change = before_and_after(rows, name)
         if change is None:
             continue
-        is_rate = reference(rows, name) is None and name.startswith(("perf/", "time/"))
-        was = "last step" if is_rate else f"was {number(change[0])}"
-        tiles.append((label, number(change[1]), was))
+        if reference(rows, name) is None and name.startswith(("perf/", "time/")):
+            newest = [row[name] for row in rows if name in row][-RECENT:]  # one step may be unusual
+            tiles.append((label, number(median(newest)), f"median of {len(newest)} steps"))
+        else:
+            tiles.append((label, number(change[1]), f"was {number(change[0])}"))
     return tiles
 
 

@@ -66,11 +66,17 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
         if all(prompt in each for each in scores)
     ]
     up, down = (sum(sign * (b - a) > 0 for a, b in judged) for sign in (1, -1))
+    changed = [p for p in shared if before[p]["response"] != after[p]["response"]]
+    same = [p for p in shared if before[p]["response"] == after[p]["response"]]
+    chosen = evenly(changed, MAX_PROMPTS)
+    chosen += evenly(same, MAX_PROMPTS - len(chosen)) if len(chosen) < MAX_PROMPTS else []
+    tokenizer = tokenizer_of(files, files.config() or {})
     when = "before the first update" if first == 0 else f"after step {first}"
     section.add(
         Words(
             f"Of {len(judged)} held-out prompts, {up} score higher after step {last} than {when}, "
-            f"{down} lower, {len(judged) - up - down} the same. Evenly chosen ones:"
+            f"{down} lower, {len(judged) - up - down} the same. Evenly chosen ones whose response "
+            f"has changed first:"
         ),
         Table(
             ["prompt", "label", when, "score", f"after step {last}", "score"],
@@ -78,20 +84,26 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
                 [
                     _cut(before[prompt]["prompt"]),
                     before[prompt]["label"],
-                    _cut(before[prompt]["response"]),
+                    _cut(_response(before[prompt], tokenizer)),
                     before[prompt]["score"],
-                    _cut(after[prompt]["response"]),
+                    _cut(_response(after[prompt], tokenizer)),
                     after[prompt]["score"],
                 ]
-                for prompt in evenly(shared, MAX_PROMPTS)
+                for prompt in chosen
             ],
         ),
     )
 
 
 def _typical(section: Section, files: RunFiles, first: int, last: int) -> None:
+    tokenizer = tokenizer_of(files, files.config() or {})
     rows = [
-        [f"step {step}, {place}", _cut(row["prompt"]), _cut(row["response"]), row["score"]]
+        [
+            f"step {step}, {place}",
+            _cut(row["prompt"]),
+            _cut(_response(row, tokenizer)),
+            row["score"],
+        ]
         for step in (first, last)
         for place, row in typical(files.rollouts(step)).items()
     ]
@@ -108,6 +120,14 @@ def typical(rows: Sequence[Row]) -> dict[str, Row]:
     scored = sorted(firsts, key=lambda row: row["score"])
     last = len(scored) - 1
     return {name: scored[round(place * last)] for name, place in PLACES.items()} if scored else {}
+
+
+def _response(row: Row, tokenizer: Tokenizer | None) -> str:
+    """Return a response; of an episode one line per turn, those of the environment after `<`."""
+    turns = turns_of(row, tokenizer)
+    if len(turns) == 1:
+        return row["response"]
+    return "\n".join(f"{'' if turn.by_policy else '< '}{turn.text}" for turn in turns)
 
 
 def _cut(text: str) -> str:
@@ -321,6 +341,8 @@ def evenly(values: Sequence[Value], count: int) -> list[Value]:
     """Return at most `count` evenly spaced values, including the first and the last."""
     if len(values) <= count:
         return list(values)
+    if count == 1:
+        return [values[0]]
     last = len(values) - 1
     return [values[round(position * last / (count - 1))] for position in range(count)]
 

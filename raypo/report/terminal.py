@@ -91,7 +91,8 @@ def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
         lines.append(Text(row["prompt"], style="dim"))
         for turn in turns_of(row, tokenizer):
             earned = Text(f"  {turn.reward:+.3g}", style="bold") if turn.reward else Text()
-            lines.append(Text(turn.text, style="" if turn.by_policy else "dim italic") + earned)
+            text = turn.text if turn.by_policy else f"< {turn.text}"  # the styles are lost in files
+            lines.append(Text(text, style="" if turn.by_policy else "dim italic") + earned)
             lines += [Text(f"  {words}", style="dim") for words in turn.tools]
     if error := (rows[0]["episode"] or {}).get("error"):
         lines.append(Text(f"failed: {error}", style="bold"))

@@ -6,16 +6,18 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raypo.concurrency import daemon_future
 from raypo.config import EvalSection, RewardSection, functions_of
 from raypo.custom.loader import function_name, load_function
 from raypo.rewards.by_source import RewardBySource
 from raypo.rewards.pool import PooledReward
-from raypo.rewards.remote import RemoteReward
 from raypo.rewards.scoring import RewardError, RewardFunction, call
 from raypo.types import Rollout
+
+if TYPE_CHECKING:
+    from raypo.rewards.remote import RemoteReward
 
 
 class OneAtATime:
@@ -133,6 +135,8 @@ def open_remote(section: RewardSection) -> RemoteReward | None:
     """Return a reward function that calls the servers of `reward.url`; None if it is not set."""
     if section.url is None:
         return None
+    from raypo.rewards.remote import RemoteReward  # packages of the extra serve
+
     request = section.request
     return RemoteReward(
         section.url,

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from raypo.custom.errors import text_of
-from raypo.custom.loader import function_name
+from raypo.custom.loader import function_name, takes_columns
 from raypo.types import Rollout
 
-RewardFunction = Callable[[list[Rollout]], Any]
-"""(list[Rollout]) -> one score per rollout; a coroutine function is awaited."""
+RewardFunction = Callable[..., Any]
+"""(list[Rollout]) -> one score per rollout, or `f(prompts, completions, **columns)` as in TRL; a
+coroutine function is awaited."""
 SCORE = "score"
 """Key of the total score, which is trained on, in a score with named parts."""
 
@@ -103,15 +104,65 @@ def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
 
 
 def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
-    """Call a reward function and return its list of one entry per rollout, not yet validated.
+    """Call a reward function of either form and return its entries, one per rollout, unvalidated.
 
     Raises:
         RewardError: it returns a list of another length, or no list.
         Exception: any error of the function.
     """
-    answer = function(rollouts)
+    answer = (
+        function(**_columns(function, rollouts)) if takes_columns(function) else function(rollouts)
+    )
     answer = _awaited(answer) if inspect.isawaitable(answer) else answer
     return _as_list(answer, len(rollouts), f"the reward function {function_name(function)}")
+
+
+def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, list[Any]]:
+    """Return the arguments of a function of TRL's form: lists with one entry per rollout.
+
+    A response to chat messages is a list of one message, as in TRL. A function without `**columns`
+    gets those that it names; a column that a row lacks is None there.
+    """
+    columns = {name for rollout in rollouts for name in rollout.row}
+    values = {name: [rollout.row.get(name) for rollout in rollouts] for name in columns}
+    values["prompts"] = [r.prompt if r.messages is None else r.messages for r in rollouts]
+    values["completions"] = [
+        r.response if r.messages is None else [{"role": "assistant", "content": r.response}]
+        for r in rollouts
+    ]
+    values["completion_ids"] = [rollout.response_ids.tolist() for rollout in rollouts]
+    values.pop("prompt", None)  # TRL does not pass it twice
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return values
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+class WeightedSum:
+    """Reward function that adds the weighted scores of several, each of which becomes a metric.
+
+    A function may leave samples out by None; a sample without any score has failed.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float]) -> None:
+        self.functions, self.weights = list(functions), list(weights)
+
+    def __str__(self) -> str:
+        return ", ".join(map(function_name, self.functions))
+
+    def __call__(self, rollouts: list[Rollout]) -> list[Any]:
+        """Return a score with named parts per rollout."""
+        names = [getattr(each, "__name__", type(each).__name__) for each in self.functions]
+        by_function = [score(each, rollouts) for each in self.functions]
+        answers: list[Any] = []
+        for scores in zip(*by_function, strict=True):
+            parts = {n: s for n, s in zip(names, scores, strict=True) if math.isfinite(s)}
+            total = sum(
+                w * s for w, s in zip(self.weights, scores, strict=True) if math.isfinite(s)
+            )
+            reason = first_reason(scores) or "no reward function gave a score"
+            answers.append({SCORE: total, **parts} if parts else RuntimeError(reason))
+        return answers
 
 
 def too_many_failures(

@@ -47,6 +47,8 @@ class Sample(BaseModel):
     sample_index: int | None = None
     messages: list[dict[str, Any]] | None = None
     data_source: str | None = None
+    row: dict[str, Any] = Field(default_factory=dict)
+    """Columns of the data that JSON can hold."""
 
 
 class _Request(BaseModel):
@@ -107,8 +109,11 @@ def _answered(score: float) -> float | dict[str, float]:
 
 
 def _sample(rollout: Rollout) -> dict[str, Any]:
-    sample = {}
-    for name in Sample.model_fields:
+    sample: dict[str, Any] = {"row": {}}
+    for column, value in rollout.row.items():
+        with suppress(ValueError):  # an image, say: servers get the other columns
+            sample["row"][column] = _plain(value)
+    for name in Sample.model_fields.keys() - sample.keys():
         try:
             sample[name] = _plain(getattr(rollout, name))
         except ValueError as error:
@@ -164,4 +169,5 @@ def _rollout(sample: Sample) -> Rollout:
         weight_version=0,
         messages=sample.messages,
         data_source=sample.data_source,
+        row=sample.row,
     )

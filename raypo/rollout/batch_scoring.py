@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from raypo.config import ModelSection, RewardSection
-from raypo.pending import Pending
+from raypo.config import RewardSection, SampledModelSection
 from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score
 from raypo.types import Rollout, RolloutKey, ScoredRollout
 
@@ -27,7 +27,7 @@ FUNCTION, URL, EPISODE = "function", "url", "episode"
 class RewardModel(Protocol):
     """A reward model, as its callers see it (`RewardModelClient`)."""
 
-    def score(self, rollouts: list[Rollout]) -> Pending[list[float]]:
+    def score(self, rollouts: list[Rollout]) -> Future[list[float]]:
         """Return one score for each rollout, in the order given."""
         ...
 
@@ -35,7 +35,7 @@ class RewardModel(Protocol):
 class Reference(Protocol):
     """A reference model, as its callers see it (`ReferenceClient`)."""
 
-    def log_probs(self, rollouts: list[Rollout]) -> Pending[list[np.ndarray]]:
+    def log_probs(self, rollouts: list[Rollout]) -> Future[list[np.ndarray]]:
         """Return the log-probs of each response's tokens in nats, float32 [T]."""
         ...
 
@@ -66,7 +66,7 @@ class Scorer:
         models: tuple[RewardModel, ...],
         *,
         reward: RewardSection,
-        model: ModelSection,
+        model: SampledModelSection,
         servers: RewardFunction | None = None,
         reference: Reference | None = None,
         models_apart: bool = False,
@@ -199,8 +199,8 @@ class _ModelCalls:
     """Rollouts, and the calls to all models about them."""
 
     rollouts: list[Rollout]
-    reference: Pending[list[np.ndarray]] | None
-    models: list[Pending[list[float]]]
+    reference: Future[list[np.ndarray]] | None
+    models: list[Future[list[float]]]
 
 
 class _FunctionQueue:

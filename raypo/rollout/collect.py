@@ -280,6 +280,7 @@ def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -
         group_index=draw.group_index,
         messages=draw.prompt.messages,
         data_source=draw.prompt.data_source,
+        row=draw.prompt.row,
     )
 
 

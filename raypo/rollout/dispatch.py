@@ -1,28 +1,20 @@
 """Dispatch sampling requests to engines, optionally as one batch that several workers share.
 
 Concurrency. The calling thread sends one call to each of this worker's engines and waits for the
-values. If the caller wants completions early, a daemon thread for each engine polls for them and
-runs the callback; it ends when the last value is there.
+values. The callback for early completions runs in other threads (`EngineClient`).
 """
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
-from raypo.pending import PendingBatch
-from raypo.serving.client import Engines
+from raypo.serving.client import Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
-
-POLL_S = 0.1
-"""Polling interval for early completions, in seconds."""
-
-OnCompletion = Callable[[int, Completion], None]
-"""Callback `(index, completion)`. Called from any thread, possibly twice for one index."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ def dispatch(
     completions: list[Completion] = []
     is_lost = False
     try:
-        completions = _results(_sent(requests, engines, sharing), on_completion)
+        completions = _results(_sent(requests, engines, sharing, on_completion))
     except NoReplicaLeft:
         if push_again is None:
             raise
@@ -68,20 +60,24 @@ def dispatch(
         return completions
     push_again.push()
     # Workers that have their completions take part with no request, since all dispatch together.
-    retried = _results(_sent(requests if is_lost else [], engines, sharing), on_completion)
+    lost = requests if is_lost else []
+    retried = _results(_sent(lost, engines, sharing, on_completion))
     return retried if is_lost else completions
 
 
 def _sent(
-    requests: list[SamplingRequest], engines: Engines, sharing: Workers | None
-) -> list[tuple[int, PendingBatch[Completion]]]:
-    """Send the requests, and return each engine's batch with the index of its first request."""
+    requests: list[SamplingRequest],
+    engines: Engines,
+    sharing: Workers | None,
+    on_completion: OnCompletion | None,
+) -> list[Future[list[Completion]]]:
+    """Send the requests, and return the future of each engine's batch."""
     own = engines.per_engine()
     size = -(-len(requests) // len(own))
     batches = [requests[i * size : (i + 1) * size] for i in range(len(own))]
     if sharing is None:
         return [
-            (i * size, one.generate(batch))
+            one.generate(batch, _shifted(on_completion, i * size))
             for i, (one, batch) in enumerate(zip(own, batches, strict=True))
             if batch
         ]
@@ -90,7 +86,7 @@ def _sent(
     # none has to forward completions to another.
     by_engine = {one.preferred: batch for one, batch in zip(own, batches, strict=True)}
     of_workers = sharing.gather((uuid.uuid4().hex, by_engine))
-    sent: list[tuple[int, PendingBatch[Completion]]] = []
+    sent: list[Future[list[Completion]]] = []
     for i, one in enumerate(own):
         parts = [theirs.get(one.preferred, []) for _, theirs in of_workers]
         if not parts[sharing.rank]:
@@ -98,31 +94,23 @@ def _sent(
         first = sum(map(len, parts[: sharing.rank]))
         part = range(first, first + len(parts[sharing.rank]))
         shared = one.sharing_call(f"{of_workers[0][0]}:{one.preferred}", part)
-        sent.append((i * size, shared.generate([each for part in parts for each in part])))
+        whole = [each for part in parts for each in part]
+        sent.append(shared.generate(whole, _shifted(on_completion, i * size)))
     return sent
 
 
-def _results(
-    sent: Sequence[tuple[int, PendingBatch[Completion]]], on_completion: OnCompletion | None
-) -> list[Completion]:
-    """Wait for all completions, in their order, and report early ones meanwhile."""
-    is_over = threading.Event()
-    if on_completion is not None:
-        for first, batch in sent:
-            args = (batch, first, on_completion, is_over)
-            threading.Thread(target=_poll, args=args, daemon=True).start()
+def _shifted(on_completion: OnCompletion | None, first: int) -> OnCompletion | None:
+    """Return the callback for a batch whose first request has this index among all requests."""
+    if on_completion is None:
+        return None
+    return lambda index, completion: on_completion(first + index, completion)
+
+
+def _results(sent: Sequence[Future[list[Completion]]]) -> list[Completion]:
+    """Wait for all completions, in their order; if one batch fails, cancel the others."""
     try:
-        return [completion for _, batch in sent for completion in batch.result()]
-    finally:
-        is_over.set()
-
-
-def _poll(
-    batch: PendingBatch[Completion],
-    first: int,
-    on_completion: OnCompletion,
-    is_over: threading.Event,
-) -> None:
-    while not is_over.wait(POLL_S):
-        for index, completion in batch.partial().items():
-            on_completion(first + index, completion)
+        return [completion for batch in sent for completion in batch.result()]
+    except BaseException:
+        for batch in sent:
+            batch.cancel()
+        raise

@@ -94,9 +94,7 @@ def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredR
     for row, members in enumerate(groups.values()):
         for place, each in enumerate(members):
             scores[row, place], valid[row, place] = each.score, is_trainable(each)
-    kept = filter_groups(
-        scores, valid=valid, min_std=section.min_std, low=section.low, high=section.high
-    )
+    kept = filter_groups(scores, valid, section)
     passed = {index for index, keep in zip(groups, kept.tolist(), strict=True) if keep}
     return [each for each in scored if each.rollout.group_index in passed]
 

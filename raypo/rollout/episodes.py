@@ -37,7 +37,6 @@ from raypo.rollout.collect import PushAgain, Sampling, request_of
 from raypo.rollout.event_loop import EventLoop, tasks_of
 from raypo.rollout.players import Agents, Environments, Player
 from raypo.rollout.policy import EpisodeLimit, Policy, Recorded
-from raypo.rollout.sessions import Sessions
 from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calls import heard
@@ -135,10 +134,14 @@ def open_episodes(
     if not section.is_episodic:
         return None
     tokens = TurnTokens(tokenizer, stop_token_ids)
+    if section.environment:
+        player: Environments | Agents = Environments(section, tokens)
+    else:
+        from raypo.rollout.sessions import Sessions  # packages of the extra serve
+
+        player = Agents(section, Sessions(tokenizer, stop_token_ids, section))
     return Episodes(
-        Environments(section, tokens)
-        if section.environment
-        else Agents(section, Sessions(tokenizer, stop_token_ids, section)),
+        player,
         tokenizer,
         tokens,
         section,
@@ -397,6 +400,7 @@ class _Slot:
             group_index=self.draw.group_index,
             messages=prompt.messages,
             data_source=prompt.data_source,
+            row=prompt.row,
             episode=episode,
             row_index=number,
             turn_rewards=None if is_agents else row.rewards,

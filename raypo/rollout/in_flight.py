@@ -1,21 +1,22 @@
 """Requests that stay in flight while weights are pushed: none delays the push, and none is lost.
 
 Concurrency. The worker's main thread pushes (`Pushes.push`). Other threads and event loops sample
-ahead through `EnginesInFlight`; they send nothing new during a push, and retry after it what an
-engine gave back or lost.
+ahead through `EnginesInFlight`, whose coroutines run on the background event loop of the process;
+they send nothing new during a push, and repeat after it what an engine gave back or lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from raypo.cluster.actors import NoReplicaLeft
-from raypo.pending import PendingBatch
-from raypo.serving.client import Engines
+from raypo.concurrency import background_future
+from raypo.serving.client import Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 
 
@@ -62,76 +63,43 @@ class EnginesInFlight(Engines):
     engines: Engines
     pushes: Pushes
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
+    def generate(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Future[list[Completion]]:
         """Sample requests as `submit` does: a batch of its own would wait for all that run."""
-        return _RetriedBatch(self.engines, self.pushes, requests)
+        return self.submit(requests, on_completion)
 
-    def submit(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
+    def submit(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Future[list[Completion]]:
         """Sample requests that join the running batch at any step."""
-        return _RetriedBatch(self.engines, self.pushes, requests)
-
-    async def sample(self, request: SamplingRequest) -> Completion:
-        """Sample one request, which joins the running batch; no thread blocks."""
-        while True:
-            pushes_before = await self.pushes.wait_async()
-            try:
-                completion = await self.engines.sample(request)
-            except NoReplicaLeft:
-                if await self.pushes.wait_async() == pushes_before:
-                    raise
-            else:
-                if _is_complete(completion):
-                    return completion
+        return background_future(self._sample_all(requests, on_completion))
 
     def per_engine(self) -> list[EnginesInFlight]:
         """Return a client for each of this worker's engines; itself if there is one."""
         return [EnginesInFlight(each, self.pushes) for each in self.engines.per_engine()]
 
+    async def _sample_all(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None
+    ) -> list[Completion]:
+        completions: dict[int, Completion] = {}
+        while missing := [n for n in range(len(requests)) if n not in completions]:
 
-class _RetriedBatch:
-    """Future of a batch; requests that come back incomplete are sent once more."""
+            def report(n: int, completion: Completion, missing: list[int] = missing) -> None:
+                if on_completion is not None and _is_complete(completion):
+                    on_completion(missing[n], completion)
 
-    def __init__(
-        self, engines: Engines, pushes: Pushes, requests: Sequence[SamplingRequest]
-    ) -> None:
-        self._engines, self._pushes, self._requests = engines, pushes, requests
-        self._completions: dict[int, Completion] = {}
-        self._send()
-
-    def result(self) -> list[Completion]:
-        while len(self._completions) < len(self._requests):
+            pushes_before = await self.pushes.wait_async()
+            batch = self.engines.submit([requests[n] for n in missing], on_completion and report)
             try:
-                values = dict(enumerate(self._attempt.batch.result()))
+                values = await asyncio.wrap_future(batch)
             except NoReplicaLeft:
-                if self._pushes.wait() == self._attempt.pushes_before:
+                if await self.pushes.wait_async() == pushes_before:
                     raise
             else:
-                self._completions |= self._attempt.complete(values)
-            self._send()
-        return [self._completions[index] for index in range(len(self._requests))]
-
-    def partial(self) -> dict[int, Completion]:
-        attempt = self._attempt
-        return attempt.complete(attempt.batch.partial())
-
-    def _send(self) -> None:
-        missing = [n for n in range(len(self._requests)) if n not in self._completions]
-        if missing:
-            pushes_before = self._pushes.wait()
-            batch = self._engines.submit([self._requests[index] for index in missing])
-            self._attempt = _Attempt(missing, pushes_before, batch)
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    indices: list[int]
-    """Indices, among all requests, of those that were sent."""
-    pushes_before: int
-    batch: PendingBatch[Completion]
-
-    def complete(self, values: Mapping[int, Completion]) -> dict[int, Completion]:
-        """Return the completions that are complete, by their index among all requests."""
-        return {self.indices[n]: each for n, each in values.items() if _is_complete(each)}
+                arrived = zip(missing, values, strict=True)
+                completions |= {n: each for n, each in arrived if _is_complete(each)}
+        return [completions[n] for n in range(len(requests))]
 
 
 def _is_complete(completion: Completion) -> bool:

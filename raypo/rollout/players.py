@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,9 +18,11 @@ from raypo.data.turns import TurnTokens, is_ids
 from raypo.rollout.environment_pool import EnvironmentPool, Pickled
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.rollout.policy import EpisodeLimit, Policy, is_limit
-from raypo.rollout.sessions import Sessions
 from raypo.rollout.work_time import WorkTime
 from raypo.types import Prompt
+
+if TYPE_CHECKING:
+    from raypo.rollout.sessions import Sessions
 
 
 class WrongAnswer(Exception):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from raypo.collectives import Workers
+from raypo.concurrency import completed
 from raypo.config import (
     ConfigError,
     OnlineConfig,
@@ -19,14 +21,13 @@ from raypo.config import (
 )
 from raypo.data.prompts import load_prompts
 from raypo.models.loading import load_tokenizer, stop_token_ids
-from raypo.pending import Done
 from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rewards.labels import label_checks
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
-from raypo.serving.client import Engines
+from raypo.serving.client import Engines, OnCompletion
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 
@@ -116,9 +117,11 @@ class LocalEngine(Engines):
 
     engine: Engine
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> Done[list[Completion]]:
+    def generate(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Future[list[Completion]]:
         """Sample a batch (`Engine.generate`)."""
-        return Done(self.engine.generate(requests))
+        return completed(self.engine.generate(requests))
 
     async def sample(self, request: SamplingRequest) -> Completion:
         """Sample one request, which joins the running batch."""

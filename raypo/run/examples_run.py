@@ -32,7 +32,8 @@ from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_deployments
 from raypo.serving.client import EngineClient
 from raypo.types import Prompt
-from raypo.weight_sync.push import Probe, open_transport, push_weights
+from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.push import open_transport, push_weights
 from raypo.weight_sync.transport import Transport
 
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)

@@ -9,6 +9,7 @@ has left on every worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,6 @@ import torch
 from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig
-from raypo.pending import Pending
 from raypo.run.phase_table import (
     ALLOWED,
     ENGINE_WEIGHTS,
@@ -120,7 +120,7 @@ class Phases:
         if learner is not None and PARAMETERS in leaving:
             learner.offload_parameters()
         if leaving & {ENGINE_WEIGHTS, KV_CACHE}:
-            self._ask(lambda: self.engines.pinned().sleep(before_push=before_push))
+            self._ask(lambda: self.engines.sleep(before_push=before_push))
         if FROZEN_MODELS in leaving:
             self._ask(lambda: [one for each in self.frozen for one in each.sleep()])
 
@@ -128,13 +128,13 @@ class Phases:
         if self.learner is not None and coming & {TRAINING_STATE, PARAMETERS}:
             self.learner.reload()  # None: it is about to be loaded
         if ENGINE_WEIGHTS in coming:
-            self._ask(lambda: self.engines.pinned().wake_up("weights"))
+            self._ask(lambda: self.engines.wake_up("weights"))
         if KV_CACHE in coming:
-            self._ask(lambda: self.engines.pinned().wake_up("kv_cache"))
+            self._ask(lambda: self.engines.wake_up("kv_cache"))
         if FROZEN_MODELS in coming:
             self._ask(lambda: [one for each in self.frozen for one in each.wake_up()])
 
-    def _ask(self, all_replicas: Callable[[], Sequence[Pending[None]]]) -> None:
+    def _ask(self, all_replicas: Callable[[], Sequence[Future[None]]]) -> None:
         """Call all replicas from rank 0, and wait for their answers."""
         if self.workers.rank == 0:
             survivors(all_replicas())  # a lost replica holds no memory, so ignore it

@@ -150,6 +150,11 @@ class Checkpoints:
                 "watched": records.watched and records.watched.state_dict(),
             }
             (directory / STATE).write_text(json.dumps(of_run | position | dict(state)))
+            (directory / "README.txt").write_text(
+                "The training state of a run, for resuming and from_checkpoint. It is no model:\n"
+                f"the trained model is a Hugging Face folder in {run.files.location}\n"
+                "(policy/ or reward_model/; best/ has that of the best step).\n"
+            )
         for name, write in self.models.items():
             self._replace_folder(run.files.folder / name, write, self.model_workers)
         if records.best is not None and records.best.best_step == step:

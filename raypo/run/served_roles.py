@@ -12,7 +12,7 @@ from raypo.deployment.deployment import Deployment
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
-from raypo.weight_sync.push import NUM_PROBES
+from raypo.weight_sync.probe import NUM_PROBES
 
 CALLERS = 64
 """Calls in flight per engine before the next call goes to another replica. Each call may contain

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from raypo.cluster.actors import DeploymentError, survivors
 from raypo.config import OnlineConfig
 from raypo.metrics.process_memory import peak_memory
-from raypo.pending import Pending
 from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.serving.requests import Load, Stretch
@@ -59,15 +59,15 @@ class ServiceGauges:
         """Read nothing yet."""
         self._run, self._services = run, services
         self._engines_load = EnginesLoad()
-        self._memory: Mapping[str, Sequence[Pending[dict[str, float]]]] = {}
+        self._memory: Mapping[str, Sequence[Future[dict[str, float]]]] = {}
 
     def load(self) -> dict[str, float]:
         """Return `perf/engine_*` since the last call; note engines' idle times in the trace."""
         # The load of a pool is not this run's alone.
         if self._run.workers.rank > 0 or self._services.in_pool:
             return {}
-        up, stretches = self._services.engine.pinned(), {}
-        for name, answer in zip(up.names, up.stretch(), strict=True):
+        engine, stretches = self._services.engine, {}
+        for name, answer in zip(engine.names, engine.stretch(), strict=True):
             for load, stretch in survivors([answer]):
                 stretches[name] = load, stretch
                 for begin, end in stretch.idle:

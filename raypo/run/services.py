@@ -6,6 +6,7 @@ The learner workers start them; rank 0 creates the actors for all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import ray
@@ -33,7 +34,6 @@ from raypo.deployment.deployment import (
     start_deployment,
 )
 from raypo.deployment.reserve import nodes_of
-from raypo.pending import Pending
 from raypo.run.run import Run
 from raypo.run.served_roles import deployment_of
 from raypo.run.setup import Shared
@@ -72,9 +72,9 @@ class Services:
         """Reference model of the policy. None if no deployment holds one."""
         return self.references.get("reference")
 
-    def ask_peak_memory(self) -> Mapping[str, Sequence[Pending[dict[str, float]]]]:
+    def ask_peak_memory(self) -> Mapping[str, Sequence[Future[dict[str, float]]]]:
         """Ask each replica for its peak memory; return the pending calls by role."""
-        asked = {"engine": self.engine.pinned().peak_memory()}
+        asked: dict[str, Sequence[Future[dict[str, float]]]] = {"engine": self.engine.peak_memory()}
         return asked | {role: each.peak_memory() for role, each in self.frozen}
 
     def wait(self, timeout_s: float) -> None:

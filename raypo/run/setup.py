@@ -52,6 +52,8 @@ class Runtime:
     """The driver's working directory. Relative paths in the config are relative to it."""
     monitor: ActorHandle | None = None
     reward_fn: Callable[..., Any] | None = None
+    callbacks: tuple[Callable[..., Any], ...] = ()
+    """Callbacks that were passed in Python, besides those of the config."""
     decide: Decide = least_memory
     """Decides what is `auto` in the config, once workers know their GPUs. A trainer passes the
     plan's; without one (a bare TorchTrainer) the values are those of the least memory."""

@@ -112,7 +112,7 @@ def borrow(
         if lease is not None and shared.pool and lease.before is not None:
             # Make room for this run's adapter. Lost replicas do not matter: a restarted one never
             # had the old adapter.
-            survivors(EngineClient(lease.handle).pinned().drop_adapter(lease.before))
+            survivors(EngineClient(lease.handle).drop_adapter(lease.before))
     lease = workers.broadcast(lease)
     if lease is None:
         return None

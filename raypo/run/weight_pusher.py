@@ -23,7 +23,8 @@ from raypo.run.phases import OffloadingLearner, Phase, Phases
 from raypo.run.run import Run
 from raypo.run.service_gauges import ServiceGauges
 from raypo.run.services import Services
-from raypo.weight_sync.push import Probe, PushedLearner, open_transport, push_adapter, push_weights
+from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.push import PushedLearner, open_transport, push_adapter, push_weights
 
 
 class OnlineLearner(PushedLearner, OffloadingLearner, Protocol):
@@ -94,8 +95,7 @@ class WeightPusher:
         run.tell.phase("waiting for the engine")
         services.wait(run.config.placement.timeout_s)
         if run.workers.rank == 0:  # cancel requests of an earlier attempt
-            engines = services.engine.pinned()
-            survivors(engines.cancel_other_attempts(run.name, self._inputs.attempt))
+            survivors(services.engine.cancel_other_attempts(run.name, self._inputs.attempt))
         self.push(learner, version=version)
 
     def push(
@@ -134,4 +134,4 @@ class WeightPusher:
         """Wake the engines for the probe, and resume requests in flight, once weights arrived."""
         self._phases.enter(Phase.PROBE)
         if self._pushes and self._run.workers.rank == 0:
-            survivors(self._services.engine.pinned().resume())
+            survivors(self._services.engine.resume())

@@ -7,16 +7,16 @@ in their own process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from raypo.config import InFlight
 from raypo.deployment.handle import DeploymentHandle
-from raypo.deployment.pending_call import PinnedReplicas
-from raypo.pending import Pending, PendingBatch, PendingPinned
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import (
     FrozenModel,
@@ -32,29 +32,36 @@ from raypo.weights.manifest import Manifest
 from raypo.weights.messages import OfferedBucket, PushStart, Ready, Rendezvous
 from raypo.weights.store import WeightSnapshot
 
+OnCompletion = Callable[[int, Completion], object]
+Completions = Future[list[Completion]]
+"""Future of one completion for each request, in the order given."""
+
 
 class Engines:
     """Interface of a set of engines. A test double overrides only the methods that it needs."""
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
-        """Sample a batch that shares its steps with no other request.
+    def generate(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Completions:
+        """Sample a batch that shares its steps with no other request (`Engine.generate`).
 
-        Returns:
-            One completion for each request, in the order given.
+        Args:
+            requests: The batch.
+            on_completion: Callback `(index, completion)` for completions that are ready before the
+                others. Called from any thread, possibly twice for one index.
         """
         raise NotImplementedError
 
-    def submit(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
-        """Sample requests that join the running batch at any step.
-
-        Returns:
-            One completion for each request, in the order given.
-        """
+    def submit(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Completions:
+        """Sample requests that join the running batch at any step; otherwise as `generate`."""
         raise NotImplementedError
 
     async def sample(self, request: SamplingRequest) -> Completion:
         """Sample one request, which joins the running batch; no thread blocks."""
-        raise NotImplementedError
+        (completion,) = await asyncio.wrap_future(self.submit([request]))
+        return completion
 
     def per_engine(self) -> Sequence[Engines]:
         """Return a client for each of this worker's engines; itself if there is one."""
@@ -72,83 +79,74 @@ class Engines:
         """
         raise NotImplementedError
 
-    def pinned(self) -> PinnedEngines:
-        """Return the engines that are up now, for a push."""
+    def require(self, *pushes: WeightSnapshot) -> None:
+        """Set the pushes that an engine loads before each request, if it lacks them."""
         raise NotImplementedError
 
-    def require(self, method: str | None, *args: object) -> None:
-        """Set the call that an engine makes to itself before each request. None means no call."""
+    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> Sequence[Completions]:
+        """Sample the same batch on every engine, as `generate`; a lost engine is not retried."""
         raise NotImplementedError
 
-    def generate_on_all(
-        self, requests: Sequence[SamplingRequest]
-    ) -> Sequence[Pending[list[Completion]]]:
-        """Sample the same batch on every engine that is up, as `generate`."""
+    def submit_on_all(self, requests: Sequence[SamplingRequest]) -> Sequence[Completions]:
+        """Sample the same requests on every engine, as `submit`; a lost engine is not retried."""
         raise NotImplementedError
 
-    def submit_on_all(
-        self, requests: Sequence[SamplingRequest]
-    ) -> Sequence[Pending[list[Completion]]]:
-        """Sample the same requests on every engine that is up, as `submit`."""
+    def up(self) -> Engines:
+        """Return the engines that are up now, for a push. Wait for one if none is."""
         raise NotImplementedError
 
-
-class PinnedEngines:
-    """The engines that were up when a push began; each method calls all of them."""
-
-    def begin_push(self, start: PushStart) -> Sequence[PendingPinned[Ready]]:
-        """Begin a weight push (`Engine.begin_push`)."""
+    def begin_push(self, start: PushStart) -> Sequence[Future[Ready]]:
+        """Begin a weight push on every engine (`Engine.begin_push`)."""
         raise NotImplementedError
 
-    def join_group(self, rendezvous: Rendezvous) -> Sequence[PendingPinned[None]]:
-        """Join a broadcast group."""
+    def join_group(self, rendezvous: Rendezvous) -> Sequence[Future[None]]:
+        """Join a broadcast group (`Engine.join_group`)."""
         raise NotImplementedError
 
-    def load_bucket(self, bucket: OfferedBucket) -> Sequence[PendingPinned[None]]:
-        """Load the tensors of a bucket."""
+    def load_bucket(self, bucket: OfferedBucket) -> Sequence[Future[None]]:
+        """Load the tensors of a bucket (`Engine.load_bucket`)."""
         raise NotImplementedError
 
-    def finish_push(self, manifest: Manifest) -> Sequence[PendingPinned[Manifest]]:
+    def finish_push(self, manifest: Manifest) -> Sequence[Future[Manifest]]:
         """Serve the new weights; the values are the manifests of the tensors that arrived."""
         raise NotImplementedError
 
     def hold(
         self, *pushes: WeightSnapshot, in_flight: InFlight | None = None
-    ) -> Sequence[PendingPinned[None]]:
-        """Load those of these pushes that an engine lacks."""
+    ) -> Sequence[Future[None]]:
+        """Load those of these pushes that an engine lacks (`Engine.hold`)."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class EngineClient(Engines):
-    """Client of a deployment of engines; any number of threads and processes may use it."""
+    """Client of a deployment of engines; any number of threads and processes may use it.
+
+    `generate` and `submit` go to one engine and are repeated if it is lost. All others go to every
+    engine, and are never repeated.
+    """
 
     handle: DeploymentHandle
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
+    def generate(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Completions:
         """Sample a batch that shares its steps with no other request (`Engine.generate`)."""
-        return _awaited(self.handle.call(Engine.begin_generate, requests))
+        return self.handle.reporting(on_completion).call(Engine.begin_generate, requests)
 
-    def submit(self, requests: Sequence[SamplingRequest]) -> PendingBatch[Completion]:
+    def submit(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Completions:
         """Sample requests that join the running batch at any step (`Engine.submit`)."""
-        return _awaited(self.handle.call(Engine.submit, requests))
+        return self.handle.reporting(on_completion).call(Engine.submit, requests)
 
-    async def sample(self, request: SamplingRequest) -> Completion:
-        """Sample one request, which joins the running batch; no thread blocks."""
-        (completion,) = await self.handle.call_async(Engine.submit, [request])
-        return cast(Completion, completion)  # the replica has awaited the future
+    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> list[Completions]:
+        """Sample the same batch on every engine, as `generate`."""
+        return self.handle.call_all(Engine.begin_generate, requests)
 
-    def generate_on_all(
-        self, requests: Sequence[SamplingRequest]
-    ) -> Sequence[Pending[list[Completion]]]:
-        """Sample the same batch on every engine that is up, as `generate`."""
-        return [_awaited(each) for each in self.handle.call_all(Engine.begin_generate, requests)]
-
-    def submit_on_all(
-        self, requests: Sequence[SamplingRequest]
-    ) -> Sequence[Pending[list[Completion]]]:
-        """Sample the same requests on every engine that is up, as `submit`."""
-        return [_awaited(each) for each in self.handle.call_all(Engine.submit, requests)]
+    def submit_on_all(self, requests: Sequence[SamplingRequest]) -> list[Completions]:
+        """Sample the same requests on every engine, as `submit`."""
+        return self.handle.call_all(Engine.submit, requests)
 
     def per_engine(self) -> list[EngineClient]:
         """Return a client for each of this worker's engines; itself if there is one."""
@@ -159,93 +157,81 @@ class EngineClient(Engines):
         """Indices of this worker's engines."""
         return self.handle.preferred
 
+    @property
+    def names(self) -> list[str]:
+        """Name of each engine, in the order of the values."""
+        return self.handle.names
+
     def sharing_call(self, id: str, part: Sequence[int]) -> EngineClient:
         """Return a client for one batch that several workers send under the same id."""
         return EngineClient(self.handle.sharing_call(id, part))
 
-    def pinned(self) -> PinnedEngineClient:
-        """Return the engines that are up now (`DeploymentHandle.pinned`)."""
-        return PinnedEngineClient(self.handle.pinned())
-
-    def require(self, method: str | None, *args: object) -> None:
-        """Set the call that an engine makes to itself before each request. None means no call."""
-        self.handle.require(method, *args)
+    def require(self, *pushes: WeightSnapshot) -> None:
+        """Set the pushes that an engine loads before each request, if it lacks them."""
+        self.handle.require(Engine.hold if pushes else None, *pushes)
 
     @property
-    def required(self) -> tuple[Any, ...]:
-        """The arguments that `require` was last called with."""
+    def required(self) -> tuple[WeightSnapshot, ...]:
+        """The pushes that `require` was last called with."""
         return self.handle.required
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every engine has started (`DeploymentHandle.wait`)."""
         self.handle.wait(timeout_s)
 
+    def up(self) -> EngineClient:
+        """Return the engines that are up now, for a push. Wait for one if none is."""
+        return EngineClient(self.handle.up())
 
-def _awaited(call: Any) -> Any:
-    """Type a call to a method that returns futures: the replica awaits them before it replies."""
-    return call
-
-
-@dataclass(frozen=True)
-class PinnedEngineClient(PinnedEngines):
-    """Client of the engines that were up when it was made; each method calls all of them."""
-
-    replicas: PinnedReplicas
-
-    @property
-    def names(self) -> list[str]:
-        """Name of each engine, in the order of the values."""
-        return self.replicas.names
-
-    def begin_push(self, start: PushStart) -> Sequence[PendingPinned[Ready]]:
+    def begin_push(self, start: PushStart) -> list[Future[Ready]]:
         """Begin a weight push (`Engine.begin_push`)."""
-        return self.replicas.call(Engine.begin_push, start)
+        return self.handle.control(Engine.begin_push, start)
 
-    def join_group(self, rendezvous: Rendezvous) -> Sequence[PendingPinned[None]]:
+    def join_group(self, rendezvous: Rendezvous) -> list[Future[None]]:
         """Join a broadcast group (`Engine.join_group`)."""
-        return self.replicas.call(Engine.join_group, rendezvous)
+        return self.handle.control(Engine.join_group, rendezvous)
 
-    def load_bucket(self, bucket: OfferedBucket) -> Sequence[PendingPinned[None]]:
+    def load_bucket(self, bucket: OfferedBucket) -> list[Future[None]]:
         """Load the tensors of a bucket (`Engine.load_bucket`)."""
-        return self.replicas.call(Engine.load_bucket, bucket)
+        return self.handle.control(Engine.load_bucket, bucket)
 
-    def finish_push(self, manifest: Manifest) -> Sequence[PendingPinned[Manifest]]:
+    def finish_push(self, manifest: Manifest) -> list[Future[Manifest]]:
         """End a push and serve the new weights (`Engine.finish_push`)."""
-        return self.replicas.call(Engine.finish_push, manifest)
+        return self.handle.control(Engine.finish_push, manifest)
 
     def hold(
         self, *pushes: WeightSnapshot, in_flight: InFlight | None = None
-    ) -> Sequence[PendingPinned[None]]:
+    ) -> list[Future[None]]:
         """Load those of these pushes that an engine lacks (`Engine.hold`)."""
-        return self.replicas.call(Engine.hold, *pushes, in_flight=in_flight)
+        return self.handle.control(Engine.hold, *pushes, in_flight=in_flight)
 
-    def resume(self) -> Sequence[PendingPinned[None]]:
+    def resume(self) -> list[Future[None]]:
         """Resume sampling after a pause (`Engine.resume`)."""
-        return self.replicas.call(Engine.resume)
+        return self.handle.control(Engine.resume)
 
-    def sleep(self, *, before_push: bool = False) -> Sequence[PendingPinned[None]]:
+    def sleep(self, *, before_push: bool = False) -> list[Future[None]]:
         """Free the GPU's memory (`Engine.sleep`)."""
-        return self.replicas.call(Engine.sleep, before_push=before_push)
+        return self.handle.control(Engine.sleep, before_push=before_push)
 
-    def wake_up(self, part: Any = None) -> Sequence[PendingPinned[None]]:
+    def wake_up(self, part: Any = None) -> list[Future[None]]:
         """Take memory back, for `weights`, `kv_cache` or both (`Engine.wake_up`)."""
-        return self.replicas.call(Engine.wake_up, part)
+        return self.handle.control(Engine.wake_up, part)
 
-    def cancel_other_attempts(self, run: str, attempt: str) -> Sequence[PendingPinned[int]]:
+    def cancel_other_attempts(self, run: str, attempt: str) -> list[Future[int]]:
         """Cancel requests of a run's other attempts (`Engine.cancel_other_attempts`)."""
-        return self.replicas.call(Engine.cancel_other_attempts, run, attempt)
+        return self.handle.control(Engine.cancel_other_attempts, run, attempt)
 
-    def drop_adapter(self, name: str) -> Sequence[PendingPinned[None]]:
+    def drop_adapter(self, name: str) -> list[Future[None]]:
         """Drop an adapter to free its slot (`Engine.drop_adapter`)."""
-        return self.replicas.call(Engine.drop_adapter, name)
+        return self.handle.control(Engine.drop_adapter, name)
 
-    def stretch(self) -> Sequence[PendingPinned[tuple[Load, Stretch]]]:
+    def stretch(self) -> list[Future[tuple[Load, Stretch]]]:
         """Return the current load, and means and peaks since the last call (`Engine.stretch`)."""
-        return self.replicas.call(Engine.stretch)
+        return self.handle.control(Engine.stretch)
 
-    def peak_memory(self) -> Sequence[PendingPinned[dict[str, float]]]:
+    def peak_memory(self) -> list[Future[dict[str, float]]]:
         """Return the peak memory of each engine's processes, in GB."""
-        return self.replicas.call(Engine.peak_memory)
+        return self.handle.control(Engine.peak_memory)
 
 
 @dataclass(frozen=True)
@@ -259,29 +245,29 @@ class FrozenClient:
         self.handle.wait(timeout_s)
 
     # Only method names are sent, and `TorchModel` and `VllmModel` have the same methods.
-    def sleep(self) -> Sequence[PendingPinned[None]]:
-        """Free the GPU's memory, on all replicas that are up."""
-        return self.handle.pinned().call(TorchModel.sleep)
+    def sleep(self) -> list[Future[None]]:
+        """Free the GPU's memory of every replica."""
+        return self.handle.control(TorchModel.sleep)
 
-    def wake_up(self) -> Sequence[PendingPinned[None]]:
-        """Take memory back, on all replicas that are up."""
-        return self.handle.pinned().call(TorchModel.wake_up)
+    def wake_up(self) -> list[Future[None]]:
+        """Take memory back of every replica."""
+        return self.handle.control(TorchModel.wake_up)
 
-    def peak_memory(self) -> Sequence[PendingPinned[dict[str, float]]]:
+    def peak_memory(self) -> list[Future[dict[str, float]]]:
         """Return the peak memory of each replica's processes, in GB."""
-        return self.handle.pinned().call(FrozenModel.peak_memory)
+        return self.handle.control(FrozenModel.peak_memory)
 
 
 class ReferenceClient(FrozenClient):
     """Client of a reference model, or of a teacher."""
 
-    def log_probs(self, rollouts: list[Rollout]) -> Pending[list[np.ndarray]]:
+    def log_probs(self, rollouts: list[Rollout]) -> Future[list[np.ndarray]]:
         """Return the log-probs of each response's tokens in nats, float32 [T]."""
         return self.handle.call(ReferenceModel.log_probs, rollouts)
 
     def top_log_probs(
         self, sequences: Sequence[Ids], count: int, vocabulary: int
-    ) -> Pending[list[TopTokens]]:
+    ) -> Future[list[TopTokens]]:
         """Return the top tokens at each response position (`ReferenceModel.top_log_probs`)."""
         return self.handle.call(ReferenceModel.top_log_probs, sequences, count, vocabulary)
 
@@ -289,6 +275,6 @@ class ReferenceClient(FrozenClient):
 class RewardModelClient(FrozenClient):
     """Client of a reward model."""
 
-    def score(self, rollouts: list[Rollout]) -> Pending[list[float]]:
+    def score(self, rollouts: list[Rollout]) -> Future[list[float]]:
         """Return one score for each rollout, in the order given."""
         return self.handle.call(RewardModel.score, rollouts)

@@ -1,7 +1,7 @@
 """vLLM engine that samples responses under weights pushed by the learner.
 
 Concurrency. Public methods may be called from any thread; in a deployment these are the threads of
-a replica (`raypo.deployment.replica`), `replica` for requests and `replica-pinned` for pushes.
+a replica (`raypo.deployment.replica`), `replica` for requests and `replica-control` for pushes.
 
 - `raypo-vllm` (`VllmLoop`) steps vLLM. Methods decorated with `_between_steps` run in it: the
   caller waits until the current step, and any exclusive batch, has ended.
@@ -25,6 +25,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
+from raypo.cluster.actors import ReplicaLost
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, InFlight, LoraSection
 from raypo.config.paths import short_name
@@ -349,7 +350,8 @@ class Engine:
         """Load some tensors of the current push.
 
         Raises:
-            WeightError: no push was begun, or the bytes arrived corrupted.
+            ReplicaLost: no push was begun on this engine, so it was restarted meanwhile.
+            WeightError: the bytes arrived corrupted.
             RuntimeError: the engine is broken.
         """
         self._require_a_push()
@@ -374,6 +376,7 @@ class Engine:
             Manifest of the tensors that arrived, with checksums computed here.
 
         Raises:
+            ReplicaLost: no push was begun on this engine, so it was restarted meanwhile.
             WeightError: the push does not fit this model, or differs from its manifest.
             RuntimeError: the engine is broken.
         """
@@ -594,7 +597,7 @@ class Engine:
     def _require_a_push(self) -> PushStart:
         self._require_unbroken()
         if self._arriving is None:
-            raise WeightError("no push was begun on this engine. Push the weights again.")
+            raise ReplicaLost("this engine was restarted during a push: no push was begun on it.")
         return self._arriving
 
     def _require_adapters(self) -> Adapters:

@@ -2,7 +2,7 @@
 
 Concurrency. One thread, `raypo-vllm`, starts vLLM, steps it and is the only one to touch it. It
 also owns the state of all requests, so that state needs no lock. Any number of other threads call
-`VllmLoop` (in a replica: `replica` and `replica-pinned`, see `raypo.deployment.replica`).
+`VllmLoop` (in a replica: `replica` and `replica-control`, see `raypo.deployment.replica`).
 
 A caller appends a function to one of two lists, under the lock `_door`, which is never held during
 work or waiting for a result. The thread empties the lists before each step:

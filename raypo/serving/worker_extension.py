@@ -130,8 +130,8 @@ class WorkerExtension:
         tensors = (each for each in unpack(received, verify=True) if each[0] not in skipped)
         with _current_config(self.vllm_config):
             names = model.load_weights(tensors)
-        told = names is not None  # a few models do not report names: count all as loaded
-        self.raypo_loaded.update(names if told else _parameter_names(model))
+        # A few models do not report names: count all as loaded.
+        self.raypo_loaded.update(_parameter_names(model) if names is None else names)
         return list(received.specs)
 
     def raypo_finish_push(self) -> None:

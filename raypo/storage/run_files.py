@@ -38,8 +38,10 @@ BEST = "best"
 _STAGE = f"{TEMPORARY}checkpoint-"
 GIVEN_ROWS = "given_rows"
 """Folder of rows that were passed to the trainer in Python."""
+GIVEN_MODELS = "given_models"
+"""Folder of models that were passed to the trainer in Python."""
 _BEFORE_CONFIG = re.compile(
-    rf"{_LOGS}|{GIVEN_ROWS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*"
+    rf"{_LOGS}|{GIVEN_ROWS}|{GIVEN_MODELS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*"
 )
 """Files that a run may leave if it dies before it writes its config; the marker is Ray Train's."""
 _WRITTEN = re.compile(

@@ -139,8 +139,8 @@ class PythonSandbox:
     async def _run(self, code: str) -> Ran:
         if sys.platform != "linux":
             raise SandboxError(f"there is no sandbox on {sys.platform}. {REMEDY}")
-        heard, report = os.pipe()
-        with open(heard) as lines:
+        reading, report = os.pipe()
+        with open(reading) as lines:
             try:
                 process = await asyncio.create_subprocess_exec(
                     os.path.realpath(sys.executable),
@@ -154,26 +154,26 @@ class PythonSandbox:
                 )
             finally:
                 os.close(report)
-            asked = self._limits | {"program": code, "report": report}
+            request = self._limits | {"program": code, "report": report}
             try:
-                output, is_cut = await self._talk(process, json.dumps(asked))
+                output, is_cut = await self._talk(process, json.dumps(request))
             finally:
                 if process.returncode is None:
                     with suppress(ProcessLookupError):
                         process.terminate()
                     await process.wait()
-            said = json.loads(lines.readline() or '{"failed": "its keeper was killed"}')
-        if "failed" in said:
-            raise SandboxError(f"{said['failed']}. {REMEDY}")
-        ended = os.waitstatus_to_exitcode(said["status"])
-        return Ran(output, None if said["timed_out"] else ended, is_cut)
+            result = json.loads(lines.readline() or '{"failed": "its supervisor was killed"}')
+        if "failed" in result:
+            raise SandboxError(f"{result['failed']}. {REMEDY}")
+        ended = os.waitstatus_to_exitcode(result["status"])
+        return Ran(output, None if result["timed_out"] else ended, is_cut)
 
-    async def _talk(self, process: asyncio.subprocess.Process, asked: str) -> tuple[str, bool]:
+    async def _talk(self, process: asyncio.subprocess.Process, request: str) -> tuple[str, bool]:
         """Send the program, and return its output and whether the output was truncated."""
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(ConnectionError):  # it failed to start; the report says why
-            process.stdin.write(asked.encode())
+            process.stdin.write(request.encode())
             await process.stdin.drain()
         process.stdin.close()
         # UTF-8 takes up to 4 bytes per character; 4 more tell whether the output exceeds the limit.

@@ -78,9 +78,7 @@ class Console:
             self._view = LiveView(self._stream, num_steps)
         self.message(f"raypo: {run_name}, {_count(num_steps, 'step')}, files in {folder}")
         if dashboard_url:
-            self.message(f"Ray dashboard: {dashboard_url}")
-            self.message(f"  Actors: those named raypo:{run_name}:* by role; RayTrainWorker learns")
-            self.message("  Metrics: curves, where Prometheus and Grafana run: see `raypo monitor`")
+            self.message(f"Ray dashboard: {dashboard_url} (actors: raypo:{run_name}:*)")
             if dashboard_token:
                 shown = dashboard_token if self._live else "what `ray get-auth-token` prints"
                 self.message(f"  the token that it asks for: {shown}")

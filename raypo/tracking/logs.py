@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from typing_extensions import override
 
 _SHOWN = 120
 """Maximum number of characters of a printed text that the console shows."""
+_LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+"""Folders of Python's own modules and of installed packages."""
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 
 
@@ -23,9 +26,7 @@ class _RunLog(logging.FileHandler):
     @override
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        # DeepSpeed prints its compiler commands, which begin with gcc.
-        is_print = record.name == "root" and not record.getMessage().startswith("gcc ")
-        if is_print and self.on_print is not None:
+        if record.name == "root" and self.on_print is not None and _is_by_user():
             report, self.on_print = self.on_print, None
             text = record.getMessage().strip()
             report(f"printed: {text:.{_SHOWN}} (this and what follows: {self.baseFilename})")
@@ -79,6 +80,23 @@ def _loggers_apart() -> list[logging.Logger]:
         for logger in logging.root.manager.loggerDict.values()
         if isinstance(logger, logging.Logger) and (logger.handlers or not logger.propagate)
     ]
+
+
+def _is_by_user() -> bool:
+    """Return whether code of the user's is on the way from raypo's call to this record.
+
+    Libraries print too: DeepSpeed its compiler commands, `datasets` a bytecode listing by `dis`.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        if name not in ("logging", "ray", "raypo") and not file.startswith(_LIBRARIES):
+            return True
+        if name == "raypo" and frame.f_globals["__name__"] != __name__:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _writes_to_console(handler: logging.Handler) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, ClassVar
 
 from raypo.config import (
     DistillationConfig,
@@ -41,6 +41,12 @@ class PPOTrainer(RecipeTrainer[PPOConfig]):
 
     loop = _loop("recipes.ppo:train_loop_per_worker")
     config_class = PPOConfig
+
+
+class GRPOTrainer(PPOTrainer):
+    """PPOTrainer with `ppo.preset: grpo`, unless `ppo.preset` or `ppo.advantage` is given."""
+
+    preset: ClassVar[str | None] = "grpo"
 
 
 class SFTTrainer(RecipeTrainer[SFTConfig]):

@@ -36,9 +36,6 @@ CONTROLLER_FAILURE_LIMIT = 2
 Rows = Any
 """Sized iterable of mappings: a `datasets.Dataset`, a list of dicts."""
 
-GIVEN = "rows of datasets="
-"""Placeholder in a config for rows that are not written yet."""
-
 RAY_RUN_NAME = "ray_train_run-"
 """Prefix of the names that RunConfig generates."""
 
@@ -55,29 +52,6 @@ _REFUSED = {
     "Give the storage_path and name of the run.",
 }
 """Arguments of TorchTrainer that would have no effect -> what to do instead."""
-
-
-def read_config(
-    config: object, kind: type[AnyConfig], rows: Mapping[str, Any] | None = None
-) -> AnyConfig:
-    """Return a config, loaded from a run file if `config` is a path.
-
-    Args:
-        config: Config or path of a run file.
-        kind: Config class of the recipe.
-        rows: Config key -> rows passed in Python. The file may omit these keys.
-
-    Raises:
-        ConfigError: `config` is neither, or it is the config of another recipe.
-    """
-    if isinstance(config, str | Path):
-        return kind.load(config, dict.fromkeys(rows or (), GIVEN))
-    if not isinstance(config, kind):
-        raise ConfigError(
-            f"config ({type(config).__name__}): must be a {kind.__name__} or the path of a run "
-            f"file. Give {kind.__name__}.load(path) or {kind.__name__}.parse(values)."
-        )
-    return config
 
 
 def check_arguments(
@@ -280,6 +254,12 @@ def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
             raise ConfigError(
                 f"datasets ({key}): its keys are those of the config whose place rows take: "
                 f"{', '.join(known)}."
+            )
+        if type(rows).__module__.startswith("ray.data"):
+            raise ConfigError(
+                f"datasets ({key}: ray.data.{type(rows).__name__}): rows are a datasets.Dataset or "
+                f"a list of dicts. Give rows.take_all(), or write it by write_parquet and name the "
+                f"files in {key}."
             )
         if isinstance(rows, str | Mapping) or not hasattr(rows, "__len__"):
             raise ConfigError(

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
@@ -47,16 +47,16 @@ from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
 from raypo.ray_internals import is_driver, leave_out_callbacks
 from raypo.rewards.scoring import RewardFunction
+from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
+from raypo.trainer.arguments import Arguments, Given, read_arguments, with_models
 from raypo.trainer.settings import (
     Rows,
     check_arguments,
     check_not_started_by_import,
-    check_rows,
-    read_config,
     resolve,
     run_config_of,
     scaling_of,
@@ -86,11 +86,23 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     """The recipe's train loop, the same on every worker."""
     config_class: ClassVar[type[RecipeConfig]]
     """The recipe's config."""
+    preset: ClassVar[str | None] = None
+    """`ppo.preset` if the config sets neither it nor `ppo.advantage`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the names that Hugging Face and Ray users know
         self,
-        config: AnyConfig | str | Path,
+        config: AnyConfig | Mapping[str, Any] | str | Path | None = None,
         *,
+        model: Any = None,
+        args: AnyConfig | Mapping[str, Any] | str | Path | None = None,
+        train_dataset: Rows | str | Path | None = None,
+        eval_dataset: Rows | str | Path | None = None,
+        reward_funcs: Any = None,
+        reward_weights: Sequence[float] | None = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        ref_model: Any = None,
+        callbacks: Sequence[Callable[[StepView], Any] | str] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         reward_fn: RewardFunction | None = None,
@@ -101,7 +113,22 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """Check the input and resolve the config, without starting anything.
 
         Args:
-            config: The whole run config, or the path of a run file.
+            config: The whole run config, a mapping of its keys (nested, or dotted like
+                `{"learner.policy_lr": 1e-6}`), or the path of a run file. The arguments from
+                `model` to `callbacks` set keys of it; nothing else need be given.
+            model: `model.policy`: a folder or hub id, or a transformers model, which is saved into
+                the run's folder together with `processing_class`.
+            args: Another name of `config`.
+            train_dataset: `data.prompts`: a path or hub id, or rows as in `datasets`.
+            eval_dataset: `eval.prompts` (of DPO `eval.pairs`), like `train_dataset`.
+            reward_funcs: Reward functions, or one: (list[Rollout]) -> list[float], or as in TRL
+                f(prompts, completions, **columns); the text `file.py:name`; or a reward model's
+                folder or hub id. Several are added.
+            reward_weights: A factor for each of `reward_funcs`. None means 1 each.
+            processing_class: The model's tokenizer. A run loads it from the model's folder.
+            peft_config: `model.lora`: peft's LoraConfig, or a mapping of these keys.
+            ref_model: `model.reference`, like `model`.
+            callbacks: Functions of a `StepView` that are called after each step, or `file.py:name`.
             scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` override
                 the `learner` section, its strategy overrides `placement.strategy`. Ray's default is
                 `use_gpu=False`: pass True for GPUs, or leave the argument out.
@@ -123,21 +150,34 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """
         kind: Any = type(self).config_class
         check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
-        check_rows(kind, datasets or {})
-        read = read_config(config, kind, datasets)
-        resolved = resolve(read, scaling_config, run_config, reward_fn)
-        resolved = with_rows(resolved, datasets or {})
-        self._notes = check_inputs(resolved, has_reward_fn=reward_fn is not None)
+        arguments = Arguments(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            reward_funcs=reward_funcs,
+            reward_weights=reward_weights,
+            reward_fn=reward_fn,
+            processing_class=processing_class,
+            peft_config=peft_config,
+            ref_model=ref_model,
+            callbacks=callbacks,
+            datasets=datasets,
+        )
+        given: Given[Any] = read_arguments(kind, config, arguments, preset=type(self).preset)
+        self._given, self._fresh = given, fresh
+        self._reward_fn = given.reward_fn
+        resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
+        resolved = self._with_given(resolved)
+        self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
-        self._reward_fn = reward_fn
         self._group_gc: ActorHandle | None = None
-        self._datasets, self._fresh = dict(datasets or {}), fresh
         scaling = scaling_of(self.config, scaling_config)
         self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
         if scaling.use_gpu:
-            given = torch_trainer_arguments.get("torch_config")
-            torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(given)
+            own = torch_trainer_arguments.get("torch_config")
+            torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(own)
         super().__init__(
             type(self).loop,
             train_loop_config=self.config.model_dump(),
@@ -163,7 +203,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         with self._files.lock():
             if self._fresh:
                 self._files.remove()
-                with_rows(self.config, self._datasets)  # `remove` has deleted these files too
+                self._with_given(self.config)  # `remove` has deleted these files too
             self._check_folder()
             if is_finished(self._files, self.config):
                 Console().message(
@@ -173,6 +213,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 return self._with_every_step(Result.from_path(self._files.location))
             config: Any = self.config
             check_models(config)
+            if self._given.is_built:
+                Console().message(f"The config, as a run file:\n\n{config.to_yaml()}")
             for note in self._notes:
                 Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
@@ -182,6 +224,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 if connected_here:
                     ray.shutdown()
                 recount(self._files)
+
+    def _with_given(self, config: AnyConfig) -> AnyConfig:
+        """Write rows and models of Python into the run's folder, and name them in the config."""
+        return with_models(with_rows(config, self._given.rows), self._given.models)
 
     def _fit_watched(self) -> Result:
         self._check_cluster()
@@ -269,6 +315,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             monitor=monitor,
             group_gc=self._group_gc,
             reward_fn=self._reward_fn,
+            callbacks=self._given.callbacks,
             decide=decide_for_gpus,
             dedicated=dedicated.handles,
         )

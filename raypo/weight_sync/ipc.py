@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.serving.client import Engines
-from raypo.weight_sync.transport import Conversation, NamedTensors, all_or_none
+from raypo.weight_sync.transport import PushSession, Transport, all_or_none
 from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import stage
 from raypo.weights.manifest import WeightError
-from raypo.weights.messages import CudaHandle, IpcBucket, Ready, device_uuid
-from raypo.weights.store import WeightSnapshot
+from raypo.weights.messages import CudaHandle, IpcBucket, StoredBucket, device_uuid
 
 
-class IpcTransport:
-    """Transport by CUDA IPC to engines on the learner workers' GPUs: one copy within each GPU.
+class IpcTransport(Transport):
+    """One copy within each GPU, to engines on the learner workers' GPUs.
 
     Every learner worker stages the same buckets on its own GPU, and each of an engine's workers
-    reads the bucket on its own GPU.
+    reads the bucket on its own GPU. No weights are kept: a restarted engine gets them with the next
+    push.
     """
 
     def __init__(
@@ -29,52 +31,45 @@ class IpcTransport:
         in_flight: InFlight | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.kept: WeightSnapshot | None = None
-        self._in_flight: InFlight | None = in_flight
-        self._device, self._bucket_bytes = device, bucket_bytes
+        super().__init__(in_flight=in_flight, bucket_bytes=bucket_bytes)
+        self._device = device
+        self._readers: set[str] = set()
+        """UUIDs of the engines' GPUs."""
 
-    def push(
-        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
-    ) -> None:
-        """Push (see `Transport.push`). A bucket is refilled once all engines have read it.
+    def open(self, session: PushSession, workers: Workers) -> None:
+        """Find the engines' GPUs.
 
         Raises:
-            WeightError: see `Transport.push`; or an engine's GPU has no learner worker.
+            WeightError: an engine's GPU has no learner worker.
         """
-        conversation = Conversation(engines, version, self._in_flight)
+        gpus = {gpu for engine in session.ready for gpu in engine.gpus}
+        self._readers, *_ = workers.gather(gpus)
+        writers = set(workers.gather(device_uuid(self._device)))
+        if missing := sorted(self._readers - writers):
+            raise WeightError(
+                f"engines run on GPU {', '.join(missing)}, and no learner worker does (they have "
+                f"{', '.join(sorted(writers))}). IPC needs both on one device: set "
+                "rollout.engine.transport to object or nccl."
+            )
+
+    def send(
+        self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
+    ) -> tuple[StoredBucket, ...]:
+        """Send (see `Transport.send`). A bucket is refilled once all engines have read it."""
         uuid = device_uuid(self._device)
-        ready: list[Ready] = []
-        with all_or_none(workers):
-            if workers.rank == 0:
-                ready = conversation.begin()
-        readers, *_ = workers.gather({gpu for engine in ready for gpu in engine.gpus})
-        _require_shared(readers, set(workers.gather(uuid)))
-        buckets = stage(named_tensors, bucket_bytes=self._bucket_bytes, device=self._device)
+        buckets = stage(tensors, bucket_bytes=self.bucket_bytes, device=self._device)
         while True:
             with all_or_none(workers):
                 staged = next(buckets, None)
                 torch.cuda.synchronize(self._device)
                 # No handle without a reader: CUDA keeps the memory of a handle until a process
                 # has opened and closed it.
-                handle = CudaHandle.of(staged.flat) if staged and uuid in readers else None
+                handle = CudaHandle.of(staged.flat) if staged and uuid in self._readers else None
             if staged is None:
-                break
+                torch.cuda.ipc_collect()
+                return ()
             handles = {gpu: each for gpu, each in workers.gather((uuid, handle)) if each}
             with all_or_none(workers):
                 if workers.rank == 0:
-                    conversation.offer(IpcBucket(handles, staged.entries), staged.specs)
-                    conversation.settle()
-        with all_or_none(workers):
-            if workers.rank == 0:
-                conversation.finish()
-                self.kept = WeightSnapshot(conversation.id)
-        torch.cuda.ipc_collect()
-
-
-def _require_shared(readers: set[str], writers: set[str]) -> None:
-    if missing := sorted(readers - writers):
-        raise WeightError(
-            f"engines run on GPU {', '.join(missing)}, and no learner worker does (they have "
-            f"{', '.join(sorted(writers))}). IPC needs both on one device: set "
-            "rollout.engine.transport to object or nccl."
-        )
+                    session.offer(IpcBucket(handles, staged.entries), staged.specs)
+                    session.settle()

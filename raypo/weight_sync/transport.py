@@ -1,9 +1,15 @@
-"""The sender's side of a push of weights, and the transport through Ray's object store.
+"""One attempt to push weights: what all transports share.
 
-A push is the same conversation on every transport: rank 0 calls `begin_push` on all engines, then
-`load_bucket` for one bucket after the other, and at last `finish_push`, which compares the
-manifest. An engine serves again only after the last call, so a push that fails in the middle leaves
-engines that refuse to sample.
+Rank 0 talks to the engines: `begin_push`, then `load_bucket` for one bucket after the other, and at
+last `finish_push`, which compares the manifest. An engine serves again only after the last call, so
+a push that fails in the middle leaves engines that refuse to sample.
+
+    push_weights (push.py)            repeats the push if an engine was lost, then probes
+      Transport.push                  one attempt
+        ObjectTransport.send          or IpcTransport, BroadcastTransport: packs and sends buckets
+          EngineClient.load_bucket    to all engines that take part
+            ... the frames of any call (`raypo.deployment.handle`)
+              Engine.load_bucket -> VllmProcesses.ask -> raypo_load_bucket -> vLLM's load_weights
 """
 
 from __future__ import annotations
@@ -11,28 +17,20 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.pending import PendingPinned
-from raypo.serving.client import Engines, PinnedEngines
+from raypo.serving.client import Engines
 from raypo.weights.bucket_size import BUCKET_BYTES
-from raypo.weights.buckets import Specs, as_bytes, grouped, specs_of
-from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
-from raypo.weights.messages import (
-    OfferedBucket,
-    PushStart,
-    Ready,
-    Rendezvous,
-    StoredBucket,
-    WeightPush,
-)
+from raypo.weights.buckets import Specs
+from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
+from raypo.weights.messages import OfferedBucket, PushStart, Ready, StoredBucket, WeightPush
 from raypo.weights.store import WeightSnapshot, WeightStore
 
 REASON_S, POLL_S = 3.0, 0.05
@@ -41,11 +39,23 @@ REASON_S, POLL_S = 3.0, 0.05
 NamedTensors = Iterable[tuple[str, Tensor]]
 
 
-class Transport(Protocol):
-    """Sends a weight version to all engines."""
+class Transport:
+    """Base of the transports, which differ in how they prepare (`open`) and send (`send`)."""
 
-    kept: WeightSnapshot | None
-    """The last push that succeeded. None on ranks other than 0, and before the first push."""
+    def __init__(
+        self, *, in_flight: InFlight | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """Prepare nothing yet.
+
+        Args:
+            in_flight: See `PushStart.in_flight`.
+            bucket_bytes: Size of a bucket in bytes.
+        """
+        self.in_flight: InFlight | None = in_flight
+        self.bucket_bytes = bucket_bytes
+        self.weight_store = WeightStore()
+        self.kept: WeightSnapshot | None = None
+        """The last push that succeeded. None on ranks other than 0, and before the first push."""
 
     def push(
         self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
@@ -54,88 +64,70 @@ class Transport(Protocol):
 
         Args:
             named_tensors: Whole tensors on any device, each unchanged while it is referenced.
-            engines: All engines of a run.
+            engines: All engines of a run. Those that are down take no part.
             version: Version of the weights.
             workers: The workers that call this together.
 
         Raises:
+            ReplicaLost: on rank 0, if an engine was lost meanwhile; `WeightError` on the others.
             WeightError: on every worker, if a tensor did not arrive as it was sent.
         """
-        ...
-
-
-class ObjectTransport:
-    """Transport through Ray's object store: one put for each bucket, read on the same node
-    without a copy.
-
-    The sender keeps the buckets of its last push until it starts the next one, so that an engine
-    that was lost can load them again.
-    """
-
-    def __init__(
-        self, *, in_flight: InFlight | None = None, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        self.kept: WeightSnapshot | None = None
-        self.weight_store = WeightStore()
-        self.in_flight: InFlight | None = in_flight
-        self._bucket_bytes = bucket_bytes
-
-    def push(
-        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
-    ) -> None:
-        """Push (see `Transport.push`); engines load a bucket while the next one is put."""
-        with all_or_none(workers), drained(named_tensors) as tensors:
+        session = PushSession(engines, version, self.in_flight)
+        with all_or_none(workers):
             if workers.rank == 0:
                 self.kept = None
-                self.weight_store.forget()  # frees the old version before the new one takes room
-                self.kept = self._send(tensors, engines, version)
+                self.weight_store.forget()  # free the old version before the new one takes room
+                session.begin()
+        with all_or_none(workers), drained(named_tensors) as tensors:
+            self.open(session, workers)
+            buckets = self.send(tensors, session, workers)
+            if workers.rank == 0:
+                manifest = session.finish()
+                self.kept = WeightSnapshot(session.id)
+                if buckets:
+                    push = WeightPush(version, manifest, tuple(buckets), session.id)
+                    self.kept = self.weight_store.keep(push, id=push.id)
 
-    def _send(self, tensors: NamedTensors, engines: Engines, version: int) -> WeightSnapshot:
-        import ray
+    def open(self, session: PushSession, workers: Workers) -> None:
+        """Prepare to send to the engines that take part. All workers call it."""
 
-        conversation = Conversation(engines, version, self.in_flight)
-        conversation.begin()
-        buckets = []
-        with ThreadPoolExecutor(1) as beside:
-            hosted = ((name, tensor.cpu()) for name, tensor in tensors)
-            for group in grouped(hosted, bucket_bytes=self._bucket_bytes):
-                parts = [as_bytes(tensor) for _, tensor in group]
-                sums = beside.submit(checksums, parts)
-                ref = ray.put(tuple(part.numpy() for part in parts))  # the only copy on CPUs
-                buckets.append(StoredBucket(ref, specs_of(group, sums.result())))
-                conversation.settle()
-                conversation.offer(buckets[-1], buckets[-1].specs)
-                del group, parts  # before the next ones are made
-        conversation.settle()
-        push = WeightPush(version, conversation.finish(), tuple(buckets), conversation.id)
-        return self.weight_store.keep(push, id=push.id)
+    def send(
+        self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
+    ) -> Sequence[StoredBucket]:
+        """Send all tensors, and wait until the engines have loaded them. All workers call it.
+
+        Returns:
+            The buckets, on rank 0, if they stay available for engines that restart later.
+        """
+        raise NotImplementedError
 
 
 @dataclass
-class Conversation:
+class PushSession:
     """Rank 0's side of a push: it calls all engines and collects their replies."""
 
     engines: Engines
+    """From `begin` on only the engines that were up then."""
     version: int
     in_flight: InFlight | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Identity of the push."""
-    pending: Sequence[PendingPinned[object]] = ()
+    ready: list[Ready] = field(default_factory=list)
+    """The engines' replies to `begin_push`."""
+    pending: Sequence[Future[Any]] = ()
     """The last call, to each engine."""
     _specs: list[TensorSpec] = field(default_factory=list)
-    _up: PinnedEngines | None = None
-    """The engines that were up when the push began."""
 
-    def begin(self) -> list[Ready]:
-        """Tell all engines that a push begins, so that they drop their weights; return replies."""
-        self._up = self.engines.pinned()
+    def begin(self) -> None:
+        """Tell all engines that are up that a push begins, so that they drop their weights."""
+        self.engines = self.engines.up()
         start = PushStart(self.version, self.id, self.in_flight)
-        return [call.result() for call in self._members.begin_push(start)]
+        self.ready = [call.result() for call in self.engines.begin_push(start)]
 
     def offer(self, bucket: OfferedBucket, specs: Specs) -> None:
         """Send a bucket to all engines; `settle` waits until they have loaded it."""
         self._specs += specs
-        self.pending = self._members.load_bucket(bucket)
+        self.pending = self.engines.load_bucket(bucket)
 
     def settle(self) -> None:
         """Wait for the replies to the last call.
@@ -147,9 +139,23 @@ class Conversation:
             call.result()
         self.pending = ()
 
+    def finish(self) -> Manifest:
+        """Compare what was sent with what arrived, on every engine.
+
+        Raises:
+            WeightError: an engine received other tensors than were sent.
+        """
+        manifest = Manifest.of(self.version, self._specs)
+        for call in self.engines.finish_push(manifest):
+            differences = manifest.differences(call.result())
+            if differences:
+                raise WeightError(f"Push of version {self.version}: {summary(differences)}.")
+        return manifest
+
     def failures(self) -> list[Exception]:
         """Return the errors of the last call that have arrived. Does not wait."""
-        return [error for each in self.pending if (error := each.failure()) is not None]
+        errors = [each.exception() for each in self.pending if each.done()]
+        return [error for error in errors if isinstance(error, Exception)]
 
     @contextmanager
     def engines_reasons_first(self) -> Iterator[None]:
@@ -166,28 +172,6 @@ class Conversation:
                 if len(failures) == len(self.pending) or time.monotonic() > deadline:
                     raise
                 time.sleep(POLL_S)
-
-    def finish(self) -> Manifest:
-        """Compare what was sent with what arrived, on every engine.
-
-        Raises:
-            WeightError: an engine received other tensors than were sent.
-        """
-        manifest = Manifest.of(self.version, self._specs)
-        for call in self._members.finish_push(manifest):
-            differences = manifest.differences(call.result())
-            if differences:
-                raise WeightError(f"Push of version {self.version}: {summary(differences)}.")
-        return manifest
-
-    def join_group(self, rendezvous: Rendezvous) -> None:
-        """Have all engines join a broadcast group; `settle` waits until they have."""
-        self.pending = self._members.join_group(rendezvous)
-
-    @property
-    def _members(self) -> PinnedEngines:
-        assert self._up is not None, "a conversation begins with `begin`"
-        return self._up
 
 
 @contextmanager

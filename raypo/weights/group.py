@@ -96,11 +96,10 @@ class Group:
                     raise WeightError(f"time-out: not done in {limit:g} s.")
                 time.sleep(POLL_S)
             work.wait()
-            told = (
-                self._backend.get_error().name if self.rendezvous.backend == "nccl" else "SUCCESS"
-            )
-            if told != "SUCCESS":  # NCCL reports work with a lost peer as completed
-                raise WeightError(f"NCCL: {told}.")
+            is_nccl = self.rendezvous.backend == "nccl"
+            state = self._backend.get_error().name if is_nccl else "SUCCESS"
+            if state != "SUCCESS":  # NCCL reports work with a lost peer as completed
+                raise WeightError(f"NCCL: {state}.")
         except RuntimeError as error:  # WeightError is one
             self.leave()
             raise WeightError(
@@ -139,14 +138,14 @@ def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device
         return dist.ProcessGroupGloo(prefixed, rank, rendezvous.size, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 4 * limit  # NCCL's watchdog would kill the process: time out before it
-    with _lost_peers_told():
+    with _reporting_lost_peers():
         backend = dist.ProcessGroupNCCL(prefixed, rank, rendezvous.size, options)
     connect(backend, device, rendezvous.timeout_s)
     return backend
 
 
 @contextmanager
-def _lost_peers_told() -> Iterator[None]:
+def _reporting_lost_peers() -> Iterator[None]:
     """Make groups that are created in this context report a lost peer as an error.
 
     With the value that Ray Train sets, NCCL would end the process instead: the learner.

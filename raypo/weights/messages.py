@@ -130,7 +130,7 @@ class PushStart:
 
     version: int
     id: str = ""
-    """Identity of this push (`Kept.id`)."""
+    """Identity of this push (`WeightSnapshot.id`)."""
     in_flight: InFlight | None = None
     """Handling of requests that are being sampled: the engines pause until `resume`, and new
     requests wait. None means that there are none in flight, and new ones are refused."""

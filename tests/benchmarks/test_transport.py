@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from raypo.collectives import Workers
 from raypo.config import EngineSection
 from raypo.serving.engine import Engine
-from raypo.weight_sync.transport import ObjectTransport
+from raypo.weight_sync.object_store import ObjectTransport
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest
 from raypo.weights.messages import PushStart, Ready, StoredBucket

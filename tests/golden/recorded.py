@@ -33,8 +33,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
 """Of the single updates: a critic and the KL in the reward; a group and the KL in the loss."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "ppo": {"ppo.kl.coef": 0.05},
-    "grpo": {"ppo.preset": "grpo"},
+    "ppo": {},
+    "grpo": {"ppo.preset": "grpo", "ppo.kl.coef": 0.04},
 }
 """Of the runs, on top of the tests' task."""
 COMMON = {"num_steps": 2, "eval.prompts": None, "checkpoint.every": 100}
@@ -51,12 +51,19 @@ def learner_steps() -> dict[str, Figures]:
         }
 
 
+def config_of(task: Path, name: str) -> PPOConfig:
+    return PPOConfig.load(task, COMMON | OVERRIDES[name] | {"name": f"golden-{name}"})
+
+
 def run(task: Path, name: str) -> list[dict[str, Any]]:
     """Each step's figures and sampled responses of a run; Ray is up."""
-    overrides = COMMON | OVERRIDES[name] | {"name": f"golden-{name}"}
-    config = PPOConfig.load(task, overrides)
+    config = config_of(task, name)
     PPOTrainer(config).fit()
-    files = RunFiles(config.storage_path, config.name)
+    return steps_of(RunFiles(config.storage_path, config.name))
+
+
+def steps_of(files: RunFiles) -> list[dict[str, Any]]:
+    """Return each step's figures and sampled responses of a run that is finished."""
     return [
         {
             "responses": responses_of(files, row["step"]),

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 
+from raypo.cluster.actors import ReplicaLost
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.buckets import unpack
 from raypo.weights.group import Group
@@ -106,6 +106,7 @@ class Receiver:
         self._group: Group | None = None
         self._version: int | None = None
         self._held: str | None = None
+        self._id: str | None = None
         self._adapter: int | None = None
         self._arrived: dict[str, torch.Tensor] = {}
         self._specs: list[TensorSpec] = []
@@ -119,6 +120,8 @@ class Receiver:
         self._group = Group.join(rendezvous, device="cpu")
 
     def load_bucket(self, bucket: Any) -> None:
+        if self._id is None:
+            raise ReplicaLost("no push was begun")
         if self._dies.exists():
             self._dies.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -131,7 +134,9 @@ class Receiver:
         self._specs += received.specs
 
     def finish_push(self, manifest: Manifest) -> Manifest:
-        self._version, self._held = manifest.version, self._id
+        if self._id is None:
+            raise ReplicaLost("no push was begun")
+        self._version, self._held, self._id = manifest.version, self._id, None
         return Manifest.of(manifest.version, self._specs)
 
     def hold(self, *pushes: WeightSnapshot, in_flight: Any = None) -> None:
@@ -184,19 +189,8 @@ class Stillborn:
         raise ValueError("no such model")
 
 
-@ray.remote(num_cpus=0)
-class Client:
-    """A caller in a process of its own."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def double(self, numbers: list[int]) -> list[int]:
-        return [self._handle.call(Doubler.double, number).result() for number in numbers]
-
-
 def pids(handle: Any) -> list[int]:
-    return [response.result() for response in handle.call_all(Doubler.pid)]
+    return [response.result() for response in handle.up().call_all(Doubler.pid)]
 
 
 def done(folder: Path) -> list[tuple[int, int]]:

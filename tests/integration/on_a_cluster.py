@@ -78,7 +78,7 @@ def placement() -> dict[str, Any]:
                 answers = handle.call_all(Doubler.environment, "CUDA_VISIBLE_DEVICES")
                 found["replicas"][role] = [
                     (life.bundle, nodes_of(group)[life.bundle] == life.node_id, answer.result())
-                    for life, answer in zip(handle.incarnations(), answers, strict=True)
+                    for life, answer in zip(handle.statuses(), answers, strict=True)
                 ]
                 handle.shutdown()
         remove_placement_group(group)
@@ -149,7 +149,7 @@ def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
             ]
             found[role] = [
                 {"node": life.node_id, "bundle": life.bundle, "gpus": (shown or "").split(",")}
-                for life, shown in zip(handle.incarnations(), devices, strict=True)
+                for life, shown in zip(handle.statuses(), devices, strict=True)
             ]
             handle.shutdown()
     workers.barrier()
@@ -173,8 +173,7 @@ def ppo(task: Task) -> dict[str, Any]:
     from ray.train import FailureConfig, RunConfig
 
     from raypo import PPOConfig, PPOTrainer
-    from tests.integration.task import kill_train_workers, read_metrics
-    from tests.integration.test_ppo_run import wait_for_steps
+    from tests.integration.task import kill_train_workers, read_metrics, wait_for_steps
 
     made = cluster(task.nodes)
     folder = Path(task.config).parent / "runs" / task.name
@@ -223,7 +222,7 @@ def sweep() -> dict[str, Any]:
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
     from raypo.tuning.tune import run_sweep
-    from tests.integration.test_ppo_run import wait_for_steps
+    from tests.integration.task import wait_for_steps
 
     made = cluster([{"num_cpus": 0}, {"num_cpus": 2}, {"num_cpus": 2}])
     ray.init(address=made.address, namespace="raypo", log_to_driver=False)

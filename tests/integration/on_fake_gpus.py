@@ -3,7 +3,7 @@
 A program of its own, because it is a driver. Trainer, bundles, options and environment variables
 are raypo's. Only the classes of engines and frozen models are replaced: nothing computes here.
 
-`python -m tests.integration.on_fake_gpus FOLDER`
+`python -m tests.integration.on_fake_gpus FOLDER RUN...`
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ class ShowsDevices(PPOTrainer):
     loop = staticmethod(show_devices)
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     from raypo.run import served_roles
     from tests.integration.test_vllm_frozen import tiny_reward_model
 
@@ -114,10 +115,10 @@ def main(folder: Path) -> dict[str, Any]:
     served_roles.class_and_arguments = stand_in  # for the roles that the driver starts
     ray.init(num_cpus=16, num_gpus=GPUS, include_dashboard=False, log_to_driver=False)
     found: dict[str, Any] = {}
-    for name, keys in RUNS.items():
+    for name in names:
         usual = {"name": name, "model.reward": str(reward), "learner.use_gpu": True}
         trainer = ShowsDevices(
-            PPOConfig.load(task, usual | keys), torch_config=Gloo(backend="gloo")
+            PPOConfig.load(task, usual | RUNS[name]), torch_config=Gloo(backend="gloo")
         )
         value = trainer.fit().return_value
         assert value is not None
@@ -128,5 +129,5 @@ def main(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))), flush=True)
+    print(json.dumps(main(Path(sys.argv[1]), sys.argv[2:])), flush=True)
     ray.shutdown()

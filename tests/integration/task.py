@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ model: {{policy: {folder}/policy}}
 data: {{prompts: {folder}/prompts.jsonl, label_key: answer, max_prompt_tokens: 16}}
 reward: {{function: tests.integration.task:digit_share}}
 rollout: {{prompts_per_step: 8, samples_per_prompt: 4, max_new_tokens: 8}}
-ppo: {{minibatch_size: 16, num_epochs: 2}}
+ppo: {{minibatch_size: 16, num_epochs: 2, kl: {{coef: 0.05}}}}
 learner: {{policy_lr: 1.0e-3, critic_lr: 1.0e-3, max_tokens_per_microbatch: 128}}
 eval: {{prompts: {folder}/held_out.jsonl, every: 2}}
 checkpoint: {{every: 2}}
@@ -90,6 +92,29 @@ def kill_train_workers() -> None:
         with suppress(psutil.Error):
             if "RayTrainWorker" in " ".join(process.cmdline()):
                 process.kill()
+
+
+def wait_for_steps(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 300
+    while len(read_metrics(folder)) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def kill_at_work(replica: str, folder: Path, *, last_step: int) -> int:
+    """SIGKILL for the only replica of a role in the middle of a call; its process id.
+
+    It stands still from the end of the first step on: the next call to it waits until it is killed.
+    """
+    import ray
+
+    wait_for_steps(folder, 1)
+    actor: Any = ray.get_actor(replica, "raypo")
+    life: Any = ray.get(actor.where.remote())
+    os.kill(life.pid, signal.SIGSTOP)
+    time.sleep(3.0)  # longer than a step without the call that waits
+    assert len(read_metrics(folder)) < last_step
+    os.kill(life.pid, signal.SIGKILL)
+    return life.pid
 
 
 def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

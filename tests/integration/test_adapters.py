@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
+from raypo.concurrency import completed
 from raypo.config import EngineSection, LoraSection
 from raypo.models.lora import (
     adapter_config,
@@ -23,14 +24,14 @@ from raypo.models.lora import (
     merged_weights,
 )
 from raypo.models.token_log_probs import response_log_probs
-from raypo.pending import Done
 from raypo.serving.adapters import SHARED_MEMORY
 from raypo.serving.client import Engines
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience
-from raypo.weight_sync.push import Probe, push_adapter
-from raypo.weight_sync.transport import ObjectTransport
+from raypo.weight_sync.object_store import ObjectTransport
+from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.push import push_adapter
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import Manifest, WeightError
 from raypo.weights.messages import OfferedBucket, PushStart
@@ -50,9 +51,10 @@ SECTION = LoraSection(rank=4, alpha=16.0)
 LONG = [np.arange(300, dtype=np.int32) % 90 + 3]  # more than two blocks of the prefix cache
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_policy(tmp_path_factory.mktemp("policy"), tied=request.param))
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    is_tied = getattr(request, "param", True)
+    return str(tiny_policy(tmp_path_factory.mktemp("policy"), tied=is_tied))
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,10 @@ def requests(adapter: str | None, prompts: list[np.ndarray] = PROMPTS) -> list[S
 
 
 def test_requests_of_one_batch_go_under_their_own_adapters(engine: Engine, folder: str) -> None:
+    assert_each_goes_under_its_own_adapter(engine, folder)
+
+
+def assert_each_goes_under_its_own_adapter(engine: Engine, folder: str) -> None:
     models = {"a": learner(folder, 1), "b": learner(folder, 2)}
     for version, (name, model) in enumerate(models.items()):
         engine.load_adapter(push(model, name, version, folder))
@@ -241,27 +247,27 @@ class InThisProcess(Engines):
     engine: Engine
 
     def generate_on_all(self, requests: Sequence[SamplingRequest]) -> Any:
-        return [Done(self.engine.generate(requests))]
+        return [completed(self.engine.generate(requests))]
 
     def submit_on_all(self, requests: Sequence[SamplingRequest]) -> Any:
-        return [Done([each.result() for each in self.engine.submit(requests)])]
+        return [completed([each.result() for each in self.engine.submit(requests)])]
 
     def begin_push(self, start: PushStart) -> Any:
-        return [Done(self.engine.begin_push(start))]
+        return [completed(self.engine.begin_push(start))]
 
     def load_bucket(self, bucket: OfferedBucket) -> Any:
-        return [Done(self.engine.load_bucket(bucket))]
+        return [completed(self.engine.load_bucket(bucket))]
 
     def finish_push(self, manifest: Manifest) -> Any:
-        return [Done(self.engine.finish_push(manifest))]
+        return [completed(self.engine.finish_push(manifest))]
 
     def hold(self, *pushes: WeightSnapshot, in_flight: Any = None) -> Any:
-        return [Done(self.engine.hold(*pushes, in_flight=in_flight))]
+        return [completed(self.engine.hold(*pushes, in_flight=in_flight))]
 
-    def pinned(self) -> Any:
+    def up(self) -> Any:
         return self
 
-    def require(self, method: str | None, *args: object) -> None:
+    def require(self, *pushes: object) -> None:
         pass
 
 
@@ -320,3 +326,9 @@ def test_new_weights_of_the_engine_forget_the_adapters(engine: Engine, folder: s
     assert gap(model, engine.generate(requests("b"))) < AGREES
     with adapter_off(model):
         assert gap(model, engine.generate(requests(None))) < AGREES
+
+
+@pytest.mark.parametrize("folder", [False], ids=["untied"], indirect=True)
+def test_so_they_do_in_an_engine_that_read_its_weights_itself(engine: Engine, folder: str) -> None:
+    """Another engine, of a model with a head of its own; the last test of this file."""
+    assert_each_goes_under_its_own_adapter(engine, folder)

@@ -1,18 +1,26 @@
-"""Models whose tensors vLLM names or packs in ways of their own: biases, no head module."""
+"""Models whose tensors vLLM names or packs in ways of their own: biases, an own head or none."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from raypo.config import EngineSection
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 from tests.stand_ins import local_push, pack
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -25,6 +33,7 @@ SIZES = {
     "tie_word_embeddings": True,
 }
 CONFIGS = {
+    "llama: a head of its own": LlamaConfig(**SIZES | {"tie_word_embeddings": False}),
     "qwen2: biases": Qwen2Config(**SIZES),
     "gemma2: the embedding is the head": Gemma2Config(**SIZES, query_pre_attn_scalar=32),
 }

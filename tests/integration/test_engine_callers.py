@@ -82,20 +82,17 @@ def test_many_callers_share_the_steps_of_one_engine(engines: EngineClient):
 
 def test_callers_are_not_in_the_way_of_a_pause(engines: EngineClient):
     under_way = [engines.submit([ask(400, seed)]) for seed in range(THREADS)]
-    up = engines.pinned()
-    [each.result() for each in up.replicas.call(Engine.pause, "keep")]
+    [each.result() for each in engines.handle.control(Engine.pause, "keep")]
     whole = engines.generate([ask(3, 0)])  # a batch waits for the pause to end too
-    [each.result() for each in up.resume()]
+    [each.result() for each in engines.resume()]
     answers = [each.result()[0] for each in under_way]
     assert all(len(each.token_ids) == 400 for each in answers)
     assert len(whole.result()[0].token_ids) == 3
 
 
 def test_an_engine_gives_back_what_nobody_waits_for_any_more(engines: EngineClient):
-    up = engines.pinned()
-
     def load() -> Load:
-        return up.replicas.call(Engine.load)[0].result()
+        return engines.handle.control(Engine.load)[0].result()
 
     async def leave() -> None:
         left = asyncio.create_task(engines.sample(ask(400, 0)))
@@ -125,9 +122,9 @@ def test_what_requires_a_push_that_was_replaced_is_served_by_the_newer_one(
         return weight_store.keep(replace(push, id=f"push {version}"), id=f"push {version}")
 
     older = keep(7)
-    engines.require("hold", older)
+    engines.require(older)
     assert engines.generate([ask(1, 0)]).result()[0].weight_version == 7
-    engines.require("hold", keep(8))
+    engines.require(keep(8))
     assert engines.generate([ask(1, 0)]).result()[0].weight_version == 8
-    engines.require("hold", older)
+    engines.require(older)
     assert engines.submit([ask(1, 0)]).result()[0].weight_version == 8

@@ -66,7 +66,7 @@ class Chats:
 
 def fit(task: Path, name: str, num_steps: int, overrides: dict[str, Any]) -> Path:
     """A run that nothing judges but its environment or agent: its folder."""
-    common = {"name": name, "num_steps": num_steps, "reward.function": None}
+    common = {"name": name, "num_steps": num_steps, "reward.function": None, "ppo.kl.coef": 0.0}
     result = PPOTrainer(PPOConfig.load(task, overrides=common | overrides)).fit()
     assert result.return_value == {"status": "finished", "step": num_steps}
     return task.parent / "runs" / name

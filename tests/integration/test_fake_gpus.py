@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,12 +32,18 @@ EXPECTED = {
     ],
 }
 """By run, the processes on each of its GPUs, written down by hand."""
+HERE = ("tensor_parallel_and_a_critic_apart", "two_engines_on_one_gpu")
+"""The other runs: tests/slow/test_fake_gpus.py."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_all(tmp_path_factory.mktemp("t"), HERE)
+
+
+def run_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.on_fake_gpus", str(tmp_path_factory.mktemp("t"))],
+        [sys.executable, "-m", "tests.integration.on_fake_gpus", str(folder), *names],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -48,8 +55,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("run", EXPECTED)
+@pytest.mark.parametrize("run", HERE)
 def test_each_process_is_shown_the_gpus_that_the_plan_gives_it(found: dict[str, Any], run: str):
+    assert_shown_as_planned(found, run)
+
+
+def assert_shown_as_planned(found: dict[str, Any], run: str) -> None:
     seen: dict[str, list[str]] = found[run]["seen"]
     gpus = sorted({gpu for shown in seen.values() for gpu in shown})
     on_each = [{name for name, shown in seen.items() if gpu in shown} for gpu in gpus]

@@ -6,25 +6,14 @@ workers: test_workers.py and tests/slow/test_more_workers.py.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from raypo.collectives import Workers
-from raypo.config import DistillationSection, DPOSection, ExamplesLearnerSection
-from raypo.learner.distillation_task import DistillationTask
-from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
-from raypo.learner.supervised import SupervisedLearner
-from raypo.learner.tasks import PairTask, ResponseTask
 from raypo.learner.trained_model import outermost_networks
 from raypo.models import embedding
-from raypo.models.loading import load_causal_lm, load_reward_model
-from raypo.types import Example, Pair, Taught, Verdict
 from tests.integration.learning import experience, learner, with_targets
 from tests.integration.off_load import (
     comes_back,
@@ -33,63 +22,16 @@ from tests.integration.off_load import (
     moved_beside_stayed,
     off_and_back,
 )
-from tests.integration.test_learner import model  # noqa: F401
+from tests.integration.recipe_learners import KINDS, example_learner, items_of
 
-pytestmark = pytest.mark.usefixtures("group", "few_objects", "as_on_a_gpu")
+pytestmark = pytest.mark.usefixtures("group", "as_on_a_gpu")
 CASES = [("ppo", stage, False) for stage in (2, 3)] + [
-    (kind, stage, True)
-    for kind in ("sft", "dpo", "kto", "reward_model", "distillation")
-    for stage in range(4)
+    (kind, (number + more) % 4, True) for number, kind in enumerate(KINDS) for more in (0, 2)
 ]
 """Recipe, ZeRO stage, and whether `learner.deepspeed` says it; else raypo gives a worker alone its
-own stage."""
-PROMPT, LONG, SHORT = (np.asarray(ids, np.int32) for ids in ([5, 6, 7], [8, 9, 10, 2], [11, 2]))
-
-
-@pytest.fixture(scope="module")
-def few_objects(group: None, model: str) -> None:  # noqa: F811
-    """Keep what imports have made out of the garbage collections of each test."""
-    started = learner(model, stage=3, dtype="bfloat16")
-    started.update(with_targets(started.with_log_probs_and_values(experience())), step=1)
-    del started
-    gc.collect()
-    gc.freeze()
-
-
-def example_learner(kind: str, folder: str, dtype: str, keys: dict[str, Any]) -> Any:
-    """The learner of a recipe that learns from examples, as `run.examples_run` makes it."""
-    torch.manual_seed(0)
-    task: Any
-    if kind == "reward_model":
-        task = PairTask(load_reward_model(folder, dtype=dtype, new_head=True), centering_coef=0.1)
-    else:
-        policy = load_causal_lm(folder, dtype=dtype)
-        tasks: dict[str, Callable[[], Any]] = {
-            "sft": lambda: ResponseTask(policy),
-            "dpo": lambda: PreferenceTask(policy, DPOSection()),
-            "kto": lambda: VerdictTask(policy, DPOSection(loss="kto")),
-            "distillation": lambda: DistillationTask(
-                policy, DistillationSection(), vocabulary=policy.config.vocab_size
-            ),
-        }
-        task = tasks[kind]()
-    section = ExamplesLearnerSection.model_validate({"lr": 1e-3, **keys})
-    return SupervisedLearner(task, section, dtype=dtype, num_steps=9, workers=Workers())
-
-
-def items_of(kind: str) -> list[Any]:
-    told = (-9.0, -5.0)
-    pairs = [Pair(PROMPT, LONG, SHORT, ref_log_probs=told), Pair(SHORT, SHORT, LONG, 0.5, told)]
-    known = np.log(np.full((len(LONG), 2), 0.4, np.float32))
-    of_kind: dict[str, list[Any]] = {
-        "sft": [Example(PROMPT, LONG), Example(SHORT, SHORT)],
-        "kto": [
-            Verdict(PROMPT, LONG, True, SHORT, ref_log_probs=told),
-            Verdict(SHORT, SHORT, False, LONG, ref_log_probs=told),
-        ],
-        "distillation": [Taught(PROMPT, LONG, known, np.stack([LONG, LONG + 1], axis=1))],
-    }
-    return of_kind.get(kind, pairs)
+own stage. Each recipe at each stage: tests/slow/test_every_learner.py."""
+PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "float32"), (3, "bfloat16")]
+"""Of ZeRO stage and dtype: every class of DeepSpeed's optimizers."""
 
 
 def section_of(stage: int, *, is_told: bool) -> dict[str, Any]:
@@ -100,7 +42,7 @@ def section_of(stage: int, *, is_told: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("kind", "stage", "is_told"), CASES)
 def test_the_learner_starts_learns_and_goes_on_after_an_off_load_bit_for_bit(
-    model: str,  # noqa: F811
+    model: str,
     kind: str,
     stage: int,
     is_told: bool,
@@ -122,14 +64,13 @@ def test_the_learner_starts_learns_and_goes_on_after_an_off_load_bit_for_bit(
     assert moved_beside_stayed(make, update)["moved"] == 0.0
 
 
-def test_the_part_of_the_acceptance_says_that_all_came_back(model: str):  # noqa: F811
+def test_the_part_of_the_acceptance_says_that_all_came_back(model: str):
     assert comes_back(model, stage=2, dtype="bfloat16") == {"moved": 0.0, "control": 0.0}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "dtype"), PAIRS)
 def test_an_off_load_in_the_middle_of_a_step_keeps_the_gradients_that_are_summed_up(
-    model: str,  # noqa: F811
+    model: str,
     stage: int,
     dtype: str,
 ):
@@ -161,10 +102,9 @@ def moves_of(trained: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "dtype"), PAIRS)
 def test_nothing_is_copied_of_sums_of_gradients_between_two_steps(
-    model: str,  # noqa: F811
+    model: str,
     stage: int,
     dtype: str,
 ):
@@ -184,7 +124,7 @@ def test_nothing_is_copied_of_sums_of_gradients_between_two_steps(
 
 
 def test_the_device_is_not_synchronized_at_every_forward_pass(
-    model: str,  # noqa: F811
+    model: str,
     monkeypatch: pytest.MonkeyPatch,
 ):
     from deepspeed.accelerator import get_accelerator
@@ -199,10 +139,9 @@ def test_the_device_is_not_synchronized_at_every_forward_pass(
     assert not calls
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("stage", "dtype"), PAIRS)
 def test_a_worker_alone_sums_nothing_in_the_background(
-    model: str,  # noqa: F811
+    model: str,
     stage: int,
     dtype: str,
 ):
@@ -215,14 +154,18 @@ def test_a_worker_alone_sums_nothing_in_the_background(
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_lookups_that_a_gpu_pads_learn_the_same_bits(
-    model: str,  # noqa: F811
+    model: str,
     monkeypatch: pytest.MonkeyPatch,
     stage: int,
     checkpoints: bool,
 ):
     """At these lengths no lookup is as long as those that a GPU pads, so the bounds are moved."""
     monkeypatch.setattr(embedding, "RACY_COUNTS", range(8, 200))
-    keys = {**section_of(stage, is_told=True), "activation_checkpointing": checkpoints}
+    keys: dict[str, Any] = {
+        "max_tokens_per_microbatch": 4096,
+        "activation_checkpointing": checkpoints,
+    }
+    keys |= section_of(stage, is_told=True)
     plain, padded = (example_learner("sft", model, "bfloat16", keys) for _ in range(2))
     (network,) = outermost_networks(padded._model.module)
     counts = []
@@ -231,7 +174,7 @@ def test_lookups_that_a_gpu_pads_learn_the_same_bits(
     )
     embedding.avoid_racy_counts(network)
     for step in (1, 2):
-        items = items_of("sft") * 3
+        items = items_of("sft")
         assert plain.update(items, step=step) == padded.update(items, step=step)
     assert counts
     assert all(8 <= count < 200 for count in counts)

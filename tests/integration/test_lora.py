@@ -22,15 +22,9 @@ from tests.integration.learning import (
     weights,
     with_targets,
 )
-from tests.tiny import tiny_policy
 
 pytestmark = pytest.mark.usefixtures("group")
 LORA = {"rank": 4, "alpha": 64.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_policy(tmp_path_factory.mktemp("policy")))
 
 
 def taught(model: str, *, stage: int, **lora: object) -> tuple[Learner, dict[str, float]]:

@@ -14,7 +14,6 @@ from tests.integration.learning import (
     with_targets,
 )
 from tests.integration.off_load import off_and_back
-from tests.integration.test_learner import model  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("group", "as_on_a_gpu")
 
@@ -36,7 +35,7 @@ SMALL = 4096
 
 
 def run(
-    model: str,  # noqa: F811
+    model: str,
     optimizer: str,
     **keys: Any,
 ) -> None:
@@ -65,9 +64,12 @@ def run(
         assert largest_difference(weights(moved), weights(stayed)) == 0.0
 
 
-@pytest.mark.parametrize(("dtype", "stage"), OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("dtype", "stage"),
+    [("float32", 0), ("float32", 2), ("float32", 3), ("bfloat16", 1), ("bfloat16", 3)],
+)
 def test_off_and_back_changes_nothing(
-    model: str,  # noqa: F811
+    model: str,
     dtype: str,
     stage: int,
 ):
@@ -77,9 +79,9 @@ def test_off_and_back_changes_nothing(
     run(model, optimizer, stage=stage, dtype=dtype, deepspeed=told)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_frozen_weights_below_an_adapter_leave_too(
-    model: str,  # noqa: F811
+    model: str,
     stage: int,
 ):
     told = {"zero_optimization": {"stage": stage}}
@@ -87,10 +89,9 @@ def test_frozen_weights_below_an_adapter_leave_too(
     run(model, optimizer, stage=stage, dtype="bfloat16", deepspeed=told, lora=LORA)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("dtype", "stage"), [("float32", 2), ("bfloat16", 3)])
 def test_an_optimizer_that_the_config_off_loads_learns_the_same(
-    model: str,  # noqa: F811
+    model: str,
     dtype: str,
     stage: int,
 ):

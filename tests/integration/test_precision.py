@@ -14,7 +14,6 @@ from raypo.learner.trained_model import TrainedModel
 from raypo.models.critic import Critic, CriticStart, save_value_head
 from raypo.models.heads import Float32Linear
 from tests.integration.learning import LR, STAGES, experience, learner, with_targets
-from tests.integration.test_learner import model  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("group")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -122,7 +121,7 @@ def values_of(of: Learner) -> Tensor:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_value_head_is_float32_through_updates_checkpoints_and_folders(
-    model: str,  # noqa: F811
+    model: str,
     stage: int,
     tmp_path: Path,
 ):

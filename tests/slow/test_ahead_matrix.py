@@ -34,8 +34,8 @@ from tests.integration.task import (
     kill_train_workers,
     numbers,
     read_metrics,
+    wait_for_steps,
 )
-from tests.integration.test_ppo_run import wait_for_steps
 
 pytestmark = pytest.mark.usefixtures("ray_of_six")
 
@@ -144,7 +144,7 @@ def pid_of(replica: str) -> int:
     while True:
         with suppress(RayActorError, ValueError):
             actor: Any = ray.get_actor(replica, "raypo")
-            life: Any = ray.get(actor.where.remote())
+            life: Any = ray.get(actor.status.remote())
             return life.pid
         time.sleep(0.2)
 
@@ -278,6 +278,19 @@ def test_two_workers_that_are_killed_lose_no_sample(task: Path, when: Callable[[
     assert all_draws(groups(folder)) == list(range(8 * NUM_STEPS))
     totals = assert_accounts_close(folder, metrics)
     assert (totals["carried"], totals["trained"]) == (0, SAMPLES * NUM_STEPS)
+
+
+def stuck(rollouts: list[Rollout]) -> list[float]:
+    if rollouts[0].weight_version:
+        threading.Event().wait()
+    return [float(len(each.response_ids)) for each in rollouts]
+
+
+def test_a_scorer_that_hangs_ends_the_run_by_name(task: Path):
+    """The learner waits for a batch whose scores never come."""
+    with pytest.raises(Exception, match=r"reward\.timeout_s \(3\)"):
+        run(task, "stuck", reward=stuck, **{"reward.timeout_s": 3.0})  # pyright: ignore[reportArgumentType]
+    assert 1 <= len(read_metrics(task.parent / "runs" / "stuck")) < NUM_STEPS
 
 
 class Digits:

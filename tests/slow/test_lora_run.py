@@ -21,8 +21,13 @@ from raypo import (
     SFTTrainer,
 )
 from tests.integration.pipeline import reward_model_values, sft_values, write_examples
-from tests.integration.task import kill_train_workers, numbers, read_metrics, write_task
-from tests.integration.test_ppo_run import kill_at_work
+from tests.integration.task import (
+    kill_at_work,
+    kill_train_workers,
+    numbers,
+    read_metrics,
+    write_task,
+)
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 LORA = {
@@ -98,7 +103,7 @@ def test_two_workers_and_an_engine_that_holds_the_adapter_make_the_same_step(
     killed: list[int] = []
 
     def kill_the_engine() -> None:
-        killed.append(kill_at_work("raypo:held:engine:0", folder))
+        killed.append(kill_at_work("raypo:held:engine:0", folder, last_step=2))
 
     killer = threading.Thread(target=kill_the_engine, daemon=True)
     killer.start()

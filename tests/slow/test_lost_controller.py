@@ -11,8 +11,7 @@ import pytest
 from ray.train import ControllerError
 
 from raypo import PPOConfig, PPOTrainer
-from tests.integration.task import kill_train_workers, numbers, read_metrics
-from tests.integration.test_ppo_run import wait_for_steps
+from tests.integration.task import kill_train_workers, numbers, read_metrics, wait_for_steps
 from tests.slow.test_sweep import alive, wait_until_nothing_is_left
 
 

@@ -21,8 +21,7 @@ from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.deployment.spec import Call
-from tests.integration.task import kill_train_workers, numbers, read_metrics
-from tests.integration.test_ppo_run import wait_for_steps
+from tests.integration.task import kill_train_workers, numbers, read_metrics, wait_for_steps
 from tests.integration.test_vllm_frozen import tiny_reward_model
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -97,7 +96,7 @@ def pid_of(replica: str) -> int:
     while True:
         with suppress(RayActorError):
             actor: Any = ray.get_actor(replica, "raypo")
-            life: Any = ray.get(actor.where.remote())
+            life: Any = ray.get(actor.status.remote())
             return life.pid
         time.sleep(0.2)
 

@@ -25,8 +25,10 @@ from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving.client import EngineClient
 from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.broadcast import BroadcastTransport
-from raypo.weight_sync.push import Probe, push_adapter, push_weights
-from raypo.weight_sync.transport import ObjectTransport, Transport
+from raypo.weight_sync.object_store import ObjectTransport
+from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.push import push_adapter, push_weights
+from raypo.weight_sync.transport import Transport
 from raypo.weights.adapter import AdapterPush
 from tests.integration.deployments import Receiver
 from tests.slow.test_deployment import until
@@ -121,7 +123,7 @@ def test_a_push_outlives_a_replica(fleet: Fleet, kind: str):
 
     assert not fleet.dies.exists(), "nobody died"
     assert set(fleet.held()) == {(2, after)}
-    until(lambda: len(fleet.handle.pinned().names) == fleet.count)
+    until(lambda: len(fleet.handle.up().names) == fleet.count)
     assert set(fleet.held()) == {(2, after)}
     if kind == "object":  # its buckets are kept for the one that was started again
         assert len(fleet.held()) == fleet.count
@@ -166,18 +168,14 @@ def test_requests_in_flight_outlive_all_engines_after_a_push(fleet: Fleet):
         daemon=True,
     )
     sampling.start()
-    until(lambda: all(ray.get(each.load.remote()) for each in actors(fleet)))
+    until(lambda: all(status.num_calls for status in fleet.handle.statuses()))
     with pushes.push():
         fleet.push(transport, 2)
-    for life in fleet.handle.incarnations():
+    for life in fleet.handle.statuses():
         os.kill(life.pid, signal.SIGKILL)
     holds_up.unlink()
     sampling.join(60)
     assert [rollout.weight_version for rollout in rollouts] == [2] * 6
-
-
-def actors(fleet: Fleet) -> list[Any]:
-    return [ray.get_actor(f"{fleet.handle.name}:{index}") for index in range(fleet.count)]
 
 
 @pytest.mark.parametrize("fleet", [{"count": 1, "max_restarts": 0}], indirect=True)
@@ -215,6 +213,6 @@ def test_the_weights_below_an_adapter_are_pushed_again_where_nothing_keeps_them(
     assert transport.kept is not None
     assert transport.kept.store is not None
     ray.kill(ray.get_actor(transport.kept.store), no_restart=False)
-    os.kill(fleet.handle.incarnations()[0].pid, signal.SIGKILL)
+    os.kill(fleet.handle.statuses()[0].pid, signal.SIGKILL)
     pushed_with = 2
     push(2)

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from raypo.collectives import Workers
 from raypo.serving.engine import Engine
 from raypo.weight_sync.broadcast import BroadcastTransport
-from raypo.weight_sync.transport import ObjectTransport, Transport
+from raypo.weight_sync.object_store import ObjectTransport
+from raypo.weight_sync.transport import Transport
 from raypo.weights.manifest import WeightError
 from tests.integration.plain_handle import PlainHandle
 from tests.integration.test_engine import (

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from raypo.serving.engine import Engine
-from tests.benchmarks import bench, bench_gpu
-from tests.benchmarks.bench_gpu import ROWS, SHAPES, Row, table
+from tests.benchmarks import bench
+from tests.benchmarks.bench_gpu import SHAPES, table
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -100,13 +100,3 @@ def test_calls_of_a_step_are_told_apart_from_its_probe_and_from_the_push_before(
         "sleep_wake_s": 1.0,
         "push_s": 0.75,
     }
-
-
-def test_bounds_are_said_in_words():
-    nothing = Row("r", lambda case: 0.0)
-    assert nothing.aim == ""
-    assert {row.aim for row in ROWS} >= {"at most 0.2", "at least 30", "0.75 to 1.25"}
-
-
-def test_every_name_has_a_shape_and_a_tool():
-    assert len(bench_gpu.NAMES) == 2 * 6

@@ -197,7 +197,7 @@ def test_more_workers_than_cores_are_refused_with_the_sum(values: dict):
     cores = cpu_count()
     values["learner"] = {"num_workers": 2, "cpus_per_worker": cores}
     text = refusal(values)
-    assert f"2 learner workers ask for {2 * cores} CPU cores, this machine has {cores}" in text
+    assert f"2 learner workers need {2 * cores} CPU cores, this machine has {cores}" in text
     values["cluster"] = {"address": "head:6379"}  # a cluster may have more
     check_inputs(PPOConfig.parse(values))
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 import raypo.cli
 from raypo.cli.exit_status import _tell_failure
@@ -294,3 +295,33 @@ def test_ctrl_c_says_that_a_command_resumes_only_where_it_does(
     ):
         assert exit_status(monkeypatch, *arguments) == 130
         assert capsys.readouterr().err == f"raypo: {told}\n"
+
+
+def test_config_prints_a_key_as_the_reference_has_it(capsys: pytest.CaptureFixture[str]):
+    from raypo.cli.explain import explain
+
+    explain("ppo.minibatch_size")
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith(
+        "ppo.minibatch_size integer ≥ 1; default 32 Responses per optimizer step"
+    )
+    explain("ppo.preset")
+    assert "  dapo: advantage: grpo, policy_loss: ppo" in capsys.readouterr().out
+    explain("model.lora")
+    section = capsys.readouterr().out
+    assert "model.lora.rank   integer ≥ 1; default 16" in section
+    explain(None)
+    first = capsys.readouterr().out
+    assert first.index("model.policy") < first.index("rollout.prompts_per_step")
+
+
+def test_config_of_a_wrong_key_names_the_right_one(capsys: pytest.CaptureFixture[str]):
+    from raypo.cli.explain import explain
+
+    with pytest.raises(typer.Exit):
+        explain("num_generations")
+    assert "Set rollout.samples_per_prompt instead" in capsys.readouterr().err
+    with pytest.raises(typer.Exit):
+        explain("dpo.beta")
+    explain("dpo.beta", recipe="dpo")
+    assert "Factor on the log-ratio" in capsys.readouterr().out

@@ -15,7 +15,8 @@ from tests.tiny import tiny_policy
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.iterdir() if list(path.glob("*.yaml")))
 NAMES.remove("cluster")  # files of other programs
-OF_THE_QUICKSTART = ("own_functions", "verifiable_reward")
+NAMES.remove("recipes")  # models and data of the hub: test_recipes_of_known_models.py
+OF_THE_QUICKSTART = ("own_functions", "ports", "verifiable_reward")
 """Go on from its demo, and need it beside them."""
 
 

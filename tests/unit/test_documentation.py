@@ -1,6 +1,5 @@
 """README and docs agree with the program; what they tell a user to run is run in other tiers."""
 
-import ast
 import re
 import shutil
 import subprocess
@@ -17,21 +16,17 @@ import raypo.cli
 from raypo import Rollout
 from raypo.config import RECIPES, parse_run_config
 from raypo.config.base import known_keys, read_yaml
+from raypo.config.migration import counterparts
 from raypo.config.sweep_config import SweepConfig
-from scripts import metrics_table
+from scripts import metrics_table, migration_tables
 from scripts.config_reference import PAGE, page
 from tests.documentation import (
-    DEMO,
     LANGUAGES,
-    NOT_RUN,
     REPOSITORY,
-    SLOW,
     Block,
     blocks,
-    commands,
     pages,
     prose,
-    split_commands,
 )
 
 PATHS = r"(?:examples|raypo|scripts|sweeps|tests|docs)/[\w./-]*\w/?"
@@ -58,20 +53,14 @@ def test_the_table_of_metrics_is_what_the_catalogue_says():
     assert text == metrics_table.with_table(text), "Write it anew: make docs"
 
 
+def test_the_tables_of_other_projects_keys_are_what_the_config_says():
+    text = migration_tables.PAGE.read_text()
+    assert text == migration_tables.with_tables(text), "Write it anew: make docs"
+
+
 def test_every_block_is_of_a_language_that_a_test_knows():
     for block in blocks():
         assert block.language in LANGUAGES, f"{block.where}: name one of {LANGUAGES}"
-
-
-def test_every_beginning_on_the_lists_stands_before_a_command():
-    texts = [command.text for command in commands()]
-    for begin in (*DEMO, *SLOW, *NOT_RUN):
-        assert any(text.startswith(begin) for text in texts), f"{begin}: remove it from the list"
-
-
-def test_commands_are_split_at_lines_and_lose_their_comments():
-    text = "raypo plan a.yaml --cluster 8xGPU80G \\\n    seed=3   # two nodes\n# nothing\nmake x\n"
-    assert split_commands(text) == ["raypo plan a.yaml --cluster 8xGPU80G seed=3", "make x"]
 
 
 def test_bash_blocks_are_bash():
@@ -80,11 +69,6 @@ def test_bash_blocks_are_bash():
     every = "\n".join(block.text for block in blocks("bash"))
     done = subprocess.run([bash, "-n"], input=every, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.where)
-def test_python_blocks_are_python(block: Block):
-    ast.parse(block.text, filename=block.where)
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.where)
@@ -114,6 +98,7 @@ def merged(below: Any, above: dict[str, Any]) -> dict[str, Any]:
 def test_keys_that_a_page_names_exist(path: Path):
     known = {key for root in ROOTS for key in known_keys(root)}
     known |= {f"rollout.{field.name}" for field in fields(Rollout)}
+    known |= {name for row in counterparts() for name in row.names}
     sections = {key.split(".")[0] for key in known if "." in key}
     for code in re.findall(r"`([^`\n]+)`", prose(path)):
         match = re.match(r"([a-z_]+(?:\.[a-z_]+)+)(?=$|[ :=])", code)
@@ -121,12 +106,6 @@ def test_keys_that_a_page_names_exist(path: Path):
             continue
         if not match[1].endswith((".py", ".yaml", ".sh", ".md", ".json", ".jsonl")):
             assert match[1] in known, f"{path.name}: there is no key {match[1]}"
-
-
-def test_what_make_is_asked_for_is_in_the_makefile():
-    makefile = (REPOSITORY / "Makefile").read_text()
-    made = {text for command in commands() for text in re.findall(r"^make (\w+)", command.text)}
-    assert made <= set(re.findall(r"^(\w+):", makefile, flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
@@ -163,52 +142,3 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
     words = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
     return {word.replace(" ", "-") for word in words}
-
-
-def test_every_page_is_linked_from_the_readme():
-    readme = (REPOSITORY / "README.md").read_text()
-    for path in pages()[1:]:
-        assert f"(docs/{path.name}" in readme, path.name
-
-
-def test_messages_that_the_troubleshooting_page_explains_exist():
-    """Its first column quotes them, with ... for what differs from case to case."""
-    texts = source_texts()
-    table = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
-    quoted = re.findall(r"^\| `([^`]+)`", table, flags=re.MULTILINE)
-    assert quoted
-    for message in quoted:
-        parts = [part.strip() for part in message.split("...") if part.strip()]
-        found = any(all(part in text for part in parts) for text in texts)
-        assert found, f"{message}: no source has it"
-
-
-def source_texts() -> list[str]:
-    """Every text of the package's sources, the values in it left out."""
-    texts = []
-    for file in (REPOSITORY / "raypo").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                parts = (v.value if isinstance(v, ast.Constant) else "..." for v in node.values)
-                texts.append("".join(map(str, parts)))
-    return texts
-
-
-def test_papers_that_sources_and_pages_name_are_on_the_page_of_papers():
-    named = re.compile(r"arXiv:(\d{4}\.\d{5})")
-    texts = [path.read_text() for path in (*(REPOSITORY / "raypo").rglob("*.py"), *pages())]
-    listed = named.findall((REPOSITORY / "PAPERS.md").read_text())
-    assert {each for text in texts for each in named.findall(text)} - set(listed) == set()
-
-
-def test_sources_cite_no_page_that_is_not_here():
-    """Pages in capitals that a docstring or an error names are part of the repository."""
-    sources = [
-        p for room in ("raypo", "examples", "tests") for p in (REPOSITORY / room).rglob("*.py")
-    ]
-    named = {
-        (p.name, page) for p in sources for page in re.findall(r"\b[A-Z]{3,}\.md\b", p.read_text())
-    }
-    assert {each for each in named if not (REPOSITORY / each[1]).exists()} == set()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from jsonschema import ValidationError, validate
 
 from raypo.cluster.hardware import parse_cluster
 from raypo.config import PPOConfig
@@ -25,8 +24,6 @@ def test_scripts_are_bash(name: str):
     bash = shutil.which("bash")
     assert bash is not None
     subprocess.run([bash, "-n", str(FOLDER / name)], check=True)
-    text = (FOLDER / name).read_text()
-    assert "raypo" in text
 
 
 def test_shellcheck_finds_nothing():
@@ -37,82 +34,11 @@ def test_shellcheck_finds_nothing():
     assert done.returncode == 0, done.stdout
 
 
-def test_the_slurm_script_starts_one_head_and_workers_that_join_it():
-    text = (FOLDER / "slurm.sh").read_text()
-    assert "#SBATCH --nodes" in text
-    assert "#SBATCH --mem=0\n" in text, "all of a node's: --exclusive gives no memory"
-    assert "ray start --head" in text
-    assert "--address=" in text
-
-
-def fields(required: str, **properties: Any) -> dict[str, Any]:
-    """An object of these fields and no others; `required` names those that must be there."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required.split(),
-        "additionalProperties": False,
-    }
-
-
-TEXT: Any = {"type": "string", "minLength": 1}
-COUNT: Any = {"type": "integer", "minimum": 0}
-TEXTS: Any = {"type": "object", "additionalProperties": {"type": "string"}}
-QUANTITY: Any = {"type": "string", "pattern": r"^\d+(\.\d+)?(m|[kMGTP]|[KMGTP]i)?$"}
-QUANTITIES: Any = {"type": "object", "additionalProperties": QUANTITY}
-VOLUME = fields(
-    "name",
-    name=TEXT,
-    persistentVolumeClaim=fields("claimName", claimName=TEXT, readOnly={"type": "boolean"}),
-    emptyDir=fields("", medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY),
-)
-CONTAINER = fields(
-    "name image",
-    name=TEXT,
-    image=TEXT,
-    resources=fields("", limits=QUANTITIES, requests=QUANTITIES),
-    volumeMounts={"type": "array", "items": fields("name mountPath", name=TEXT, mountPath=TEXT)},
-)
-CONTAINERS: Any = {"type": "array", "items": CONTAINER, "minItems": 1}
-VOLUMES: Any = {"type": "array", "items": VOLUME}
-TEMPLATE = fields("spec", spec=fields("containers", containers=CONTAINERS, volumes=VOLUMES))
-HEAD = fields("template", rayStartParams=TEXTS, template=TEMPLATE)
-WORKERS = fields(
-    "groupName minReplicas maxReplicas rayStartParams template",
-    groupName=TEXT,
-    replicas=COUNT,
-    minReplicas=COUNT,
-    maxReplicas=COUNT,
-    rayStartParams=TEXTS,
-    template=TEMPLATE,
-)
-GROUPS: Any = {"type": "array", "items": WORKERS}
-RAY_JOB = fields(
-    "apiVersion kind metadata spec",
-    apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayJob"},
-    metadata=fields(
-        "name", name={"type": "string", "pattern": "^[a-z]([-a-z0-9]{0,46}[a-z0-9])?$"}
-    ),
-    spec=fields(
-        "entrypoint rayClusterSpec",
-        entrypoint=TEXT,
-        shutdownAfterJobFinishes={"type": "boolean"},
-        ttlSecondsAfterFinished=COUNT,
-        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
-        rayClusterSpec=fields("headGroupSpec", headGroupSpec=HEAD, workerGroupSpecs=GROUPS),
-    ),
-)
-"""What KubeRay's RayJob and Kubernetes' pods say of the fields that we use: a misspelt one, a
-number in a text's place or a missing one is refused, as a cluster would."""
-
-
 def manifest() -> dict[str, Any]:
     return yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
 
 
 def test_the_manifest_is_a_ray_job_that_trains():
-    validate(manifest(), RAY_JOB)
     spec = manifest()["spec"]
     assert spec["entrypoint"].startswith("raypo train")
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
@@ -124,26 +50,6 @@ def test_the_manifest_is_a_ray_job_that_trains():
             assert {mount["name"] for mount in container["volumeMounts"]} <= known
             resources = container["resources"]
             assert resources["limits"] == resources["requests"]  # GPUs cannot differ
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("ttlSecondsAfterFinished", "3600"),
-        ("submissionMode", "K8SJobMode"),
-        ("shutdownAfterFinish", True),
-        ("entrypoint", None),
-    ],
-)
-def test_a_manifest_that_a_cluster_would_refuse_is_refused(key: str, value: object):
-    wrong = manifest()
-    wrong["spec"][key] = value
-    with pytest.raises(ValidationError):
-        validate(wrong, RAY_JOB)
-    wrong = manifest()
-    wrong["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"] = {"num-cpus": 0}
-    with pytest.raises(ValidationError):
-        validate(wrong, RAY_JOB)
 
 
 STAND_INS = {

@@ -15,11 +15,3 @@ def test_an_update_gives_the_recorded_figures(name: str, found: dict[str, dict[s
     golden = read(LEARNER_STEP)
     moved = differences(found[name], golden[name], golden["tolerances"])
     assert not moved, f"renewed by: {golden['renewed_by']}"
-
-
-def test_a_loss_that_moves_by_a_hundred_thousandth_is_seen():
-    golden = read(LEARNER_STEP)
-    for name in SECTIONS:
-        moved = golden[name] | {"ppo/policy_loss": golden[name]["ppo/policy_loss"] * (1 + 1e-5)}
-        (told,) = differences(moved, golden[name], golden["tolerances"])
-        assert told.startswith("ppo/policy_loss: ")

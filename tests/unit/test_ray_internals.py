@@ -89,9 +89,6 @@ def test_ray_train_makes_the_callbacks_that_a_run_goes_without():
 
 def test_a_process_outside_of_ray_is_no_driver():
     """The slow test of Ray Tune shows what `ray.init` sets and what workers have."""
-    from ray._private.worker import SCRIPT_MODE, WORKER_MODE
-
-    assert SCRIPT_MODE != WORKER_MODE
     assert not is_driver()
 
 

@@ -273,8 +273,10 @@ def test_epochs_become_the_steps_that_they_take(values: dict[str, Any], tmp_path
 
 
 def test_what_is_no_config_of_the_recipe_is_refused(values: dict[str, Any], tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"config \(dict\): must be a PPOConfig or the path"):
-        PPOTrainer(values)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"config \(list\): must be a PPOConfig, a mapping of"):
+        PPOTrainer([values])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"config \(Qwen/x\): .* or the model as model='Qwen/x'"):
+        PPOTrainer("Qwen/x")
     sft = SFTConfig.parse({**values, "recipe": "sft"})
     with pytest.raises(ConfigError, match=r"config \(SFTConfig\): must be a PPOConfig"):
         PPOTrainer(sft)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from raypo.config import ConfigError, DistillationConfig
+from raypo.config import ConfigError, DistillationConfig, IterativeDPOConfig
 
 VALUES = {
     "name": "d",
@@ -22,32 +22,16 @@ def parsed(**changes: object) -> DistillationConfig:
     ("changes", "told"),
     [
         ({"model": {"policy": "student"}}, "model.teacher"),
-        ({"model": VALUES["model"] | {"reference": "r"}}, "compares with none. Remove it"),
+        ({"model": VALUES["model"] | {"reference": "r"}}, "model.reference"),
+        ({"model": VALUES["model"] | {"critic": "c"}}, "model.critic"),
+        ({"distillation": {"beta": 0.3}}, "distillation.beta"),
+        ({"distillation": {"on_policy_fraction": 0.5}}, "distillation.on_policy_fraction"),
+        (TEXTS, "data.response_key"),
+        (TEXTS | {"distillation": {"on_policy_fraction": 0.01}}, "that is 0. Set it to 0"),
+        (TEXTS | {"distillation": {"on_policy_fraction": 0.99}}, "that is 32. Set it to 1"),
         (
-            {"distillation": {"beta": 0.3}},
-            "Remove distillation.beta, or set distillation.divergence to jsd",
-        ),
-        (
-            {"distillation": {"on_policy_fraction": 0.5}},
-            "Set data.response_key to their column, or it to 1",
-        ),
-        (
-            {"data": {"prompts": "p.jsonl", "response_key": "text"}},
-            "Remove data.response_key, or set that below 1",
-        ),
-        (
-            TEXTS | {"distillation": {"on_policy_fraction": 0.01}},
-            "of 32 prompts .rollout.prompts_per_step. that is 0. Set it to 0, or",
-        ),
-        (
-            TEXTS | {"distillation": {"on_policy_fraction": 0.99}},
-            "of 32 prompts .rollout.prompts_per_step. that is 32. Set it to 1, or",
-        ),
-        (
-            TEXTS
-            | {"distillation": {"on_policy_fraction": 0}, "reward": {"function": "judge.py:score"}},
-            "reward.function .judge.py:score.: judges what the policy answers, and with "
-            "distillation.on_policy_fraction 0 it answers nothing. Remove it, or set eval.prompts",
+            TEXTS | {"distillation": {"on_policy_fraction": 0}, "reward": {"function": "f.py:f"}},
+            "reward.function .f.py:f.: ",
         ),
         (
             {
@@ -130,3 +114,21 @@ def test_prompts_are_shared_out_between_the_policy_and_the_texts():
     data = {"prompts": "p.jsonl", "response_key": "text"}
     changes = {"data": data, "distillation": {"on_policy_fraction": 0.25}}
     assert parsed(**changes).prompts_answered == 8
+
+
+def test_the_recorded_config_of_an_older_run_may_have_null_for_keys_that_are_gone():
+    old = VALUES["model"] | {"critic": None, "reference": None}
+    assert parsed(model=old) == parsed()
+
+
+def test_iterative_dpo_reads_the_reference_model_only_if_it_compares_with_the_start():
+    values = {
+        "name": "i",
+        "model": {"policy": "student", "reference": "other"},
+        "data": {"prompts": "p.jsonl"},
+        "rollout": {"samples_per_prompt": 2},
+    }
+    with pytest.raises(ConfigError, match=r"model\.reference \(other\): has no effect"):
+        IterativeDPOConfig.parse(values)
+    config = IterativeDPOConfig.parse(values | {"iterative_dpo": {"reference": "start"}})
+    assert config.references == {"reference": "other"}

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from raypo.config import ConfigError, DPOConfig
@@ -10,13 +8,6 @@ RUN = {
     "model": {"policy": "p"},
     "data": {"prompts": "pairs.jsonl"},
 }
-
-
-def test_the_quickstart_file_is_a_dpo_run_on_the_pairs_of_the_reward_model():
-    quickstart = Path(__file__).parents[3] / "examples" / "quickstart"
-    config = DPOConfig.load(quickstart / "dpo.yaml")
-    assert config.dpo.needs_reference
-    assert config.model.policy == "runs/quickstart-sft/policy"
 
 
 @pytest.mark.parametrize(

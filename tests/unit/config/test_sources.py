@@ -3,7 +3,7 @@
 import pytest
 
 from raypo.config import ConfigError, PPOConfig, SFTConfig, SourceEntry, functions_of, source_name
-from tests.unit.config.test_run_config import refused, with_keys
+from tests.unit.config.test_run_config import assert_refused, refused, with_keys
 
 
 @pytest.mark.parametrize(
@@ -45,33 +45,23 @@ def test_patterns_and_functions_of_sources_become_absolute(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "sources", "told"),
+    ("key", "sources", "named"),
     [
-        (
-            "data__prompts",
-            [{"path": "a.jsonl", "weight": 1}, "b.jsonl"],
-            "b.jsonl has no weight, and others have. Give each source a weight, or none.",
-        ),
+        ("data__prompts", [{"path": "a.jsonl", "weight": 1}, "b.jsonl"], "b.jsonl has no weight"),
         (
             "data__prompts",
             [{"path": "x/a.jsonl", "weight": 1}, {"path": "y/a.jsonl", "weight": 1}],
-            "two sources are called a, and names tell sources apart. Name each otherwise, like "
-            "{path: PATH, name: NAME}.",
+            "two sources are called a",
         ),
-        (
-            "eval__prompts",
-            {"path": "a.jsonl", "weight": 2},
-            "a.jsonl has a weight (2), and every held-out row is used once. Remove the weight.",
-        ),
+        ("eval__prompts", {"path": "a.jsonl", "weight": 2}, "a.jsonl has a weight (2)"),
     ],
 )
-def test_what_could_not_act_or_be_told_apart_is_refused(key, sources, told):
-    assert refused(**{key: sources}).endswith(told)
+def test_what_could_not_act_or_be_told_apart_is_refused(key, sources, named):
+    assert named in refused(**{key: sources})
 
 
 def test_a_weight_is_more_than_nothing():
-    told = refused(data__prompts={"path": "a", "weight": 0})
-    assert told.endswith("Set data.prompts.0.weight above 0.0.")
+    assert_refused("data.prompts.0.weight", 0, data__prompts={"path": "a", "weight": 0})
 
 
 def test_files_of_one_name_are_taken_together_where_nobody_tells_them_apart():
@@ -81,11 +71,7 @@ def test_files_of_one_name_are_taken_together_where_nobody_tells_them_apart():
 
 def test_a_function_of_rows_that_nobody_answers_is_refused():
     values = with_keys(data__prompts={"path": "a.jsonl", "function": "f.py:f"})
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"data\.prompts\.function \(f\.py:f\): "):
         SFTConfig.parse({**values, "recipe": "sft"})
-    assert str(error.value) == (
-        "config: data.prompts.function (f.py:f): has no effect, nobody answers these rows, the "
-        "recipe sft learns from them. Remove it."
-    )
     held_out = with_keys(eval__prompts={"path": "a.jsonl", "function": "f.py:f"})
     assert SFTConfig.parse({**held_out, "recipe": "sft"}).needs_engine

@@ -1,82 +1,158 @@
-"""What a handle requires of replicas holds for all handles that were made from it."""
+"""Routing and retries of a handle, with scripted replicas in place of Ray's actors."""
 
 from __future__ import annotations
 
 import asyncio
 import pickle
 import threading
-from types import SimpleNamespace
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError
 
-from raypo.deployment import handle as module
+from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.deployment.handle import DeploymentHandle
-from raypo.deployment.replicas import Replicas
-from raypo.deployment.spec import Call, Deployment, Prerequisite
+from raypo.deployment.replica_client import ReplicaClient
+from raypo.deployment.spec import Call, Deployment, Lost, Prerequisite, Unprepared
 from raypo.rollout.dispatch import dispatch
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
-from raypo.serving.requests import SamplingRequest
+from raypo.serving.requests import Completion, SamplingRequest
+
+LIMITS = Deployment("raypo:test:engine", object, {}, max_ongoing_requests=2)
+PUSH: Any = "a push"
 
 
-def handle_of_two() -> DeploymentHandle:
-    limits = Deployment("raypo:test:engine", object, {})
-    return DeploymentHandle(Replicas(limits, "raypo", 2)).preferring(0, 1)
+class Scripted(ReplicaClient):
+    """Gives the replies of a script, one for each call, then its index."""
+
+    def __init__(self, index: int, *script: Any, limits: Deployment = LIMITS) -> None:
+        super().__init__(limits, "raypo", index)
+        self.script, self.calls = list(script), list[Call]()
+
+    async def send(self, call: Call, on_entry: Any = None) -> Any:
+        self.calls.append(call)
+        reply = self.script.pop(0) if self.script else self.index
+        if isinstance(reply, Exception):
+            self.gone, reply = reply, Lost("it died")
+        if isinstance(reply, Lost):
+            self._note_down()
+        if isinstance(reply, float):
+            await asyncio.sleep(reply)
+        return reply
+
+
+def handle_of(*replicas: ReplicaClient, **limits: Any) -> DeploymentHandle:
+    return DeploymentHandle(replace(LIMITS, **limits), replicas)
+
+
+def load(handle: DeploymentHandle) -> Future[Any]:
+    return handle.call(Engine.load)
 
 
 def test_a_push_reaches_the_handles_of_single_replicas():
-    handle = handle_of_two()
-    handle.require("hold", 1)
+    handle = DeploymentHandle.of(LIMITS, "raypo", 2).preferring(0, 1)
+    EngineClient(handle).require(PUSH)
     first, second = handle.per_replica()
-    handle.require("hold", 2)
-    assert first.required == second.required == handle.required == ("hold", 2)
+    EngineClient(handle).require("the next")  # pyright: ignore[reportArgumentType]
+    assert first.required == second.required == handle.required == ("the next",)
     elsewhere = pickle.loads(pickle.dumps(first))
-    handle.require(None)
-    assert first.required == (None,)
-    assert elsewhere.required == ("hold", 2), "in another process it is that one's own"
+    EngineClient(handle).require()
+    assert first.required == ()
+    assert elsewhere.required == ("the next",), "in another process it is that one's own"
 
 
-def test_an_event_loop_goes_on_while_no_replica_can_be_asked(monkeypatch: pytest.MonkeyPatch):
-    handle, threads = handle_of_two().per_replica()[0], set[int]()
-    handle._replicas.note_lost(0, ActorUnavailableError("restarting", None))
-
-    def ask(*_: Any) -> Any:
-        threads.add(threading.get_ident())
-        return {}, []
-
-    monkeypatch.setattr(handle._replicas, "ask", ask)
-
-    async def asked() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(handle.call_async(Engine.submit, []), 0.3)
-
-    asyncio.run(asked())
-    assert threads
-    assert threading.get_ident() not in threads
+def test_a_lost_call_is_repeated_under_its_id_by_another_replica():
+    first, second = Scripted(0, Lost("it was killed")), Scripted(1)
+    assert load(handle_of(first, second).preferring(0)).result(5) == 1
+    assert [call.id for call in first.calls] == [call.id for call in second.calls]
 
 
-def test_who_asks_during_a_push_requires_what_was_pushed(monkeypatch: pytest.MonkeyPatch):
-    """Its handles of single engines were made before the push has come to its end."""
-    handle, pushes = handle_of_two(), Pushes()
-    asked: list[Prerequisite | None] = []
+def test_a_lost_call_is_repeated_by_the_restarted_replica_if_no_other_can_serve():
+    first, second = Scripted(0, Lost("it was killed"), "restarted"), Scripted(1, Unprepared("new"))
+    assert load(handle_of(first, second).preferring(0)).result(5) == "restarted"
 
-    def response(replicas: Replicas, call: Call, prefer: Any, **_: bool) -> Any:
-        asked.append(call.prerequisite)
-        return SimpleNamespace(result=lambda: [SimpleNamespace(finish_reason="stop")])
 
-    monkeypatch.setattr(module, "PendingCall", response)
+def test_a_preferred_replica_is_called_as_long_as_it_has_room():
+    handle = handle_of(*(Scripted(index) for index in range(3))).preferring(1)
+    own, (sticky,) = handle.replicas[1], handle.per_replica()
+    handle.replicas[0].num_waiting, handle.replicas[2].num_waiting = 9, 3
+    assert load(handle).result(5) == 1
+    own.num_waiting = 2
+    assert load(handle).result(5) == 1, "it has fewer calls than the others"
+    own.num_waiting = 4
+    assert load(handle).result(5) == 2
+    assert load(sticky).result(5) == 1
+    own.gone = ActorDiedError()
+    assert load(sticky).result(5) == 2
+
+
+def test_the_caller_has_to_push_again_if_every_replica_is_unprepared():
+    handle = handle_of(Scripted(0, Unprepared("no weights")), Scripted(1, Unprepared("neither")))
+    with pytest.raises(NoReplicaLeft, match=r"no weights.*push the weights again"):
+        load(handle).result(5)
+
+
+def test_a_deployment_without_a_replica_is_an_error():
+    handle = handle_of(Scripted(0, ActorDiedError()))
+    with pytest.raises(DeploymentError, match=r"no replica is left.*max_restarts \(3\)"):
+        load(handle).result(5)
+
+
+def test_a_replica_that_does_not_restart_in_time_is_an_error():
+    replicas = Scripted(0, *[Lost("restarting")] * 9), Scripted(1, *[Lost("restarting")] * 9)
+    with pytest.raises(DeploymentError, match=r"engine:0, .*engine:1: not started again in 0.1 s"):
+        load(handle_of(*replicas, start_timeout_s=0.1)).result(5)
+
+
+def test_the_time_limit_of_a_call_includes_its_retries_and_is_not_the_methods_own():
+    handle = handle_of(Scripted(0, Lost("it was killed"), 10.0), request_timeout_s=0.4)
+    with pytest.raises(DeploymentError, match=r"no answer in 0.4 s.*request_timeout_s"):
+        load(handle).result(5)
+
+    class Late(Scripted):
+        async def send(self, call: Call, on_entry: Any = None) -> Any:
+            raise TimeoutError("the method's own")
+
+    with pytest.raises(TimeoutError, match="the method's own"):
+        load(handle_of(Late(0), request_timeout_s=5.0)).result(5)
+
+
+def test_calls_to_all_keep_their_order_and_are_not_repeated():
+    handle = handle_of(Scripted(0), Scripted(1, Lost("it was killed")), Scripted(2))
+    EngineClient(handle).require(PUSH)
+    first, second, third = handle.call_all(Engine.load)
+    assert (first.result(5), third.result(5)) == (0, 2)
+    with pytest.raises(ReplicaLost, match="engine:1: it was killed"):
+        second.result(5)
+    assert handle.control(Engine.load)[1].result(5) == 1
+    told = [[call.prerequisite for call in each.calls] for each in scripted(handle)]
+    assert told == [[("hold", (PUSH,)), None]] * 3
+
+
+def scripted(handle: DeploymentHandle) -> Sequence[Scripted]:
+    return [each for each in handle.replicas if isinstance(each, Scripted)]
+
+
+def test_a_request_that_is_sent_during_a_push_requires_what_was_pushed():
+    """The handles of single engines are made before the push ends."""
+    answer = [Completion(np.array([5], np.int32), np.zeros(1, np.float32), "stop", 0)]
+    handle = handle_of(Scripted(0, answer), Scripted(1, answer)).preferring(0, 1)
+    engines, pushes = EngineClient(handle), Pushes()
+    required: list[Prerequisite | None] = []
     requests = [SamplingRequest(np.array([5], np.int32), 4, 1.0, seed=n) for n in range(2)]
-    engines = EnginesInFlight(EngineClient(handle), pushes)
-    asks = threading.Thread(target=dispatch, args=(requests, engines))
+    sampling = threading.Thread(target=dispatch, args=(requests, EnginesInFlight(engines, pushes)))
     with pushes.push():
-        handle.require(None)
-        asks.start()
-        asks.join(0.05)
-        assert not asked
-        handle.require("hold", 2)
-    asks.join(10)
-    assert asked == [("hold", (2,))] * 2
+        engines.require()
+        sampling.start()
+        sampling.join(0.05)
+        assert not any(each.calls for each in scripted(handle))
+        engines.require(PUSH)
+    sampling.join(10)
+    required = [call.prerequisite for each in scripted(handle) for call in each.calls]
+    assert required == [("hold", (PUSH,))] * 2

@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 
+from raypo.deployment import replica as module
 from raypo.deployment.replica import KEPT_RESULTS, Replica
-from raypo.deployment.spec import Call, Deployment, Refused, Unhealthy, Unprepared
+from raypo.deployment.spec import Call, Deployment, Lost, Unprepared
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each time that a replica ends its process."""
+    ends: list[bool] = []
+    monkeypatch.setattr(module, "EXIT_DELAY_S", 0.0)
+    monkeypatch.setattr(module, "_end_process", lambda: ends.append(True))
+    return ends
 
 
 class Counter:
@@ -106,10 +116,10 @@ def test_what_is_promised_keeps_no_thread_and_is_answered_when_it_is_there():
     async def promises() -> tuple[int, list[list[int]], int]:
         under_way = [asyncio.create_task(ask(counter, str(i), "promise")) for i in range(3)]
         await asyncio.sleep(0.05)
-        load = await counter.load()
+        load = counter._num_calls()
         for number, promised in enumerate(counter._target.promised):
             promised.set_result(number)
-        return load, [await each for each in under_way], await counter.load()
+        return load, [await each for each in under_way], counter._num_calls()
 
     assert run(promises()) == (3, [[0], [1], [2]], 0)
 
@@ -122,12 +132,10 @@ def test_whoever_does_not_get_on_counts_as_one_that_cannot_go_on():
             return self.stalled
 
     stalls = Replica(Deployment("raypo:test:stalls", Stalls, {}, stall_timeout_s=5.0), index=0)
-    assert run(stalls.health()) is None
+    assert stalls._problem() is None
     stalls._target.stalled = 5.1
-    wrong = run(stalls.health())
-    assert isinstance(wrong, Unhealthy)
-    assert "made no progress for 5 s (stall_timeout_s: 5)" in wrong.reason
-    assert run(replica(stall_timeout_s=5.0).health()) is None, "it says nothing of itself"
+    assert stalls._problem() == "it made no progress for 5 s (stall_timeout_s: 5)"
+    assert replica(stall_timeout_s=5.0)._problem() is None, "it says nothing of itself"
 
 
 def test_entries_of_an_answer_are_told_as_they_come():
@@ -137,12 +145,12 @@ def test_entries_of_an_answer_are_told_as_they_come():
         under_way = asyncio.create_task(ask(counter, "a", "promise_all", 3))
         await asyncio.sleep(0.05)
         counter._target.promised[2].set_result(20)
-        told = [await counter.partial("a", None, 0)]
+        told = [await counter.entries("a", None, 0)]
         counter._target.promised[0].set_result(0)
-        told += [await counter.partial("a", None, told[0][0])]
-        told += [await counter.partial("a", (2, 1), 0), await counter.partial("unknown", None, 0)]
+        told += [await counter.entries("a", None, told[0][0])]
+        told += [await counter.entries("a", (2, 1), 0), await counter.entries("unknown", None, 0)]
         counter._target.promised[1].set_result(10)
-        return [*told, await under_way, await counter.partial("a", None, 2)]
+        return [*told, await under_way, await counter.entries("a", None, 2)]
 
     assert run(listens()) == [
         (1, {2: 20}),
@@ -166,7 +174,7 @@ def test_a_call_that_several_make_under_one_id_is_made_once_and_each_gets_its_pa
         await asyncio.sleep(0)
         for number, each in enumerate(counter._target.promised):
             each.set_result(number)
-        return [await mine, await theirs, await counter.load()]
+        return [await mine, await theirs, counter._num_calls()]
 
     assert run(together()) == [[0, 1], [2], 0]
 
@@ -211,40 +219,23 @@ def test_a_promise_that_breaks_the_object_is_no_error_of_the_request():
         counter._target.promised[0].set_exception(IndexError("out of range"))
         return await under_way
 
-    assert run(broken()) == Unhealthy("cannot go on", counter._incarnation)
+    assert run(broken()) == Lost("cannot go on")
 
 
-def test_among_several_requests_what_is_asked_of_this_life_waits_for_none_and_keeps_its_order():
+def test_among_several_requests_a_control_call_waits_for_none_and_keeps_its_order():
     counter = replica(max_ongoing_requests=2)
 
     async def told() -> list[int]:
         busy = [asyncio.create_task(ask(counter, i, "wait")) for i in "abcd"]
         await asyncio.sleep(0.05)
-        life = counter._incarnation
         numbers = await asyncio.gather(
-            *(ask(counter, f"told {i}", "add", 1, incarnation=life) for i in range(20))
+            *(ask(counter, f"told {i}", "add", 1, is_control=True) for i in range(20))
         )
         counter._target.gate.set()
         await asyncio.gather(*busy)
         return numbers
 
     assert run(told()) == list(range(11, 31))
-
-
-def test_a_full_queue_refuses_and_says_its_length():
-    counter = replica(max_queued_requests=1)
-
-    async def three() -> tuple[Any, int, Any, list[str]]:
-        under_way = [asyncio.create_task(ask(counter, i, "wait")) for i in "ab"]
-        await asyncio.sleep(0)
-        refused = await ask(counter, "c", "wait")
-        load = await counter.load()
-        told = asyncio.create_task(ask(counter, "d", "add", 1, incarnation=counter._incarnation))
-        await asyncio.sleep(0)
-        counter._target.gate.set()
-        return refused, load, await told, [await each for each in under_way]
-
-    assert run(three()) == (Refused(), 2, 11, ["done", "done"])
 
 
 def test_a_caller_that_gives_up_takes_a_waiting_request_away():
@@ -263,31 +254,39 @@ def test_a_caller_that_gives_up_takes_a_waiting_request_away():
     assert run(give_up()) == 10
 
 
-def test_an_error_of_the_request_is_the_callers_and_one_of_the_object_is_not():
+def test_an_error_of_the_request_is_the_callers_and_one_of_the_object_ends_the_process(
+    ended: list[bool],
+):
     counter = replica()
     with pytest.raises(ValueError, match="a bad request"):
         run(ask(counter, "a", "fail"))
-    assert run(counter.health()) is None
+    assert counter._problem() is None
 
-    wrong = Unhealthy("cannot go on", counter._incarnation)
-    assert run(ask(counter, "b", "breaks")) == wrong
-    assert run(counter.health()) == wrong
+    async def broken() -> Any:
+        reply = await ask(counter, "b", "breaks")
+        assert not ended, "the reply is sent first"
+        await asyncio.sleep(0.01)
+        return reply
+
+    assert run(broken()) == Lost("cannot go on")
+    assert counter._problem() == "cannot go on"
+    assert ended == [True]
 
 
-def test_draining_ends_what_is_under_way_and_takes_nothing_more():
+def test_draining_waits_for_what_is_under_way():
     counter = replica()
 
-    async def drain() -> tuple[str, Any]:
+    async def drain() -> str:
         under_way = asyncio.create_task(ask(counter, "a", "wait"))
         await asyncio.sleep(0.05)
         draining = asyncio.create_task(counter.drain())
         await asyncio.sleep(0)
-        refused = await ask(counter, "b", "wait")
+        assert not draining.done()
         counter._target.gate.set()
         await draining
-        return await under_way, refused
+        return await under_way
 
-    assert run(drain()) == ("done", Refused())
+    assert run(drain()) == "done"
 
 
 def test_it_is_called_what_the_object_is_called():
@@ -329,15 +328,7 @@ def test_what_is_required_comes_before_the_request_and_its_failure_is_told():
     assert told == Unprepared("ValueError: a bad request")
     assert counter._target.count == 111
     told = run(ask(counter, "c", "add", 1, prerequisite=("breaks", ())))
-    assert told == Unhealthy("cannot go on", counter._incarnation)
-
-
-def test_a_request_for_another_life_is_not_run():
-    counter = replica()
-    assert run(ask(counter, "a", "add", 1, incarnation=counter._incarnation)) == 11
-    told = run(ask(counter, "b", "add", 1, incarnation="of before"))
-    assert told == Unhealthy("it was restarted in the middle of this", "of before")
-    assert counter._target.count == 11
+    assert told == Lost("cannot go on")
 
 
 def test_one_that_takes_turns_takes_its_memory_again_when_it_is_asked_to_work(
@@ -350,6 +341,6 @@ def test_one_that_takes_turns_takes_its_memory_again_when_it_is_asked_to_work(
     counter = replica(takes_turns=True)
     for method in ("sleep", "wake_up"):
         assert run(ask(counter, method, method)) is None
-    assert run(counter.health()) is None
+    assert counter._problem() is None
     assert repr(counter) == "Replica(not built)"
     assert run(ask(counter, "a", "add", 1)) == 11

@@ -1,7 +1,6 @@
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from raypo.config.ppo_section import GROUP_ADVANTAGES
 from raypo.ppo import masked
@@ -13,7 +12,7 @@ from raypo.ppo.advantages import (
     penalized_scores,
     token_rewards,
 )
-from tests.unit.ppo.steps import INF, NAN, few, fewer, plain_advantages, random_mask, seeds
+from tests.unit.ppo.steps import INF, NAN, fewer, plain_advantages, random_mask, seeds
 
 
 def test_score_stands_on_the_last_sampled_token_and_kl_on_every_one():
@@ -41,6 +40,12 @@ def test_row_without_a_sampled_token_has_no_reward():
     rewards = token_rewards(torch.tensor([NAN]), torch.full((1, 3), INF), mask, kl_coef=0.1)
 
     assert rewards.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_an_infinite_kl_with_a_coefficient_of_zero_is_no_nan():
+    mask, kl = torch.ones(1, 2, dtype=torch.bool), torch.full((1, 2), INF)
+
+    assert token_rewards(torch.ones(1), kl, mask, kl_coef=0.0).tolist() == [[0.0, 1.0]]
 
 
 def test_rewards_of_an_environment_add_at_their_own_positions():
@@ -176,31 +181,6 @@ def test_empty_batches_pass_through(shape):
 
     assert advantages.shape == returns.shape == discounted_returns(empty, mask, gamma=1.0).shape
     assert token_rewards(torch.zeros(shape[0]), empty, mask, kl_coef=0.1).shape == shape
-
-
-@given(seed=seeds, rubbish=st.sampled_from([1e30, INF, -INF, NAN]))
-@few
-def test_padding_and_rubbish_change_no_advantage(seed, rubbish):
-    generator = torch.Generator().manual_seed(seed)
-    rewards, values = torch.randn(2, 4, 6, generator=generator)
-    mask = random_mask(4, 6, generator)
-    wide = torch.nn.functional.pad(mask, (0, 3))
-
-    def rubbished(x):
-        return torch.nn.functional.pad(x, (0, 3)).masked_fill(~wide, rubbish)
-
-    clean = generalized_advantages(rewards, values, mask, gamma=0.9, gae_lambda=0.9)
-    dirty = generalized_advantages(
-        rubbished(rewards), rubbished(values), wide, gamma=0.9, gae_lambda=0.9
-    )
-
-    for a, b in zip(clean, dirty, strict=True):
-        torch.testing.assert_close(b[:, :6], a)
-        assert b[~wide].abs().sum() == 0.0
-    torch.testing.assert_close(
-        discounted_returns(rubbished(rewards), wide, gamma=0.9)[:, :6],
-        discounted_returns(rewards, mask, gamma=0.9),
-    )
 
 
 @pytest.mark.parametrize(

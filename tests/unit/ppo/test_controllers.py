@@ -5,12 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from raypo.collectives import Workers
 from raypo.learner.learner import Learner
 from raypo.ppo.controllers import EntropyController, ReferenceKL, UpdateState
 from raypo.ppo.shaping import RunningMoments
 from tests.unit.learner.plain import one_step, plain_models
 from tests.unit.learner.test_knobs import section
+from tests.unit.ppo.steps import experience
 
 STEERED = {
     "kl.controller": "adaptive",
@@ -82,7 +85,15 @@ def test_the_names_of_metrics_have_no_effect_on_training(monkeypatch: pytest.Mon
     assert found.state == expected.state != UpdateState.initial(ppo)
 
 
-@pytest.mark.parametrize("numbers", [(-0.1, None, 0.0), (0.1, 0.2, -0.1), (0.1, 0.0, 0.1)])
-def test_impossible_controllers_are_refused(numbers):
-    with pytest.raises(ValueError, match="must"):
-        EntropyController(*numbers)
+def test_bug_5_the_controller_is_fed_nats_a_response_not_nats_a_token():
+    mask = torch.ones(2, 50, dtype=torch.bool)
+    mask[1] = False  # a response without a sampled token counts for nothing
+    policy, reference = torch.full((2, 50), -1.0), torch.full((2, 50), -1.1)
+    rows = experience(mask, old_log_probs=policy, ref_log_probs=reference)
+
+    kl = ReferenceKL.measure(rows, Workers())
+
+    assert kl.response_mean == pytest.approx(5.0, rel=1e-5)  # 50 tokens of 0.1 nats
+    assert kl.token_mean == pytest.approx(0.1, rel=1e-5)
+    state = UpdateState.initial(section(STEERED))
+    assert state.after_step(scores=state.scores, kl=kl, entropy=None).kl.coef > state.kl.coef

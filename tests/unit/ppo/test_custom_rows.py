@@ -1,10 +1,6 @@
 """A user's own functions see the step of all workers, however its rows are dealt."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from raypo.config import PPOSection
 from raypo.ppo.controllers import UpdateState
 from raypo.ppo.estimators import with_advantages
 from raypo.types import Experience
+from tests.unit.learner.plain import on_workers
 from tests.unit.test_types import batch
 
 FUNCTIONS = "examples/own_functions/functions.py"
@@ -22,21 +19,6 @@ PPO = {
     "shaping": {"function": f"{FUNCTIONS}:ranks"},
     "kl": {"coef": 0.0},
 }
-
-
-@dataclass(frozen=True)
-class InThreads(Workers):
-    """Workers that are threads of this process."""
-
-    board: dict[int, Any] = field(default_factory=dict)
-    all_there: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
-
-    def gather(self, value: Any) -> list[Any]:
-        self.board[self.rank] = value
-        self.all_there.wait(timeout=30)
-        values = [self.board[rank] for rank in range(self.count)]
-        self.all_there.wait(timeout=30)
-        return values
 
 
 def step_of(rows: int) -> Experience:
@@ -69,13 +51,8 @@ def test_shaping_comes_first_and_the_advantage_gets_what_it_made():
 
 def test_neither_depends_on_which_worker_has_which_row_or_how_wide_it_padded():
     step = step_of(5)
-    one = InThreads(0, 2)
     shares = [torch.tensor([0, 3, 4]), torch.tensor([1])]  # the second is one token wide
-    with ThreadPoolExecutor(2) as threads:
-        found = threads.map(
-            lambda worker: advantages(step.select(shares[worker.rank]), worker),
-            [one, replace(one, rank=1)],
-        )
+    found = on_workers(2, lambda worker: advantages(step.select(shares[worker.rank]), worker))
     alone = advantages(step.select(torch.tensor([0, 1, 3, 4])), Workers())
     expected = dict(zip([0, 1, 3, 4], alone, strict=True))
     assert alone.abs().sum() > 0

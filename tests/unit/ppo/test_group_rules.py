@@ -1,42 +1,47 @@
 from math import comb
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypo.config import FilterSection
 from raypo.ppo.groups import filter_groups, pass_at_k
 from tests.unit.ppo.steps import NAN, few
+
+
+def kept(scores: torch.Tensor, **keys: Any) -> list[bool]:
+    """Groups that pass by keys of `ppo.filter`; samples that are NaN failed."""
+    return filter_groups(scores, ~scores.isnan(), FilterSection(**keys)).tolist()
 
 
 def test_groups_are_kept_if_their_scores_differ():
     scores = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
 
-    assert filter_groups(scores).tolist() == [False, True, False]
+    assert kept(scores) == [False, True, False]
 
 
 @pytest.mark.parametrize("score", [0.1, 0.7, 1e6 / 3])
 def test_equal_scores_never_differ_by_rounding(score):
     for n in range(2, 12):
         scores = torch.full((1, n), score, dtype=torch.float64)
-        assert not filter_groups(scores, min_std=0.0).any()
+        assert not any(kept(scores, min_std=0.0))
 
 
 def test_range_of_the_mean_and_least_deviation():
     scores = torch.tensor([[0.0, 0.2], [0.0, 1.0], [0.8, 1.0]])  # means 0.1, 0.5, 0.9
 
-    assert filter_groups(scores, low=0.2, high=0.8).tolist() == [False, True, False]
-    assert filter_groups(scores, low=0.2).tolist() == [False, True, True]
-    assert filter_groups(scores, min_std=0.2).tolist() == [False, True, False]  # 0.1, 0.5, 0.1
-    assert filter_groups(scores, low=0.5).tolist() == [False, False, True]  # strictly above
-    with pytest.raises(ValueError, match="low"):
-        filter_groups(scores, low=0.8, high=0.2)
+    assert kept(scores, low=0.2, high=0.8) == [False, True, False]
+    assert kept(scores, low=0.2) == [False, True, True]
+    assert kept(scores, min_std=0.2) == [False, True, False]  # 0.1, 0.5, 0.1
+    assert kept(scores, low=0.5) == [False, False, True]  # strictly above
 
 
 def test_samples_that_failed_are_left_out():
     scores = torch.tensor([[1.0, NAN, 1.0], [1.0, NAN, 0.0], [1.0, NAN, NAN]])
 
-    assert filter_groups(scores, valid=~scores.isnan()).tolist() == [False, True, False]
+    assert kept(scores) == [False, True, False]
 
 
 def test_pass_at_k_by_hand():

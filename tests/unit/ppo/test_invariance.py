@@ -1,71 +1,86 @@
 """Neither padding, nor rubbish, nor the cut into micro-batches and workers can matter."""
 
-import itertools
-from dataclasses import replace
+from dataclasses import astuple, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypo.ppo.losses import AGGREGATIONS, count_for, explained_variance, policy_loss, value_loss
+from raypo.collectives import Workers
+from raypo.config import KLSection, PPOSection
+from raypo.ppo.losses import AGGREGATIONS, explained_variance
+from raypo.ppo.objective import StepCounts, policy_objective, value_objective
 from raypo.ppo.surrogates import SURROGATES
-from tests.unit.ppo.steps import INF, NAN, Step, add, few, fewer, random_step, seeds
+from raypo.types import Experience
+from tests.unit.ppo.steps import INF, NAN, Step, add, experience, few, fewer, random_step, seeds
 
-POLICY = [
-    (kind, aggregation, weighted)
-    for kind, aggregation, weighted in itertools.product(SURROGATES, AGGREGATIONS, (False, True))
-]
-VALUE = list(itertools.product((None, 0.2), AGGREGATIONS))
-MAX_NEW_TOKENS = 9
-
-
-def policy(step: Step, case, normalizer=None):
-    kind, aggregation, weighted = case
-    return policy_loss(
-        *step.policy(),
-        kind=kind,
+CRITIC = PPOSection()
+POLICIES = [
+    PPOSection.model_construct(
+        policy_loss=kind,
+        aggregation=aggregation,
         dual_clip=1.5 if kind in ("ppo", "gspo", "clip_cov") else None,
         cispo_low=0.1,
-        covariant=step.covariant,
         clip_high=0.3,
-        aggregation=aggregation,
-        weights=step.weights if weighted else None,
-        max_new_tokens=MAX_NEW_TOKENS,
-        normalizer=normalizer,
+        kl=KLSection(coef=0.1, placement="loss", estimator="k3"),
     )
+    for kind in SURROGATES
+    for aggregation in AGGREGATIONS
+]
+CASES = [
+    pytest.param(ppo, "log_probs", id=f"{ppo.policy_loss}-{ppo.aggregation}") for ppo in POLICIES
+]
+CASES.append(pytest.param(CRITIC, "values", id="critic"))
 
 
-def critic(step: Step, case, normalizer=None):
-    value_clip, aggregation = case
-    return value_loss(
-        *step.critic(),
-        value_clip=value_clip,
-        aggregation=aggregation,
-        max_new_tokens=MAX_NEW_TOKENS,
-        normalizer=normalizer,
+def rows_of(step: Step, **more: Any) -> Experience:
+    names = ("old_log_probs", "advantages", "weights", "covariant", "returns")
+    given = {name: getattr(step, name) for name in names}
+    given |= {"ref_log_probs": step.old_values, "values": step.old_values}
+    return experience(step.mask, **given | more)
+
+
+def counts_of(step: Step, ppo: PPOSection) -> StepCounts:
+    return StepCounts.of(rows_of(step), ppo, Workers())
+
+
+def loss_of(step: Step, ppo: PPOSection, counts: StepCounts | None = None, **more: Any):
+    """Loss and statistics of policy or critic; `counts` are those of the whole step."""
+    rows = rows_of(step, **more)
+    counts = counts or StepCounts.of(rows, ppo, Workers())
+    if ppo is CRITIC:
+        return value_objective(step.values, rows, ppo, counts)
+    output = policy_objective(
+        step.log_probs,
+        step.returns,  # some entropies
+        rows,
+        ppo=ppo,
+        counts=counts,
+        max_new_tokens=9,
+        kl_coef=0.2,
+        entropy_coef=0.1,
+        surrogate=SURROGATES[ppo.policy_loss],
     )
+    return output.loss, output.statistics
 
 
-CASES = [pytest.param(policy, case, "log_probs", id="-".join(map(str, case))) for case in POLICY]
-CASES += [pytest.param(critic, case, "values", id="-".join(map(str, case))) for case in VALUE]
-
-
-def whole(loss_of, step: Step, case, leaf: str):
+def whole(step: Step, ppo: PPOSection, leaf: str, **more: Any):
     """Loss, gradient and statistics of the step in one piece."""
-    loss, stats = loss_of(step, case)
+    loss, stats = loss_of(step, ppo, **more)
     (gradient,) = torch.autograd.grad(loss, getattr(step, leaf))
     return loss.detach(), gradient, stats
 
 
-@pytest.mark.parametrize(("loss_of", "case", "leaf"), CASES)
+@pytest.mark.parametrize(("ppo", "leaf"), CASES)
 @given(seed=seeds, rubbish=st.sampled_from([0.0, 1e30, INF, -INF, NAN]))
 @fewer
-def test_padding_and_rubbish_change_nothing(loss_of, case, leaf, seed, rubbish):
+def test_padding_and_rubbish_change_nothing(ppo, leaf, seed, rubbish):
     step = random_step(seed)
-    loss, gradient, stats = whole(loss_of, step, case, leaf)
+    loss, gradient, stats = whole(step, ppo, leaf)
 
-    wide_loss, wide_gradient, wide_stats = whole(loss_of, step.padded(3, rubbish), case, leaf)
+    wide_loss, wide_gradient, wide_stats = whole(step.padded(3, rubbish), ppo, leaf)
 
     width = step.mask.shape[1]
     torch.testing.assert_close(wide_loss, loss)
@@ -74,45 +89,32 @@ def test_padding_and_rubbish_change_nothing(loss_of, case, leaf, seed, rubbish):
     torch.testing.assert_close(wide_stats, stats)
 
 
-@pytest.mark.parametrize(("loss_of", "case", "leaf"), CASES)
-@given(seed=seeds)
-@fewer
-def test_order_of_rows_changes_nothing(loss_of, case, leaf, seed):
+@pytest.mark.parametrize(("ppo", "leaf"), CASES)
+@given(seed=seeds, num_workers=st.sampled_from([1, 2, 3]), weighted=st.booleans())
+@few
+def test_cut_into_workers_and_microbatches_changes_nothing(ppo, leaf, seed, num_workers, weighted):
+    """Nor does the order of the rows: they are dealt at random."""
     step = random_step(seed)
-    loss, gradient, stats = whole(loss_of, step, case, leaf)
-    order = torch.randperm(len(step.mask), generator=torch.Generator().manual_seed(seed))
-
-    shuffled_loss, shuffled_stats = loss_of(step.of(order), case)
-    (shuffled_gradient,) = torch.autograd.grad(shuffled_loss, getattr(step, leaf))
-
-    torch.testing.assert_close(shuffled_loss, loss)
-    torch.testing.assert_close(shuffled_gradient, gradient)
-    torch.testing.assert_close(shuffled_stats, stats)
-
-
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
-@pytest.mark.parametrize(("loss_of", "case", "leaf"), CASES)
-@given(seed=seeds)
-@fewer
-def test_cut_into_workers_and_microbatches_changes_nothing(loss_of, case, leaf, num_workers, seed):
-    step = random_step(seed)
-    loss, gradient, stats = whole(loss_of, step, case, leaf)
+    if not weighted:
+        step = replace(step, weights=torch.ones_like(step.weights))
+    loss, gradient, stats = whole(step, ppo, leaf)
     generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(step.mask), generator=generator)
     owner = torch.randint(0, num_workers, (len(step.mask),), generator=generator)
-    shares = [step.of(torch.nonzero(owner == worker).flatten()) for worker in range(num_workers)]
+    shares = [step.of(order[owner == worker]) for worker in range(num_workers)]
 
-    # each worker counts its own share; the sum over workers is everybody's normalizer
-    aggregation = case[1]
-    normalizer = sum(count_for(share.mask, aggregation=aggregation) for share in shares)
+    # each worker counts its own share; the sums over workers are everybody's normalizers
+    mine = torch.tensor([astuple(counts_of(share, ppo)) for share in shares])
+    counts = StepCounts(*mine.sum(0).tolist())
     parts = [
-        loss_of(share.of(slice(first, first + 2)), case, normalizer=normalizer)
+        loss_of(share.of(slice(first, first + 2)), ppo, counts)
         for share in shares
         for first in range(0, max(len(share.mask), 1), 2)  # a worker without rows still takes part
     ]
     total = torch.stack([part[0] for part in parts]).sum()
     (total_gradient,) = torch.autograd.grad(total, getattr(step, leaf))
 
-    torch.testing.assert_close(total, loss)
+    torch.testing.assert_close(total.detach(), loss)
     torch.testing.assert_close(total_gradient, gradient)
     summed = add([part[1] for part in parts])
     torch.testing.assert_close(summed, stats, check_dtype=False)
@@ -120,34 +122,25 @@ def test_cut_into_workers_and_microbatches_changes_nothing(loss_of, case, leaf, 
         torch.testing.assert_close(explained_variance(summed), explained_variance(stats))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("ppo", [each for each in POLICIES if each.policy_loss == "ppo"])
 @given(seed=seeds)
 @few
-def test_a_response_weighs_the_same_in_one_row_as_in_several(aggregation, seed):
+def test_a_response_weighs_the_same_in_one_row_as_in_several(ppo, seed):
     """An agent's episode, cut anywhere into conversations, is one response."""
     step = random_step(seed)
-    whole_loss, gradient, _ = whole(policy, step, ("ppo", aggregation, False), "log_probs")
+    loss, gradient, _ = whole(step, ppo, "log_probs")
     cut = torch.randint(1, 7, (1,), generator=torch.Generator().manual_seed(seed)).item()
     is_first = torch.arange(step.mask.shape[1]) < cut
-    parts = [
-        replace(step, log_probs=step.log_probs, mask=step.mask & half)
-        for half in (is_first, ~is_first)
-    ]
-    tokens = step.mask.sum(1)
-    normalizer = count_for(step.mask, aggregation=aggregation)
-    losses = [
-        policy_loss(
-            *part.policy(),
-            dual_clip=1.5,
-            clip_high=0.3,
-            aggregation=aggregation,
-            max_new_tokens=MAX_NEW_TOKENS,
-            sample_tokens=tokens,
-            normalizer=normalizer,
-        )[0]
-        for part in parts
-    ]
-    total = torch.stack(losses).sum()
-    (total_gradient,) = torch.autograd.grad(total, step.log_probs)
-    torch.testing.assert_close(total.detach(), whole_loss)
-    torch.testing.assert_close(total_gradient, gradient)
+    both = step.of(torch.arange(len(step.mask)).repeat(2))
+    halves = torch.cat([step.mask & is_first, step.mask & ~is_first])
+
+    found, _ = loss_of(
+        replace(both, mask=halves),
+        ppo,
+        row_index=torch.arange(2).repeat_interleave(len(step.mask)),
+        sample_tokens=step.mask.sum(1).repeat(2),
+    )
+    (found_gradient,) = torch.autograd.grad(found, step.log_probs)
+
+    torch.testing.assert_close(found.detach(), loss)
+    torch.testing.assert_close(found_gradient, gradient)

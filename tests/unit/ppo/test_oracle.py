@@ -44,7 +44,7 @@ def assert_close(actual: Tensor, expected: Any) -> None:
     failed=st.booleans(),
     turns=st.booleans(),
     alpha=st.sampled_from([None, 0.3]),
-    critic_lambda=st.sampled_from([None, 1.0]),
+    critic_lambda=st.sampled_from([None, 0.6, 1.0]),
     clip=st.sampled_from([None, 0.7]),
     masks=st.booleans(),
 )

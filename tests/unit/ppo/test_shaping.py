@@ -8,10 +8,8 @@ from raypo.collectives import Workers
 from raypo.config import ShapingSection
 from raypo.ppo.shaping import (
     RunningMoments,
-    clip_scores,
     overlong_penalty,
     shape_scores,
-    truncation_penalty,
 )
 from tests.unit.learner.plain import on_workers
 from tests.unit.ppo.steps import NAN, experience, few, seeds
@@ -42,35 +40,19 @@ def test_overlong_penalty_by_hand():
 
 
 def test_truncation_replaces_or_scales():
-    scores, truncated = torch.tensor([2.0, 2.0, -2.0]), torch.tensor([False, True, True])
+    rows = [2.0, 2.0, -2.0], [3, 3, 3], [False, True, True]
 
-    assert truncation_penalty(scores, truncated, replacement=-1.0).tolist() == [2.0, -1.0, -1.0]
+    assert shape(*rows, truncated_score=-1.0)[0].tolist() == [2.0, -1.0, -1.0]
     # 2 - 0.75 * 2, -2 - 0.75 * 2: a negative score must not improve
-    assert truncation_penalty(scores, truncated, scale=0.25).tolist() == [2.0, 0.5, -3.5]
-    assert truncation_penalty(scores, truncated, scale=1.0).tolist() == scores.tolist()
+    assert shape(*rows, truncated_scale=0.25)[0].tolist() == [2.0, 0.5, -3.5]
+    assert shape(*rows, truncated_scale=1.0)[0].tolist() == rows[0]
 
 
 def test_clip_by_hand():
-    scores = torch.tensor([-5.0, 0.5, 5.0])
+    rows = [-5.0, 0.5, 5.0], [1, 1, 1], [False] * 3
 
-    assert clip_scores(scores, low=-1.0, high=1.0).tolist() == [-1.0, 0.5, 1.0]
-    assert clip_scores(scores, high=1.0).tolist() == [-5.0, 0.5, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda s, t: overlong_penalty(s, t, max_tokens=4, buffer_tokens=5), "buffer_tokens"),
-        (lambda s, t: truncation_penalty(s, t > 0), "one of"),
-        (lambda s, t: truncation_penalty(s, t > 0, replacement=0.0, scale=0.5), "one of"),
-        (lambda s, t: truncation_penalty(s, t > 0, scale=1.5), "scale"),
-        (lambda s, t: clip_scores(s, low=1.0, high=-1.0), "low"),
-        (lambda s, t: overlong_penalty(s, t[:1], max_tokens=4, buffer_tokens=2), "one shape"),
-    ],
-)
-def test_impossible_rules_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(torch.zeros(2), torch.ones(2, dtype=torch.int64))
+    assert shape(*rows, clip_low=-1.0, clip_high=1.0)[0].tolist() == [-1.0, 0.5, 1.0]
+    assert shape(*rows, clip_high=1.0)[0].tolist() == [-5.0, 0.5, 1.0]
 
 
 def test_running_moments_by_hand():

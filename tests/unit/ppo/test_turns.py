@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from raypo.config.ppo_section import ESTIMATORS, GROUP_ADVANTAGES
 from raypo.ppo.advantages import discounted_returns, generalized_advantages, runs_of
-from raypo.ppo.estimators import baseline_by_index
+from raypo.ppo.groups import baseline_by_index
 from tests.unit.ppo.steps import INF, NAN, estimate, few, seeds
 
 TURNS = torch.tensor([[True, True, False, True, False, False, True, True]])

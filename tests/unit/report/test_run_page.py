@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raypo.config import ConfigError
-from raypo.report.run_page import load_run, run_page
+from raypo.report.run_page import _tiles, load_run, run_page
 from raypo.report.samples import choose, run_samples
 from raypo.storage.run_files import RunFiles
 from tests.recorded_run import page_data, rollout, write_run
@@ -230,3 +230,9 @@ def test_a_run_on_preferences_shows_rewards_log_probs_and_margins(tmp_path: Path
     shown = titles(page_text(tmp_path / "dpo"))
     assert {"Implicit rewards", "Log-probabilities", "Margin: chosen less rejected"} <= shown
     assert "KL that KTO compares with" not in shown
+
+
+def test_a_card_of_seconds_shows_the_median_of_the_newest_steps():
+    rows = [{"step": n, "time/step_s": 2.0} for n in range(1, 30)]
+    tiles = _tiles([*rows, {"step": 30, "time/step_s": 90.0}])
+    assert ("2", "median of 10 steps") in [tile[1:] for tile in tiles]

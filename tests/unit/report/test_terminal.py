@@ -4,11 +4,12 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from raypo.cli import app
-from raypo.report.samples import by_sample, run_samples, typical
+from raypo.report.page import Section, Table
+from raypo.report.samples import before_and_after_texts, by_sample, run_samples, typical
 from raypo.report.terminal import chosen, print_samples
 from raypo.storage.rollout_table import rollout_table
 from raypo.storage.run_files import RunFiles
-from tests.recorded_run import WORDS, conversations, episode, rollout, write_run
+from tests.recorded_run import WORDS, conversations, episode, held_out, rollout, write_run
 
 
 def test_samples_of_the_last_step_in_the_order_that_is_asked_for(tmp_path: Path):
@@ -74,7 +75,7 @@ def test_episodes_are_shown_turn_by_turn_with_rewards_and_errors(tmp_path: Path)
     assert lines[at : at + 4] == [
         f"{first}  +0.5",
         "calculator (0.25 s)",
-        between,
+        f"< {between}",
         f"{last}  -1",
     ]
     assert lines[at + 4 : at + 6] == [
@@ -116,3 +117,20 @@ def test_the_conversations_of_an_agents_episode_are_one_sample(tmp_path: Path):
     assert "tools" not in trained[0]["more"][0]
     typical_ones = {id(row) for row in typical([*rows, rollout(1, 1, 0)]).values()}
     assert id(rows[1]) not in typical_ones
+
+
+def test_samples_before_and_after_show_changed_ones_first_and_turns_apart(tmp_path: Path):
+    files = RunFiles.at(str(write_run(tmp_path, steps=4)))
+    rows = [held_out(0, group) for group in range(8)]
+    files.write_rollouts(0, rollout_table(rows), held_out=True)
+    later = [dict(row) for row in rows]
+    later[7] |= {"response": "other"}
+    later[5] |= {"response": "abc", "episode": episode()["episode"], "turn_index": [0, -1, 1]}
+    later[5] |= {"response_ids": [1, 4, 2], "response_mask": [True, False, True]}
+    files.write_rollouts(4, rollout_table(later), held_out=True)
+    section = Section("")
+    before_and_after_texts(section, files)
+    (table,) = (part for part in section.blocks if isinstance(part, Table))
+    assert [row[0] for row in table.rows[:2]] == ["held out 5", "held out 7"]
+    assert table.rows[0][4] == f"{WORDS[1]}\n< {WORDS[4]}\n{WORDS[2]}"
+    assert len(table.rows) == 6

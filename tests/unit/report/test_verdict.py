@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from raypo.report import run_page as run_page_module
 from raypo.report.page import Words
 from raypo.report.run_page import load_run, run_page
 from raypo.storage.rollout_table import rollout_table
@@ -11,6 +14,12 @@ from tests.recorded_run import write_recorded
 
 PPO, SFT, REWARD_MODEL = "quickstart", "quickstart-sft", "quickstart-reward-model"
 HELD, GAMED = "kl_coef-00005", "kl_coef-00007"
+
+
+@pytest.fixture(autouse=True)
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of a page's time; test_run_page.py looks at the charts."""
+    monkeypatch.setattr(run_page_module, "PLOTS", {})
 
 
 def said(*folders: Path) -> str:

@@ -101,8 +101,8 @@ def test_held_out_sources_fall_back_on_the_functions_of_training(judges: str):
 
 def test_what_is_imported_does_not_count_against_the_time_of_a_call(tmp_path: Path):
     slow = tmp_path / "slow.py"
-    slow.write_text("import time\ntime.sleep(3)\ndef ones(rollouts):\n    return [1.0]\n")
-    section = RewardSection(processes=1, timeout_s=1.5)
+    slow.write_text("import time\ntime.sleep(2)\ndef ones(rollouts):\n    return [1.0]\n")
+    section = RewardSection(processes=1, timeout_s=1.0)
     function = open_function(section, None, {"sums": f"{slow}:ones"})
     assert function is not None
     one = replace(rollout("1"), data_source="sums")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raypo.collectives import Workers
+from raypo.concurrency import completed, daemon_future
 from raypo.data.stream import Draw
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.dispatch import dispatch
@@ -57,22 +58,13 @@ class Engines(client.Engines):
     def sharing_call(self, id: str, part: Sequence[int]) -> Engines:
         return Engines(self.fleet, self.numbers, id, part)
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> Pending:
+    def generate(
+        self, requests: Sequence[SamplingRequest], on_completion: client.OnCompletion | None = None
+    ) -> client.Completions:
         seeds = [seed_of(each) for each in requests]
         with self.fleet.lock:
             assert self.fleet.lots.setdefault(self.id, seeds) == seeds, "one id, two lots"
-        return Pending([completion(seeds[place]) for place in self.part])
-
-
-@dataclass
-class Pending:
-    completions: list[Completion]
-
-    def result(self) -> list[Completion]:
-        return self.completions
-
-    def partial(self) -> dict[int, Completion]:
-        return {}
+        return completed([completion(seeds[place]) for place in self.part])
 
 
 def seeds(answers: Sequence[Completion]) -> list[int]:
@@ -110,29 +102,30 @@ def test_a_worker_without_prompts_asks_with_the_others_and_gets_nothing():
 
 @dataclass
 class Slow(client.Engines):
-    """An engine whose responses come one by one, when a test says so."""
+    """An engine that reports early completions twice, as one that was restarted."""
 
-    come: list[int] = field(default_factory=list)
+    early: list[int] = field(default_factory=list)
     has_ended: threading.Event = field(default_factory=threading.Event)
 
     def per_engine(self) -> list[Slow]:
         return [self]
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> Slow:
-        self.count = len(requests)
-        return self
+    def generate(
+        self, requests: Sequence[SamplingRequest], on_completion: client.OnCompletion | None = None
+    ) -> client.Completions:
+        for place in 2 * self.early:
+            assert on_completion is not None
+            on_completion(place, completion(100 + place))
 
-    def partial(self) -> dict[int, Completion]:
-        """All that have come, each time anew, as an engine's that was started again."""
-        return {place: completion(100 + place) for place in self.come}
+        def result() -> list[Completion]:
+            assert self.has_ended.wait(10)
+            return [completion(200 + place) for place in range(len(requests))]
 
-    def result(self) -> list[Completion]:
-        assert self.has_ended.wait(10)
-        return [completion(200 + place) for place in range(self.count)]
+        return daemon_future(result, name="slow")
 
 
 def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_were():
-    engine, heard = Slow(), list[list[Rollout]]()
+    engine, heard = Slow(early=[0, 3, 2]), list[list[Rollout]]()
     draws = [Draw(draw, Prompt(draw, "p", PROMPT)) for draw in range(3)]
     sampler = Sampler(engine, Lossy(), Sampling(2, 4, 1.0, 1.0, (), seed=0))
     some_are_heard = threading.Event()
@@ -146,7 +139,6 @@ def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_
         target=lambda: rollouts.extend(sampler.sample(draws, on_rollouts=hear))
     )
     sampling_thread.start()
-    engine.come = [0, 3, 2]
     assert some_are_heard.wait(10)
     engine.has_ended.set()
     sampling_thread.join(10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raypo.cluster.actors import NoReplicaLeft
-from raypo.pending import Done
+from raypo.concurrency import daemon_future
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
@@ -36,31 +36,20 @@ class Engines(client.Engines):
     calls: list[Answers]
     asked: list[list[int]] = field(default_factory=list)
 
-    def submit(self, requests: Sequence[SamplingRequest]) -> Pending:
+    def submit(
+        self, requests: Sequence[SamplingRequest], on_completion: client.OnCompletion | None = None
+    ) -> client.Completions:
+        """The last request is ready early; the one before is given back early."""
         self.asked.append([seed_of(each) for each in requests])
-        return Pending(self.calls.pop(0), list(requests))
-
-    async def sample(self, request: SamplingRequest) -> Completion:
-        (answer,) = await asyncio.to_thread(self.submit([request]).result)
-        return answer
+        last = len(requests) - 1
+        if on_completion is not None:
+            on_completion(last, completion(requests[last]))
+            on_completion(last - 1, completion(requests[last - 1], "paused"))
+        answers = self.calls.pop(0)
+        return daemon_future(lambda: answers(list(requests)), name="engine")
 
     def per_engine(self) -> list[Engines]:
         return [self]
-
-
-@dataclass
-class Pending:
-    answers: Answers
-    requests: list[SamplingRequest]
-
-    def result(self) -> list[Completion]:
-        return Done(self.answers(self.requests)).result()
-
-    def partial(self) -> dict[int, Completion]:
-        """The last of them is there; the one before was given back."""
-        last = len(self.requests) - 1
-        told = {last: completion(self.requests[last])}
-        return told | {last - 1: completion(self.requests[last - 1], "paused")}
 
 
 def whole(requests: list[SamplingRequest]) -> list[Completion]:
@@ -95,16 +84,12 @@ def test_what_has_come_is_told_by_its_place_among_all_requests():
     def first_only(requests: list[SamplingRequest]) -> list[Completion]:
         return [completion(requests[0]), *(completion(each, "paused") for each in requests[1:])]
 
-    def told_after(requests: list[SamplingRequest]) -> list[Completion]:
-        news.append(answer.partial())
-        return whole(requests)
-
-    news: list[Mapping[int, Completion]] = []
-    engines = Engines([first_only, told_after])
-    answer = EnginesInFlight(engines, Pushes()).generate([request(n) for n in range(4)])
-    news.append(answer.partial())
-    answer.result()
-    assert [list(each) for each in news] == [[3], [3]]
+    early: list[int] = []
+    engines = Engines([first_only, whole])
+    EnginesInFlight(engines, Pushes()).generate(
+        [request(n) for n in range(4)], lambda index, completion: early.append(index)
+    ).result()
+    assert early == [3, 3]
     assert engines.asked[1] == [1, 2, 3]
 
 

@@ -16,15 +16,16 @@ from raypo.run.background_writer import BackgroundWriter
 from raypo.run.records import Records
 from raypo.run.rollout_metrics import rollout_rows, sample_row
 from raypo.run.run import Run
+from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
 from tests.unit.learner.plain import group, on_workers
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run[PPOConfig]:
-    nothing: Any = None
+    runtime = Runtime("run", str(tmp_path), str(tmp_path))
     config = PPOConfig.parse({"name": "run", "model": {"policy": "p"}, "data": {"prompts": "d"}})
-    return Run(config, nothing, Workers(), RunFiles(str(tmp_path), "run"), MonitorClient(None))
+    return Run(config, runtime, Workers(), RunFiles(str(tmp_path), "run"), MonitorClient(None))
 
 
 def report(records: Records, step: int) -> None:

@@ -1,5 +1,6 @@
 """Which teacher is asked about what."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from raypo.collectives import Workers
+from raypo.concurrency import completed
 from raypo.config import DistillationConfig
 from raypo.data.stream import ShuffledStream
-from raypo.pending import Done
 from raypo.recipes.distillation import DistillationRecipe
 from raypo.types import Example, ScoredRollout
 from tests.unit.run.test_rejection_sampling import scored
@@ -34,10 +35,10 @@ class Teacher:
     def __init__(self, number: int) -> None:
         self.number, self.responses = number, []
 
-    def top_log_probs(self, sequences: list, count: int, vocabulary: int) -> Done[list]:
+    def top_log_probs(self, sequences: list, count: int, vocabulary: int) -> Future[list]:
         self.responses += [bytes(response.astype(np.uint8)).decode() for _, response in sequences]
         told = [np.full((len(response), count), -1.0, np.float32) for _, response in sequences]
-        return Done([(each, np.full(each.shape, self.number, np.int32)) for each in told])
+        return completed([(each, np.full(each.shape, self.number, np.int32)) for each in told])
 
 
 def text(written: str) -> Example:

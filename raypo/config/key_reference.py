@@ -1,0 +1,213 @@
+"""Meaning, values and default of each config key, from the classes and their docstrings.
+
+`raypo config` and docs/configuration.md are made from this.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import json
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator
+from pydantic.fields import FieldInfo
+
+from raypo.config.base import ConfigError, known_keys, remedy_for_unknown
+from raypo.config.presets import PRESETS
+from raypo.config.sweep_config import Constraint
+
+FIRST_KEYS = (
+    "name",
+    "model.policy",
+    "data.prompts",
+    "data.label_key",
+    "data.max_prompt_tokens",
+    "reward.function",
+    "model.reward",
+    "num_steps",
+    "rollout.prompts_per_step",
+    "rollout.samples_per_prompt",
+    "rollout.max_new_tokens",
+    "ppo.preset",
+    "ppo.minibatch_size",
+    "ppo.kl.coef",
+    "learner.policy_lr",
+    "learner.num_workers",
+    "model.lora",
+    "eval.prompts",
+    "placement.mode",
+    "rollout.mode",
+)
+"""The keys of a PPO run that matter first."""
+
+
+class Key(NamedTuple):
+    """A key that has a value of its own."""
+
+    name: str
+    """Dotted."""
+    values: str
+    """Allowed values, in words."""
+    default: str | None
+    """As in a run file; None if the key is required."""
+    meaning: str
+
+
+def keys_of(section: type[BaseModel], path: str = "") -> Iterator[Key]:
+    """Yield the keys of a section, without those of the sections below it."""
+    texts = docstrings(section)
+    for name, field in section.model_fields.items():
+        if is_value(field):
+            full = f"{path}.{name}" if path else name
+            default = None if field.is_required() else default_text(field)
+            values = values_text(field.annotation, field.metadata)
+            yield Key(full, values, default, texts.get(name, ""))
+
+
+def find_section(root: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """Return the class of a dotted section below a config class; None if it is no section."""
+    section: type[BaseModel] | None = root
+    for name in key.split(".") if key else ():
+        field = section.model_fields.get(name) if section else None
+        section = section_of(field.annotation) if field else None
+    return section
+
+
+def explain(key: str, root: type[BaseModel]) -> list[Key]:
+    """Return a key, and the keys below it if it is a section. An empty key means the whole file.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    above = key.rpartition(".")[0]
+    found: list[Key] = []
+    if (owner := find_section(root, above)) is not None:
+        found = [each for each in keys_of(owner, above) if each.name == key]
+    if (section := find_section(root, key)) is not None:
+        found += keys_of(section, key)
+    if not found and section is None:
+        remedy = remedy_for_unknown(key, known_keys(root))
+        raise ConfigError(f"KEY ({key}): there is no such key. {remedy}")
+    return found
+
+
+def sections_below(root: type[BaseModel], key: str) -> list[str]:
+    """Return the dotted sections directly below a section."""
+    section = find_section(root, key)
+    fields = section.model_fields.items() if section else ()
+    return [
+        f"{key}.{name}" if key else name
+        for name, field in fields
+        if section_of(field.annotation) is not None
+    ]
+
+
+def preset_text(name: str) -> str:
+    """Return what a preset sets below `ppo`, as in a run file: `clip_high: 0.28, ...`."""
+
+    def text(values: dict[str, Any]) -> str:
+        return ", ".join(
+            f"{key}: {{{text(value)}}}" if isinstance(value, dict) else f"{key}: {yaml_text(value)}"
+            for key, value in values.items()
+        )
+
+    return text(PRESETS[name])
+
+
+def default_of(root: type[BaseModel], key: str) -> str | None:
+    """Return a key's default as in a run file; None if it is required, null or a section."""
+    *sections, name = key.split(".")
+    section: Any = root
+    for each in sections:
+        section = section_of(section.model_fields[each].annotation)
+    field = section.model_fields[name]
+    is_shown = is_value(field) and not field.is_required() and field.default is not None
+    return default_text(field) if is_shown else None
+
+
+def default_text(field: FieldInfo) -> str:
+    """Return a field's default as in a run file."""
+    return yaml_text(field.get_default(call_default_factory=True))
+
+
+def is_value(field: FieldInfo) -> bool:
+    """Return whether a key can be set to something else than the keys of a section."""
+    is_section = inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel)
+    return not is_section
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section class in a type, also in a list or beside null; None if there is none."""
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (section_of(each) for each in get_args(annotation))
+    return next((each for each in found if each is not None), None)
+
+
+@functools.cache
+def docstrings(section: type[BaseModel]) -> dict[str, str]:
+    """Return field -> the docstring below it, of the class and its base classes."""
+    texts: dict[str, str] = {}
+    for each in reversed(section.__mro__):
+        if not issubclass(each, BaseModel) or each is BaseModel:
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(tree, ast.ClassDef)
+        for pair in itertools.pairwise(tree.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
+def section_text(section: type[BaseModel]) -> str:
+    """Return the docstring of a section's class as one line."""
+    return " ".join((section.__doc__ or "").split("\nAttributes:")[0].split())
+
+
+def values_text(annotation: Any, metadata: list[Any]) -> str:
+    """Return the allowed values of a type in words."""
+    if get_origin(annotation) is Annotated:
+        inner, *rest = get_args(annotation)
+        return values_text(inner, [*metadata, *rest])
+    metadata = [each for m in metadata for each in (getattr(m, "metadata", None) or [m])]
+    if get_origin(annotation) in (Union, types.UnionType):
+        kinds = [values_text(each, metadata) for each in get_args(annotation)]
+        return ", or ".join(dict.fromkeys(kinds))
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{yaml_text(value)}`" for value in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        item = values_text(get_args(annotation)[0], [])
+        is_either = any(isinstance(each, BeforeValidator) for each in metadata)
+        return f"{item}, or a list of such" if is_either else f"list: {item}"
+    if annotation is type(None):
+        return "`null`"
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return "its keys, below"
+    if annotation in (int, float):
+        kind = "integer" if annotation is int else "number"
+        signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+        bounds = [
+            f"{sign} {getattr(each, name):g}"
+            for each in metadata
+            for name, sign in signs.items()
+            if getattr(each, name, None) is not None
+        ]
+        return f"{kind} {', '.join(bounds)}".strip()
+    words = {str: "text", bool: "`true`, `false`", dict: "mapping", Constraint: "text"}
+    return words.get(get_origin(annotation) or annotation, str(annotation))
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value as it is written in a run file."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:.1e}".replace("e-0", "e-") if 0 < value < 1e-3 else f"{value:g}"
+    return json.dumps(value)

@@ -1,0 +1,32 @@
+"""Packages of the extras (`pip install 'raypo[report]'`), which the core does without."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from raypo.config import ConfigError
+
+EXTRAS = {
+    "report": ("jinja2", "plotly", "scipy"),
+    "serve": ("httpx", "starlette", "tenacity", "uvicorn"),
+    "sweep": ("optuna",),
+}
+"""Extra -> the packages that it adds. Sweeps also need the extra report, for their page."""
+
+
+def require(extra: str, use: str) -> None:
+    """Refuse what needs an extra that is not installed. Imports nothing.
+
+    Args:
+        extra: A key of `EXTRAS`.
+        use: A config key with its value, or a command, for the message.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    missing = [package for package in EXTRAS[extra] if find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"{use}: needs the package {missing[0]}, which is not installed. "
+            f"pip install 'raypo[{extra}]' on every node."
+        )

@@ -1,0 +1,323 @@
+"""The arguments of a trainer that Hugging Face users know, as values of a run config.
+
+`GRPOTrainer(model=..., train_dataset=..., reward_funcs=..., args={...})` builds the config that a
+run file would hold: each argument sets one config key, and `args` sets any key by its dotted name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import xxhash
+
+from raypo.config import ConfigError, OnlineConfig, RecipeConfig, is_import_path
+from raypo.config.base import known_keys, read_yaml
+from raypo.config.paths import is_uri
+from raypo.custom.loader import check_callable, function_name, load_function
+from raypo.rewards.scoring import RewardFunction, WeightedSum
+from raypo.storage.folder import TEMPORARY
+from raypo.storage.run_files import GIVEN_MODELS, RunFiles
+from raypo.trainer.settings import Rows, check_rows
+
+AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
+
+GIVEN = "given in Python"
+"""Placeholder in a config for rows and models that are not written yet."""
+LORA_KEYS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
+"""Field of peft's LoraConfig -> key below `model.lora`."""
+_LORA_IGNORED = {"task_type", "inference_mode", "base_model_name_or_path", "peft_version"}
+"""Fields of peft's LoraConfig that do not change the training."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of a trainer besides its config; `RecipeTrainer.__init__` describes them."""
+
+    model: Any = None
+    args: object = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    reward_funcs: Any = None
+    reward_weights: Sequence[float] | None = None
+    reward_fn: RewardFunction | None = None
+    processing_class: Any = None
+    peft_config: Any = None
+    ref_model: Any = None
+    callbacks: Sequence[Any] | None = None
+    datasets: Mapping[str, Rows] | None = None
+
+
+@dataclass
+class Given(Generic[AnyConfig]):
+    """A config, and what it cannot hold."""
+
+    config: AnyConfig
+    reward_fn: RewardFunction | None
+    callbacks: tuple[Callable[..., Any], ...]
+    rows: dict[str, Rows]
+    """Config key -> rows that are written into the run's folder."""
+    models: dict[str, tuple[Any, Any]]
+    """Config key -> model and tokenizer that are saved into the run's folder."""
+    is_built: bool
+    """True if the config comes from arguments and not from a file or a config object."""
+
+
+def read_arguments(
+    kind: type[AnyConfig], config: object, given: Arguments, *, preset: str | None
+) -> Given[AnyConfig]:
+    """Return the config that the arguments of a trainer describe, and what it cannot hold.
+
+    Args:
+        kind: Config class of the recipe.
+        config: A config, a mapping of its keys, the path of a run file, or None.
+        given: The other arguments, which set keys of the config.
+        preset: `ppo.preset` if a mapping or file sets neither it nor `ppo.advantage`.
+
+    Raises:
+        ConfigError: an argument is wrong, or has no effect.
+    """
+    if config is not None and given.args is not None:
+        raise ConfigError(
+            f"args ({type(given.args).__name__}): the first argument is a config already. Give "
+            f"one of the two; both take a config, a mapping or the path of a run file."
+        )
+    config = given.args if config is None else config
+    values, origin = _values(config, kind)
+    if preset and not {"preset", "advantage"} & (values.get("ppo") or {}).keys():
+        put(values, "ppo.preset", preset)
+    models = _set_models(values, kind, given)
+    if given.peft_config is not None:
+        put(values, "model.lora", _lora_of(given.peft_config))
+    rows = _set_rows(values, kind, given)
+    reward_fn = _set_rewards(values, kind, given)
+    callbacks = _set_callbacks(values, given.callbacks or ())
+    if given.model is not None:
+        path = str(getattr(given.model, "name_or_path", given.model))
+        recipe = kind.model_fields["recipe"].default
+        values.setdefault("name", f"{Path(path).name or 'model'}-{recipe}")
+    is_built = config is None or isinstance(config, Mapping)
+    made = kind.parse(values, origin=origin)
+    return Given(made, reward_fn, callbacks, rows, models, is_built)
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested values; a mapping is merged into a mapping that is there."""
+    first, _, rest = key.partition(".")
+    if rest:
+        below = values.get(first)
+        values[first] = dict(below) if isinstance(below, Mapping) else {}
+        put(values[first], rest, value)
+    elif isinstance(value, Mapping) and isinstance(values.get(first), Mapping):
+        for name, each in value.items():
+            put(values, f"{first}.{name}", each)
+    else:
+        values[first] = value
+
+
+def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
+    """Return the nested values of a config in any form, and the prefix of error messages."""
+    if isinstance(given, str | Path):
+        if not Path(given).exists() and Path(given).suffix not in (".yaml", ".yml"):
+            raise ConfigError(
+                f"config ({given}): there is no such run file. Give the path of one, or the "
+                f"model as model={str(given)!r}."
+            )
+        return read_yaml(Path(given), ()), str(given)
+    if isinstance(given, kind):
+        return given.model_dump(), "config"
+    if given is None or isinstance(given, Mapping):
+        values: dict[str, Any] = {}
+        for key, value in (given or {}).items():
+            put(values, str(key), value)
+        return values, "args"
+    name = type(given).__name__
+    of_trl = " docs/migrating.md has the keys of TRL." if "trl" in type(given).__module__ else ""
+    raise ConfigError(
+        f"config ({name}): must be a {kind.__name__}, a mapping of its keys like "
+        f'{{"num_steps": 100, "learner.policy_lr": 1e-6}}, or the path of a run file.{of_trl}'
+    )
+
+
+def _set_models(
+    values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
+) -> dict[str, tuple[Any, Any]]:
+    """Set the paths of models, and return the objects by config key."""
+    known, objects = known_keys(kind), {}
+    for name, key in (("model", "model.policy"), ("ref_model", "model.reference")):
+        model = getattr(given, name)
+        if model is not None and key not in known:
+            raise ConfigError(f"{name}: this recipe has no {key}. Leave it out.")
+        if isinstance(model, str | Path):
+            put(values, key, str(model))
+        elif model is not None:
+            _check_model(model, name, given.processing_class)
+            objects[key] = (model, given.processing_class)
+            put(values, key, GIVEN)
+    if given.processing_class is not None and not objects:
+        _check_tokenizer(given.processing_class, values)
+    return objects
+
+
+def _check_model(model: Any, name: str, tokenizer: Any) -> None:
+    """Refuse an object that cannot be saved as a Hugging Face folder."""
+    given = f"{name} ({type(model).__name__})"
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"{given}: has adapters, and a run trains its own. Give model.merge_and_unload(), or "
+            f"the base model and peft_config."
+        )
+    if not hasattr(model, "save_pretrained"):
+        raise ConfigError(
+            f"{given}: is no transformers model. Give a folder, a hub id, or an object with "
+            f"save_pretrained."
+        )
+    if tokenizer is None:
+        raise ConfigError(
+            f"{given}: an object is saved into the run's folder with its tokenizer. Give "
+            f"processing_class, or the model's folder or hub id as a text."
+        )
+
+
+def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer that is not that of `model.policy`, from which a run loads it."""
+    policy = str((values.get("model") or {}).get("policy"))
+    own = str(getattr(tokenizer, "name_or_path", ""))
+    if own and policy and own != policy and Path(own).absolute() != Path(policy).absolute():
+        raise ConfigError(
+            f"processing_class ({own}): a run loads the tokenizer from model.policy ({policy}). "
+            f"Save both into one folder, or give the model as an object."
+        )
+
+
+def _lora_of(given: Any) -> dict[str, Any]:
+    """Return the keys below `model.lora` of peft's LoraConfig."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    from peft import LoraConfig
+
+    if not isinstance(given, LoraConfig):
+        raise ConfigError(
+            f"peft_config ({type(given).__name__}): raypo trains LoRA adapters. Give a LoraConfig, "
+            f"or a mapping like {{'rank': 16, 'alpha': 32}}."
+        )
+    usual, values = LoraConfig().to_dict(), given.to_dict()
+    for name in values.keys() - LORA_KEYS.keys() - _LORA_IGNORED:
+        if values[name] != usual.get(name) and values[name]:
+            raise ConfigError(
+                f"peft_config.{name} ({values[name]!r}): raypo has r, lora_alpha and "
+                f"target_modules, without dropout. Leave it out."
+            )
+    if values["target_modules"] is None:
+        raise ConfigError(
+            "peft_config.target_modules (None): peft would choose by the architecture. Set it to "
+            "'all-linear' or to names like ['q_proj', 'v_proj']."
+        )
+    modules = values["target_modules"]
+    values["target_modules"] = modules if isinstance(modules, str) else sorted(modules)
+    return {ours: values[theirs] for theirs, ours in LORA_KEYS.items()}
+
+
+def _set_rows(
+    values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
+) -> dict[str, Rows]:
+    """Set the paths of data, and return the rows by config key."""
+    rows = dict(given.datasets or {})
+    held_out = "eval.pairs" if "eval.pairs" in known_keys(kind) else "eval.prompts"
+    for name, key in (("train_dataset", "data.prompts"), ("eval_dataset", held_out)):
+        data = getattr(given, name)
+        if isinstance(data, str | Path):
+            put(values, key, str(data))
+        elif data is not None and key in rows:
+            raise ConfigError(f"{name}: datasets has rows of {key} too. Give one of the two.")
+        elif data is not None:
+            rows[key] = data
+    check_rows(kind, rows)
+    for key in rows:
+        put(values, key, GIVEN)
+    return rows
+
+
+def _set_callbacks(
+    values: dict[str, Any], callbacks: Sequence[Any]
+) -> tuple[Callable[..., Any], ...]:
+    """Set the callbacks that are import paths, and return the others."""
+    if named := [each for each in callbacks if isinstance(each, str)]:
+        put(values, "callbacks", named)
+    functions = tuple(each for each in callbacks if not isinstance(each, str))
+    for each in functions:
+        check_callable(each, name=function_name(each), key="callbacks")
+    return functions
+
+
+def _set_rewards(
+    values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
+) -> RewardFunction | None:
+    """Set `model.reward`, and return the reward functions as one."""
+    funcs = given.reward_funcs
+    each = list(funcs) if isinstance(funcs, list | tuple) else [funcs] * (funcs is not None)
+    if each and not issubclass(kind, OnlineConfig):
+        raise ConfigError(
+            f"reward_funcs ({each[0]}): only what a run samples is judged. Leave it out; "
+            f"eval.function of an SFTConfig or DPOConfig judges answers to held-out prompts."
+        )
+    each += [] if given.reward_fn is None else [given.reward_fn]
+    weights = [1.0] * len(each) if given.reward_weights is None else [*given.reward_weights]
+    if len(weights) != len(each):
+        raise ConfigError(
+            f"reward_weights ({weights}): there are {len(each)} reward functions. Give a weight "
+            f"for each."
+        )
+    functions: list[Any] = []
+    factors: list[float] = []
+    models: list[dict[str, Any]] = []
+    for function, weight in zip(each, weights, strict=True):
+        if isinstance(function, str) and not is_import_path(function):
+            models.append({"path": function, "weight": weight})
+            continue
+        function = load_function(function) if isinstance(function, str) else function
+        check_callable(function, name=function_name(function), key="reward_funcs")
+        functions.append(function)
+        factors.append(weight)
+    if models:
+        put(values, "model.reward", models)
+    if functions and (len(functions) > 1 or factors != [1.0]):
+        return WeightedSum(functions, factors)
+    return functions[0] if functions else None
+
+
+def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyConfig:
+    """Save models and tokenizers into the run's folder, and return the config that names them.
+
+    A folder's name contains a hash of its content, so a run that resumes with another model is
+    refused.
+
+    Raises:
+        ConfigError: the run's folder is at a URI, which models are not loaded from.
+    """
+    values = config.model_dump()
+    for key, (model, tokenizer) in given.items():
+        if is_uri(config.storage_path):
+            raise ConfigError(
+                f"{key} ({type(model).__name__}): storage_path ({config.storage_path}) is a URI, "
+                f"and models are loaded from folders. Save the model, and give its folder."
+            )
+        folder = RunFiles(config.storage_path, config.name).folder / GIVEN_MODELS
+        temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        content = xxhash.xxh3_64()
+        for file in sorted(temporary.iterdir()):
+            content.update(file.name.encode())
+            content.update(file.read_bytes())
+        place = folder / f"{key}-{content.hexdigest()}"
+        if place.exists():
+            shutil.rmtree(temporary)
+        else:
+            temporary.rename(place)
+        put(values, key, str(place))
+    return type(config).parse(values, origin="trainer") if given else config

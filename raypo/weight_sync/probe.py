@@ -1,0 +1,152 @@
+"""Probe of a push: engines and learner must give similar log-probs to the same tokens.
+
+Notation: B probe responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raypo.cluster.actors import survivors
+from raypo.collectives import Workers
+from raypo.config import OnlineConfig, PolicyExamplesConfig
+from raypo.data.padding import pad_right
+from raypo.learner.tasks import response_batch
+from raypo.serving.client import Engines
+from raypo.serving.requests import Completion, SamplingRequest
+from raypo.types import Example, Experience, Prompt
+from raypo.weights.manifest import WeightError
+
+NUM_PROBES = 2
+"""Number of prompts in a probe: the first ones of a run."""
+PROBE_PROMPT_TOKENS, PROBE_TOKENS = 16, 4
+"""Tokens that a probe uses from the end of each prompt, and tokens that it samples."""
+PRIORITY = -1
+"""Priority of probes: they go before training requests, because the push is blocked on them."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Largest gap of log-probs between engine and learner that rounding explains."""
+
+    statistic: Literal["max", "mean"]
+    """max compares the worst token of a probe, mean its average token."""
+    nats: float
+    """The bound, in nats per token."""
+
+
+def probe_bound(dtype: str, *, on_gpu: bool) -> Bound:
+    """Return the largest allowed gap. Different weights give a gap of 0.7 nats or more."""
+    # bfloat16 has 7 bits of mantissa, and both sides round in different places: 0.07 on average
+    # was measured.
+    if dtype == "bfloat16":
+        return Bound("mean", 0.15)
+    # In float32 on CPU both compute alike. On a GPU vLLM multiplies float32 in TF32 (10 bits):
+    # 0.0035 on average was measured on an H100, and 0.03 leaves room for deeper models.
+    return Bound("mean", 0.03) if on_gpu else Bound("max", 1e-3)
+
+
+class ProbedLearner(Protocol):
+    """A learner that can compute the log-probs of a probe."""
+
+    def log_probs(self, experience: Experience) -> Tensor:
+        """Return the log-probs of response tokens, [B, T] float32, in nats."""
+        ...
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Prompts on which the log-probs of engine and learner are compared after every push."""
+
+    prompts: Sequence[np.ndarray]  # int32 [P] each
+    max_new_tokens: int
+    temperature: float
+    dtype: str
+    seed: int
+    adapter: str | None = None
+    """Name of the adapter to sample with. None means the engines' own weights."""
+    joins: bool = False
+    """True if the probe joins running batches of the engines, instead of being its own batch."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        config: OnlineConfig | PolicyExamplesConfig,
+        *,
+        temperature: float,
+        joins: bool = False,
+    ) -> Probe:
+        """Return the probe of a run: its first prompts, at the learner's temperature."""
+        return cls(
+            prompts=[prompt.token_ids for prompt in islice(prompts, NUM_PROBES)],
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=temperature,
+            dtype=config.model.dtype,
+            seed=config.seed,
+            joins=joins,
+        )
+
+    def requests(self, version: int) -> list[SamplingRequest]:
+        """Return the sampling requests of the probe. Their seeds depend on the version."""
+        return [
+            SamplingRequest(
+                prompt_ids=ids[-PROBE_PROMPT_TOKENS:],
+                max_new_tokens=min(PROBE_TOKENS, self.max_new_tokens),
+                temperature=self.temperature,
+                seed=(self.seed + 7919 * version + number) % 2**31,
+                adapter=self.adapter,
+                priority=PRIORITY,
+            )
+            for number, ids in enumerate(self.prompts)
+        ]
+
+
+def try_probe(
+    learner: ProbedLearner, engine: Engines, probe: Probe, version: int, workers: Workers
+) -> dict[str, float]:
+    """Compare the log-probs of all engines with the learner's. All workers call it together.
+
+    Returns:
+        `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, in nats per token.
+
+    Raises:
+        WeightError: the gap exceeds `probe_bound`.
+    """
+    sampled: list[Completion] | None = None
+    if workers.rank == 0:
+        requests = probe.requests(version)
+        # An engine that was just lost is left out. It loads the weights before its next request.
+        on_all = engine.submit_on_all if probe.joins else engine.generate_on_all
+        sampled = [each for batch in survivors(on_all(requests)) for each in batch]
+        if not sampled:
+            on_one = engine.submit if probe.joins else engine.generate
+            sampled = on_one(requests).result()
+    completions: list[Completion] = workers.broadcast(sampled)
+    prompts = [request.prompt_ids for request in probe.requests(version)]
+    prompts *= len(completions) // len(prompts)
+    pairs = zip(prompts, completions, strict=True)
+    batch = response_batch([Example(prompt, each.token_ids) for prompt, each in pairs])
+    engine_log_probs = pad_right([each.log_probs for each in completions], torch.float32)
+    gap = (learner.log_probs(batch) - engine_log_probs).abs()[batch.response_mask]
+    metrics = {
+        "mismatch/probe_gap_max": float(gap.max()),
+        "mismatch/probe_gap_mean": float(gap.mean(dtype=torch.float64)),
+    }
+    bound = probe_bound(probe.dtype, on_gpu=torch.cuda.is_available())
+    measured = metrics[f"mismatch/probe_gap_{bound.statistic}"]
+    if not measured <= bound.nats:
+        raise WeightError(
+            f"Push of version {version}: engine and learner give other log-probs to the same "
+            f"tokens ({measured:.2g} nats apart, at most {bound.nats:g} is allowed in "
+            f"{probe.dtype}). The engine does not hold the learner's weights, or computes another "
+            f"model; look at rollout.engine.extra."
+        )
+    return metrics

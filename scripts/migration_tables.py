@@ -1,0 +1,43 @@
+"""Writes the tables of docs/migrating.md from raypo/config/migration.py: `make docs`."""
+
+import re
+from pathlib import Path
+
+from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from raypo.config.base import known_keys
+from raypo.config.key_reference import default_of
+from raypo.config.migration import PROJECTS, Counterpart, rows_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "migrating.md"
+ROOTS = (PPOConfig, SFTConfig, DPOConfig, RewardModelConfig)
+
+
+def with_tables(text: str) -> str:
+    """Return the page with each table as the module has it."""
+    for project in PROJECTS:
+        head = f"| {project} | default there | raypo | unit, difference |\n|---|---|---|---|\n"
+        table = head + "\n".join(map(_line, rows_of(project)))
+        pattern = rf"(?<=<!-- keys of {project} -->\n\n)\|.*?(?=\n\n)"
+        text, count = re.subn(pattern, lambda _: table, text, flags=re.DOTALL)  # noqa: B023
+        assert count == 1, f"{PAGE} has {count} tables of {project}"
+    return text
+
+
+def _line(row: Counterpart) -> str:
+    newest, *older = (f"`{name}`" for name in row.names)
+    names = f"{newest} ({', '.join(older)})" if older else newest
+    keys = " or ".join(" and ".join(map(_here, each)) for each in row.keys) or "none"
+    default = f"`{row.default}`" if row.default else ""
+    return f"| {names} | {default} | {keys} | {row.note} |"
+
+
+def _here(key: str) -> str:
+    """Return a key of raypo with its default."""
+    root = next(root for root in ROOTS if key in known_keys(root))
+    default = default_of(root, key)
+    return f"`{key}`" if default is None else f"`{key}` ({default})"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(PAGE)

@@ -1,0 +1,264 @@
+"""Arguments that Hugging Face users know build the config that a run file would hold."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from raypo.config import ConfigError, PPOConfig
+from raypo.data.prompts import load_prompts
+from raypo.rewards.scoring import RewardError, WeightedSum, score
+from raypo.rewards.wire import from_request, to_request
+from raypo.trainer import DPOTrainer, GRPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
+from raypo.types import Rollout
+from tests.tiny import tiny_policy
+from tests.unit.rewards.test_remote import rollout
+
+ROWS = [{"prompt": f"{n}+1=", "answer": n + 1, "level": "easy"} for n in range(4)]
+
+
+def exact(completions: list[str], answer: list[int], **columns: Any) -> list[float]:
+    return [float(text == str(right)) for text, right in zip(completions, answer, strict=True)]
+
+
+def short(rollouts: list[Rollout]) -> list[float]:
+    return [-float(len(each.response)) for each in rollouts]
+
+
+@pytest.fixture
+def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return str(tiny_policy(tmp_path / "policy"))
+
+
+def grpo(policy: str, **arguments: Any) -> GRPOTrainer:
+    given = {"model": policy, "train_dataset": ROWS, "reward_funcs": exact}
+    return GRPOTrainer(**given | arguments)
+
+
+def refusal(make: Callable[[], Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        make()
+    return str(error.value)
+
+
+def test_arguments_become_the_config_of_a_run_file(policy: str, tmp_path: Path):
+    args = {"num_steps": 3, "ppo.kl.coef": 0.1, "rollout": {"samples_per_prompt": 8}}
+    made = grpo(policy, args=args, eval_dataset=ROWS[:2]).config
+    assert (made.name, made.num_steps, made.model.policy) == ("policy-ppo", 3, policy)
+    assert (made.ppo.preset, made.ppo.advantage, made.ppo.kl.coef) == ("grpo", "grpo", 0.1)
+    assert made.rollout.samples_per_prompt == 8
+    files = [made.data.prompts, made.eval.prompts or ()]
+    assert [len(Path(str(f[0])).read_text().splitlines()) for f in files] == [4, 2]
+
+
+def test_grpo_has_its_preset_unless_another_is_given(policy: str):
+    assert grpo(policy).config.ppo.advantage == "grpo"
+    assert grpo(policy, args={"ppo.preset": "dr_grpo"}).config.ppo.advantage == "dr_grpo"
+    ppo = PPOTrainer(model=policy, train_dataset=ROWS, reward_funcs=exact)
+    assert ppo.config.ppo.advantage == "gae"
+
+
+def test_the_shown_config_is_a_run_file_that_makes_the_same_config(policy: str, tmp_path: Path):
+    made = grpo(policy, args={"ppo.preset": "grpo", "ppo.kl.coef": 0.01}, peft_config={"rank": 4})
+    text = made.config.to_yaml()
+    assert yaml.safe_load(text)["ppo"] == {"preset": "grpo", "kl": {"coef": 0.01}}
+    (tmp_path / "same.yaml").write_text(text)
+    assert PPOConfig.load(tmp_path / "same.yaml") == made.config
+
+
+def test_a_file_or_a_config_takes_the_arguments_too(policy: str, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text("name: mine\nppo: {preset: rloo}\n")
+    assert grpo(policy, args=tmp_path / "run.yaml").config.ppo.advantage == "rloo"
+    whole = PPOConfig.parse({"name": "own", "model": {"policy": "p"}, "data": {"prompts": "x"}})
+    made = PPOTrainer(whole, model=policy, train_dataset=ROWS, reward_funcs=exact).config
+    assert (made.name, made.model.policy) == ("own", policy)
+    assert "args (PosixPath): the first argument is a config" in refusal(
+        lambda: PPOTrainer(whole, args=tmp_path / "run.yaml")
+    )
+
+
+def test_columns_of_other_recipes_data(policy: str):
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    dpo = DPOTrainer(model=policy, ref_model=policy, train_dataset=pairs, eval_dataset=pairs)
+    assert dpo.config.model.reference == policy
+    assert dpo.config.eval.pairs
+    assert dpo.config.name == "policy-dpo"
+    reward = RewardModelTrainer(model=policy, train_dataset=pairs, eval_dataset=pairs)
+    assert reward.config.eval.prompts
+    sft = SFTTrainer(
+        model=policy,
+        train_dataset=[{"prompt": "a", "completion": "b"}],
+        args={"data.response_key": "completion", "learner.batch_size": 1},
+    )
+    assert sft.config.data.response_key == "completion"
+    assert "reward_funcs (" in refusal(lambda: SFTTrainer(model=policy, reward_funcs=exact))
+    assert "ref_model: this recipe has no model.reference" in refusal(
+        lambda: SFTTrainer(model=policy, ref_model=policy)
+    )
+
+
+def test_a_model_object_is_saved_into_the_runs_folder(policy: str):
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    made = grpo(policy, model=model, processing_class=tokenizer)
+    saved = Path(made.config.model.policy)
+    assert saved.parent == Path("runs/policy-ppo/given_models").absolute()
+    assert (saved / "tokenizer.json").is_file()
+    assert AutoModelForCausalLM.from_pretrained(saved).num_parameters() == model.num_parameters()
+    again = grpo(policy, model=model, processing_class=tokenizer)
+    assert again.config.model.policy == made.config.model.policy
+    next(model.parameters()).data += 1
+    other = grpo(policy, model=model, processing_class=tokenizer)
+    assert other.config.model.policy != made.config.model.policy
+    assert "storage_path (s3://b/c) is a URI" in refusal(
+        lambda: grpo(
+            policy,
+            model=model,
+            processing_class=tokenizer,
+            args={"storage_path": "s3://b/c"},
+            train_dataset="x.jsonl",
+        )
+    )
+
+
+def test_models_and_tokenizers_that_could_not_be_used_are_refused(policy: str, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    assert "Give processing_class" in refusal(lambda: grpo(policy, model=model))
+    adapted = SimpleNamespace(peft_config={}, save_pretrained=print)
+    assert "merge_and_unload" in refusal(lambda: grpo(policy, model=adapted))
+    assert "is no transformers model" in refusal(lambda: grpo(policy, model=object()))
+    own = AutoTokenizer.from_pretrained(policy)
+    assert grpo(policy, processing_class=own).config.model.policy == policy
+    other = AutoTokenizer.from_pretrained(tiny_policy(tmp_path / "other"))
+    said = refusal(lambda: grpo(policy, processing_class=other))
+    assert f"loads the tokenizer from model.policy ({policy})" in said
+
+
+def test_a_lora_config_of_peft(policy: str):
+    given = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["v_proj", "q_proj"], task_type="CAUSAL_LM"
+    )
+    lora = grpo(policy, peft_config=given).config.model.lora
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.target_modules) == (4, 8.0, ("q_proj", "v_proj"))
+    dropout = LoraConfig(target_modules="all-linear", lora_dropout=0.1)
+    assert "peft_config.lora_dropout (0.1)" in refusal(lambda: grpo(policy, peft_config=dropout))
+    assert "target_modules (None)" in refusal(lambda: grpo(policy, peft_config=LoraConfig()))
+    assert "peft_config (int)" in refusal(lambda: grpo(policy, peft_config=3))
+
+
+def test_reward_functions_of_both_forms_and_models_are_added(policy: str):
+    one = grpo(policy, reward_funcs=[exact])
+    assert one._reward_fn is exact
+    both = grpo(policy, reward_funcs=[exact, short], reward_weights=[2.0, 0.5])
+    assert isinstance(both._reward_fn, WeightedSum)
+    assert "reward_weights ([1.0])" in refusal(
+        lambda: grpo(policy, reward_funcs=[exact, short], reward_weights=[1.0])
+    )
+    said = refusal(lambda: grpo(policy, reward_funcs=[exact, "some/model"]))
+    assert "model.reward (some/model)" in said, "a text is a reward model"
+    assert "one argument, a list of rollouts" in refusal(
+        lambda: grpo(policy, reward_funcs=lambda a, b: [])
+    )
+
+
+def test_callbacks_are_functions_or_import_paths(policy: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def view(step): ...\n")
+    made = grpo(policy, callbacks=[print, f"{tmp_path}/mine.py:view"])
+    assert made.config.callbacks == (f"{tmp_path}/mine.py:view",)
+    assert made._given.callbacks == (print,)
+    said = refusal(lambda: grpo(policy, callbacks=[SimpleNamespace(on_step_end=print)]))
+    assert said.startswith("callbacks (")
+    assert "Give a function" in said
+
+
+def test_fit_shows_the_config_that_the_arguments_make(
+    policy: str, capsys: pytest.CaptureFixture[str]
+):
+    """Nothing listens at the address, so this is as far as it comes."""
+    trainer = grpo(policy, args={"cluster.address": "127.0.0.1:1", "learner.use_gpu": False})
+    with pytest.raises(ConfigError, match="nothing listens there"):
+        trainer.fit()
+    shown = capsys.readouterr().out.partition("The config, as a run file:\n\n")[2]
+    values = yaml.safe_load(shown.partition("Note:")[0])
+    assert values["learner"] == {"use_gpu": False}
+    assert values["ppo"] == {"preset": "grpo"}
+
+
+def test_rows_of_ray_data_are_refused_with_what_works(policy: str):
+    rows = type("Dataset", (), {"__module__": "ray.data.dataset"})()
+    assert "Give rows.take_all()" in refusal(lambda: grpo(policy, train_dataset=rows))
+
+
+def test_rows_of_python_count_as_given_before_the_config_is_checked(policy: str):
+    from ray.train import CheckpointConfig, RunConfig
+
+    best = CheckpointConfig(checkpoint_score_attribute="eval/score_mean")
+    made = grpo(policy, eval_dataset=ROWS, run_config=RunConfig(checkpoint_config=best))
+    assert made.config.checkpoint.best_by == "eval/score_mean"
+
+
+def test_a_config_class_explains_wrong_values_itself():
+    said = refusal(lambda: PPOConfig(name="x", num_generations=8))  # type: ignore[call-arg]
+    assert "config: num_generations: there is no such key. Set rollout.samples_per_prompt" in said
+    assert "config: model: this key is required" in said
+
+
+def test_every_column_reaches_a_reward_function(policy: str, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    values = {"name": "x", "model": {"policy": policy}, "data": {"prompts": "rows.jsonl"}}
+    config = PPOConfig.parse(values)
+    loaded = load_prompts(config.data, AutoTokenizer.from_pretrained(policy))
+    assert [prompt.row for prompt in loaded.prompts] == ROWS
+
+
+def test_a_function_of_trls_form_gets_lists_of_columns():
+    seen: dict[str, Any] = {}
+
+    def judge(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [1.0, 0.0]
+
+    rows = [{"prompt": "1+0=", "answer": 1}, {"prompt": "2+0=", "level": "easy"}]
+    given = [replace(rollout(n + 1), row=row) for n, row in enumerate(rows)]
+    assert score(judge, given) == [1.0, 0.0]
+    assert seen == {
+        "prompts": ["1+0=", "2+0="],
+        "completions": ["1", "2"],
+        "completion_ids": [[1], [2]],
+        "answer": [1, None],
+        "level": [None, "easy"],
+    }
+    chat = [{"role": "user", "content": "1+0="}]
+    score(judge, [replace(each, messages=chat) for each in given])
+    assert seen["prompts"] == [chat, chat]
+    assert seen["completions"][0] == [{"role": "assistant", "content": "1"}]
+    with pytest.raises(RewardError, match=r"missing 1 required .* 'solution'"):
+        score(lambda completions, solution: [0.0] * 2, given)
+
+
+def test_a_sum_has_named_parts_and_skips_samples_without_a_score():
+    def some(completions: list[str]) -> list[float | None]:
+        return [None if text == "1" else 3.0 for text in completions]
+
+    first, second = score(WeightedSum([short, some], [2.0, 1.0]), [rollout(1), rollout(2)])
+    assert (first, first.parts) == (-2.0, {"short": -1.0})  # type: ignore[attr-defined]
+    assert (second, second.parts) == (1.0, {"short": -1.0, "some": 3.0})  # type: ignore[attr-defined]
+    (failed,) = score(WeightedSum([some], [1.0]), [rollout(1)])
+    assert np.isnan(failed)
+
+
+def test_a_reward_server_gets_the_columns_that_json_can_hold():
+    given = replace(rollout(1), row={"answer": 1, "image": b"png"})
+    (received,) = from_request(json.dumps(to_request([given])).encode())
+    assert received.row == {"answer": 1}
