@@ -14,7 +14,7 @@ from raypo.tools.calls import ToolCall, ToolError, Tools, split_tool_calls
 
 def text_and_calls(
     tokenizer: Any,
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | np.ndarray,
     *,
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from raypo.endpoint.app import app_of
@@ -18,6 +19,7 @@ from raypo.endpoint.protocol import (
     Wanted,
     template_messages,
 )
+from raypo.serving.requests import Completion
 from raypo.tools.calls import ToolCall
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -32,8 +34,6 @@ class Says:
     calls: list[ToolCall] = field(default_factory=list)
     wait_s: float = 0.0
     error: Exception | None = None
-    name: str = "tiny"
-    max_model_len: int = 64
     asked: list[Wanted] = field(default_factory=list)
     taken_back: int = 0
 
@@ -48,15 +48,15 @@ class Says:
             raise
         is_chat = isinstance(wanted, ChatRequest)
         prompts_ids = [[1, 2]] if is_chat else [[place] for place in range(len(wanted.prompts))]
-        ids = list(map(ord, self.text))
+        ids = np.array(list(map(ord, self.text)))
+        completion = Completion(ids, np.full(len(ids), -0.5), "stop", 1)
         tokens = list(self.text) if wanted.wants_log_probs else []
-        said = Answered(self.text, ids, [-0.5] * len(ids), tokens, self.calls, "stop")
-        return prompts_ids, [said] * (len(prompts_ids) * wanted.n)
+        answered = Answered(self.text, completion, tokens, self.calls)
+        return prompts_ids, [answered] * (len(prompts_ids) * wanted.n)
 
 
 def app(session: Says) -> Any:
-    known = {"Bearer right": session}
-    return app_of(lambda request: known.get(request.headers.get("Authorization", "")))
+    return app_of({"right": session.answer}.get, 64)
 
 
 @asynccontextmanager
@@ -85,7 +85,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 def test_a_chat_comes_back_as_a_message():
     answer = post(Says("yes"), "/chat/completions", CHAT).json()
-    assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
+    assert (answer["object"], answer["model"]) == ("chat.completion", "policy")
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "yes"}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
@@ -267,4 +267,4 @@ def test_the_model_is_listed():
             return (await asking.get("/models")).json()
 
     (card,) = asyncio.run(answer())["data"]
-    assert (card["id"], card["max_model_len"]) == ("tiny", 64)
+    assert (card["id"], card["max_model_len"]) == ("policy", 64)

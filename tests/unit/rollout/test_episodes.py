@@ -18,14 +18,12 @@ from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers
 from raypo.config import RolloutSection
 from raypo.data.stream import Draw
-from raypo.data.turns import TurnTokens
 from raypo.report.samples import turns_of
 from raypo.rollout import event_loop
 from raypo.rollout.batch_scoring import RewardSources, Scoring
 from raypo.rollout.collect import PushAgain, Sampling, is_trainable, sample
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.event_loop import LoopStandsStill
-from raypo.rollout.players import Environments
 from raypo.rollout.sharding import to_experience
 from raypo.run.rollout_metrics import sample_row
 from raypo.serving.requests import Completion, SamplingRequest
@@ -286,9 +284,7 @@ def episodes(
     section = RolloutSection.model_validate(
         {"environment": f"{HERE}:{name}", "max_episode_tokens": 400, "max_new_tokens": 8} | keys
     )
-    tokens = TurnTokens(tokenizer, ends)
-    player = Environments(section, tokens)
-    return Episodes(player, tokenizer, tokens, section, max_tokens=500, vocabulary_size=SIZE)
+    return Episodes(section, tokenizer, ends, max_tokens=500, vocabulary_size=SIZE)
 
 
 def played(

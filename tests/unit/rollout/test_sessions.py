@@ -15,7 +15,8 @@ from ray.util import get_node_ip_address
 from transformers import AutoTokenizer
 
 from raypo.endpoint.protocol import CompletionRequest
-from raypo.rollout.policy import Policy
+from raypo.rollout.agent_requests import answer
+from raypo.rollout.session import Session
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from tests.chat_templates import CHAT_TEMPLATES
@@ -39,7 +40,7 @@ told: list[Any] = []
 class OfTheLoop:
     """Two turns of a chat, by a client of the event loop."""
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             messages = [*prompt]
             for _ in range(2):
@@ -51,7 +52,7 @@ class OfTheLoop:
 class Blocking:
     """The same in a thread, as a stream, and messages that are plain dicts."""
 
-    def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    def run(self, prompt: Any, label: Any, policy: Session) -> float:
         assert threading.current_thread() is not threading.main_thread()
         with openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             messages: Any = [*prompt]
@@ -66,7 +67,7 @@ class Blocking:
 
 
 class CallsTools:
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             chat = client.chat.completions
             messages = [*prompt]
@@ -82,7 +83,7 @@ class CallsTools:
 
 
 class TellsTools:
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         reply = await policy.generate(prompt, tools=TOOLS)
         await policy.generate([*prompt, reply.message, *prompt], tools=TOOLS)
         return 1.0
@@ -91,7 +92,7 @@ class TellsTools:
 class Completes:
     """Two texts at a time, one of which is gone on with; and ids."""
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             ask = client.completions.create
             drafts = await ask(model="any", prompt=prompt, n=2, max_tokens=3, stop="~", logprobs=0)
@@ -104,7 +105,7 @@ class Completes:
 class Observes:
     """As ReAct: a text that ends where the tool is to answer, and its answer; or a chat."""
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             if isinstance(prompt, str):
                 ask = client.completions.create
@@ -122,7 +123,7 @@ class Observes:
 class Wants:
     """What the label says; the answer's status and code."""
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         async with httpx.AsyncClient(base_url=policy.base_url) as client:
             key = {"Authorization": f"Bearer {policy.api_key}"}
             wanted = {"prompt": prompt, **label}
@@ -136,21 +137,19 @@ class Wants:
 class Leaves:
     """Wants two drafts and is gone before they come, as the server sees it; then wants another."""
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
-        sessions: Any = policy.endpoint
-        session = sessions.__self__._open[policy.api_key]
-        leaves = asyncio.create_task(session.answer(CompletionRequest(prompt=prompt, n=2)))
-        await asyncio.sleep(0)  # its way into the episode's loop has begun
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
+        leaves = asyncio.create_task(answer(policy, CompletionRequest(prompt=prompt, n=2)))
+        await asyncio.sleep(0)
         leaves.cancel()
-        _, (kept,) = await session.answer(CompletionRequest(prompt=prompt))
-        told.append(kept.token_ids)
+        _, (kept,) = await answer(policy, CompletionRequest(prompt=prompt))
+        told.append(kept.completion.token_ids.tolist())
         return 1.0
 
 
 class Says:
     """Where it can ask."""
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         told.append(policy.base_url)
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             await client.completions.create(model="any", prompt=prompt)
@@ -160,7 +159,7 @@ class Says:
 class Fails:
     """In the middle of a chat; and once with an exception of the client's."""
 
-    def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    def run(self, prompt: Any, label: Any, policy: Session) -> float:
         with openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             client.completions.create(model="any", prompt=prompt)
             if label == "raise":
@@ -176,7 +175,7 @@ class Lingers:
     over = threading.Event()
     thread: threading.Thread
 
-    def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    def run(self, prompt: Any, label: Any, policy: Session) -> float:
         base_url, api_key = policy.base_url, policy.api_key
 
         def ask() -> None:

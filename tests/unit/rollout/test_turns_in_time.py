@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers
 from raypo.rollout.collect import PushAgain
-from raypo.rollout.policy import Policy
+from raypo.rollout.session import Session
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from tests.stand_ins import seed_of
@@ -204,7 +204,7 @@ def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, lost_a
 class Leaves:
     """Has two turns sampled at a time, and does not wait for the second."""
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         asked = [asyncio.create_task(policy.generate(prompt)) for _ in range(2)]
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         if label == "fails":
