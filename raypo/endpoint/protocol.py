@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from raypo.data.chat_messages import MessageError, chat_messages
+from raypo.data.stop_tokens import without_end
 from raypo.serving.requests import Completion
-from raypo.tools.calls import ToolCall
+from raypo.tools.calls import ToolCall, ToolError, Tools, split_tool_calls
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Stop = str | Annotated[list[str], Field(max_length=16)] | None
@@ -142,18 +144,6 @@ def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Want
         raise RequestError(f"{wrong}. See docs/environments.md for what is served.") from None
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Normalise messages for chat templates: contents become text, arguments objects.
-
-    Raises:
-        RequestError: a message has no role, or a content that is not text.
-    """
-    try:
-        return chat_messages(messages)
-    except MessageError as error:
-        raise RequestError(f"{error}.") from None
-
-
 @dataclass(frozen=True)
 class Answered:
     """A response to be returned to the client."""
@@ -164,6 +154,34 @@ class Answered:
     tokens: list[str]
     """Text of each token by itself; filled if log-probs are requested."""
     tool_calls: list[ToolCall]
+
+
+def text_and_calls(
+    tokenizer: Any,
+    token_ids: Sequence[int] | np.ndarray,
+    *,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    tools: Tools | None = None,
+) -> tuple[str, list[ToolCall]]:
+    """Return a response's text without its tool calls, and the calls; a malformed call stays text.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        token_ids: Token ids of the response.
+        stop: Stop strings; the text ends before them.
+        stop_token_ids: Stop tokens; not part of the text either.
+        tools: Tools that may be called. If set, the text keeps special tokens, because the marks
+            of a call are special tokens for some models. None means no tool calls.
+    """
+    kept = without_end(np.asarray(token_ids, np.int64), stop_token_ids)
+    text = tokenizer.decode(kept.tolist(), skip_special_tokens=tools is None)
+    text = text[: min((text.find(each) for each in stop if each in text), default=len(text))]
+    if tools is not None:
+        with suppress(ToolError):
+            said, calls = split_tool_calls(text, tools)
+            return (said, calls) if calls else (text, [])
+    return text, []
 
 
 def answer_of(

@@ -10,6 +10,7 @@ import asyncio
 import numpy as np
 
 from raypo.config import RolloutSection
+from raypo.data.chat_messages import chat_messages
 from raypo.data.turns import Tools, is_ids
 from raypo.endpoint.app import Answer
 from raypo.endpoint.protocol import (
@@ -17,9 +18,8 @@ from raypo.endpoint.protocol import (
     ChatRequest,
     RequestError,
     Wanted,
-    template_messages,
+    text_and_calls,
 )
-from raypo.endpoint.text import text_and_calls
 from raypo.rollout.policy import LIMIT, EpisodeLimit
 from raypo.rollout.session import Session, Words
 
@@ -42,7 +42,7 @@ async def answer(session: Session, wanted: Wanted) -> Answer:
     _refuse_what_is_fixed(wanted, session.settings.section)
     is_chat = isinstance(wanted, ChatRequest)
     tools = wanted.offered_tools if is_chat else None
-    prompts = [template_messages(wanted.messages)] if is_chat else wanted.prompts
+    prompts = [chat_messages(wanted.messages)] if is_chat else wanted.prompts
     try:
         pairs = [
             (None, np.asarray(each, np.int32))

@@ -122,11 +122,11 @@ def _call(
     try:
         environment = _make() if state is None else pickle.loads(state)
         answer = getattr(environment, method)(*arguments)
-        if inspect.isawaitable(answer):
-            answer = asyncio.run(_awaited(answer))
-        told = answer, getattr(environment, "metrics", None)
+        if inspect.iscoroutine(answer):
+            answer = asyncio.run(answer)
+        returned = answer, getattr(environment, "metrics", None)
         afterwards = _pickled(environment, "an environment")
-        return afterwards, _pickled(told, "what it returns"), None, uses
+        return afterwards, _pickled(returned, "what it returns"), None, uses
     except BaseException as error:
         # The environment will still be closed: send its state, or the old one if pickling fails.
         if environment is not None:
@@ -143,7 +143,3 @@ def _pickled(it: Any, what: str) -> bytes:
             f"with rollout.environment_processes {what} is pickled, and this cannot be: {error}. "
             f"Open in each step what cannot be, or set rollout.environment_processes to 0."
         ) from error
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer

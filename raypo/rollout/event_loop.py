@@ -1,7 +1,7 @@
 """The event loop of a worker's episodes. User code can neither end nor block it unnoticed.
 
 Concurrency. The loop runs in one daemon thread. Other threads submit coroutines with
-`EventLoop.run` and block until they are done; meanwhile each sends a heartbeat to the loop, and
+`EventLoop.run` and block until they are done; meanwhile each sends heartbeats to the loop, and
 raises `LoopStandsStill` if the loop does not answer for too long. `asyncio.to_thread` starts a
 daemon thread for each call, so no call waits for another one that hangs.
 """
@@ -47,7 +47,6 @@ class EventLoop:
         self._limit_s = None if limit_s is None else max(limit_s, STANDS_STILL_S)
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(_DaemonThreads())
-        self._num_beats = 0
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="raypo-episodes", daemon=True)
         self._thread.start()
@@ -66,18 +65,11 @@ class EventLoop:
             Exception: any error of the coroutine.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        period = LOOK_EVERY_S if self._limit_s is None else min(LOOK_EVERY_S, self._limit_s / 4)
-        # Add up periods instead of comparing clocks: the whole process may have been suspended.
-        stood_s = 0.0
         try:
-            while True:
-                beats = self._num_beats
-                self._loop.call_soon_threadsafe(self._beat)
-                if wait((future,), timeout=period).done:
-                    return future.result()
-                stood_s = stood_s + period if self._num_beats == beats else 0.0
-                if self._limit_s is not None and stood_s > self._limit_s:
-                    self._refuse_to_wait(stood_s)
+            while not wait((future,), timeout=LOOK_EVERY_S).done:
+                if self._limit_s is not None and not self._answers_in_time(self._limit_s):
+                    self._refuse_to_wait(self._limit_s)
+            return future.result()
         except BaseException:
             future.cancel()
             raise
@@ -103,8 +95,12 @@ class EventLoop:
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
-    def _beat(self) -> None:
-        self._num_beats += 1
+    def _answers_in_time(self, limit_s: float) -> bool:
+        """Return whether the loop answers in time."""
+        beat: Future[None] = Future()
+        self._loop.call_soon_threadsafe(beat.set_result, None)
+        # Several waits: after a suspension of the whole process, the first of them ends at once.
+        return any(wait((beat,), timeout=limit_s / 4).done for _ in range(4))
 
     def _refuse_to_wait(self, seconds: float) -> None:
         frame = sys._current_frames().get(self._thread.ident or 0)

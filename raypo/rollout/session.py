@@ -34,7 +34,7 @@ from raypo.rollout.collect import Sampling, request_of
 from raypo.rollout.policy import EpisodeLimit, Reply
 from raypo.rollout.turn_sampler import PolicyCalls
 from raypo.rollout.work_time import WorkTime
-from raypo.serving.requests import Completion
+from raypo.serving.requests import Completion, validate_request
 from raypo.types import Episode, Rollout, ToolUse
 
 Words = str | list[dict[str, Any]]
@@ -269,21 +269,22 @@ class Session:
 
         Raises:
             EpisodeLimit: the episode has no turns left, or no room for another token.
-            ValueError: `ids` is empty or has an id outside the vocabulary, `max_new_tokens` is
-                below 1, or a stop is not a non-empty text.
+            ValueError: an argument that no engine accepts.
         """
-        self._check(ids, max_new_tokens, stop)
-        row = next((row for row in self.rows if row.is_continued_by(ids)), None)
+        settings, row = self.settings, next((r for r in self.rows if r.is_continued_by(ids)), None)
         room = min(self._room(ids, row), self.sampling.max_new_tokens)
-        if row is None:
-            self.rows.append(row := Row(ids, len(ids)))
-        most = min(room, max_new_tokens or room)
+        most = room if max_new_tokens is None else min(room, max_new_tokens)
         request = replace(
             request_of(self.draw, self.sample_index, self.sampling, self.num_calls),
             prompt_ids=ids,
             max_new_tokens=most,
             stop=(*self.sampling.stop, *stop),
         )
+        validate_request(
+            request, vocabulary_size=settings.vocabulary_size, max_model_len=settings.max_tokens
+        )
+        if row is None:
+            self.rows.append(row := Row(ids, len(ids)))
         order = self.draw.group_index, self.sample_index, self.num_calls
         self.num_calls += 1
         row.is_busy = True
@@ -324,19 +325,6 @@ class Session:
             )
             rollouts.append(replace(rollout, turn_rewards=None) if is_agents else rollout)
         return rollouts
-
-    def _check(self, ids: np.ndarray, max_new_tokens: int | None, stop: Sequence[str]) -> None:
-        if not len(ids):
-            raise ValueError("the prompt has no tokens")
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens ({max_new_tokens}): a turn has a token. Raise it.")
-        if not all(isinstance(each, str) and each for each in stop):
-            raise ValueError(f"stop ({list(stop)}): only a text that is not empty ends a turn.")
-        if ids.min() < 0 or ids.max() >= self.settings.vocabulary_size:
-            raise ValueError(
-                f"token ids of the policy lie in 0 to {self.settings.vocabulary_size - 1}, and "
-                f"those of the prompt in {ids.min()} to {ids.max()}"
-            )
 
     def _room(self, ids: np.ndarray, row: Row | None) -> int:
         """Return the number of tokens that a turn after `ids` may have."""

@@ -34,8 +34,7 @@ class UserClass:
         Raises:
             ConfigError: the class is missing, or is no environment or agent.
         """
-        key, interface = "agent" if section.agent else "environment", ENVIRONMENT
-        interface = AGENT if section.agent else ENVIRONMENT
+        key, interface = ("agent", AGENT) if section.agent else ("environment", ENVIRONMENT)
         spec, arguments = getattr(section, key), getattr(section, f"{key}_args")
         load = partial(
             load_class, spec, interface, arguments, optional=OPTIONAL, key=f"rollout.{key}"
@@ -49,10 +48,8 @@ class UserClass:
                 f"{type(self.tools).__name__}, and chat templates are told a list of functions "
                 f"or of schemas. Make it one, or give it another name."
             )
-        self.quota, self.limit_s = (
-            asyncio.Semaphore(section.max_concurrent_steps),
-            section.step_timeout_s,
-        )
+        self.quota = asyncio.Semaphore(section.max_concurrent_steps)
+        self.limit_s = section.step_timeout_s
         self.pool: EnvironmentPool | None = None
         if section.environment_processes:
             self.pool = EnvironmentPool(

@@ -15,9 +15,7 @@ from raypo.endpoint.app import app_of
 from raypo.endpoint.protocol import (
     Answered,
     ChatRequest,
-    RequestError,
     Wanted,
-    template_messages,
 )
 from raypo.serving.requests import Completion
 from raypo.tools.calls import ToolCall
@@ -155,34 +153,6 @@ def test_a_tool_call_is_told_as_one(stream):
     (asked,) = session.asked
     assert isinstance(asked, ChatRequest)
     assert asked.offered_tools == TOOLS
-
-
-def test_messages_are_made_as_templates_take_them():
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
-    turns = [
-        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "42"},
-    ]
-    user, assistant, tool = template_messages(turns)
-    assert user == {"role": "user", "content": "hi"}
-    assert assistant["content"] == ""
-    assert assistant["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 41}}
-    assert tool == turns[2]
-
-
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        ({}, "messages.0.role"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "only texts are read"),
-        ({"role": "user", "content": 3}, "must be a text"),
-        ({"role": "assistant", "tool_calls": [{}]}, "these are no tool calls"),
-    ],
-)
-def test_messages_that_no_template_takes_are_refused(message, told):
-    with pytest.raises(RequestError, match=told):
-        template_messages([message])
 
 
 @pytest.mark.parametrize(

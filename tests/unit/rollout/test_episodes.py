@@ -426,7 +426,7 @@ def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
         ("exit", "SystemExit: 3"),
         ("panic", "Panic: of native code"),
         ("unprintable", "Unprintable: its text cannot be had"),
-        ("unknown", "ValueError: token ids of the policy lie in 0 to 299, and those of the"),
+        ("unknown", "ValueError: prompt_ids: 300 is not in the policy's vocabulary (0 to 299)"),
         ("hang", "TimeoutError: step gave no answer in 0.2 s (rollout.step_timeout_s)"),
         ("pair", "WrongAnswer: step returned ('two', 1.0), not (observation, reward, done)"),
         ("nan", "WrongAnswer: step returned the reward nan, not a finite number"),

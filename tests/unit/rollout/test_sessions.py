@@ -360,7 +360,7 @@ def test_a_token_that_the_policy_does_not_know_is_refused(tokenizer):
     played(tokenizer, "Wants", engine, labels=({"prompt": [SIZE]},))
     (status, said), _ = told
     assert status == 400
-    assert said.startswith("token ids of the policy lie in 0 to 299")
+    assert said.startswith("prompt_ids: 300 is not in the policy's vocabulary (0 to 299)")
     assert not engine.rounds
 
 
