@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from raypo.cluster.hardware import GB, parse_cluster
 from raypo.config import PPOConfig
 from raypo.plan.fit import OFF_LOAD, Plan, make_plan
-from raypo.plan.hardware import GB, parse_cluster
 from raypo.plan.times import Rates, faster, step_time
 
 QWEN = {"model_type": "qwen2", "tie_word_embeddings": False}

@@ -29,7 +29,7 @@ from raypo import (
     SFTConfig,
     SFTTrainer,
 )
-from raypo.checks import is_finished
+from raypo.checks.resume_checks import is_finished
 from raypo.cluster.connect import connect
 from raypo.storage.run_files import RunFiles
 

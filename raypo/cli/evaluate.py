@@ -41,7 +41,8 @@ def evaluate(
             f"--config ({source}): recipe {settings.recipe} samples nothing. Give a ppo, sft or "
             f"dpo config."
         )
-    from raypo.checks import check_evaluated, check_evaluation
+    from raypo.checks.input_checks import check_evaluation
+    from raypo.checks.model_checks import check_evaluated
 
     check_evaluation(policy, settings)
     check_evaluated(policy)

@@ -11,9 +11,9 @@ import typer
 from raypo.cli.exit_status import WRONG_INPUT, exit_status, tell
 
 if TYPE_CHECKING:
+    from raypo.cluster.hardware import Node
     from raypo.config import RecipeConfig
     from raypo.plan.fit import Plan
-    from raypo.plan.hardware import Node
     from raypo.plan.times import Rates
 
 CLUSTER_HELP = (
@@ -37,7 +37,7 @@ def plan(
 
     Exit status 2 means that the run does not fit.
     """
-    from raypo.checks import check_inputs
+    from raypo.checks.input_checks import check_inputs
     from raypo.config import parse_run_config
     from raypo.config.base import read_yaml
     from raypo.plan.fit import make_plan
@@ -53,7 +53,7 @@ def plan(
 
     from rich.console import Console
 
-    from raypo.plan.hardware import this_machine
+    from raypo.cluster.hardware import this_machine
     from raypo.plan.tables import tables, times
     from raypo.plan.times import Rates, faster, step_time
 
@@ -63,7 +63,7 @@ def plan(
         console.print()
     rates_of: Callable[[Plan], Rates | None] = Rates.of
     if made.device == "cpu" and run.recipe == "ppo" and made.nodes == this_machine():
-        from raypo.learner.calibration import rates_here  # torch from here on
+        from raypo.plan.calibration import rates_here  # torch from here on
 
         rates_of = rates_here(made)
     if rates := rates_of(made):
@@ -80,9 +80,9 @@ def plan(
 
 def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | None) -> None:
     """Print a sweep's trials, the resources of each, their concurrency, and the total cost."""
-    from raypo.checks import check_inputs
+    from raypo.checks.input_checks import check_inputs
+    from raypo.cluster.placement import takes_gpus
     from raypo.config.sweep_config import SweepConfig
-    from raypo.plan.placement import takes_gpus
     from raypo.tuning.capacity import describe, plan_sweep
 
     sweep = SweepConfig.load(file, overrides)
@@ -100,7 +100,7 @@ def _nodes(run: RecipeConfig, cluster: str | None) -> list[Node]:
     """Return the nodes of `--cluster`, else of the run's Ray cluster, else this machine."""
     import os
 
-    from raypo.plan.hardware import parse_cluster, this_machine
+    from raypo.cluster.hardware import parse_cluster, this_machine
 
     if cluster is not None:
         return parse_cluster(cluster)

@@ -43,7 +43,7 @@ def serve(
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
 ) -> None:
     """Serve a policy to OpenAI clients by vLLM's server until Ctrl-C."""
-    from raypo.checks import check_model
+    from raypo.checks.model_checks import check_model
     from raypo.config import EngineSection, load_run_config
     from raypo.http_server import listen
 

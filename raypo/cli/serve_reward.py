@@ -31,7 +31,7 @@ def serve_reward(
     ] = 4096,
 ) -> None:
     """Serve rewards as JSON over HTTP until Ctrl-C; runs use it through reward.url."""
-    from raypo.checks import check_model
+    from raypo.checks.model_checks import check_model
     from raypo.custom.loader import check_function, load_function
     from raypo.rewards.wire import TOKEN_VARIABLE
 

@@ -28,7 +28,7 @@ def sweep(
     if dry_run:
         print_sweep_plan(file, overrides, None)
         return
-    from raypo.checks import check_inputs
+    from raypo.checks.input_checks import check_inputs
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
     from raypo.tuning.sweep_folder import check_sweep_folder, is_done

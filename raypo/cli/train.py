@@ -19,7 +19,9 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; removes the run.")] = False,
 ) -> None:
     """Start a run, resume one that was interrupted, or say that it is finished."""
-    from raypo.checks import check_inputs, check_run_folder, is_finished, with_steps_of_epochs
+    from raypo.checks.input_checks import check_inputs
+    from raypo.checks.resume_checks import check_run_folder, is_finished
+    from raypo.checks.row_checks import with_steps_of_epochs
     from raypo.config import load_run_config
     from raypo.storage.run_files import RunFiles
 

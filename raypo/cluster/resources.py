@@ -5,10 +5,10 @@ from __future__ import annotations
 import ray
 
 from raypo.cluster.connect import connect
+from raypo.cluster.gpus import gpu_of
+from raypo.cluster.hardware import GB, Node
+from raypo.cluster.placement import Resources
 from raypo.config import ClusterSection
-from raypo.plan.gpus import gpu_of
-from raypo.plan.hardware import GB, Node
-from raypo.plan.placement import Resources
 
 
 def alive_nodes() -> list[Resources]:

@@ -160,6 +160,11 @@ class OnlineConfig(RecipeConfig):
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
     @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens of a prompt and its response."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
     def own_functions(self) -> dict[str, str]:
         """Config key -> import path of each function of the user's that replaces one of raypo's."""
         return {}

@@ -151,6 +151,11 @@ class PolicyExamplesConfig(ExamplesConfig):
     eval: EvalSection = EvalSection()
 
     @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens of a prompt and its response."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
     def needs_engine(self) -> bool:
         """True if engines answer held-out prompts for a function to score."""
         judges = self.eval.function or functions_of(self.eval.prompts)

@@ -11,9 +11,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypo.config import ConfigError, ResponsesSection
 from raypo.data.chat_messages import as_read, check_roles, render
-from raypo.data.prompts import template_error, tools_of
 from raypo.data.rows import Row, RowError
 from raypo.data.stop_tokens import Run, StopTokens, ids_behind
+from raypo.data.tokenised_rows import template_error, tools_of
 from raypo.types import Example
 
 if TYPE_CHECKING:

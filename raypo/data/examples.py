@@ -17,19 +17,15 @@ from raypo.config import (
 )
 from raypo.data.chat_messages import Message, answered, is_chat, render, says_more
 from raypo.data.conversations import conversation
-from raypo.data.prompts import (
-    Tokenised,
-    is_short,
+from raypo.data.prepared_rows import (
     prepared_conversation,
     prepared_row,
-    template_error,
-    tokenised,
-    tools_of,
     with_columns,
     with_tools_in_some,
 )
 from raypo.data.rows import BadRows, Row, RowError, read_rows
 from raypo.data.stop_tokens import StopTokens, ids_behind
+from raypo.data.tokenised_rows import Tokenised, is_short, template_error, tokenised, tools_of
 from raypo.types import Example, Pair, Verdict
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import ray
 import ray.util
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from raypo.cluster.placement import Bundle, PlacementError, Resources, place, words
 from raypo.config import PlacementSection
 from raypo.deployment.handle import DeploymentHandle
-from raypo.plan.placement import Bundle, PlacementError, Resources, place, words
 from raypo.tracking.console import Console
 
 WAIT_S = 0.5

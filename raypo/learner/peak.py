@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from raypo.cluster.gpus import gpu_of
 from raypo.models.linear import mkl_is_slow, product
-from raypo.plan.gpus import gpu_of
 
 MEASURED_S = 0.2
 SIZES = {"cpu": 1024, "cuda": 8192}

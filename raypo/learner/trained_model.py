@@ -17,6 +17,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
+from raypo.learner.deepspeed_config import deepspeed_config
 from raypo.learner.offload import Offload
 from raypo.learner.roles import DataParallel
 from raypo.learner.team_order import compare_within
@@ -24,7 +25,6 @@ from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
-from raypo.plan.deepspeed_config import deepspeed_config
 
 
 class TrainedModel:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypo.plan.sizes import SHARED_SCORES, repeated_scores
+from raypo.models.chunk_sizes import SHARED_SCORES, repeated_scores
 from raypo.types import to_device
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypo.models.chunk_sizes import CHUNK_ELEMENTS, SCRATCH_ELEMENTS
 from raypo.models.compiled import compiled
 from raypo.models.linear import product_for
 from raypo.models.packed_attention import hidden_states, own_logits
 from raypo.models.packing import Packed, pack_padded
-from raypo.plan.sizes import CHUNK_ELEMENTS, SCRATCH_ELEMENTS
 
 
 def response_log_probs(

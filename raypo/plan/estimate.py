@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from raypo.cluster.placement import CRITIC, LEARNER, ServedRole, served_roles
 from raypo.config import (
     AnyConfig,
     DistillationConfig,
-    DPOConfig,
     EngineSection,
     ExamplesConfig,
     FrozenSection,
@@ -20,12 +20,11 @@ from raypo.config import (
     RewardModelConfig,
     SFTConfig,
 )
+from raypo.learner.deepspeed_config import Sharding
+from raypo.models.model_shape import ITEMSIZE, Models, ModelShape
 from raypo.plan import memory
-from raypo.plan.deepspeed_config import Sharding
 from raypo.plan.memory import Batch, Bytes, Memory
-from raypo.plan.model_shape import ITEMSIZE, ModelShape
-from raypo.plan.placement import CRITIC, LEARNER, ServedRole, served_roles
-from raypo.plan.sizes import default_cpu_kv_bytes, engine_sequences
+from raypo.serving.engine_sizes import default_cpu_kv_bytes, engine_sequences
 
 Device = Literal["cpu", "cuda"]
 RUNTIME = {
@@ -44,52 +43,6 @@ RAY_BYTES = 10**9
 """RAM of Ray's own processes on a node."""
 CPU_HEAP = 1.4
 """Resident bytes per byte of activations on CPU (measured): glibc's heap keeps freed memory."""
-
-
-@dataclass(frozen=True)
-class Models:
-    """Shapes of the models of a run."""
-
-    policy: ModelShape
-    critic: ModelShape | None
-    references: dict[str, ModelShape]
-    """Reference models by role."""
-    rewards: dict[str, ModelShape]
-    """Reward models by role; they are loaded without a language-model head."""
-
-    @property
-    def frozen(self) -> dict[str, ModelShape]:
-        """Reward models and reference models, by role."""
-        return self.rewards | self.references
-
-    @classmethod
-    def read(cls, config: AnyConfig) -> Models:
-        """Read the shapes from folders or the hub, each path once."""
-        read: dict[str, ModelShape] = {}
-
-        def shape(key: str, path: str) -> ModelShape:
-            if path not in read:
-                read[path] = ModelShape.read(path, key=key)
-            return read[path]
-
-        policy = shape("model.policy", config.model.policy)
-        if isinstance(config, ExamplesConfig):
-            named = config.model.reference if isinstance(config, DPOConfig) else None
-            asked = {"reference": shape("model.reference", named)} if named else {}
-            return cls(policy, None, asked, {})
-        rewards = {
-            role: shape("model.reward", entry.path) for role, entry in config.reward_models.items()
-        }
-        first = next(iter(rewards.values()), policy)
-        critic = first if first.vocabulary == policy.vocabulary else policy
-        if config.model.critic:
-            critic = shape("model.critic", config.model.critic)
-        return cls(
-            policy,
-            critic if config.needs_critic else None,
-            {r: shape("model.reference", path) for r, path in config.references.items()},
-            rewards,
-        )
 
 
 @dataclass(frozen=True)
@@ -296,7 +249,7 @@ def _frozen(
     itemsize, head = ITEMSIZE[config.model.dtype], role.kind == "reference"
     weights = (shape.parameters if head else shape.backbone_parameters) * itemsize
     if role.section.backend == "vllm":
-        length = max_model_len(config) + 1
+        length = config.max_model_len + 1
         return _in_vllm(role.section, shape, device, gpu_bytes, weights, config.model.dtype, length)
     batch = _batch(config, config.responses_per_step, config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
@@ -323,7 +276,7 @@ def engine(
     more = {"sampling": 3 * 4 * sequences * shape.vocabulary}
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
         more["adapter"] = adapter_weights(lora, shape) * itemsize
-    weights, length = shape.parameters * itemsize, max_model_len(config)
+    weights, length = shape.parameters * itemsize, config.max_model_len
     dtype = config.model.dtype
     result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more)
     if section.tensor_parallel > 1 and by_object(config, device):  # each process gets a copy
@@ -382,11 +335,6 @@ def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bo
         share_gpus=isinstance(config, OnlineConfig) and config.engines_share_gpus,
     )
     return transport == "object"
-
-
-def max_model_len(config: OnlineConfig | PolicyExamplesConfig) -> int:
-    """Return the maximum number of tokens of a prompt and its response."""
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def _batch(config: OnlineConfig, rows: int, workers: int) -> Batch:

@@ -12,13 +12,23 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from raypo.cluster.hardware import GB, Node
+from raypo.cluster.placement import (
+    LEARNERS,
+    PlacedBundle,
+    lay_out,
+    served_roles,
+    takes_gpus,
+    torn_apart,
+)
 from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig
+from raypo.config.auto_values import candidates, least_memory, sleep_is_open, with_value
 from raypo.config.sweep_config import with_values
+from raypo.learner.deepspeed_config import Sharding
+from raypo.models.model_shape import Models
 from raypo.plan import estimate
-from raypo.plan.deepspeed_config import Sharding
-from raypo.plan.estimate import Device, Models, Role, roles_of
-from raypo.plan.hardware import GB, Node
-from raypo.plan.phase_table import (
+from raypo.plan.estimate import Device, Role, roles_of
+from raypo.run.phase_table import (
     ENGINE_WEIGHTS,
     FROZEN_MODELS,
     KV_CACHE,
@@ -27,15 +37,7 @@ from raypo.plan.phase_table import (
     TRAINING_STATE,
     Phase,
 )
-from raypo.plan.placement import (
-    LEARNERS,
-    PlacedBundle,
-    lay_out,
-    served_roles,
-    takes_gpus,
-    torn_apart,
-)
-from raypo.plan.sizes import cpu_sequence_bytes
+from raypo.serving.engine_sizes import cpu_sequence_bytes
 
 USABLE = 0.95
 """Usable share of a device's memory: Ray kills workers above 95 % of a node's RAM, and torch's
@@ -43,9 +45,6 @@ allocator loses about as much of a GPU to fragmentation."""
 SIDE_BY_SIDE = 0.85
 """Share of a GPU that `auto` may fill. Predictions are good to about 15 %; a run that does not fit
 fails, but a run whose models take turns on the GPU is only slower."""
-GPU_MICROBATCHES = (16384, 8192, 4096)
-"""Candidates of `learner.max_tokens_per_microbatch: auto`, the fastest first. With fewer tokens a
-small model is limited by kernel launches."""
 CHOICES = (
     (0, False, False),
     (1, False, False),
@@ -264,20 +263,29 @@ def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
     return decided(plan) if use_gpu else plan
 
 
-def decided_for_gpus(config: AnyConfig, gpu_bytes: int) -> Plan:
+def decide_for_gpus(config: AnyConfig, gpu_bytes: int) -> tuple[AnyConfig, Sequence[str]]:
     """Decide every `auto` of a run as `make_plan` does, for workers that already have their GPUs.
 
+    A trainer passes it to its workers (`Runtime.decide`): only they know the memory of the GPUs
+    that Ray has given to them.
+
     Args:
+        config: Config of the run.
         gpu_bytes: Memory of the smallest GPU.
+
+    Returns:
+        The config, and a message for each decision.
     """
     # Placement does not matter here, so plan on one node with room for all bundles.
-    packed = config.placement.model_copy(update={"strategy": "PACK"})
-    on_gpus = config.learner.model_copy(update={"use_gpu": True})
-    anywhere = config.model_copy(update={"placement": packed, "learner": on_gpus})
-    plan = make_plan(anywhere, [Node("the cluster", gpus=10**6, gpu_bytes=gpu_bytes)])
-    learner = plan.config.learner.model_copy(update={"use_gpu": config.learner.use_gpu})
-    own = {"placement": config.placement, "learner": learner}
-    return replace(plan, config=plan.config.model_copy(update=own))
+    anywhere = with_value(with_value(config, "placement.strategy", "PACK"), "learner.use_gpu", True)
+    try:
+        plan = make_plan(anywhere, [Node("the cluster", gpus=10**6, gpu_bytes=gpu_bytes)])
+    except ConfigError as error:  # the plan cannot read the model; it may still run
+        decided, _ = least_memory(config, gpu_bytes)
+        return decided, [f"auto is set for the least memory, because there is no plan: {error}"]
+    decided = with_value(plan.config, "learner.use_gpu", config.learner.use_gpu)
+    strategy = config.placement.strategy
+    return with_value(decided, "placement.strategy", strategy), plan.decisions
 
 
 def decided(plan: Plan) -> Plan:
@@ -287,7 +295,7 @@ def decided(plan: Plan) -> Plan:
     taking turns, then many tokens to few. If none fits, take the one that needs least memory; the
     plan's problems then say what is missing. Values other than auto are kept.
     """
-    choices = _choices_of(plan.config)
+    choices = candidates(plan.config)
     if choices == [plan.config]:
         return plan
     tries = [replace(plan, config=choice) for choice in choices]
@@ -296,56 +304,11 @@ def decided(plan: Plan) -> Plan:
     if plan.config.learner.max_tokens_per_microbatch == "auto":
         tokens = found.config.learner.microbatch_tokens
         decisions.append(f"learner.max_tokens_per_microbatch is auto: {tokens}{_because(found)}")
-    if _is_open(plan.config) and isinstance(found.config, OnlineConfig):
+    if sleep_is_open(plan.config) and isinstance(found.config, OnlineConfig):
         sleeps = found.config.rollout.engine.sleeps
         value = "true, models take turns" if sleeps else "false, all models fit side by side"
         decisions.append(f"rollout.engine.sleep is auto: {value}{_because(found)}")
     return replace(found, decisions=tuple(decisions))
-
-
-def cautious(config: AnyConfig) -> AnyConfig:
-    """Decide every `auto` for the least memory."""
-    return _choices_of(config)[-1]
-
-
-def undecided_as(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
-    """Return the config with `auto` restored wherever the other has auto, to compare the two."""
-    if other.learner.max_tokens_per_microbatch == "auto":
-        learner = config.learner.model_copy(update={"max_tokens_per_microbatch": "auto"})
-        config = config.model_copy(update={"learner": learner})
-    if other.rollout.engine.sleep == "auto":
-        engine = config.rollout.engine.model_copy(update={"sleep": "auto"})
-        rollout = config.rollout.model_copy(update={"engine": engine})
-        config = config.model_copy(update={"rollout": rollout})
-    return config
-
-
-def _choices_of(config: AnyConfig) -> list[Any]:
-    """Return the configs that `auto` can become, from the fastest to the one of least memory."""
-    tokens = config.learner.max_tokens_per_microbatch
-    counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
-    learners = [
-        config.learner.model_copy(update={"max_tokens_per_microbatch": count}) for count in counts
-    ]
-    if not _is_open(config):
-        return [config.model_copy(update={"learner": learner}) for learner in learners]
-    assert isinstance(config, OnlineConfig)
-    engines = [config.rollout.engine.model_copy(update={"sleep": each}) for each in (False, True)]
-    rollouts = [config.rollout.model_copy(update={"engine": engine}) for engine in engines]
-    return [
-        config.model_copy(update={"rollout": rollout, "learner": learner})
-        for rollout in rollouts
-        for learner in learners
-    ]
-
-
-def _is_open(config: AnyConfig) -> bool:
-    """Return True if `rollout.engine.sleep` is undecided; engines on their own GPUs never sleep."""
-    return (
-        isinstance(config, OnlineConfig)
-        and config.rollout.engine.sleep == "auto"
-        and config.placement.group_of("engine") == "colocated"
-    )
 
 
 def _leaves_room(plan: Plan) -> bool:
@@ -459,7 +422,7 @@ def _impossible(plan: Plan) -> Iterator[str]:
     config, gpu_bytes = engine_config(plan.config), plan.gpu_bytes
     if config is None:
         return
-    section, length = config.rollout.engine, estimate.max_model_len(config)
+    section, length = config.rollout.engine, config.max_model_len
     a_token = plan.models.policy.kv_bytes_per_token(
         config.model.dtype, tensor_parallel=section.tensor_parallel
     )

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raypo.plan.deepspeed_config import Sharding
-from raypo.plan.model_shape import ModelShape
-from raypo.plan.sizes import (
-    BUCKET_BYTES,
+from raypo.learner.deepspeed_config import Sharding
+from raypo.models.chunk_sizes import (
     CHUNK_ELEMENTS,
     SCRATCH_ELEMENTS,
     SHARED_SCORES,
     repeated_scores,
 )
+from raypo.models.model_shape import ModelShape
+from raypo.weights.bucket_size import BUCKET_BYTES
 
 MASTER = 4
 """Bytes of a master weight, of each AdamW moment and of an accumulated gradient (float32)."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from raypo.cluster.hardware import GB
+from raypo.cluster.placement import words
 from raypo.plan.estimate import Role
 from raypo.plan.fit import DeviceLoad, Plan
-from raypo.plan.hardware import GB
-from raypo.plan.placement import words
 from raypo.plan.times import StepTime
 
 

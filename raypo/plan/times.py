@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
+from raypo.cluster.placement import LEARNER, served_roles
 from raypo.config import PPOConfig
+from raypo.models.flops import Groups
+from raypo.models.model_shape import ITEMSIZE, ModelShape
 from raypo.plan.estimate import adapter_weights, sequences_at_once
 from raypo.plan.fit import Plan, tried
-from raypo.plan.flops import Groups
-from raypo.plan.model_shape import ITEMSIZE, ModelShape
-from raypo.plan.placement import LEARNER, served_roles
 
 COMPUTED, READ, SENT = 0.45, 0.7, 0.7
 """Reached shares of a data sheet's FLOP/s, memory bandwidth and link bandwidth: values commonly
@@ -34,7 +34,7 @@ STORE_BYTES_S = 2e9
 
 @dataclass(frozen=True)
 class Reached:
-    """Measured rates of CPU cores: FLOP/s, counted as in `raypo.plan.flops`, and bytes a second."""
+    """Measured rates of CPU cores: FLOP/s (counted as in `raypo.models.flops`), bytes a second."""
 
     forward: float
     """FLOP/s of a pass without gradients."""

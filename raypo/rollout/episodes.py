@@ -35,7 +35,6 @@ from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens, is_ids
 from raypo.endpoint.agent_endpoint import AgentEndpoint
 from raypo.models.loading import vocabulary_size
-from raypo.plan.estimate import max_model_len
 from raypo.rollout.agent_requests import answer
 from raypo.rollout.collect import PushAgain, Sampling
 from raypo.rollout.event_loop import EventLoop
@@ -67,7 +66,7 @@ def open_episodes(
         config.rollout,
         tokenizer,
         stop_token_ids,
-        max_tokens=max_model_len(config),
+        max_tokens=config.max_model_len,
         vocabulary_size=vocabulary_size(policy),
     )
 

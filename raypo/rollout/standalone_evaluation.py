@@ -20,7 +20,6 @@ from raypo.config import (
 from raypo.data.prompts import load_prompts
 from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.pending import Done
-from raypo.plan.estimate import max_model_len
 from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rewards.labels import label_checks
 from raypo.rollout.batch_scoring import RewardSources
@@ -140,7 +139,7 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
         model,
         section=config.rollout.engine,
         dtype=config.model.dtype,
-        max_model_len=max_model_len(config),
+        max_model_len=config.max_model_len,
         seed=config.seed,
         reads_text=config.rollout.reads_text,
         reads_weights=True,

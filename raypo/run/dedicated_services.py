@@ -7,10 +7,10 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
+from raypo.cluster.placement import Bundle, dedicated_bundles, served_roles
 from raypo.config import OnlineConfig
 from raypo.deployment.deployment import Place, start_deployment
 from raypo.deployment.reserve import Dedicated, reserve
-from raypo.plan.placement import Bundle, dedicated_bundles, served_roles
 from raypo.run.served_roles import deployment_of
 
 

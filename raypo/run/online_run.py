@@ -30,8 +30,8 @@ from raypo.learner.roles import Roles
 from raypo.metrics.clock import Span
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
+from raypo.models.model_shape import Models
 from raypo.pending import Pending
-from raypo.plan.estimate import Models
 from raypo.rewards.functions import (
     close_function,
     evaluation_function,

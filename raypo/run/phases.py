@@ -1,7 +1,7 @@
 """Phases of a colocated step on GPUs: which models are off-loaded and reloaded at each change.
 
 Engines, learner, reference and reward models take turns on the same devices, as in
-`raypo.plan.phase_table`. A tensor-parallel engine uses the devices of several workers. So all
+`raypo.run.phase_table`. A tensor-parallel engine uses the devices of several workers. So all
 workers change phase together: nothing is loaded on any worker before everything that has to leave
 has left on every worker.
 """
@@ -15,7 +15,7 @@ from typing import Protocol
 from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
 from raypo.pending import Pending
-from raypo.plan.phase_table import (
+from raypo.run.phase_table import (
     ALLOWED,
     ENGINE_WEIGHTS,
     FROZEN_MODELS,

@@ -485,7 +485,9 @@ def open_run(setup: dict[str, Any], kind: type[AnyRun]) -> Iterator[AnyRun]:
     tell = MonitorClient(runtime.monitor if workers.rank == 0 else None)
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        config = decided_together(config, workers, gpu_bytes=memory, tell=tell.message)
+        config = decided_together(
+            config, workers, runtime.decide, gpu_bytes=memory, tell=tell.message
+        )
     waited_s = tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     log_to_file(log_path(files, workers), on_print=tell.message)

@@ -6,10 +6,9 @@ import os
 from typing import Any
 
 from raypo.cluster.connect import untold_environment
+from raypo.cluster.placement import ServedRole
 from raypo.config import EngineSection, OnlineConfig, PolicyExamplesConfig, PolicyLoraSection
 from raypo.deployment.deployment import Deployment
-from raypo.plan.estimate import max_model_len
-from raypo.plan.placement import ServedRole
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
@@ -25,7 +24,7 @@ def class_and_arguments(
 ) -> tuple[type, dict[str, Any]]:
     """Return the class of a role's replicas and its arguments, without the number of threads."""
     kwargs: dict[str, Any] = {"model": role.model, "dtype": config.model.dtype}
-    lengths = {"section": role.section, "max_model_len": max_model_len(config)}
+    lengths = {"section": role.section, "max_model_len": config.max_model_len}
     if isinstance(role.section, EngineSection):
         lora = config.model.lora
         holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"

@@ -14,6 +14,15 @@ import torch
 
 from raypo.cluster.actors import survivors
 from raypo.cluster.devices import together
+from raypo.cluster.placement import (
+    PlacementError,
+    ServedRole,
+    first_workers,
+    nearest,
+    served_roles,
+    torn_apart,
+    workers_beside,
+)
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig, PolicyExamplesConfig
 from raypo.deployment.deployment import (
@@ -25,15 +34,6 @@ from raypo.deployment.deployment import (
 )
 from raypo.deployment.reserve import nodes_of
 from raypo.pending import Pending
-from raypo.plan.placement import (
-    PlacementError,
-    ServedRole,
-    first_workers,
-    nearest,
-    served_roles,
-    torn_apart,
-    workers_beside,
-)
 from raypo.run.served_roles import deployment_of
 from raypo.run.setup import Shared
 from raypo.run.shared_services import of_shared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ from ray.actor import ActorHandle
 
 from raypo.collectives import Workers, as_tensor
 from raypo.config import ConfigError, OnlineConfig, parse_run_config
+from raypo.config.auto_values import least_memory
 from raypo.deployment.handle import DeploymentHandle
-from raypo.plan.fit import cautious, decided_for_gpus
 from raypo.ray_internals import kept_runs
 
 RUNTIME_KEY = "raypo_runtime"
 """Key of the driver's additions in the setup of `train_loop_per_worker`."""
+
+Decide = Callable[[Any, int], tuple[Any, Sequence[str]]]
+"""(config, bytes of the smallest GPU) -> the config without `auto`, a message for each decision."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class Runtime:
     """The driver's working directory. Relative paths in the config are relative to it."""
     monitor: ActorHandle | None = None
     reward_fn: Callable[..., Any] | None = None
+    decide: Decide = least_memory
+    """Decides what is `auto` in the config, once workers know their GPUs. A trainer passes the
+    plan's; without one (a bare TorchTrainer) the values are those of the least memory."""
     dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """Deployments that the driver has started in their own placement group, by role."""
     group_gc: ActorHandle | None = None
@@ -75,27 +81,23 @@ def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:
 
 
 def decided_together(
-    config: Any, workers: Workers, *, gpu_bytes: int, tell: Callable[[str], None]
+    config: Any, workers: Workers, decide: Decide, *, gpu_bytes: int, tell: Callable[[str], None]
 ) -> Any:
-    """Replace `auto` values by the plan for these GPUs. All workers call it and get one config.
+    """Replace `auto` values, given these GPUs. All workers call it and get one config.
 
     Args:
         config: The config.
         workers: The learner workers.
-        gpu_bytes: Memory of this worker's GPU. The plan uses the smallest of all workers.
+        decide: Called on rank 0.
+        gpu_bytes: Memory of this worker's GPU. The smallest of all workers' counts.
         tell: Callback for a message about each decision, on rank 0.
     """
     smallest = -int(workers.max(as_tensor(-gpu_bytes)))
     decided = config
     if workers.rank == 0:
-        try:
-            plan = decided_for_gpus(config, smallest)
-            decided = plan.config
-            for decision in plan.decisions:
-                tell(f"raypo: {decision}")
-        except ConfigError as error:  # the plan cannot read the model; it may still run
-            decided = cautious(config)
-            tell(f"raypo: what is auto is as if memory were short, for there is no plan: {error}")
+        decided, messages = decide(config, smallest)
+        for message in messages:
+            tell(f"raypo: {message}")
     return workers.broadcast(decided)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import ray
 
 from raypo.cluster.actors import survivors
+from raypo.cluster.placement import served_roles, with_dedicated
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig
+from raypo.config.auto_values import with_auto_of
 from raypo.deployment.deployment import DeploymentHandle, Place, start_deployment
 from raypo.deployment.engine_pool import Lease
 from raypo.deployment.reserve import Dedicated
-from raypo.plan.fit import undecided_as
-from raypo.plan.placement import served_roles, with_dedicated
 from raypo.run.dedicated_services import start_dedicated
 from raypo.run.served_roles import class_and_arguments, deployment_of
 from raypo.run.setup import Shared
@@ -85,7 +85,7 @@ def of_shared(
     if shared is None:
         return {}
     # Shared deployments were started before any trial knew its GPUs, so with `auto` undecided.
-    apart = roles_apart(undecided_as(config, shared.config), shared.config)
+    apart = roles_apart(with_auto_of(config, shared.config), shared.config)
     usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
     usable = workers.broadcast(usable)  # all workers must use the same ones
     handles = {role: shared.handles[role] for role in usable if role not in apart}

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from raypo.collectives import Workers, as_tensor
 from raypo.config import ConfigError, OnlineConfig, PPOConfig
-from raypo.plan.estimate import Models
-from raypo.plan.flops import Lengths, forward_flops
-from raypo.plan.model_shape import ModelShape
+from raypo.models.flops import Lengths, forward_flops
+from raypo.models.model_shape import Models, ModelShape
 from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.types import ScoredRollout
@@ -23,7 +22,7 @@ class Work:
     """Number of samples. A whole episode is one sample."""
     tokens: float
     flops: float = 0.0
-    """FLOPs of the models; see `raypo.plan.flops`."""
+    """FLOPs of the models; see `raypo.models.flops`."""
 
 
 def models_of(config: OnlineConfig) -> Models | None:

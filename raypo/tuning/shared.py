@@ -12,9 +12,9 @@ from typing import get_args
 
 import ray
 
+from raypo.cluster.placement import Bundle, dedicated_bundles, with_dedicated
 from raypo.config import AnyConfig, OnlineConfig
 from raypo.config.sweep_config import SharedRole, SweepConfig
-from raypo.plan.placement import Bundle, dedicated_bundles, with_dedicated
 from raypo.run.setup import Shared
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raypo.checks import check_recorded_inputs, decided_as
+from raypo.checks.resume_checks import check_recorded_inputs
 from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, AnyConfig, ConfigError, parse_run_config
+from raypo.config.auto_values import decided_as
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles

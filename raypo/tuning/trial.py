@@ -23,7 +23,7 @@ from ray import tune
 from ray.actor import ActorHandle
 from ray.train import Checkpoint, RunConfig, UserCallback
 
-from raypo.checks import check_recorded_inputs, is_finished
+from raypo.checks.resume_checks import check_recorded_inputs, is_finished
 from raypo.config import AnyConfig, parse_run_config
 from raypo.config.sweep_config import with_values
 from raypo.deployment.reserve import Dedicated

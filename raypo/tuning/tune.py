@@ -15,12 +15,12 @@ from ray import tune
 from ray.tune import Stopper
 
 from raypo.cluster.connect import connect, dashboard_url
+from raypo.cluster.placement import takes_gpus
 from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.inputs import known_digests, record_inputs
-from raypo.plan.placement import takes_gpus
 from raypo.ray_internals import tell_past
 from raypo.storage.folder import below, open_folder
 from raypo.storage.run_files import RunFiles

@@ -6,9 +6,9 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.plan.sizes import BUCKET_BYTES
 from raypo.serving.client import Engines
 from raypo.weight_sync.transport import Conversation, NamedTensors, all_or_none, drained
+from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import stage
 from raypo.weights.group import Group, group_store
 from raypo.weights.messages import Backend, BroadcastBucket, Rendezvous

@@ -21,8 +21,8 @@ from torch import Tensor
 from raypo.collectives import Workers
 from raypo.config import InFlight
 from raypo.pending import PendingPinned
-from raypo.plan.sizes import BUCKET_BYTES
 from raypo.serving.client import Engines, PinnedEngines
+from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import Specs, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
 from raypo.weights.messages import (

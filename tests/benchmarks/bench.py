@@ -516,8 +516,8 @@ def needed_flops(prompt: int) -> float:
 
 def pass_flops(shape: Shape, prompts: int, samples: int, prompt: int, new: int) -> float:
     """FLOPs of a forward pass over all responses of a step, each prompt read once."""
-    from raypo.plan.flops import Lengths, forward_flops
-    from raypo.plan.model_shape import from_config
+    from raypo.models.flops import Lengths, forward_flops
+    from raypo.models.model_shape import from_config
 
     responses = prompts * samples * new
     squares = prompts * (prompt**2 + samples * ((prompt + new) ** 2 - prompt**2))

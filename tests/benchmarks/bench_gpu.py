@@ -110,8 +110,8 @@ class GpuBench(Bench):
     def planned(self) -> dict[str, Any]:
         """Memory and seconds that the plan gives the run, where it knows the GPU."""
         from raypo import PPOConfig
+        from raypo.cluster.hardware import this_machine
         from raypo.plan.fit import make_plan
-        from raypo.plan.hardware import this_machine
         from raypo.plan.times import Rates, step_time
 
         plan = make_plan(PPOConfig.load(self.folder / "raypo.yaml"), this_machine())

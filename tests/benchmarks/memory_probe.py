@@ -24,7 +24,7 @@ from torch import Tensor
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.types import Experience, Rollout
-from raypo.weight_sync.transport import BUCKET_BYTES
+from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import as_bytes, grouped
 from raypo.weights.manifest import checksums
 from tests.stand_ins import pack

@@ -16,10 +16,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
+from raypo.cluster.placement import LEARNER, served_roles
 from raypo.config import PPOConfig
-from raypo.plan.deepspeed_config import Sharding
-from raypo.plan.estimate import Models, roles_of
-from raypo.plan.placement import LEARNER, served_roles
+from raypo.learner.deepspeed_config import Sharding
+from raypo.models.model_shape import Models
+from raypo.plan.estimate import roles_of
 from tests.tiny import tiny_tokenizer
 
 SHAPES = {"25M": {"vocab_size": 9216, "num_hidden_layers": 6}, "135M": {}}

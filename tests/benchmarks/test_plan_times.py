@@ -27,9 +27,9 @@ PLANNED = """
 import json, sys
 from pathlib import Path
 from raypo.config import load_run_config
-from raypo.learner.calibration import rates_here
+from raypo.plan.calibration import rates_here
 from raypo.plan.fit import make_plan
-from raypo.plan.hardware import this_machine
+from raypo.cluster.hardware import this_machine
 from raypo.plan.times import step_time
 
 made = make_plan(load_run_config(Path(sys.argv[1])), this_machine())

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from raypo.plan.hardware import this_machine
+from raypo.cluster.hardware import this_machine
 from tests.gpu.parts import ON_DEMAND, PARTS, REPOSITORY, SIDE_BY_SIDE
 
 REPORT = REPOSITORY / "runs" / "gpu" / "report.md"

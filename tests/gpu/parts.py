@@ -169,8 +169,8 @@ def driver() -> Figures:
     import torch
 
     from raypo.cluster.devices import check_driver
-    from raypo.plan.gpus import gpu_of
-    from raypo.plan.hardware import this_machine
+    from raypo.cluster.gpus import gpu_of
+    from raypo.cluster.hardware import this_machine
 
     (node,) = this_machine()
     note(torch=torch.__version__, cuda=torch.version.cuda, nvidia_smi_finds=node.gpus)
@@ -333,10 +333,10 @@ def microbatch(dtype: str = "bfloat16", *, layers: int = 24, device: str = "cuda
     """The worst micro-batch of the run below, beside what the plan says of it."""
     import torch
 
+    from raypo.models.model_shape import ITEMSIZE, ModelShape
     from raypo.models.networks import Policy
     from raypo.models.packed_attention import NAME
     from raypo.plan import memory
-    from raypo.plan.model_shape import ITEMSIZE, ModelShape
 
     itemsize = ITEMSIZE[dtype]
     batch = memory.worst_batch(
@@ -383,8 +383,8 @@ def run(dtype: str = "bfloat16", *, layers: int = 24, device: str = "cuda") -> F
     else runs on it.
     """
     from raypo import PPOConfig
+    from raypo.cluster.hardware import this_machine
     from raypo.plan.fit import make_plan
-    from raypo.plan.hardware import this_machine
     from raypo.plan.times import Rates, step_time
     from tests.integration.task import read_metrics
 
@@ -598,8 +598,8 @@ def _engine(dtype: str, *, kind: str, layers: int, device: Any) -> tuple[Figures
     import torch
 
     from raypo.config import EngineSection
-    from raypo.plan.sizes import BUCKET_BYTES
     from raypo.serving.engine import Engine
+    from raypo.weights.bucket_size import BUCKET_BYTES
     from tests.integration.test_engine import PROMPTS, Pair, disturb, gaps, probes
 
     found: Figures = {}

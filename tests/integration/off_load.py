@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from raypo.learner import trained_model
+from raypo.learner.deepspeed_config import deepspeed_config
 from raypo.learner.trained_model import TrainedModel
-from raypo.plan.deepspeed_config import deepspeed_config
 from tests.integration.learning import experience, learner, weights, with_targets
 
 SUMS = "grad_partitions_flat_buffer"

@@ -40,10 +40,10 @@ def cluster(nodes: list[dict[str, Any]]) -> Cluster:
 
 
 def placement() -> dict[str, Any]:
+    from raypo.cluster.placement import PlacementError, dedicated_bundles
     from raypo.config import PlacementSection, PPOConfig
     from raypo.deployment.deployment import Deployment, start_deployment
     from raypo.deployment.reserve import nodes_of, reserve
-    from raypo.plan.placement import PlacementError, dedicated_bundles
     from raypo.run.dedicated_services import places_in
     from tests.integration.deployments import Doubler
 
@@ -109,10 +109,10 @@ def beside_workers(count: int, strategy: str) -> dict[str, Any] | str:
 
 def show_places(task: dict[str, Any]) -> dict[str, Any] | str:
     """The train loop: starts a plain class where the models of a run would be."""
+    from raypo.cluster.placement import PlacementError, served_roles
     from raypo.collectives import Workers
     from raypo.config import PPOConfig
     from raypo.deployment.deployment import Deployment, start_deployment
-    from raypo.plan.placement import PlacementError, served_roles
     from raypo.run.services import places_beside
     from tests.integration.deployments import Doubler
 

@@ -19,8 +19,8 @@ import ray.train
 from ray.train.torch import TorchConfig
 
 from raypo import PPOConfig, PPOTrainer
+from raypo.cluster.hardware import parse_cluster
 from raypo.plan.fit import make_plan
-from raypo.plan.hardware import parse_cluster
 from tests.integration.task import write_task
 
 GPUS = 8

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from raypo import PPOConfig
+from raypo.cluster.hardware import parse_cluster
 from raypo.models import packed_attention
 from raypo.plan.fit import make_plan
-from raypo.plan.hardware import parse_cluster
 from tests.gpu import parts, test_several_gpus
 from tests.integration.task import write_task
 from tests.integration.test_engine import learner_log_probs

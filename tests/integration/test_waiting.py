@@ -8,8 +8,8 @@ import ray.util
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
 from raypo import PPOConfig, PPOTrainer
+from raypo.cluster.placement import PlacementError
 from raypo.deployment import reserve
-from raypo.plan.placement import PlacementError
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 

@@ -19,13 +19,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from raypo.checks import (
-    check_evaluated,
-    check_evaluation,
-    check_inputs,
-    check_model,
-    check_models,
-)
+from raypo.checks.input_checks import check_evaluation, check_inputs
+from raypo.checks.model_checks import check_evaluated, check_model, check_models
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.prompts import Prompts

@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from raypo.checks import (
-    check_evaluation,
-    check_inputs,
-    check_run_folder,
-    is_finished,
-    with_steps_of_epochs,
-)
+from raypo.checks.input_checks import check_evaluation, check_inputs
+from raypo.checks.resume_checks import check_run_folder, is_finished
+from raypo.checks.row_checks import with_steps_of_epochs
+from raypo.cluster.hardware import cpu_count
 from raypo.config import ConfigError, PPOConfig, SFTConfig
-from raypo.plan.hardware import cpu_count
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
 

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from jsonschema import ValidationError, validate
 
+from raypo.cluster.hardware import parse_cluster
 from raypo.config import PPOConfig
 from raypo.plan.fit import make_plan
-from raypo.plan.hardware import parse_cluster
 from scripts.scale_table import QWEN, SIZES
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from examples.quickstart import demo
-from raypo.plan.hardware import Node
+from raypo.cluster.hardware import Node
 from tests.gpu import acceptance
 from tests.gpu.acceptance import NO_GPU, Outcome, main, report, run_part, side_by_side
 from tests.gpu.parts import ON_DEMAND, PARTS, SIDE_BY_SIDE

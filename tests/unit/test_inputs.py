@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raypo import inputs
-from raypo.checks import check_run_folder
+from raypo.checks.resume_checks import check_run_folder
 from raypo.config import RECIPES, ConfigError
 from raypo.config.sweep_config import SweepConfig
 from raypo.custom.loader import source_files

@@ -22,10 +22,10 @@ from ray.train import (
     ValidationConfig,
 )
 
-from raypo.checks import with_steps_of_epochs
+from raypo.checks.row_checks import with_steps_of_epochs
+from raypo.cluster.hardware import Node
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
 from raypo.custom.loader import load_function
-from raypo.plan.hardware import Node
 from raypo.run import examples_run, rounds_run
 from raypo.run.run import report_for_ray
 from raypo.storage.run_files import RunFiles

@@ -1,6 +1,6 @@
+from raypo.cluster.gpus import gpu_of
+from raypo.cluster.hardware import GB, Node
 from raypo.cluster.resources import describe
-from raypo.plan.gpus import gpu_of
-from raypo.plan.hardware import GB, Node
 
 
 def test_a_node_by_its_ray_resources():

@@ -6,7 +6,7 @@ import pyarrow.fs
 import pytest
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
-from raypo.checks import check_inputs
+from raypo.checks.input_checks import check_inputs
 from raypo.config import RECIPES, ConfigError
 from raypo.data.prompts import load_prompts
 from tests.unit.data.prompt_files import ROWS, peek, refused, section, write

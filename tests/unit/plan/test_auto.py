@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from raypo.cluster.hardware import GB, parse_cluster
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
-from raypo.plan.fit import SIDE_BY_SIDE, Plan, decided_for_gpus, make_plan
-from raypo.plan.hardware import GB, parse_cluster
+from raypo.config.auto_values import least_memory
+from raypo.plan.fit import SIDE_BY_SIDE, Plan, decide_for_gpus, make_plan
 from raypo.run.setup import Shared, decided_together
 from raypo.run.shared_services import of_shared
 from tests.unit.learner.plain import on_workers
@@ -140,11 +141,10 @@ def test_engines_with_gpus_of_their_own_stay_awake(values):
 def test_workers_decide_as_the_plan_does_and_change_nothing_else(values, gb, strategy):
     values["placement"] = {"strategy": strategy}
     config = PPOConfig.parse(values)
-    made = decided_for_gpus(config, gb * GB)
+    decided, messages = decide_for_gpus(config, gb * GB)
     planned = make_plan(config, parse_cluster(f"1xGPU{gb}G,2"))
-    assert choice(made) == choice(planned)
-    assert made.config.differences(config) == planned.config.differences(config)
-    assert len(made.config.differences(config)) == 2
+    assert decided.differences(config) == planned.config.differences(config)
+    assert len(decided.differences(config)) == len(messages) == 2
 
 
 def test_all_workers_decide_by_the_smallest_gpu(values):
@@ -152,27 +152,29 @@ def test_all_workers_decide_by_the_smallest_gpu(values):
 
     def decide(workers: Workers) -> Any:
         size = (180 - 140 * workers.rank) * GB
-        return decided_together(config, workers, gpu_bytes=size, tell=told.append)
+        return decided_together(config, workers, decide_for_gpus, gpu_bytes=size, tell=told.append)
 
     first, second = on_workers(2, decide)
-    assert first == second == decided_for_gpus(config, 40 * GB).config
+    assert first == second == decide_for_gpus(config, 40 * GB)[0]
     assert len(told) == 2
 
 
 def test_a_model_that_no_plan_can_read_is_taken_to_need_all_memory(values, tmp_path):
     values["model"]["policy"] = str(tmp_path / "nothing")
-    told: list[str] = []
     config = PPOConfig.parse(values)
-    made = decided_together(config, Workers(), gpu_bytes=180 * GB, tell=told.append)
-    assert (made.rollout.engine.sleep, made.learner.max_tokens_per_microbatch) == (True, 4096)
-    assert len(told) == 1
+    decided, messages = decide_for_gpus(config, 180 * GB)
+    assert decided == least_memory(config, 180 * GB)[0]
+    assert isinstance(decided, PPOConfig)
+    assert decided.rollout.engine.sleep is True
+    assert decided.learner.max_tokens_per_microbatch == 4096
+    assert len(messages) == 1
 
 
 def test_what_a_sweep_shares_does_for_trials_that_have_decided(values):
     config = PPOConfig.parse(values)
     handle: Any = SimpleNamespace(is_lost=lambda: False)
     shared = Shared(config, handles={"reference": handle})
-    decided = decided_for_gpus(config, 180 * GB).config
+    decided, _ = decide_for_gpus(config, 180 * GB)
     assert isinstance(decided, PPOConfig)
     assert of_shared(shared, decided, "trial", Workers()) == {"reference": handle}
     other = PPOConfig.parse(with_keys(values, {"rollout__temperature": 0.5}))

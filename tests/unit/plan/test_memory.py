@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from raypo.config import LearnerSection, LoraSection, PPOConfig
+from raypo.learner.deepspeed_config import Sharding, deepspeed_config
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import add_adapter
+from raypo.models.model_shape import Models, ModelShape
 from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack
-from raypo.plan.deepspeed_config import Sharding, deepspeed_config
-from raypo.plan.estimate import Models, adapter_weights, roles_of
+from raypo.plan.estimate import adapter_weights, roles_of
 from raypo.plan.memory import Batch, activations, logits, trained, worst_batch
-from raypo.plan.model_shape import ModelShape
 from tests.tiny import tiny_policy
 
 N = 1_000

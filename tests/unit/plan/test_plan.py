@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from raypo.cluster.hardware import parse_cluster
 from raypo.config import ConfigError, PPOConfig, parse_run_config
 from raypo.plan.fit import Plan, make_plan
-from raypo.plan.hardware import parse_cluster
 from raypo.plan.tables import gb, tables
 from raypo.plan.times import Rates, step_time
 from scripts.scale_table import QWEN, SIZES

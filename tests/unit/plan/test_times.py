@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from raypo.cluster.hardware import parse_cluster
 from raypo.config import PPOConfig
+from raypo.models.flops import Groups
 from raypo.plan.fit import Plan, make_plan
-from raypo.plan.flops import Groups
-from raypo.plan.hardware import parse_cluster
 from raypo.plan.tables import times
 from raypo.plan.times import (
     OPTIMIZER_BYTES,

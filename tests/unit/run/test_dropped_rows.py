@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from raypo.checks import check_inputs, with_steps_of_epochs
+from raypo.checks.input_checks import check_inputs
+from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.collectives import Workers
 from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from raypo.data.rows import RowError
@@ -62,7 +63,9 @@ def test_a_run_says_what_it_has_dropped(tmp_path: Path, kind: Any, config: Any, 
 def test_labels_that_the_verifier_cannot_read_are_refused_or_dropped_as_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ):
-    monkeypatch.setattr("raypo.checks.LABEL_ROWS", 0)  # before the start it sees none of a data set
+    monkeypatch.setattr(
+        "raypo.checks.row_checks.LABEL_ROWS", 0
+    )  # before the start it sees none of a data set
     good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
     rows = [{"prompt": "1+1=", "answer": answer} for answer in ("2", "x", "4")]
     bad.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -10,8 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from raypo.config import EngineSection
-from raypo.plan.sizes import cpu_sequence_bytes, default_cpu_kv_bytes, engine_sequences
 from raypo.serving import vllm_settings
+from raypo.serving.engine_sizes import cpu_sequence_bytes, default_cpu_kv_bytes, engine_sequences
 from raypo.serving.vllm_settings import (
     check_version,
     engine_arguments,

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import yaml
 
+from raypo.cluster.placement import takes_gpus
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.clock import duration
-from raypo.plan.placement import takes_gpus
 from raypo.tuning.capacity import describe, estimate, grid_points, plan_sweep
 from raypo.tuning.shared import Sharing
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from raypo.checks import check_run_folder
+from raypo.checks.resume_checks import check_run_folder
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles

@@ -1,17 +1,7 @@
-"""Sizes of buffers and caches, shared by the run and by `raypo plan`."""
+"""Default sizes of an engine: its sequences, and its KV cache on CPU."""
 
 from __future__ import annotations
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Logits in a chunk, by device. Each chunk reads the head's weight once, and also the float32 sum
-of its gradient."""
-SCRATCH_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
-"""Logits of a chunk that are processed in float32 at a time: on CPUs as many as caches hold."""
-SHARED_SCORES = 4096
-"""Threshold on CPUs for computing a prompt once for its responses: the mean number of attention
-scores per prompt that whole rows would repeat. Each shared prompt costs extra calls."""
-BUCKET_BYTES = 256 * 1024**2
-"""Bytes of weights in a bucket of a push."""
 LARGE_GPU_BYTES = 70 * 1024**3
 """GPU memory from which an engine samples more sequences at a time."""
 CPU_BLOCK_TOKENS = 128
@@ -20,11 +10,6 @@ CPU_SEQUENCES = 32
 """Full-length sequences that the default KV cache on CPU holds, within `CPU_KV_BYTES`."""
 CPU_KV_BYTES = (1 << 29, 1 << 31)
 """Limits of the default KV cache on CPU."""
-
-
-def repeated_scores(prompt_tokens: int, responses: int) -> int:
-    """Return the attention scores within a prompt that are repeated if each response is a row."""
-    return max(0, responses - 1) * prompt_tokens**2 // 2
 
 
 def engine_sequences(gpu_bytes: int | None) -> int:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from raypo.cluster import hardware
+from raypo.cluster.gpus import gpu_of
+from raypo.cluster.hardware import GB, Node, cpu_count, parse_cluster, this_machine
 from raypo.config import ConfigError
-from raypo.plan import hardware
-from raypo.plan.gpus import gpu_of
-from raypo.plan.hardware import GB, Node, cpu_count, parse_cluster, this_machine
 
 
 def test_two_nodes_of_eight_gpus():

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from raypo.config import ConfigError
+from raypo.config import AnyConfig, ConfigError, DPOConfig, ExamplesConfig
 
 PLAIN_MLP = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt")
 """Model types whose MLP has two matrices. All others are assumed to have a gate, so three."""
@@ -121,6 +121,52 @@ class ModelShape:
                 f"{key} ({path}): its config.json has no {error.args[0]}, so its memory cannot be "
                 f"predicted. Give a folder of a transformer with a language-model head."
             ) from None
+
+
+@dataclass(frozen=True)
+class Models:
+    """Shapes of the models of a run."""
+
+    policy: ModelShape
+    critic: ModelShape | None
+    references: dict[str, ModelShape]
+    """Reference models by role."""
+    rewards: dict[str, ModelShape]
+    """Reward models by role; they are loaded without a language-model head."""
+
+    @property
+    def frozen(self) -> dict[str, ModelShape]:
+        """Reward models and reference models, by role."""
+        return self.rewards | self.references
+
+    @classmethod
+    def read(cls, config: AnyConfig) -> Models:
+        """Read the shapes from folders or the hub, each path once."""
+        read: dict[str, ModelShape] = {}
+
+        def shape(key: str, path: str) -> ModelShape:
+            if path not in read:
+                read[path] = ModelShape.read(path, key=key)
+            return read[path]
+
+        policy = shape("model.policy", config.model.policy)
+        if isinstance(config, ExamplesConfig):
+            named = config.model.reference if isinstance(config, DPOConfig) else None
+            asked = {"reference": shape("model.reference", named)} if named else {}
+            return cls(policy, None, asked, {})
+        rewards = {
+            role: shape("model.reward", entry.path) for role, entry in config.reward_models.items()
+        }
+        first = next(iter(rewards.values()), policy)
+        critic = first if first.vocabulary == policy.vocabulary else policy
+        if config.model.critic:
+            critic = shape("model.critic", config.model.critic)
+        return cls(
+            policy,
+            critic if config.needs_critic else None,
+            {r: shape("model.reference", path) for r, path in config.references.items()},
+            rewards,
+        )
 
 
 def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = None) -> ModelShape:

@@ -1,6 +1,6 @@
 """Placement of a run's processes into bundles, and of bundles onto nodes.
 
-`raypo plan`, the checks before a start, the capacity of a sweep and the reservation itself all use
+The reservation itself, the checks before a start, the capacity of a sweep and `raypo plan` all use
 this module. A run has up to two placement groups: the dedicated group, which is reserved first, and
 the learner workers' group, which holds everything else. Pure arithmetic on Ray's resources.
 """

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from raypo.config import ConfigError
-from raypo.plan.model_shape import ModelShape, from_config
+from raypo.models.model_shape import ModelShape, from_config
 from tests.tiny import tiny_policy
 
 SIZES: dict[str, Any] = {

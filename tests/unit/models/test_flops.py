@@ -6,8 +6,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from raypo.plan.flops import Groups, Lengths, forward_flops
-from raypo.plan.model_shape import ModelShape
+from raypo.models.flops import Groups, Lengths, forward_flops
+from raypo.models.model_shape import ModelShape
 from tests.tiny import tiny_policy
 
 

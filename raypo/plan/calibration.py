@@ -19,14 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from raypo.config import ModelSection, PPOConfig
 from raypo.learner.peak import READ_BYTES, measured_flops, measured_memory
+from raypo.models.chunk_sizes import CHUNK_ELEMENTS
+from raypo.models.flops import Groups
 from raypo.models.linear import use_fastest_linear
+from raypo.models.model_shape import ModelShape
 from raypo.models.packed_attention import can_read_packed, hidden_states, use_packed_attention
 from raypo.models.packing import Packed, pack
 from raypo.models.token_log_probs import head_log_probs
 from raypo.plan.fit import Plan
-from raypo.plan.flops import Groups
-from raypo.plan.model_shape import ModelShape
-from raypo.plan.sizes import CHUNK_ELEMENTS
 from raypo.plan.times import Rates, Reached, microbatch_of, sampled_of
 
 BUDGET_S = 1.0

@@ -5,9 +5,8 @@ from typing import Any, Literal
 
 import pytest
 
-from raypo.config import ConfigError, FrozenSection, PPOConfig
-from raypo.plan.hardware import parse_cluster
-from raypo.plan.placement import (
+from raypo.cluster.hardware import parse_cluster
+from raypo.cluster.placement import (
     Bundle,
     PlacementError,
     Resources,
@@ -20,6 +19,7 @@ from raypo.plan.placement import (
     place,
     without,
 )
+from raypo.config import ConfigError, FrozenSection, PPOConfig
 
 
 def config(

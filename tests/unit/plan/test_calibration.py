@@ -9,10 +9,10 @@ import torch
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
 from raypo.config import ModelSection
-from raypo.learner.calibration import _cut, measure
+from raypo.models.flops import Groups
+from raypo.models.model_shape import ModelShape
 from raypo.models.packed_attention import NAME
-from raypo.plan.flops import Groups
-from raypo.plan.model_shape import ModelShape
+from raypo.plan.calibration import _cut, measure
 from tests.tiny import tiny_policy
 
 SIZES: dict[str, Any] = {

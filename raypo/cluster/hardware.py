@@ -22,8 +22,8 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from raypo.cluster.gpus import GPUS, Gpu, gpu_of
 from raypo.config import ConfigError
-from raypo.plan.gpus import GPUS, Gpu, gpu_of
 
 GB = 10**9
 EXAMPLES = "8xH100,2 (two nodes, each with 8 GPUs; 8xGPU80G says only their memory) or 4xCPU,16G"

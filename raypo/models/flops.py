@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from raypo.plan.model_shape import ModelShape
+from raypo.models.model_shape import ModelShape
 
 
 class Lengths(NamedTuple):

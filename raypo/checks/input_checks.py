@@ -1,0 +1,131 @@
+"""All checks of a run's input before it starts, and of the input of `raypo eval`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from raypo.checks.function_checks import check_functions, check_scoring
+from raypo.checks.model_checks import (
+    check_model,
+    check_positions,
+    check_positions_of,
+    check_shards,
+    models_of,
+)
+from raypo.checks.row_checks import check_first_rows, check_labels, check_rows
+from raypo.cluster.hardware import cpu_count
+from raypo.cluster.placement import place, worker_bundles
+from raypo.config import (
+    AnyConfig,
+    ConfigError,
+    OnlineConfig,
+    PolicyExamplesConfig,
+    PPOConfig,
+)
+from raypo.custom.loader import check_function
+from raypo.data.mixing import repetition_note
+from raypo.serving.vllm_arguments import check_extra
+from raypo.tracking.sinks import check_installed
+
+
+def check_inputs(
+    config: AnyConfig, *, has_reward_fn: bool = False, on_this_machine: bool = True
+) -> list[str]:
+    """Refuse missing or wrong files, and runs that are too large for this machine.
+
+    Args:
+        config: The whole run config.
+        has_reward_fn: Whether a reward function was passed in Python, so that the config need not
+            name one.
+        on_this_machine: Whether the run would start here, so that its cores must suffice.
+
+    Returns:
+        Notes on settings that are allowed but rarely intended.
+
+    Raises:
+        ConfigError: the first problem, as key (value), rule and remedy.
+    """
+    check_installed(config.logging)
+    for spec in config.callbacks:
+        check_function(spec, key="callbacks")
+    for key, path in models_of(config):
+        check_model(key, path, is_trained=key in ("model.policy", "model.critic"))
+    if isinstance(config, OnlineConfig | PolicyExamplesConfig):
+        check_extra(config.rollout.engine)
+        check_shards(config)
+    if isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False):
+        check_positions(config)
+    num_prompts = check_rows(config)
+    notes: list[str] = []
+    if isinstance(config, OnlineConfig):
+        check_scoring(config, has_reward_fn=has_reward_fn)
+        check_labels(config, has_reward_fn=has_reward_fn)
+        note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
+        notes += [note] if note else []
+    elif isinstance(config, PolicyExamplesConfig):
+        check_functions(config, common=None)
+        check_labels(config)
+    if isinstance(config, PPOConfig):
+        notes += _notes_on_ppo(config)
+    if on_this_machine:
+        _check_cpus(config)
+    return notes
+
+
+def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) -> None:
+    """Refuse input that `raypo eval` cannot read.
+
+    Raises:
+        ConfigError: the model, a prompt file or the reward function is missing or wrong, or prompts
+            and responses may have more tokens than the model has positions for.
+    """
+    check_model("MODEL", model)
+    check_positions_of(config, "MODEL", model)
+    check_extra(config.rollout.engine)
+    check_first_rows(config.data, "eval.prompts", config.eval.prompts)
+    common = config.reward.function if isinstance(config, OnlineConfig) else None
+    check_functions(config, common=common)
+    check_labels(config, only_held_out=True)
+
+
+def _notes_on_ppo(config: PPOConfig) -> list[str]:
+    """Return notes on unused models (which a sweep may turn on) and on stale samples."""
+    model, ppo, rollout = config.model, config.ppo, config.rollout
+    notes: list[str] = []
+    if rollout.staleness > 0 and not ppo.allows_for_staleness:
+        is_async = rollout.mode == "async"
+        said = f"max_staleness ({rollout.staleness})" if is_async else f"mode ({rollout.mode})"
+        notes.append(
+            f"rollout.{said}: old samples are learned from as if they were new; "
+            f"ppo.correction.kind tis weighs them (docs/asynchronous.md says what either was "
+            f"measured to cost)"
+        )
+    if model.critic is not None and not config.needs_critic:
+        notes.append(
+            f"model.critic ({model.critic}): has no effect, ppo.advantage {ppo.advantage} has no "
+            f"critic"
+        )
+    if model.reference is not None and not ppo.needs_reference:
+        notes.append(
+            f"model.reference ({model.reference}): has no effect, ppo.kl.coef is {ppo.kl.coef:g}"
+        )
+    return notes
+
+
+def _check_cpus(config: Any) -> None:
+    """Refuse a run with too many workers for a local Ray; a cluster is checked after connecting."""
+    ray = sys.modules.get("ray")  # checks for a connection without importing Ray
+    is_connected = ray is not None and ray.is_initialized()
+    if config.cluster.address or os.environ.get("RAY_ADDRESS") or is_connected:
+        return
+    learner, cores = config.learner, cpu_count()
+    workers = worker_bundles(config, use_gpu=False)
+    if len(place(workers, [{"CPU": cores}], "PACK")) < len(workers):
+        asked = len(workers) * learner.cpus_per_worker
+        raise ConfigError(
+            f"learner.cpus_per_worker ({learner.cpus_per_worker}): {len(workers)} learner "
+            f"workers ask for {asked} CPU cores, this machine has {cores}. Lower "
+            f"learner.num_workers or learner.cpus_per_worker, or set cluster.address."
+        )

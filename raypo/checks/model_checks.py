@@ -1,0 +1,187 @@
+"""Checks of the models that a run loads: their folders, shapes, positions and tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from raypo.cluster.placement import served_roles
+from raypo.config import (
+    AnyConfig,
+    ConfigError,
+    DistillationConfig,
+    OnlineConfig,
+    PolicyExamplesConfig,
+    RewardModelConfig,
+)
+from raypo.models.model_files import config_of as model_config_of
+from raypo.models.model_files import max_positions, refuse_quantized, stored_files
+from raypo.models.model_shape import ModelShape
+
+
+def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
+    """Refuse a model that is neither a hub id nor a complete folder.
+
+    Args:
+        key: Config key of the model, for messages.
+        path: Folder or hub id.
+        is_trained: Whether the model is trained, so that it must not be quantized.
+
+    Raises:
+        ConfigError: the model is refused.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        values = model_config_of(folder, key)
+        if is_trained:
+            refuse_quantized(values, path, key)
+        stored_files(folder, key)
+        return
+    looks_like_hub_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    if not looks_like_hub_id or offline:
+        why = "and HF_HUB_OFFLINE is set" if offline else "and it is no hub id"
+        raise ConfigError(
+            f"{key} ({path}): there is no such folder, {why}. Give a folder written by "
+            f"save_pretrained, or a hub id like organisation/model."
+        )
+
+
+def models_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
+    """Yield config key and path of each model in the config."""
+    model: Any = config.model
+    for name in ("policy", "critic", "reference"):
+        if (path := getattr(model, name, None)) is not None:
+            yield f"model.{name}", path
+    if isinstance(config, DistillationConfig):
+        by_source = not isinstance(config.model.teacher, str)
+        for name, path in config.teacher_of.items():
+            yield f"model.teacher.{name}" if by_source else "model.teacher", path
+    for entry in getattr(model, "reward", None) or ():
+        yield "model.reward", entry.path
+
+
+def check_shards(config: OnlineConfig | PolicyExamplesConfig) -> None:
+    """Refuse local models that vLLM cannot shard; vLLM itself checks models from the hub."""
+    for role in served_roles(config, num_workers=1, use_gpu=False):
+        size, shape = role.num_devices, _local_shape(role.model)
+        if size > 1 and shape and (rest := shape.does_not_divide(size)):
+            fits = max(n for n in range(1, size) if shape.does_not_divide(n) is None)
+            name = "policy" if role.kind == "engine" else role.kind
+            raise ConfigError(
+                f"{role.devices_key} ({size}): must divide the {rest} of model.{name} "
+                f"({role.model}). Set it to {fits}."
+            )
+
+
+def _local_shape(path: str) -> ModelShape | None:
+    if not (Path(path) / "config.json").exists():
+        return None
+    try:
+        return ModelShape.read(path)
+    except ConfigError:  # not a transformer that raypo knows; vLLM may know it
+        return None
+
+
+def check_positions(config: Any) -> None:
+    """Refuse prompts and responses that are longer than a model's positions, as vLLM would."""
+    for key, path in models_of(config):
+        if key != "model.reward":  # a reward model may use its own tokenizer
+            check_positions_of(config, key, path)
+
+
+def check_positions_of(config: Any, key: str, path: str) -> None:
+    """Refuse prompts and responses that are longer than the positions of one model."""
+    folder, longest = Path(path).expanduser(), config.max_model_len
+    if not (folder / "config.json").is_file():
+        return
+    positions = max_positions(model_config_of(folder, key))
+    if positions is not None and longest > positions:
+        response = config.rollout.length_key
+        raise ConfigError(
+            f"data.max_prompt_tokens + {response} ({longest}): {key} ({path}) has positions for "
+            f"{positions} tokens. Lower the two by {longest - positions} together."
+        )
+
+
+def check_models(config: AnyConfig) -> None:
+    """Refuse models that would be loaded wrongly, before Ray starts.
+
+    This imports transformers and reads headers, configs and tokenizers, but no weights. For hub ids
+    it reads only configs and tokenizers.
+
+    Raises:
+        ConfigError: a folder lacks weights of its model or has unexpected ones; two models that
+            read the same token ids have different tokens; a token has no row in the embedding; LoRA
+            cannot train the requested layers.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from raypo.models import checkpoint, loading, lora
+
+    model: Any = config.model
+    is_reward_model = isinstance(config, RewardModelConfig)
+    classifier, causal = AutoModelForSequenceClassification, AutoModelForCausalLM
+    for key, path in models_of(config):
+        kind = {"model.critic": AutoModel, "model.reward": classifier}.get(key, causal)
+        if key == "model.policy" and is_reward_model:
+            kind = classifier
+        if kind is classifier:
+            loading.refuse_other_labels(key, path)
+        checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
+    kind = classifier if is_reward_model else causal
+    loading.check_tokens(model.policy)
+    for key, path in models_of(config):
+        if key == "model.reward":
+            if isinstance(config, OnlineConfig) and loading.same_vocabulary(
+                path, model.policy, key=key
+            ):
+                check_positions_of(config, key, path)
+        elif key != "model.policy":
+            _check_same_tokens(key, path, model.policy)
+    if model.lora is not None:
+        lora.check_targets(model.policy, kind, model.lora)
+        if getattr(config, "needs_critic", False) and model.critic is not None:
+            lora.check_targets(model.critic, AutoModel, model.lora, key="model.critic")
+
+
+def check_evaluated(model: str) -> None:
+    """Refuse a model whose responses could not end in `raypo eval`, by its config and tokenizer.
+
+    Its weights are left to vLLM, which loads more architectures than are trained, and says what a
+    folder lacks.
+
+    Raises:
+        ConfigError: the tokenizer's first or last token, or a stop token, has no row in the
+            embedding.
+    """
+    from raypo.models.loading import check_tokens
+
+    check_tokens(model, key="MODEL")
+
+
+def _check_same_tokens(key: str, path: str, policy: str) -> None:
+    """Refuse a model that would read the policy's token ids as other tokens.
+
+    For a critic or a reference model saved without a tokenizer only the vocabulary sizes are
+    compared.
+    """
+    from raypo.models.loading import reads_tokens, same_vocabulary, vocabulary_size
+
+    is_teacher = key.startswith("model.teacher")  # what it would say next counts as well
+    try:
+        compared = same_vocabulary if is_teacher else reads_tokens
+        is_same = compared(path, policy, key=key)
+    except ConfigError:
+        if is_teacher:
+            raise
+        is_same = vocabulary_size(path) == vocabulary_size(policy)
+    if is_same:
+        return
+    remedy = "or learn its texts by the recipe sft" if is_teacher else f"or remove {key}"
+    raise ConfigError(
+        f"{key} ({path}): its tokens are not those of model.policy ({policy}), whose token ids it "
+        f"reads. Give a model with the same tokenizer, {remedy}."
+    )

@@ -1,0 +1,166 @@
+"""Checks of a run's folder and of `from_checkpoint`: the same config and the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raypo.config import (
+    NUMBERS_DO_NOT_DEPEND_ON,
+    ConfigError,
+    RecipeConfig,
+    flatten,
+    parse_run_config,
+)
+from raypo.config.auto_values import decided_as
+from raypo.config.base import RECORDED_BASE
+from raypo.inputs import changes, inputs_of, recorded_inputs
+from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
+from raypo.storage.folder import parent_and_name
+from raypo.storage.run_files import RunFiles
+
+
+def check_run_folder(
+    config: RecipeConfig,
+    files: RunFiles,
+    *,
+    start_over: str = "--fresh",
+    given: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
+    """Refuse to continue in a folder of another config, or with changed inputs.
+
+    Args:
+        config: The whole run config.
+        files: The run's folder.
+        start_over: Option or argument that starts over, for messages.
+        given: Config key -> function passed in Python instead of a file.
+
+    Raises:
+        ConfigError: a key differs or a file has changed; the message lists all of them.
+    """
+    files.check_unused()
+    recorded, done = files.config(), files.last_step()
+    if recorded is not None and RECORDED_BASE in recorded:
+        raise ConfigError(
+            f"name ({config.name}): {files.location} holds a sweep, no run. Choose another name or "
+            f"storage_path."
+        )
+    if recorded is None or not done:  # without a step there is nothing to protect
+        if config.from_checkpoint is not None:
+            _check_beginning(config, config.from_checkpoint)
+        return
+    earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
+    config = decided_as(config, earlier.model_dump())
+    may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs")  # num_steps is compared instead
+    if config.may_change_length:
+        may_change = (*may_change, "num_steps")
+        if config.num_steps < done:
+            raise ConfigError(
+                f"num_steps ({config.num_steps}): the run in {files.location} has done {done} "
+                f"steps. Set num_steps to {done} or more, choose another name, or start over with "
+                f"{start_over}."
+            )
+    changes = earlier.differences(config, ignore=may_change)
+    if any(change.startswith("num_steps:") for change in changes):
+        changes.append(
+            f"(the learning rates of all steps follow from num_steps: learner.lr_schedule is "
+            f"{config.learner.lr_schedule})"  # pyright: ignore[reportAttributeAccessIssue]
+        )
+    if changes:
+        lines = "\n  ".join(changes)
+        raise ConfigError(
+            f"name ({config.name}): {files.location} holds a run of another config:\n  {lines}\n"
+            f"Change these keys back to go on, choose another name (with from_checkpoint: "
+            f"{files.location} it begins where that run is), or start over with {start_over}."
+        )
+    check_recorded_inputs(config, files, given=given, start_over=start_over)
+
+
+def check_recorded_inputs(
+    config: RecipeConfig,
+    files: RunFiles,
+    *,
+    given: Mapping[str, Callable[..., Any]] | None = None,
+    start_over: str = "--fresh",
+) -> None:
+    """Refuse inputs that have changed since a run or sweep began, unless the config accepts them.
+
+    Args:
+        config: The whole run config.
+        files: Folder of the run or sweep.
+        given: Config key -> function passed in Python instead of a file.
+        start_over: Option or argument that starts over, for messages.
+
+    Raises:
+        ConfigError: a file has changed; the message lists all of them.
+    """
+    if config.checkpoint.changed_inputs == "accept" or not (known := recorded_inputs(files)):
+        return
+    if found := changes(known, inputs_of(config, given)):
+        lines = "\n  ".join(found)
+        raise ConfigError(
+            f"checkpoint.changed_inputs (refuse): {files.location} was begun with other inputs:\n"
+            f"  {lines}\nPut them back to go on, set checkpoint.changed_inputs to accept to go on "
+            f"with what is there now, choose another name, or start over with {start_over}."
+        )
+
+
+def is_finished(files: RunFiles, config: RecipeConfig) -> bool:
+    """Return True if the folder's run reached its last step, or ended by the same `stop` rules."""
+    summary = files.summary()
+    if summary is None or summary["status"] != "finished":
+        return False
+    if summary["steps"] >= config.num_steps:
+        return True
+    rules = (files.config() or {}).get("stop")
+    return "stopped" in summary and rules == config.stop.model_dump(mode="json")
+
+
+_OF_A_CHECKPOINT = (
+    "recipe",
+    "model.policy",
+    "model.dtype",
+    "model.lora",
+    "learner.num_workers",
+    "learner.critic_workers",
+    "learner.zero_stage",
+    "ppo.advantage",
+)
+"""Keys and sections on which the content of a checkpoint depends."""
+
+
+_NOT_OF_A_CHECKPOINT = "model.lora.push"
+"""Key in one of these sections that does not affect the state."""
+
+
+def _check_beginning(config: RecipeConfig, place: str) -> None:
+    """Refuse a checkpoint that the run could not load, or that leaves no step to train."""
+    checkpoint = find_checkpoint(place)
+    state, earlier = checkpoint_state(checkpoint), config_of(checkpoint)
+    if config.num_steps <= state["step"]:
+        raise ConfigError(
+            f"num_steps ({config.num_steps}): from_checkpoint ({place}) is of step "
+            f"{state['step']}, and steps count on. Set num_steps above {state['step']}."
+        )
+    run = RunFiles.at(parent_and_name(checkpoint)[0])
+    # The state holds an adapter for this base model, or weights under this model's names.
+    now = {} if config.checkpoint.changed_inputs == "accept" else inputs_of(config)
+    if found := changes(recorded_inputs(run), now, keys=("model.policy",)):
+        lines = "\n  ".join(found)
+        raise ConfigError(
+            f"from_checkpoint ({place}): its run was begun with another model:\n  {lines}\nPut it "
+            f"back, or set checkpoint.changed_inputs to accept to begin with what is there now."
+        )
+    config = decided_as(config, earlier)
+    if earlier:  # parse it, to fill in defaults of keys that are newer than the checkpoint
+        earlier = parse_run_config(earlier, origin=f"{place}/config.yaml").model_dump(mode="json")
+    theirs, mine = flatten(earlier), flatten(config.model_dump(mode="json"))
+    for key in _OF_A_CHECKPOINT:
+        names = {n for n in theirs.keys() | mine.keys() if f"{n}.".startswith(f"{key}.")}
+        for name in sorted(names - {_NOT_OF_A_CHECKPOINT}):
+            if earlier and theirs.get(name) != mine.get(name):
+                raise ConfigError(
+                    f"{name} ({mine.get(name)}): from_checkpoint ({place}) holds the state of a "
+                    f"run with {theirs.get(name)}. Set {name} to that; for only its weights, "
+                    f"remove from_checkpoint and set model.policy to that run's policy/."
+                )

@@ -1,0 +1,146 @@
+"""Checks of the first rows of each source: their columns, and labels that rewards can read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from raypo.config import (
+    AnyConfig,
+    ConfigError,
+    DataSection,
+    DPOConfig,
+    ExamplesConfig,
+    OnlineConfig,
+    PairsSection,
+    PolicyExamplesConfig,
+    PromptSource,
+    RecipeConfig,
+    ResponsesSection,
+    RewardModelConfig,
+    SFTConfig,
+)
+from raypo.data.prepared_rows import check_label
+from raypo.data.prompts import peek
+from raypo.data.rows import BadRows, is_data_set, read_rows
+from raypo.rewards.labels import scorers_of
+from raypo.rewards.verifiers import LABEL_CHECKS
+
+Run = TypeVar("Run", bound=RecipeConfig)
+
+LABEL_ROWS = 20_000
+"""Rows of a source whose labels are checked before the start. Loading checks the others."""
+
+
+def check_rows(config: AnyConfig) -> int | None:
+    """Check the first rows of all sources. Return the number of training rows, if known."""
+    data, evaluation = config.data, config.eval
+    if isinstance(data, ResponsesSection) and data.messages_key is not None:
+        if isinstance(config, SFTConfig) and config.needs_engine:  # engines answer these prompts
+            check_first_rows(data, "eval.prompts", evaluation.prompts, messages_key=None)
+        check_first_rows(data, "eval.prompts", evaluation.prompts)
+        return check_first_rows(data, "data.prompts", data.prompts)
+    columns = _response_columns(data)
+    # Held-out rows are prompts to answer, or examples that need the columns of training rows.
+    are_answered = not isinstance(config, SFTConfig | RewardModelConfig)
+    check_first_rows(data, "eval.prompts", evaluation.prompts, {} if are_answered else columns)
+    unlabelled: Any = {"label_key": None} if isinstance(config, DPOConfig) else {}
+    check_first_rows(data, "eval.pairs", getattr(evaluation, "pairs", None), columns, **unlabelled)
+    return check_first_rows(data, "data.prompts", data.prompts, columns, **unlabelled)
+
+
+def _response_columns(data: DataSection) -> dict[str, str]:
+    """Map config keys to the columns of training texts other than the prompt."""
+    if isinstance(data, PairsSection) and not getattr(data, "desirable_key", None):
+        return {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
+    column = getattr(data, "response_key", None)
+    return {"data.response_key": column} if column else {}
+
+
+def check_first_rows(
+    data: DataSection,
+    key: str,
+    sources: Sequence[PromptSource] | None,
+    response_keys: Mapping[str, str] | None = None,
+    **changes: Any,
+) -> int | None:
+    """Check the first rows of the sources of a config key. Return their number, if known.
+
+    Args:
+        data: The data section.
+        key: Config key of the sources.
+        sources: The sources. None means that there are none.
+        response_keys: Maps config keys to the response columns that each row must have.
+        changes: Other values of keys of the data section.
+    """
+    section = data.model_copy(update={"prompts": sources or (), **changes})
+    return peek(section, key=key, response_keys=response_keys)
+
+
+def check_labels(
+    config: OnlineConfig | PolicyExamplesConfig,
+    *,
+    has_reward_fn: bool = False,
+    only_held_out: bool = False,
+) -> None:
+    """Refuse labels that a built-in reward function cannot read, as `load_prompts` does later.
+
+    Args:
+        config: The whole run config.
+        has_reward_fn: Whether a function was passed in Python; `reward.function` is unused then.
+        only_held_out: Whether to skip `data.prompts`.
+    """
+    of_key = {"eval.prompts": config.eval.prompts or ()}
+    if not only_held_out:
+        of_key = {"data.prompts": config.data.prompts} | of_key
+    for key, sources in of_key.items():
+        scorer = scorers_of(config, key, has_reward_fn=has_reward_fn)
+        for source in sources:
+            _check_labels_of(source, key, config.data, scorer(source))
+
+
+def _check_labels_of(
+    source: PromptSource, key: str, data: DataSection, function: str | None
+) -> None:
+    label_key, check = data.label_key, LABEL_CHECKS.get(function or "")
+    if check is None:
+        return
+    if label_key is None:
+        raise ConfigError(
+            f"data.label_key (None): {function} compares the responses to {key} with labels. Set "
+            "data.label_key to the column of the answers."
+        )
+    # Reading a data set needs the library `datasets`; which rows to drop is found at loading.
+    if is_data_set(source) or data.on_error == "drop":
+        return
+    for row in islice(read_rows(source, key=key), LABEL_ROWS):
+        if label_key in row.values:
+            check_label(check, row, label_key)
+
+
+def with_steps_of_epochs(config: Run) -> Run:
+    """Return the config with `num_steps` computed from `num_epochs`, if that is set.
+
+    Raises:
+        ConfigError: both are set and differ, all steps are warm-up, or a file cannot be read.
+    """
+    if not isinstance(config, ExamplesConfig) or config.num_epochs is None:
+        return config
+    bad = BadRows(config.data.on_error)
+    sources = config.data.prompts
+    rows = sum(1 for each in sources for _ in read_rows(each, key="data.prompts", bad=bad))
+    if isinstance(config, DPOConfig) and config.dpo.loss == "kto" and not config.data.desirable_key:
+        rows *= 2  # KTO splits a pair into a desirable and an undesirable example
+    steps = math.ceil(config.num_epochs * rows / config.learner.batch_size)
+    usual = type(config).model_fields["num_steps"].default
+    if config.num_steps not in (steps, usual):
+        raise ConfigError(
+            f"num_steps ({config.num_steps}): num_epochs ({config.num_epochs:g}) of {rows} rows at "
+            f"learner.batch_size {config.learner.batch_size} are {steps} steps. Remove one of "
+            f"the two."
+        )
+    for problem in config.learner.endless_warmup(steps, "num_epochs"):
+        raise ConfigError(problem)
+    return config.model_copy(update={"num_steps": steps})

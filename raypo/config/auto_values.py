@@ -1,0 +1,76 @@
+"""Keys whose value `auto` is decided once the memory of a run's GPUs is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raypo.config.base import flatten
+from raypo.config.recipe_config import AnyConfig
+from raypo.config.run_config import OnlineConfig, RecipeConfig
+
+MICROBATCH, SLEEP = "learner.max_tokens_per_microbatch", "rollout.engine.sleep"
+GPU_MICROBATCHES = (16384, 8192, 4096)
+"""Candidates of `learner.max_tokens_per_microbatch: auto`, the fastest first. With fewer tokens a
+small model is limited by kernel launches."""
+
+
+def candidates(config: AnyConfig) -> list[Any]:
+    """Return the configs that `auto` can become, from the fastest to the one of least memory."""
+    tokens = config.learner.max_tokens_per_microbatch
+    counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
+    choices: list[Any] = [config]
+    if sleep_is_open(config):
+        choices = [with_value(config, SLEEP, sleeps) for sleeps in (False, True)]
+    return [with_value(each, MICROBATCH, count) for each in choices for count in counts]
+
+
+def sleep_is_open(config: AnyConfig) -> bool:
+    """Return True if `rollout.engine.sleep` is undecided; engines on their own GPUs never sleep."""
+    return (
+        isinstance(config, OnlineConfig)
+        and config.rollout.engine.sleep == "auto"
+        and config.placement.group_of("engine") == "colocated"
+    )
+
+
+def least_memory(config: Any, gpu_bytes: int) -> tuple[Any, list[str]]:
+    """Decide every `auto` for the least memory, however large the GPUs are.
+
+    Returns:
+        The config, and a message for each decision: none, because it is always the same.
+    """
+    return candidates(config)[-1], []
+
+
+def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
+    """Return the config with `auto` restored wherever the other has auto, to compare the two."""
+    values = flatten(other.model_dump())
+    for key in (MICROBATCH, SLEEP):
+        if values[key] == "auto":
+            config = with_value(config, key, "auto")
+    return config
+
+
+def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
+    """Return the config with its `auto` values resolved as in an earlier run.
+
+    If this cluster's devices resolve `model.dtype` differently, the trainer's own check refuses the
+    config. Micro-batches and sleep were numbers in runs recorded before they could be `auto`.
+    """
+    dtype = earlier.get("model", {}).get("dtype", "auto")
+    if dtype != "auto":
+        config = config.with_dtype(use_gpu=dtype == "bfloat16")
+    now, before = flatten(config.model_dump()), flatten(earlier)
+    for key in (MICROBATCH, SLEEP):
+        if now.get(key) == "auto" and before.get(key) is not None:
+            config = with_value(config, key, before[key])
+    return config
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+    """Return a copy of a frozen config or section with another value at a dotted key."""
+    name, _, rest = key.partition(".")
+    if rest:
+        value = with_value(getattr(config, name), rest, value)
+    return config.model_copy(update={name: value})

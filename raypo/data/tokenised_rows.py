@@ -1,0 +1,134 @@
+"""Prompts of prepared rows, rendered by the chat template and tokenised in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+from raypo.config import ConfigError, DataSection
+from raypo.data.chat_messages import Message, render
+from raypo.data.prepared_rows import short
+from raypo.data.rows import BadRows, Row, RowError
+from raypo.data.stop_tokens import prompt_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHUNK = 1024
+"""Number of rows tokenised in one call."""
+
+Tokenised = tuple[Row, str, list[int]]
+"""A row, its prompt as text, and its prompt as token ids."""
+
+
+def tokenised(
+    rows: Iterable[Row],
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    bad: BadRows,
+) -> Iterator[list[Tokenised]]:
+    """Yield prepared rows with their prompts, in chunks. Text and chat are tokenised separately."""
+
+    def with_text(row: Row) -> tuple[Row, str]:
+        return row, prompt_text(row, section, tokenizer)
+
+    def with_tokens(each: Tokenised) -> Tokenised:
+        row, _, ids = each
+        if not ids:
+            raise RowError(
+                f"data.prompt_key ({section.prompt_key}): {row.where} has a prompt without tokens. "
+                "Write a prompt there or remove the row."
+            )
+        return each
+
+    rows = iter(rows)
+    while chunk := list(islice(rows, CHUNK)):
+        texts = list(bad.each(with_text, chunk))
+        are_texts = [isinstance(row.values[section.prompt_key], str) for row, _ in texts]
+        ids: list[list[int]] = [[] for _ in texts]
+        for is_text in set(are_texts):
+            places = [place for place, each in enumerate(are_texts) if each == is_text]
+            batch = [texts[place][1] for place in places]
+            if is_text:
+                encoded = prompt_ids(tokenizer, batch)
+            else:  # the template writes the special tokens
+                found: Any = tokenizer(batch, add_special_tokens=False, verbose=False)
+                encoded = found["input_ids"]
+            for place, tokens in zip(places, encoded, strict=True):
+                ids[place] = tokens
+        whole = [(row, text, each) for (row, text), each in zip(texts, ids, strict=True)]
+        yield list(bad.each(with_tokens, whole))
+
+
+def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text to tokenise: the prompt itself, or its rendered chat messages."""
+    column = section.prompt_key
+    value = row.values[column]
+    if isinstance(value, str):
+        return value
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"data.prompt_key ({column}): {row.where} has chat messages, and the policy's "
+            "tokenizer has no chat template. Use a chat model, or prompts that are text."
+        )
+    try:
+        return render(tokenizer, value, prompting=True, tools=tools_of(row, section))
+    except Exception as error:  # templates can raise anything
+        key = "data.prompt_key"
+        raise template_error(row, key, column, value, section, tokenizer, error) from error
+
+
+def tools_of(row: Row, section: DataSection) -> list[dict[str, Any]] | None:
+    """Return the tools that the chat template describes to the model."""
+    return row.values[section.tools_key] if section.tools_key else None
+
+
+def template_error(
+    row: Row,
+    config_key: str,
+    column: str,
+    messages: Sequence[Message],
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    error: Exception,
+) -> ConfigError:
+    """Return the error for a row whose messages the template rejects, possibly for the first."""
+    if messages[0]["role"] == "system" and len(messages) > 1:
+        prompting = config_key == "data.prompt_key"
+        try:
+            render(tokenizer, messages[1:], prompting=prompting, tools=tools_of(row, section))
+        except Exception:  # fails without the system message too
+            pass
+        else:
+            refuses = f"the tokenizer's chat template refuses a system message: {error}."
+            if section.system_prompt is not None:
+                return ConfigError(
+                    f"data.system_prompt ({short(section.system_prompt)}): {refuses} Remove it, "
+                    "or write it into the messages of the user."
+                )
+            return RowError(
+                f"{config_key} ({column}): {row.where} begins with one, and {refuses} Write it "
+                "into the first message of the user."
+            )
+    return RowError(
+        f"{config_key} ({column}): the tokenizer's chat template refuses {row.where}: "
+        f"{error}. Correct the messages."
+    )
+
+
+def is_short(what: Literal["prompt", "response"], row: Row, num_tokens: int, section: Any) -> bool:
+    """Return whether a prompt or response is within its length limit.
+
+    Raises:
+        ConfigError: it is too long and `data.too_long` is `error`.
+    """
+    key = f"max_{what}_tokens"
+    most = getattr(section, key)
+    if num_tokens > most and section.too_long == "error":
+        raise ConfigError(
+            f"data.{key} ({most}): the {what} of {row.where} has {num_tokens} tokens. Set "
+            f"data.{key} to at least {num_tokens}, shorten the {what}, or set data.too_long to "
+            f"skip."
+        )
+    return num_tokens <= most
