@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from raypo.rollout import event_loop
-from raypo.rollout.event_loop import EventLoop, LoopStandsStill
+from raypo.rollout.event_loop import EventLoop
 from raypo.rollout.work_time import WorkTime
 
 
@@ -25,31 +25,6 @@ def loop() -> Iterator[EventLoop]:
     made = EventLoop(0.3)
     yield made
     made.close()
-
-
-FREE = threading.Event()
-
-
-def blocks() -> None:
-    FREE.wait(20)  # a call of a library
-
-
-async def calls_what_blocks() -> None:
-    blocks()
-
-
-def test_a_coroutine_that_blocks_ends_the_run_and_is_named(loop: EventLoop):
-    begin = time.perf_counter()
-    with pytest.raises(LoopStandsStill) as told:
-        loop.run(calls_what_blocks())
-    assert time.perf_counter() - begin < 10
-    line = blocks.__code__.co_firstlineno + 1
-    assert str(told.value).startswith(
-        f"{__file__}, line {line}, in blocks (FREE.wait(20)  # a call of a library): has blocked "
-        "the event loop of all episodes for "
-    )
-    assert "await asyncio.to_thread(...)" in str(told.value)
-    FREE.set()
 
 
 def test_what_waits_as_it_should_may_take_any_time(loop: EventLoop):
@@ -117,32 +92,6 @@ def test_work_that_does_not_let_itself_be_cancelled_is_left_behind(loop: EventLo
         loop.run(limited())
     assert time.perf_counter() - begin < 5
     goes_on.clear()
-
-
-def test_no_more_work_at_a_time_than_the_quota_admits_and_rests_do_not_count(loop: EventLoop):
-    at_work, most = 0, 0
-
-    async def works(time: WorkTime) -> None:
-        nonlocal at_work, most
-        for _ in range(3):
-            at_work += 1
-            most = max(most, at_work)
-            await asyncio.sleep(0.01)
-            at_work -= 1
-            time.pause()
-            await asyncio.sleep(0.03)  # longer than the limit
-            await time.resume()
-
-    async def all_work() -> None:
-        quota = asyncio.Semaphore(4)
-        times = [WorkTime("run", quota, 0.25) for _ in range(20)]
-        await asyncio.gather(*(each.run(lambda each=each: works(each)) for each in times))
-        assert not quota.locked()
-
-    begin = time.perf_counter()
-    loop.run(all_work())
-    assert most == 4
-    assert time.perf_counter() - begin >= 3 * 0.01 * 20 / 4
 
 
 def test_what_rests_twice_works_again_when_both_have_ended(loop: EventLoop):

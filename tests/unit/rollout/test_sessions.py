@@ -19,7 +19,6 @@ from raypo.rollout.agent_requests import answer
 from raypo.rollout.session import Session
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
-from tests.chat_templates import CHAT_TEMPLATES
 from tests.stand_ins import seed_of
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout import test_agents
@@ -157,13 +156,11 @@ class Says:
 
 
 class Fails:
-    """In the middle of a chat; and once with an exception of the client's."""
+    """Calls until the client raises, if the label says so."""
 
     def run(self, prompt: Any, label: Any, policy: Session) -> float:
         with openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             client.completions.create(model="any", prompt=prompt)
-            if label == "raise":
-                raise KeyError("no such tool")
             while label == "talk":
                 client.completions.create(model="any", prompt=prompt)
         return 1.0
@@ -258,17 +255,6 @@ def test_a_chat_is_one_row_of_what_was_sampled(tokenizer, name):
         assert ours.log_probs.tolist() == theirs.log_probs.tolist()
 
 
-@pytest.mark.parametrize("template", CHAT_TEMPLATES)
-def test_a_chat_is_one_row_with_every_template(tokenizer, monkeypatch, template):
-    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES[template])
-    engine = Talking()
-    rollouts = played(tokenizer, "OfTheLoop", engine, labels=(1, 2), chat=True)
-    assert errors(rollouts) == [None] * 2
-    for number, each in enumerate(rollouts):
-        said = [engine.said[seed_of(round_[number])] for round_ in engine.rounds]
-        assert sampled(each) == np.concatenate(said).tolist()
-
-
 def test_a_chat_with_tools_is_one_row_and_one_without_is_another(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
     engine = Calling(tokenizer)
@@ -344,6 +330,7 @@ def test_a_stop_string_that_the_agent_leaves_out_is_not_read(tokenizer):
         ({"top_p": 0.5}, "top_p (0.5): a run samples what it trains with rollout.top_p (1.0)"),
         ({"seed": 3}, "seed (3): each turn of an episode has one of its own"),
         ({"top_k": 3}, "top_k: Extra inputs are not permitted"),
+        ({"prompt": [SIZE]}, "prompt_ids: 300 is not in the policy's vocabulary (0 to 299)"),
     ],
 )
 def test_what_the_run_fixes_and_a_wrong_key_are_refused(tokenizer, wanted, message):
@@ -352,15 +339,6 @@ def test_what_the_run_fixes_and_a_wrong_key_are_refused(tokenizer, wanted, messa
     (status, said), of_wrong_key = told
     assert (status, of_wrong_key) == (400, 401)
     assert said.startswith(message)
-    assert not engine.rounds
-
-
-def test_a_token_that_the_policy_does_not_know_is_refused(tokenizer):
-    engine = Talking()
-    played(tokenizer, "Wants", engine, labels=({"prompt": [SIZE]},))
-    (status, said), _ = told
-    assert status == 400
-    assert said.startswith("prompt_ids: 300 is not in the policy's vocabulary (0 to 299)")
     assert not engine.rounds
 
 
@@ -377,14 +355,11 @@ def test_evaluation_samples_as_it_is_told_to(tokenizer):
 
 
 def test_an_agent_that_fails_fails_alone(tokenizer):
-    labels = ("good", "raise", "talk")
-    rollouts = played(tokenizer, "Fails", labels=labels, max_turns=3)
-    good, raised, talked = (errors([each])[0] for each in rollouts if each.row_index == 0)
+    rollouts = played(tokenizer, "Fails", labels=("good", "talk"), max_turns=3)
+    good, talked = (errors([each])[0] for each in rollouts if each.row_index == 0)
     assert good is None
-    assert raised == "KeyError: 'no such tool'"
-    assert talked is not None
-    assert talked.startswith("BadRequestError: Error code: 400")
-    assert "rollout.max_turns" in talked
+    assert (talked or "").startswith("BadRequestError: Error code: 400")
+    assert "rollout.max_turns" in (talked or "")
 
 
 def test_an_episode_that_is_over_answers_no_more(tokenizer):
