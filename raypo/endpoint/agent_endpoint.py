@@ -44,10 +44,7 @@ class AgentEndpoint:
 
     @contextmanager
     def open(self, answering: Answering) -> Iterator[str]:
-        """Serve an episode within this context, which begins in its event loop.
-
-        Args:
-            answering: Samples the answer to a request, in the episode's event loop.
+        """Serve an episode within this context, in whose event loop `answering` samples.
 
         Yields:
             The API key of the episode.

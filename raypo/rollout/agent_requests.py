@@ -27,13 +27,6 @@ from raypo.rollout.session import Session, Words
 async def answer(session: Session, wanted: Wanted) -> Answer:
     """Sample all responses to a request at once. The model that it names is ignored.
 
-    Args:
-        session: The episode's session.
-        wanted: The request.
-
-    Returns:
-        Token ids of the prompts, and `n` responses to each, in order.
-
     Raises:
         RequestError: the request contradicts a setting of the run, the chat template refuses it,
             or the episode may have no further turn.

@@ -68,7 +68,7 @@ class Turn:
 
         Args:
             words: The prompt of the turn.
-            text: The turn's text. It includes a stop string that ended it, as the ids do.
+            text: The turn's text, with the stop string that ended it, which is in the ids too.
             tools: Tools that the chat template was given.
             message: Further fields of the turn's message.
         """
@@ -224,11 +224,7 @@ class Session:
         return Reply(text, sampled.token_ids, row.ids[: turn.end], sampled.finish_reason)
 
     def ids_of(self, words: Any, tools: Tools = None) -> np.ndarray:
-        """Return a conversation as ids (int32). Recorded turns keep theirs; the rest is tokenised.
-
-        Args:
-            words: A text, messages as chat templates take them, or token ids.
-            tools: Tools that the chat template describes to the policy.
+        """Return a text, messages or ids as ids (int32). Recorded turns keep theirs.
 
         Raises:
             ValueError: the conversation is empty, or the chat template refuses it.
@@ -257,19 +253,12 @@ class Session:
     async def sample(
         self, ids: np.ndarray, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> tuple[Row, Turn]:
-        """Sample one turn after `ids`, and record it.
+        """Sample one turn after `ids` (int32), the whole conversation so far, and record it.
 
-        Args:
-            ids: int32, the whole conversation so far.
-            max_new_tokens: Most tokens of the turn, if lower than `rollout.max_new_tokens`.
-            stop: Texts that end the turn, besides `rollout.stop`.
+        Arguments and errors are those of `generate`.
 
         Returns:
             The row that the turn has been added to, and the turn.
-
-        Raises:
-            EpisodeLimit: the episode has no turns left, or no room for another token.
-            ValueError: an argument that no engine accepts.
         """
         settings, row = self.settings, next((r for r in self.rows if r.is_continued_by(ids)), None)
         room = min(self._room(ids, row), self.sampling.max_new_tokens)

@@ -25,12 +25,7 @@ class TurnSampler:
     """Samples the turns of one batch of episodes."""
 
     def __init__(self, *, in_step: bool, num_episodes: int) -> None:
-        """Begin with all episodes thinking.
-
-        Args:
-            in_step: True samples the turns of all episodes together.
-            num_episodes: Number of episodes in the batch. Each has one `PolicyCalls`.
-        """
+        """Begin with all episodes thinking; each has one `PolicyCalls`."""
         self.waited_s = 0.0
         """Seconds in which no call was in flight, because episodes waited for environments."""
         self._in_step = in_step
@@ -46,10 +41,7 @@ class TurnSampler:
         self._since = time.perf_counter()
 
     async def until_over(self, episodes: Sequence[asyncio.Task[Any]]) -> NoReplicaLeft | None:
-        """Wait until all episodes are over, or all that are not need an engine that was lost.
-
-        Args:
-            episodes: The tasks of all episodes.
+        """Wait until the tasks of all episodes are over, or need an engine that was lost.
 
         Returns:
             None if all are over, else the error. Call this again once there is an engine.
@@ -133,12 +125,7 @@ class PolicyCalls:
     """The calls of the policy by one episode."""
 
     def __init__(self, sampler: TurnSampler, engine: Engines) -> None:
-        """Store the arguments.
-
-        Args:
-            sampler: Sampler of the episode's batch.
-            engine: Engine of all turns, so that its prefix cache is used.
-        """
+        """Keep the sampler of the batch, and one engine for all turns, for its prefix cache."""
         self.engine = engine
         self.waited_s = 0.0
         """Seconds in which at least one call was in flight or queued."""
@@ -148,11 +135,7 @@ class PolicyCalls:
         self._since = 0.0
 
     async def sample(self, request: SamplingRequest, order: tuple[int, ...]) -> Completion:
-        """Sample one turn.
-
-        Args:
-            request: The request.
-            order: Sort key within a batch.
+        """Sample one turn. Requests of a batch are sorted by `order`.
 
         Raises:
             EpisodeLimit: the episode is over, and a task that it left behind calls.

@@ -88,12 +88,7 @@ class UserObject:
         return WorkTime(method, self._class.quota, None if self._pool else self._class.limit_s)
 
     async def call(self, method: str, *arguments: Any, work_time: WorkTime | None = None) -> Any:
-        """Call a method and return its result.
-
-        Args:
-            method: Name of the method.
-            arguments: Its arguments.
-            work_time: Quota and time limit. None means those of `work_time`.
+        """Call a method and return its result. Its quota and time limit default to `work_time`.
 
         Raises:
             TimeoutError: the call took too long. If it runs in a thread, it goes on, and its
