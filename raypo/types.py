@@ -59,6 +59,10 @@ class Episode:
     tool_uses: tuple[ToolUse, ...] = ()
 
 
+RolloutKey = tuple[int, int, int]
+"""Group, sample and row index of a rollout: unique in a run, and the same on all workers."""
+
+
 @dataclass(frozen=True)
 class Rollout:
     """One prompt with one response, as reward functions see it. Ragged, without padding."""
@@ -99,6 +103,11 @@ class Rollout:
     later_versions: tuple[tuple[int, int], ...] = ()
     """Weight updates during the response: index of the first token sampled by the new weights, and
     their version."""
+
+    @property
+    def key(self) -> RolloutKey:
+        """Key that identifies the rollout among all of its run."""
+        return self.group_index, self.sample_index, self.row_index
 
     @property
     def weight_versions(self) -> np.ndarray:

@@ -8,6 +8,7 @@ from raypo.config.ppo_section import (
     FilterSection,
     KLSection,
     PPOSection,
+    ShapingSection,
 )
 from raypo.config.presets import PRESETS
 from raypo.config.recipe_config import (
@@ -45,6 +46,7 @@ from raypo.config.sections import (
     PolicyLoraSection,
     RewardSection,
     RewardWeights,
+    SampledModelSection,
     StopSection,
     WandbSection,
     WorkersSection,

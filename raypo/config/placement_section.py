@@ -68,13 +68,6 @@ class FrozenSection(Config):
     gpu_memory_fraction: float = Field(default=0.4, gt=0.0, le=1.0)
     """vllm: fraction of the memory of each of its GPUs, weights included."""
 
-    def _problems(self) -> Iterator[str]:
-        if self.tensor_parallel > 1 and self.backend == "torch":
-            yield (
-                f"tensor_parallel ({self.tensor_parallel}): backend torch computes on one device. "
-                f"Set backend to vllm, or tensor_parallel to 1."
-            )
-
 
 class FrozenSections(Config):
     """Inference of the frozen models, by role: backend, replicas and tensor parallelism."""
@@ -82,6 +75,15 @@ class FrozenSections(Config):
     reference: FrozenSection = FrozenSection()
     reward: FrozenSection = FrozenSection()
     """Settings of every reward model."""
+
+    def _problems(self) -> Iterator[str]:
+        for role, asked in (("reference", self.reference), ("reward", self.reward)):
+            if asked.tensor_parallel > 1 and asked.backend == "torch":
+                key = f"placement.frozen.{role}"
+                yield (
+                    f"{key}.tensor_parallel ({asked.tensor_parallel}): backend torch computes on "
+                    f"one device. Set {key}.backend to vllm, or {key}.tensor_parallel to 1."
+                )
 
 
 class PlacementSection(Config):

@@ -459,14 +459,19 @@ class PPOSection(Config):
         return 1.0 if warming_up else self.critic_lambda
 
     @property
+    def estimator(self) -> Estimator:
+        """Properties of the advantage estimator."""
+        return ESTIMATORS.get(self.advantage, Estimator())
+
+    @property
     def needs_critic(self) -> bool:
         """True if the advantage estimator uses values."""
-        return ESTIMATORS.get(self.advantage, Estimator()).needs_critic
+        return self.estimator.needs_critic
 
     @property
     def needs_group(self) -> bool:
         """True if the advantage estimator compares the samples of a prompt."""
-        return self.advantage in GROUP_ADVANTAGES
+        return self.estimator.needs_group
 
     @property
     def needs_reference(self) -> bool:

@@ -10,7 +10,7 @@ from pydantic import Field
 from raypo.config.base import Config
 from raypo.config.dpo_config import DPOSection
 from raypo.config.run_config import OnlineConfig
-from raypo.config.sections import DataSection, ModelSection
+from raypo.config.sections import DataSection, ReferenceModelSection, SampledModelSection
 from raypo.config.sources import source_name
 from raypo.config.supervised_config import ExamplesLearnerSection
 
@@ -51,11 +51,6 @@ class RoundsConfig(OnlineConfig):
                 f"rollout.{key} ({getattr(rollout, key)}): {recipe} learns responses of "
                 f"one turn. Remove it, or use the recipe ppo."
             )
-        if self.model.critic is not None:
-            yield f"model.critic ({self.model.critic}): {recipe} has no critic. Remove it."
-        named = self.model.reference
-        if named is not None and named not in self.references.values():
-            yield f"model.reference ({named}): {recipe} compares with none. Remove it."
         if lora is not None and lora.push == "adapter":
             yield f"model.lora.push (adapter): {recipe} pushes whole weights. Set it to merged."
         workers, prompts = self.learner.num_workers, rollout.prompts_per_step
@@ -67,7 +62,7 @@ class RoundsConfig(OnlineConfig):
             )
 
 
-class TeacherModelSection(ModelSection):
+class TeacherModelSection(SampledModelSection):
     """The models of a distillation."""
 
     teacher: str | dict[str, str]
@@ -255,7 +250,10 @@ class IterativeDPOConfig(RoundsConfig):
     Paper: Xiong et al. 2023, arXiv:2312.11456, algorithm 2.
     """
 
+    paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.reference")
+
     recipe: Literal["iterative_dpo"] = "iterative_dpo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: ReferenceModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
     dpo: DPOSection = DPOSection()
     iterative_dpo: PairingSection = PairingSection()
 
@@ -289,7 +287,12 @@ class IterativeDPOConfig(RoundsConfig):
             )
         if not self.dpo.needs_reference:
             why = f"dpo.loss {loss} has no reference"
-            yield from self._idle("iterative_dpo.reference", why, "choose another dpo.loss")
+            keys = "model.reference iterative_dpo.reference"
+            yield from self._idle(keys, why, "choose another dpo.loss")
+        elif self.iterative_dpo.reference == "round":
+            yield from self._idle(
+                "model.reference", "iterative_dpo.reference is round", "set that to start"
+            )
         longest = self.data.max_prompt_tokens + 2 * self.rollout.max_new_tokens
         keys = "data.max_prompt_tokens + 2 x rollout.max_new_tokens"
         yield from self.learner.no_room_for(longest, keys)

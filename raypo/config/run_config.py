@@ -23,6 +23,7 @@ from raypo.config.sections import (
     ModelSection,
     RewardModelEntry,
     RewardSection,
+    SampledModelSection,
     StopSection,
     WorkersSection,
 )
@@ -127,9 +128,7 @@ class OnlineConfig(RecipeConfig):
 
     paths: ClassVar[tuple[str, ...]] = (
         "model.policy",
-        "model.critic",
         "model.reward.path",
-        "model.reference",
         "data.prompts",
         "eval.prompts",
     )
@@ -142,7 +141,7 @@ class OnlineConfig(RecipeConfig):
         "rollout.agent",
     )
 
-    model: ModelSection
+    model: SampledModelSection
     data: DataSection
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
@@ -316,6 +315,7 @@ class OnlineConfig(RecipeConfig):
 class PPOConfig(OnlineConfig):
     """Run file of the `ppo` recipe."""
 
+    paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.critic", "model.reference")
     functions: ClassVar[tuple[str, ...]] = (
         *OnlineConfig.functions,
         "ppo.policy_loss",
@@ -324,6 +324,7 @@ class PPOConfig(OnlineConfig):
     )
 
     recipe: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
+    model: ModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
     ppo: PPOSection = PPOSection()
     learner: LearnerSection = LearnerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
@@ -83,20 +83,13 @@ Attention = Literal[
 ]
 
 
-class ModelSection(Config):
-    """The models of a run. Every path is a Hugging Face folder or a hub id."""
+class SampledModelSection(Config):
+    """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
 
     policy: str
     """Model to train."""
-    critic: str | None = None
-    """Backbone of the critic. null means the first reward model that has the policy's vocabulary,
-    with its score head times its weights (its own and reward.weights.model), or, if there is none,
-    the policy with a value head that starts at zero."""
     reward: RewardModels = None
     """Reward model, or a list of them; each is a path or {path, weight}."""
-    reference: str | None = None
-    """Reference model of the KL penalty; it needs the policy's tokenizer. null means the policy as
-    it was at the start."""
     dtype: Dtype = "auto"
     """Data type of the policy, the engine and the frozen models. auto: bfloat16 if the learner
     workers have GPUs, else float32; the run's config.yaml records which. float32 is exact on CPUs;
@@ -110,13 +103,39 @@ class ModelSection(Config):
     flash_attention_3 need GPUs and extra packages."""
     lora: PolicyLoraSection | None = None
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
-    Without model.reference, the policy with its adapter off is the reference, and no other model is
-    loaded for it."""
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_nulls_of_older_runs(cls, values: Any) -> Any:
+        # The recorded config of a run from before these keys were left out has null for each.
+        if isinstance(values, dict):
+            gone = {"critic", "reference"} - cls.model_fields.keys()
+            values = {k: v for k, v in values.items() if v is not None or k not in gone}
+        return values
+
+
+class ReferenceModelSection(SampledModelSection):
+    """The models of a run with a reference. Every path is a Hugging Face folder or a hub id."""
+
+    reference: str | None = None
+    """Reference model of the KL penalty or of the DPO loss; it needs the policy's tokenizer. null
+    means the policy as it was at the start: with model.lora the policy with its adapter off, so
+    that no other model is loaded."""
 
     @property
     def is_own_reference(self) -> bool:
         """True if the learner's policy with its adapter off is the reference."""
         return self.lora is not None and self.reference is None
+
+
+class ModelSection(ReferenceModelSection):
+    """The models of a run. Every path is a Hugging Face folder or a hub id."""
+
+    critic: str | None = None
+    """Backbone of the critic. null means the first reward model that has the policy's vocabulary,
+    with its score head times its weights (its own and reward.weights.model), or, if there is none,
+    the policy with a value head that starts at zero."""
 
 
 class DataSection(Config):
@@ -245,7 +264,8 @@ class WorkersSection(Config):
     max_tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of tokens of one forward and backward pass; a prompt with several responses
     counts once. auto: 4096 on CPUs, and on GPUs the largest of 16384, 8192 and 4096 that fits
-    (`raypo plan` shows which); a longer sequence gets a pass of its own."""
+    (`raypo plan` shows which); a longer sequence gets a pass of its own. Reference and reward
+    models in the dedicated group start before the learner's GPUs are known: auto is 4096 there."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the model's layers and recompute the rest in the backward pass. It
     takes about a third more time and a fraction of the memory; the gradients are the same."""
@@ -254,7 +274,8 @@ class WorkersSection(Config):
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """DeepSpeed options, merged over the generated DeepSpeed config.
     `zero_optimization.overlap_comm` needs stage 2 or 3; at these stages it is on by default for
-    several workers with GPUs."""
+    several workers with GPUs. `zero_optimization.offload_optimizer` needs stage 1 to 3 and
+    `zero_optimization.offload_param` stage 3; their device is cpu."""
 
     @property
     def microbatch_tokens(self) -> int:
@@ -288,6 +309,16 @@ class WorkersSection(Config):
                 f"gradients with the backward pass only at ZeRO stages 2 and 3, and the stage is "
                 f"{stage}. Remove it, or set learner.zero_stage to 2 or 3."
             )
+        # DeepSpeed ignores both without a word at lower stages. Swapping to NVMe is not tested.
+        for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
+            device = (zero.get(name) or {}).get("device", "none")
+            if device not in ("none", "cpu", None):
+                yield f"{key}.{name}.device ({device}): raypo off-loads only to RAM. Set it to cpu."
+            elif device == "cpu" and stage in range(lowest):
+                yield (
+                    f"{key}.{name}.device (cpu): DeepSpeed does this only from ZeRO stage {lowest} "
+                    f"on, and the stage is {stage}. Remove it, or set learner.zero_stage to 3."
+                )
 
     def endless_warmup(self, count: int, keys: str) -> Iterator[str]:
         """Yield a problem if the learning-rate warm-up never ends.

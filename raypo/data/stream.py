@@ -17,7 +17,7 @@ Other = TypeVar("Other")
 _SEED_WORD = 1
 """First seed word of permutations here. Sharding uses 2, the learner 3, requests 4."""
 _MIX_SEED_WORD = 6
-"""First seed word of the order of sources; `rollout.experience` uses 5."""
+"""First seed word of the order of sources; `ppo.covariance` uses 5."""
 
 
 @dataclass(frozen=True)

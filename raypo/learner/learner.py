@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,30 +17,24 @@ import torch
 from torch import Tensor
 
 from raypo.collectives import Workers, as_tensor
-from raypo.config import LearnerSection, ModelSection, PPOSection, is_import_path
-from raypo.custom.loader import load_function
+from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.data.batching import batches_by_tokens, equally_many
 from raypo.learner.export import kept, save_adapter, save_critic, save_folder
 from raypo.learner.learning_rate import learning_rate
-from raypo.learner.objective import (
-    StepCounts,
-    policy_objective,
-    value_objective,
-    values_of,
-)
 from raypo.learner.roles import Roles
 from raypo.learner.state import (
     SkippedUpdates,
     load_worker_state,
     save_worker_state,
 )
-from raypo.learner.statistics import UpdateStatistics
+from raypo.learner.statistics import UpdateStatistics, UpdateSums
 from raypo.learner.trained_model import TrainedModel, in_shares
 from raypo.models import lora
 from raypo.models.critic import Critic, CriticStart
 from raypo.models.lora import adapter_off, load_policy
 from raypo.models.networks import Policy
-from raypo.ppo.custom_functions import custom_surrogate
+from raypo.ppo.custom_functions import surrogate_of
+from raypo.ppo.objective import StepCounts, policy_objective, value_objective, values_of
 from raypo.types import Experience, to_device
 from raypo.weights.adapter import AdapterPush
 
@@ -111,12 +106,7 @@ class Learner:
         self._trained_policy = None
         if network is not None:
             self._trained_policy = TrainedModel(Policy(network, temperature=temperature), **shared)
-        self._custom_surrogate = None
-        if is_import_path(ppo.policy_loss):
-            function = load_function(ppo.policy_loss, key="ppo.policy_loss")
-            self._custom_surrogate = custom_surrogate(
-                function, f"ppo.policy_loss ({ppo.policy_loss})"
-            )
+        self._surrogate = surrogate_of(ppo.policy_loss)
         self._critic = None
         self.critic_start = ""
         """Description of the critic's initial weights, for messages."""
@@ -171,7 +161,7 @@ class Learner:
         step: int,
         kl_coef: float = 0.0,
         entropy_coef: float = 0.0,
-    ) -> tuple[Experience, dict[str, float]]:
+    ) -> tuple[Experience, UpdateStatistics]:
         """Run the PPO epochs of a step. Every minibatch is one optimizer step of each model.
 
         Args:
@@ -183,13 +173,14 @@ class Learner:
 
         Returns:
             experience: The experience with `old_log_probs`.
-            metrics: Metrics of the step, reduced over workers; independent of the microbatches.
+            statistics: Statistics of the updates over all workers; independent of the
+                microbatches.
 
         Raises:
             NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
                 skipped.
         """
-        statistics, critic = UpdateStatistics(), self._critic
+        sums, critic = UpdateSums(), self._critic
         rates = self._set_learning_rates(step)
         with_policy = step > self._ppo.critic_warmup_steps
         found: dict[str, Tensor] = {}
@@ -213,21 +204,23 @@ class Learner:
                         max_new_tokens=self._max_new_tokens,
                         kl_coef=kl_coef,
                         entropy_coef=entropy_coef,
-                        custom_surrogate=self._custom_surrogate,
+                        surrogate=self._surrogate,
                     )
                     self._policy.backward(output.loss)
-                    statistics.add_policy(output)
+                    sums.add_policy(output)
                     _put(new.detach(), batch, into=log_probs, rows=piece)
                 if critic:
-                    loss, sums = value_objective(critic(batch), batch, ppo=self._ppo, counts=counts)
+                    loss, of_values = value_objective(critic(batch), batch, self._ppo, counts)
                     critic.backward(loss)
-                    statistics.add_value(loss.detach(), sums)
-            self._skipped.count(self._step(statistics, with_policy=with_policy))
+                    sums.add_value(loss.detach(), of_values)
+            self._skipped.count(self._step(sums, with_policy=with_policy))
         if experience.old_log_probs is None:
             if with_policy and self._trained_policy:
                 found = {"old_log_probs": log_probs.cpu()}
             experience = experience.with_(**self._roles.joined(experience, found))
-        return experience, self._joined(statistics.reduce(self._workers) | rates)
+        statistics = sums.reduce(self._workers)
+        statistics = replace(statistics, metrics=statistics.metrics | rates)
+        return experience, self._joined(statistics)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights under their checkpoint names; all workers iterate together."""
@@ -342,24 +335,26 @@ class Learner:
         found = {"values": values.cpu()}
         return found | ({"last_values": last_values.cpu()} if with_last else {})
 
-    def _joined(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Merge the metrics of both roles, on every worker."""
+    def _joined(self, statistics: UpdateStatistics) -> UpdateStatistics:
+        """Merge the statistics of both roles, on every worker."""
         if not self._roles.are_apart:
-            return metrics
-        everyone = self._roles.everyone.gather(metrics)
+            return statistics
+        everyone = self._roles.everyone.gather(statistics)
         policy, critic = (everyone[team[0]] for team in self._roles.teams)
         skipped = "ppo/skipped_updates"
-        return critic | policy | {skipped: policy[skipped] + critic[skipped]}
+        metrics = critic.metrics | policy.metrics
+        metrics[skipped] = policy.metrics[skipped] + critic.metrics[skipped]
+        return replace(policy, metrics=metrics)
 
-    def _step(self, statistics: UpdateStatistics, *, with_policy: bool) -> bool:
+    def _step(self, sums: UpdateSums, *, with_policy: bool) -> bool:
         """Run one optimizer step of policy and critic; False if any was skipped on any worker."""
         all_applied = True
         if with_policy and self._trained_policy:
             all_applied, norm = self._policy.step()
-            statistics.end_step("policy", applied=all_applied, grad_norm=norm)
+            sums.end_step("policy", applied=all_applied, grad_norm=norm)
         if self._critic:
             applied, norm = self._critic.step()
-            statistics.end_step("critic", applied=applied, grad_norm=norm)
+            sums.end_step("critic", applied=applied, grad_norm=norm)
             all_applied = all_applied and applied
         if self._roles.are_apart:
             all_applied = not self._roles.everyone.max(as_tensor(not all_applied)).item()

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.learner.objective import PolicyOutput
 from raypo.metrics.reduce import WeightedMeans
+from raypo.ppo.objective import PolicyOutput
+
+ENTROPY = "ppo/entropy"
+"""Name of the metric of the policy's entropy."""
 
 
+@dataclass(frozen=True)
 class UpdateStatistics:
+    """Result of a step's updates, over all workers."""
+
+    entropy: float | None
+    """Mean entropy of the policy during the updates, in nats per token. None if the policy was not
+    updated, or no token counts."""
+    metrics: dict[str, float]
+
+
+class UpdateSums:
     """Sums over the microbatches of a step. The resulting means do not depend on the split."""
 
     def __init__(self) -> None:
@@ -48,8 +62,8 @@ class UpdateStatistics:
         if grad_norm is not None:
             self._norms[model].append(grad_norm)
 
-    def reduce(self, workers: Workers) -> dict[str, float]:
-        """Return means over tokens or optimizer steps, named `ppo/*`.
+    def reduce(self, workers: Workers) -> UpdateStatistics:
+        """Return means over tokens or optimizer steps; metrics are named `ppo/*`.
 
         A model without an optimizer step has no metrics.
         """
@@ -67,7 +81,8 @@ class UpdateStatistics:
                 metrics[f"ppo/{model}_grad_norm"] = math.fsum(norms) / len(norms)
         metrics["ppo/policy_updates"] = float(self._num_steps["policy"])
         metrics["ppo/skipped_updates"] = float(self._num_skipped)
-        return metrics
+        entropy = metrics.get(ENTROPY, math.nan)
+        return UpdateStatistics(None if math.isnan(entropy) else entropy, metrics)
 
     def _join_policy(self, means: WeightedMeans, workers: Workers) -> None:
         # A loss is already divided by the counts of all workers: its sum over them is the loss.
@@ -81,7 +96,7 @@ class UpdateStatistics:
         means.add("ppo/dual_clip_fraction", self._sum("policy/dual_clipped"), tokens)
         means.add("ppo/approx_kl", self._sum("policy/approx_kl"), tokens)
         means.add("ppo/ratio_mean", self._sum("policy/ratio"), tokens)
-        means.add("ppo/entropy", self._sum("policy/entropy"), tokens)
+        means.add(ENTROPY, self._sum("policy/entropy"), tokens)
         means.total("ppo/ratio_clamped_tokens", self._sum("policy/clamped"))
 
     def _sum(self, name: str) -> float:

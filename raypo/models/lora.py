@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from raypo.config import ConfigError, LoraSection, ModelSection, TrainedModelSection
+from raypo.config import ConfigError, LoraSection, SampledModelSection, TrainedModelSection
 from raypo.models.checkpoint import network_class, read_config
 from raypo.models.heads import HEADS
 from raypo.models.linear import OneDnnLinear
@@ -53,7 +53,7 @@ class Weight:
         return (weight.float() + (delta.T if self.transposed else delta)).to(weight.dtype)
 
 
-def load_policy(section: ModelSection | TrainedModelSection) -> Any:
+def load_policy(section: SampledModelSection | TrainedModelSection) -> Any:
     """Load the causal language model to train, with a new adapter if the config has one."""
     model = load_causal_lm(section.policy, dtype=section.dtype, attention=section.attention)
     return add_adapter(model, section.lora)

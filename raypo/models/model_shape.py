@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from raypo.config import AnyConfig, ConfigError, DPOConfig, ExamplesConfig
+from raypo.config import AnyConfig, ConfigError, DPOConfig, ExamplesConfig, PPOConfig
 
 PLAIN_MLP = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt")
 """Model types whose MLP has two matrices. All others are assumed to have a gate, so three."""
@@ -159,7 +159,7 @@ class Models:
         }
         first = next(iter(rewards.values()), policy)
         critic = first if first.vocabulary == policy.vocabulary else policy
-        if config.model.critic:
+        if isinstance(config, PPOConfig) and config.model.critic:
             critic = shape("model.critic", config.model.critic)
         return cls(
             policy,

@@ -119,7 +119,6 @@ def _learner(
     """Return the memory of a learner worker under DeepSpeed.
 
     A worker that learns from examples loads the reference model itself, before the first update.
-    Its pushes to an engine, if it has one, are not counted.
     """
     itemsize, first = ITEMSIZE[config.model.dtype], learned[0].shape
     has_words = learned[0].name == "policy" and not isinstance(config, RewardModelConfig)
@@ -155,16 +154,17 @@ def _learner(
         "log_probs": log_probs,
         "update": _update(device, gathered, saved, made, step),
     }
-    if isinstance(config, ExamplesConfig):
-        for name, reference in models.references.items():
-            log_probs[name] = reference.parameters * itemsize
-    elif has_words:
+    is_pushed = not isinstance(config, PolicyExamplesConfig) or config.needs_engine
+    if has_words and is_pushed:
         pushed = {"push bucket": memory.push_bytes(first, itemsize=itemsize)}
         if device == "cuda":
             result.host |= pushed
         elif sharding.stage < 3 and not config.model.lora:
             pushed = {"push bucket": 0}  # the weights go into the object store without a copy
-        result.phases |= {"push": pushed, "probe": log_probs}
+        result.phases |= {"push": pushed, "probe": dict(log_probs)}
+    if isinstance(config, ExamplesConfig):
+        for name, reference in models.references.items():
+            log_probs[name] = reference.parameters * itemsize
     return result
 
 

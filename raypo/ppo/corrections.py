@@ -12,8 +12,12 @@ import math
 import torch
 from torch import Tensor
 
+from raypo.collectives import Workers
+from raypo.config import CorrectionSection, PPOSection
+from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.kl import k3, log_ratio
-from raypo.ppo.masked import check_choice, check_same_shape, exact_sum
+from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, masked_sum
+from raypo.types import Experience
 
 CORRECTION_KINDS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
 MASK_RATIOS = ("geometric", "product")
@@ -23,6 +27,88 @@ DEFAULT_CAPS = {"tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 1.001, "mis": 
 DEFAULT_MASKS = {"icepop": (0.5, 5.0), "geometric": (0.999, 1.001), "product": (0.5, 2.0)}
 """Default bounds of the ratio that a mask keeps: of tokens for icepop, and of responses for mis, by
 its kind of ratio."""
+MAX_LAG = 8
+"""Largest staleness, in weight versions, with metrics of its own."""
+
+
+def with_corrections(
+    experience: Experience, section: CorrectionSection, *, version: int
+) -> Experience:
+    """Add the importance `weights` of the rollout correction, if it is on.
+
+    Args:
+        experience: This worker's rows.
+        section: The section `ppo.correction` of the config.
+        version: Version of the weights that the update starts from.
+    """
+    if not section.acts and section.max_staleness is None:
+        return experience
+    return experience.with_(weights=_weights(experience, section, version)[0])
+
+
+def mismatch_metrics(
+    experience: Experience, ppo: PPOSection, workers: Workers, *, version: int
+) -> dict[str, float]:
+    """Return metrics of the mismatch between engine and learner, of corrections and staleness.
+
+    With `ppo.old_log_probs: engine` the gap of log-probs is unknown and left out.
+
+    Args:
+        experience: This worker's rows, with old log-probs.
+        ppo: The section `ppo` of the config.
+        workers: The workers that hold the whole step together.
+        version: Version of the learner's weights. Metrics by lag are added if tokens of older
+            versions exist; a lag above `MAX_LAG` counts as `MAX_LAG`.
+    """
+    assert experience.old_log_probs is not None
+    pair = experience.old_log_probs, experience.rollout_log_probs
+    mask = experience.response_mask
+    weights, clipped = _weights(experience, ppo.correction, version)
+    means = WeightedMeans()
+    stats = mismatch_statistics(*pair, mask, clipped=clipped)
+    knows_gap = ppo.old_log_probs == "learner"
+    if knows_gap:
+        _add_mismatch(means, stats, suffix="")
+    means.total("mismatch/unknown_tokens", stats["unknown"])
+    means.add("mismatch/weight_mean", masked_sum(weights, mask), stats["tokens"])
+    means.add("mismatch/dropped_fraction", (mask & (weights == 0.0)).sum(), stats["tokens"])
+    lag = experience.staleness(version)  # [B, T]
+    sampled = lag[mask]
+    by_response = torch.where(mask, lag, 0).sum(1) / mask.sum(1).clamp(min=1)  # [B]
+    means.add("rollout/staleness_mean", by_response.double().sum(), len(lag))
+    if len(sampled):
+        means.maximum("rollout/staleness_max", sampled.max())
+    # Every worker adds the same names, so the longest lag is that of all workers.
+    longest = int(workers.max(torch.cat([sampled, lag.new_zeros(1)]).max()))
+    for number in range(min(longest, MAX_LAG) + 1 if longest > 0 else 0):
+        lagging = mask & (lag.clamp(max=MAX_LAG) == number)
+        stats = mismatch_statistics(*pair, lagging, clipped=clipped)
+        if knows_gap:
+            _add_mismatch(means, stats, suffix=f"_lag_{number}")
+        means.add(f"rollout/staleness_share_{number}", stats["tokens"], len(sampled))
+    return means.reduce(workers)
+
+
+def _weights(
+    experience: Experience, section: CorrectionSection, version: int
+) -> tuple[Tensor, Tensor]:
+    """Return `bounded_weights` of the experience, with `max_staleness` applied."""
+    mask, old = experience.response_mask, experience.old_log_probs
+    assert old is not None or not section.acts
+    rollout = experience.rollout_log_probs
+    weights, clipped = bounded_weights(rollout if old is None else old, rollout, mask, section)
+    if section.max_staleness is None:
+        return weights, clipped
+    is_stale = mask & (experience.staleness(version) > section.max_staleness)
+    return torch.where(is_stale, 0.0, weights), clipped | is_stale
+
+
+def _add_mismatch(means: WeightedMeans, stats: dict[str, Tensor], *, suffix: str) -> None:
+    tokens = stats["tokens"]
+    means.add(f"mismatch/kl{suffix}", stats["kl"], tokens)
+    means.add(f"mismatch/log_prob_gap_mean{suffix}", stats["abs_difference"], tokens)
+    means.maximum(f"mismatch/log_prob_gap_max{suffix}", stats["abs_difference_max"])
+    means.add(f"mismatch/clip_fraction{suffix}", stats["clipped"], tokens)
 
 
 def importance_weights(
@@ -76,32 +162,22 @@ def importance_weights(
         geometric mean); Zheng et al. 2025, arXiv:2507.18071, eq. 7 (geometric mean as a weight);
         Ling Team 2025, arXiv:2510.18855 (icepop).
     """
-    return bounded_weights(
-        old_log_probs,
-        rollout_log_probs,
-        mask,
-        kind=kind,
-        low=low,
-        high=high,
-        cap=cap,
-        mask_ratio=mask_ratio,
-        token_veto=token_veto,
-    )[0]
+    if cap is None and kind != "mis":
+        cap = high
+    # Without the checks of a run file: bounds are checked where they are used.
+    section = CorrectionSection.model_construct(
+        kind=kind, low=low, high=high, cap=cap, mask_ratio=mask_ratio, token_veto=token_veto
+    )
+    return bounded_weights(old_log_probs, rollout_log_probs, mask, section)[0]
 
 
 def bounded_weights(
     old_log_probs: Tensor,  # [B, T]
     rollout_log_probs: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
-    *,
-    kind: str,
-    low: float | None = None,
-    high: float | None = None,
-    cap: float | None = None,
-    mask_ratio: str = "geometric",
-    token_veto: float | None = None,
+    section: CorrectionSection,
 ) -> tuple[Tensor, Tensor]:
-    """Return `importance_weights`, and a mask of the tokens where a bound was active.
+    """Return `importance_weights` by the section `ppo.correction`, and where a bound was active.
 
     Returns:
         weights: [B, T], see `importance_weights`.
@@ -110,6 +186,7 @@ def bounded_weights(
     Raises:
         ValueError: see `importance_weights`.
     """
+    kind, mask_ratio, token_veto = section.kind, section.mask_ratio, section.token_veto
     check_choice("kind", kind, CORRECTION_KINDS)
     check_choice("mask_ratio", mask_ratio, MASK_RATIOS)
     mask = mask.bool()
@@ -125,12 +202,12 @@ def bounded_weights(
         }.get(kind, by_token).exp()
         weights, kept = ratio, mask & ~ratio.isnan()
         if kind in DEFAULT_CAPS:
-            cap = high if cap is None and kind != "mis" else cap
-            weights = ratio.clamp(max=_cap(kind, cap))
+            weights = ratio.clamp(max=_cap(kind, section.cap))
         if kind in ("icepop", "mis"):
             of_response = mean if mask_ratio == "geometric" else product
             judged = ratio if kind == "icepop" else of_response.exp()
-            low, high = _mask_bounds(mask_ratio if kind == "mis" else kind, low, high)
+            name = mask_ratio if kind == "mis" else kind
+            low, high = _mask_bounds(name, section.low, section.high)
             kept = kept & (judged >= low) & (judged <= high)
         if token_veto is not None:
             if not 0.0 < token_veto < 1.0:
@@ -200,32 +277,3 @@ def mismatch_statistics(
             "clipped": zero if clipped is None else (clipped & mask).sum().double(),
             "unknown": unknown.sum().double(),
         }
-
-
-def mismatch_by_lag(
-    old_log_probs: Tensor,  # [B, T]
-    rollout_log_probs: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool
-    lag: Tensor,  # [B, T] int
-    *,
-    max_lag: int,
-    clipped: Tensor | None = None,  # [B, T] bool
-) -> list[dict[str, Tensor]]:
-    """Return `mismatch_statistics` by staleness: 0, 1, ... `max_lag` weight versions.
-
-    Args:
-        old_log_probs, rollout_log_probs, mask, clipped: See `mismatch_statistics`.
-        lag: Weight versions between sampling and learning. Above `max_lag` counts as `max_lag`.
-        max_lag: The largest staleness with statistics of its own.
-
-    Returns:
-        stats: One dict for each lag, `max_lag + 1` on every worker, so that they can be reduced.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    lag = lag.clamp(max=max_lag)
-    return [
-        mismatch_statistics(old_log_probs, rollout_log_probs, mask & (lag == k), clipped=clipped)
-        for k in range(max_lag + 1)
-    ]

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from raypo.collectives import Workers
+from raypo.config import is_import_path
 from raypo.custom.loader import load_function
 from raypo.ppo.kl import MAX_LOG_RATIO
-from raypo.ppo.surrogates import TokenLoss, Tokens
+from raypo.ppo.surrogates import SURROGATES, Surrogate, TokenLoss, Tokens
 from raypo.types import Experience
 
 
@@ -52,9 +53,7 @@ class StepRewards:
     gamma: float
 
 
-def custom_surrogate(
-    function: Callable[[Tokens], Any], label: str
-) -> Callable[[Tokens], TokenLoss]:
+def custom_surrogate(function: Callable[[Tokens], Any], label: str) -> Surrogate:
     """Return a custom policy loss in the form of `raypo.ppo.surrogates`.
 
     The custom function returns the loss of each token, [B, T] with gradient, or a whole
@@ -84,6 +83,14 @@ def custom_surrogate(
         return TokenLoss(torch.where(tokens.mask, loss, 0.0), ratio, never, never)
 
     return surrogate
+
+
+def surrogate_of(policy_loss: str) -> Surrogate:
+    """Return the surrogate that `ppo.policy_loss` names: raypo's own, or a user's function."""
+    if not is_import_path(policy_loss):
+        return SURROGATES[policy_loss]
+    key = "ppo.policy_loss"
+    return custom_surrogate(load_function(policy_loss, key=key), f"{key} ({policy_loss})")
 
 
 def custom_scores(function: Callable[[StepScores], Any], step: StepScores, label: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""The advantage estimators by name, composed of the parts in `raypo.ppo.advantages`.
+"""Advantages of a step: score shaping, KL penalty, and the estimator that the config names.
 
 Notation: B responses, T response tokens. Every mask: True = keep. Batch statistics are over all
-workers.
+workers. The parts that the estimators are composed of are in `raypo.ppo.advantages`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.config.ppo_section import ESTIMATORS
+from raypo.config import PPOSection, is_import_path
+from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.advantages import (
+    adaptive_lambdas,
     discounted_returns,
     generalized_advantages,
     group_baseline,
@@ -21,113 +23,201 @@ from raypo.ppo.advantages import (
     runs_of,
     token_rewards,
 )
-from raypo.ppo.masked import check_choice, check_same_shape, keep, masked_moments, masked_whiten
+from raypo.ppo.controllers import UpdateState
+from raypo.ppo.custom_functions import advantages_by
+from raypo.ppo.kl import kl_reward_terms
+from raypo.ppo.losses import explained_variance, value_loss
+from raypo.ppo.masked import check_same_shape, keep, masked_moments, masked_sum, masked_whiten
+from raypo.ppo.shaping import RunningMoments, shape_scores
+from raypo.types import Experience
 
 
-def estimate_advantages(  # noqa: PLR0913 (what each of the estimators needs)
-    scores: Tensor,  # [B], shaped; NaN where scoring failed
-    mask: Tensor,  # [B, T] bool
+def with_advantages(
+    experience: Experience,
+    ppo: PPOSection,
+    state: UpdateState,
+    workers: Workers,
     *,
-    kind: str,
-    gamma: float,
-    discount_by: str = "token",
-    gae_lambda: float | Tensor = 1.0,  # a tensor: [B]
-    critic_lambda: float | None = None,
-    clip: float | None = None,
-    kl: Tensor | None = None,  # [B, T]
-    kl_coef: float = 0.0,
-    extra_rewards: Tensor | None = None,  # [B, T]
-    values: Tensor | None = None,  # [B, T]
-    last_values: Tensor | None = None,  # [B]
-    group_index: Tensor | None = None,  # [B] int
-    sample_index: Tensor | None = None,  # [B] int
-    turn_index: Tensor | None = None,  # [B, T] int
-    counted: Tensor | None = None,  # [B, T] bool
-    workers: Workers | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns of a step, whitened if the estimator does so.
-
-    All workers call it together. A response whose score is NaN is left out of all statistics and
-    gets advantage 0. (To leave it out of the loss's denominator too, clear its mask there.)
+    max_new_tokens: int,
+    step: int,
+) -> tuple[Experience, dict[str, float], RunningMoments]:
+    """Compute advantages and returns of a step. All workers call it together.
 
     Args:
-        scores: Shaped score of each response; NaN where scoring failed.
-        mask: True on sampled tokens.
-        kind: Name of the estimator.
-        gamma: Discount.
-        discount_by: token applies `gamma` and the lambdas from token to token, turn from turn to
-            turn of a response.
-        gae_lambda: Lambda of the advantages, for `gae`.
-        critic_lambda: Lambda of the critic's targets, for `gae`. None means `gae_lambda`.
-        clip: Bound of an advantage's absolute value, after whitening. None means no bound.
-        kl: KL of `kl_reward_terms` in nats per token, if the penalty is in the reward. The group
-            estimators subtract the penalty of the whole response from its score before scores are
-            compared. So grpo divides by the deviation of the penalised scores: in a group of equal
-            scores only the KL decides, with full weight however small `kl_coef` is.
-        kl_coef: Weight of the penalty, in score per nat.
-        extra_rewards: See `token_rewards`.
-        values: Values of the critic, for `gae`.
-        last_values: See `generalized_advantages`, for `gae`.
-        group_index: Rows with the same number, on any worker, are samples of one prompt. Required
-            by the group estimators.
-        sample_index: Rows of a group with the same number are one sample, which counts once. They
-            must have the same score. None means that each row is a sample.
-        turn_index: Turn of each token, for `discount_by`. None means that a turn is a run of
-            consecutive sampled tokens.
-        counted: Tokens that the losses count. Whitened advantages have mean 0 and variance 1 over
-            these. None means `mask`.
-        workers: The workers that hold the step. None means this process only.
+        experience: This worker's rows, with old and reference log-probs and values as needed.
+        ppo: The section `ppo` of the config.
+        state: State after the previous step. Its KL coefficient is used in this step.
+        workers: The workers that hold the whole step together.
+        max_new_tokens: Longest response, in tokens.
+        step: Counted from 1. The critic's lambda may differ during its warm-up.
 
     Returns:
-        advantages: [B, T], 0 where masked.
-        returns: [B, T], not whitened, 0 where masked; the critic's target for `gae`.
+        experience: The experience with `advantages` and `returns`. With `ppo.mask_truncated` it has
+            a `loss_mask` without truncated responses, and if samples have several rows,
+            `sample_tokens`.
+        metrics: Metrics over all workers.
+        scores: Moments of all scores up to this step.
+    """
+    if ppo.mask_truncated:
+        kept = experience.counted & ~experience.truncated.unsqueeze(1)
+        experience = experience.with_(loss_mask=kept)
+    experience = _with_sample_tokens(experience, workers)
+    scores, moments = shape_scores(
+        experience, ppo.shaping, state.scores, workers, max_new_tokens=max_new_tokens
+    )
+    advantages, returns = estimate_advantages(
+        experience, scores, ppo, workers, kl_coef=state.kl.coef, step=step
+    )
+    experience = experience.with_(advantages=advantages, returns=returns)
+    return experience, _metrics(experience, scores, ppo, workers), moments
 
-    Raises:
-        ValueError: `kind` is unknown, an argument that it needs is missing, or the shapes differ.
+
+def estimate_advantages(
+    experience: Experience,
+    scores: Tensor,  # [B], shaped; NaN where scoring failed
+    ppo: PPOSection,
+    workers: Workers,
+    *,
+    kl_coef: float,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute advantages and returns by `ppo.advantage`, whitened if the estimator does so.
+
+    All workers call it together. A response whose score is NaN is left out of all statistics and
+    gets advantage 0.
+
+    Group estimators compare whole scores: the rewards of single turns stay part of them, and the KL
+    penalty of the whole response is subtracted before. So grpo divides by the deviation of the
+    penalised scores: in a group of equal scores only the KL decides, with full weight however small
+    `kl_coef` is.
+
+    Args:
+        experience: This worker's rows, with old and reference log-probs if the reward has a KL
+            penalty, and values if the estimator has a critic.
+        scores: Shaped score of each row.
+        ppo: The section `ppo` of the config.
+        workers: The workers that hold the whole step together.
+        kl_coef: Weight of the KL penalty in this step, in score per nat.
+        step: Counted from 1. The critic's lambda may differ during its warm-up.
+
+    Returns:
+        advantages: [B, T], 0 where masked. Whitened advantages have mean 0 and variance 1 over the
+            tokens that the losses count.
+        returns: [B, T], not whitened, 0 where masked; the critic's target for `gae`.
 
     Paper: see the parts in `raypo.ppo.advantages` and `masked_whiten`; Yuan et al. 2025 (VC-PPO),
         arXiv:2503.01491 (decoupled GAE: a separate lambda for the critic).
     """
-    check_choice("kind", kind, ESTIMATORS)
-    check_choice("discount_by", discount_by, ("token", "turn"))
-    turns = None
-    if discount_by == "turn":
-        turns = runs_of(mask) if turn_index is None else turn_index
-    estimator, workers = ESTIMATORS[kind], workers or Workers()
+    mask, turn_rewards, penalty = experience.response_mask, experience.turn_rewards, None
     valid = ~scores.isnan() & mask.any(1)
+    if ppo.has_kl_in_reward:
+        assert experience.old_log_probs is not None
+        assert experience.ref_log_probs is not None
+        pair = experience.old_log_probs, experience.ref_log_probs
+        penalty = kl_reward_terms(*pair, mask, kind=ppo.kl.estimator)
     mask = mask & valid.unsqueeze(1)
-    if estimator.needs_group:
-        if group_index is None:
-            raise ValueError(f"kind ({kind!r}) compares samples of a prompt; pass group_index.")
-        if kl is not None:
-            scores, kl = penalized_scores(scores, kl, mask, kl_coef=kl_coef), None
-        scores = baseline_over_workers(
-            scores, group_index, valid, kind=kind, workers=workers, sample_index=sample_index
+    at_the_end = scores  # the part of each score that is given at the last token
+    if ppo.needs_group:
+        if penalty is not None:
+            at_the_end = penalized_scores(scores, penalty, mask, kl_coef=kl_coef)
+        at_the_end = baseline_over_workers(
+            at_the_end,
+            experience.group_index,
+            valid,
+            kind=ppo.advantage,
+            workers=workers,
+            sample_index=experience.sample_index,
         )
-    rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef, extra_rewards=extra_rewards)
-    if estimator.needs_critic:
-        if values is None:
-            raise ValueError(f"kind ({kind!r}) needs the critic's values.")
-        by_lambda = partial(
-            generalized_advantages,
-            rewards,
-            values,
-            mask,
-            gamma=gamma,
-            last_values=last_values,
-            turns=turns,
-        )
-        advantages, returns = by_lambda(gae_lambda=gae_lambda)
-        if critic_lambda is not None:
-            _, returns = by_lambda(gae_lambda=critic_lambda)
+        turn_rewards = penalty = None
+    elif turn_rewards is not None:
+        at_the_end = scores - keep(turn_rewards, experience.response_mask).sum(1)
+    rewards = token_rewards(
+        at_the_end, penalty, mask, kl_coef=kl_coef, extra_rewards=turn_rewards
+    )  # [B, T]
+
+    turns = None
+    if ppo.discount_by == "turn":
+        turns = runs_of(mask) if experience.turn_index is None else experience.turn_index
+    if is_import_path(ppo.advantage):
+        own = ppo.advantage, scores, rewards, experience, workers
+        advantages = returns = advantages_by(*own, gamma=ppo.gamma)
+    elif ppo.needs_critic:
+        advantages, returns = _critic_advantages(experience, rewards, mask, turns, ppo, step=step)
     else:
-        advantages = returns = discounted_returns(rewards, mask, gamma=gamma, turns=turns)
-    if estimator.whitens:
-        moments = masked_moments(advantages, mask if counted is None else mask & counted)
-        advantages = masked_whiten(advantages, mask, moments=workers.sum(moments))
-    if clip is not None:
-        advantages = advantages.clamp(-clip, clip)
+        advantages = returns = discounted_returns(rewards, mask, gamma=ppo.gamma, turns=turns)
+    if ppo.estimator.whitens:
+        moments = workers.sum(masked_moments(advantages, mask & experience.counted))
+        advantages = masked_whiten(advantages, mask, moments=moments)
+    if ppo.advantage_clip is not None:
+        advantages = advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)
     return advantages, returns
+
+
+def _critic_advantages(
+    experience: Experience,
+    rewards: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    turns: Tensor | None,  # [B, T] int
+    ppo: PPOSection,
+    *,
+    step: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute advantages and returns [B, T] by GAE. The critic may have a lambda of its own."""
+    assert experience.values is not None
+    by_lambda = partial(
+        generalized_advantages,
+        rewards,
+        experience.values,
+        mask,
+        gamma=ppo.gamma,
+        last_values=experience.last_values,
+        turns=turns,
+    )
+    gae_lambda = ppo.gae_lambda
+    if gae_lambda == "adaptive":
+        gae_lambda = adaptive_lambdas(mask, alpha=ppo.lambda_alpha)
+    advantages, returns = by_lambda(gae_lambda=gae_lambda)
+    critic_lambda = ppo.critic_lambda_at(step)
+    if critic_lambda is not None:
+        _, returns = by_lambda(gae_lambda=critic_lambda)
+    return advantages, returns
+
+
+def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
+    """Add `sample_tokens`: counted tokens of all rows of each sample, over all workers."""
+    if all(workers.gather(bool(experience.is_first_row.all()))):
+        return experience
+    assert experience.sample_index is not None
+    names = torch.stack([experience.group_index, experience.sample_index], 1)
+    shares = workers.gather((names, experience.counted.sum(1)))
+    all_names, tokens = (torch.cat(column) for column in zip(*shares, strict=True))
+    _, sample = all_names.unique(dim=0, return_inverse=True)
+    totals = torch.zeros_like(tokens).index_add(0, sample, tokens)[sample]
+    first = sum(len(share[0]) for share in shares[: workers.rank])
+    return experience.with_(sample_tokens=totals[first : first + len(experience)])
+
+
+def _metrics(
+    experience: Experience, scores: Tensor, ppo: PPOSection, workers: Workers
+) -> dict[str, float]:
+    assert experience.returns is not None
+    assert experience.advantages is not None
+    mask = experience.counted
+    means = WeightedMeans()
+    valid = ~scores.isnan() & experience.response_mask.any(1)
+    means.add("ppo/shaped_score_mean", masked_sum(scores, valid), valid.sum())
+    means.add("ppo/return_mean", masked_sum(experience.returns, mask), mask.sum())
+    if ppo.advantage_clip is not None:
+        clipped = mask & (experience.advantages.abs() >= ppo.advantage_clip)
+        means.add("ppo/advantage_clip_fraction", clipped.sum(), mask.sum())
+    if experience.values is None:
+        return means.reduce(workers)
+    means.add("ppo/value_mean", masked_sum(experience.values, mask), mask.sum())
+    stats = value_loss(experience.values, experience.values, experience.returns, mask)[1]
+    names = sorted(stats)
+    totals = workers.sum(torch.stack([stats[name] for name in names])).unbind()
+    explained = explained_variance(dict(zip(names, totals, strict=True)))
+    return means.reduce(workers) | {"ppo/explained_variance": float(explained)}
 
 
 def baseline_over_workers(
@@ -145,10 +235,12 @@ def baseline_over_workers(
 
     Args:
         scores: Score of each row of this worker.
-        group_index: See `estimate_advantages`, likewise `sample_index`.
+        group_index: Rows with the same number, on any worker, are samples of one prompt.
         valid: False leaves a row out.
         kind: Name of the estimator.
         workers: The workers that hold the groups.
+        sample_index: Rows of a group with the same number are one sample, which counts once. They
+            must have the same score. None means that each row is a sample.
 
     Returns:
         advantages: [B] for this worker's rows, 0 where not valid.

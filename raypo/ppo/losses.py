@@ -170,10 +170,9 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
         check_choice("kind", kind, SURROGATES)
         kind = SURROGATES[kind]
     check_same_shape(log_probs=log_probs, advantages=advantages, mask=mask)
-    change = log_ratio(log_probs, old_log_probs.detach(), mask)
     tokens = Tokens(
         log_probs=keep(log_probs, mask),
-        log_ratio=change,
+        log_ratio=log_ratio(log_probs, old_log_probs.detach(), mask),
         advantages=keep(advantages.detach(), mask),
         mask=mask,
         clip_low=clip_low,
@@ -183,11 +182,7 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
         covariant=covariant,
         covariance_kl=covariance_kl,
     )
-    chosen = kind(tokens)
-    token_loss = chosen.loss
-    if weights is not None:
-        check_same_shape(weights=weights, mask=mask)
-        token_loss = token_loss * keep(weights.detach(), mask)
+    token_loss, stats = token_losses(tokens, kind, weights)
     loss = aggregate(
         token_loss,
         mask,
@@ -196,7 +191,29 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
         sample_tokens=sample_tokens,
         normalizer=normalizer,
     )
-    return loss, _policy_stats(chosen, change, mask)
+    return loss, stats
+
+
+def token_losses(
+    tokens: Tokens, surrogate: Surrogate, weights: Tensor | None
+) -> tuple[Tensor, Stats]:
+    """Compute the loss of each token, before it is aggregated, and the statistics.
+
+    Args:
+        tokens: Arguments of the surrogate.
+        surrogate: One of `raypo.ppo.surrogates`, or a user's own.
+        weights: See `policy_loss`.
+
+    Returns:
+        loss: [B, T].
+        stats: See `policy_loss`.
+    """
+    chosen, mask = surrogate(tokens), tokens.mask
+    loss = chosen.loss
+    if weights is not None:
+        check_same_shape(weights=weights, mask=mask)
+        loss = loss * keep(weights.detach(), mask)
+    return loss, _policy_stats(chosen, tokens.log_ratio, mask)
 
 
 @torch.no_grad()

@@ -1,19 +1,23 @@
 """Score shaping: from a response's raw score to the score that is trained on.
 
 Notation: B responses. Every mask: True = keep. `shape_scores` applies the parts in a fixed order:
-overlong penalty, truncation penalty, running normalisation, clip.
+custom function, overlong penalty, truncation penalty, running normalisation, clip.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from raypo.collectives import Workers
+from raypo.config import ShapingSection
+from raypo.ppo.custom_functions import shaped_by
 from raypo.ppo.masked import MIN_VARIANCE, check_same_shape, keep
+from raypo.types import Experience
 
 
 def overlong_penalty(
@@ -165,73 +169,57 @@ class RunningMoments:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShapingRules:
-    """Settings of the parts of `shape_scores`. By default none is applied."""
-
-    max_new_tokens: int
-    overlong_buffer_tokens: int | None = None
-    overlong_factor: float = 1.0
-    truncated_score: float | None = None
-    truncated_scale: float | None = None
-    normalize: bool = False
-    clip_low: float | None = None
-    clip_high: float | None = None
-
-
 def shape_scores(
-    scores: Tensor,  # [B], NaN where scoring failed
-    num_tokens: Tensor,  # [B] int, sampled tokens
-    truncated: Tensor,  # [B] bool
-    rules: ShapingRules,
-    *,
-    counted: Tensor | None = None,  # [B] bool
+    experience: Experience,
+    section: ShapingSection,
     seen: RunningMoments,
-    gather: Callable[[RunningMoments], list[RunningMoments]],
+    workers: Workers,
+    *,
+    max_new_tokens: int,
 ) -> tuple[Tensor, RunningMoments]:
-    """Apply overlong penalty, truncation penalty, running normalisation and clip, in this order.
+    """Apply a custom function, overlong penalty, truncation penalty, normalisation and clip.
 
-    Responses that failed (NaN) or have no sampled token are left out of the moments. A response
-    without a sampled token gets 0.
+    All workers call it together. Responses that failed (NaN) or have no sampled token are left out
+    of the moments. A response without a sampled token gets 0.
 
     Args:
-        scores: Raw score of each row.
-        num_tokens: Sampled tokens of each row.
-        truncated: True for truncated responses.
-        rules: The parts to apply.
-        counted: Rows that count for the moments: one of each sample. None means all.
+        experience: This worker's rows, with their raw scores.
+        section: The section `ppo.shaping` of the config.
         seen: Moments of the scores of all earlier steps, before normalisation.
-        gather: `Workers.gather`: returns every worker's value, in the order of ranks.
+        workers: The workers that hold the whole step together.
+        max_new_tokens: Longest response, in tokens.
 
     Returns:
         scores: [B], NaN where scoring failed.
-        seen: Moments with this step's scores of all workers; unchanged unless `rules.normalize`.
-
-    Raises:
-        ValueError: the shapes differ, or a rule is out of range.
+        seen: Moments with this step's scores of all workers; unchanged unless `section.normalize`.
     """
-    sampled = num_tokens > 0
+    num_tokens = experience.response_mask.sum(1)
+    scores, sampled = experience.scores, num_tokens > 0
+    if section.function is not None:
+        scores = shaped_by(section.function, experience, workers, max_new_tokens=max_new_tokens)
     shaped = keep(scores, sampled)
-    if rules.overlong_buffer_tokens is not None:
+    buffer_tokens = section.overlong_tokens(max_new_tokens)
+    if buffer_tokens is not None:
         shaped = overlong_penalty(
             shaped,
             num_tokens,
-            max_tokens=rules.max_new_tokens,
-            buffer_tokens=rules.overlong_buffer_tokens,
-            factor=rules.overlong_factor,
+            max_tokens=max_new_tokens,
+            buffer_tokens=buffer_tokens,
+            factor=section.overlong_factor,
         )
-    if rules.truncated_score is not None or rules.truncated_scale is not None:
+    if section.truncated_score is not None or section.truncated_scale is not None:
         # A failed response stays failed, truncated or not.
         shaped = truncation_penalty(
             shaped,
-            truncated & ~shaped.isnan(),
-            replacement=rules.truncated_score,
-            scale=rules.truncated_scale,
+            experience.truncated & ~shaped.isnan(),
+            replacement=section.truncated_score,
+            scale=section.truncated_scale,
         )
-    if rules.normalize:
-        counted = sampled if counted is None else sampled & counted
-        seen = seen.merged(RunningMoments.total(gather(RunningMoments.of(shaped, counted))))
+    if section.normalize:
+        # The rows of an episode share its score, which counts once.
+        mine = RunningMoments.of(shaped, sampled & experience.is_first_row)
+        seen = seen.merged(RunningMoments.total(workers.gather(mine)))
         shaped = seen.normalize(shaped)
-    if rules.clip_low is not None or rules.clip_high is not None:
-        shaped = clip_scores(shaped, low=rules.clip_low, high=rules.clip_high)
+    if section.clip_low is not None or section.clip_high is not None:
+        shaped = clip_scores(shaped, low=section.clip_low, high=section.clip_high)
     return keep(shaped, sampled), seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from raypo.config import DPOConfig
@@ -11,13 +10,12 @@ from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import load_policy
-from raypo.run.examples_run import PolicyExamplesRun, Reader
+from raypo.run.examples_run import PolicyExamplesRecipe, Reader
 from raypo.run.reference import with_references
 
 
-@dataclass
-class DPORun(PolicyExamplesRun[DPOConfig, Any]):
-    """One worker's view of a run on preferences: pairs, or verdicts if the loss is kto."""
+class DPORecipe(PolicyExamplesRecipe[DPOConfig, Any]):
+    """Learns preferences: pairs, or verdicts if the loss is kto."""
 
     held_out_key: ClassVar[str] = "pairs"
 
@@ -34,9 +32,9 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
 
     def make_task(self) -> PreferenceTask | VerdictTask:
         """Load the policy, which learns the preferences."""
-        model = load_policy(self.config.model)
-        kind = VerdictTask if self.config.dpo.loss == "kto" else PreferenceTask
-        return kind(model, self.config.dpo)
+        model = load_policy(self.run.config.model)
+        kind = VerdictTask if self.run.config.dpo.loss == "kto" else PreferenceTask
+        return kind(model, self.run.config.dpo)
 
     def before_restoring(self, learner: SupervisedLearner[Any]) -> None:
         """Add the reference model's log-probs to each preference, unless the data has them.
@@ -44,13 +42,13 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
         Without `model.reference` the learner's initial policy is the reference model, so this runs
         before a checkpoint is restored.
         """
-        config = self.config
+        config = self.run.config
         if not config.dpo.needs_reference or config.data.ref_chosen_key:
             return
-        self.tell.phase("asking the reference")
+        self.run.tell.phase("asking the reference")
         items = list(self.stream.items)
         drawn = list(range(len(items)))
-        goes_on = config.from_checkpoint or self.runtime.resume_from
+        goes_on = config.from_checkpoint or self.run.runtime.resume_from
         if goes_on is None:  # a restored data cursor may be anywhere, so all items are needed then
             draws = self.stream.of(drawn).take(config.num_steps * config.learner.batch_size)
             drawn = list(dict.fromkeys(place for _, place in draws))
@@ -63,8 +61,8 @@ class DPORun(PolicyExamplesRun[DPOConfig, Any]):
             learner,
             other=other,
             name=f"{named or section.policy} {section.dtype}",
-            files=self.files,
-            workers=self.workers,
+            files=self.run.files,
+            workers=self.run.workers,
         )
         for place, item in zip(drawn, asked, strict=False):
             items[place] = item

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +12,7 @@ from raypo.config import IterativeDPOConfig
 from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
-from raypo.run.rounds_run import Place, RoundsRun, handed_out, learnable, place, prompt_cell
+from raypo.run.rounds_run import Place, RoundsRecipe, handed_out, learnable, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Pair, ScoredRollout
 
@@ -20,29 +20,28 @@ Compared = tuple[ScoredRollout, ScoredRollout]
 """A prompt's better sample and its worse one."""
 
 
-@dataclass
-class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
-    """One worker's view of an iterative DPO run."""
+class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
+    """Learns to prefer the best sample of each prompt to the worst."""
 
     def make_task(self) -> PreferenceTask:
         """Load the policy, which learns pairs as in the recipe dpo."""
-        return PreferenceTask(load_policy(self.config.model), self.config.dpo)
+        return PreferenceTask(load_policy(self.run.config.model), self.run.config.dpo)
 
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Pair], dict[str, float]]:
         """Pair the best sample of each prompt with its worst; also write the pairs to `pairs/`."""
-        compared = best_and_worst(scored, min_gap=self.config.iterative_dpo.min_gap)
+        compared = best_and_worst(scored, min_gap=self.run.config.iterative_dpo.min_gap)
         self.write_table("pairs", step, {place(best): row(best, w) for best, w in compared})
         groups = {each.rollout.group_index for each in scored}
         gap = sum(best.score - worst.score for best, worst in compared)
-        counts = self.workers.sum(as_tensor(len(compared), len(groups), gap)).tolist()
+        counts = self.run.workers.sum(as_tensor(len(compared), len(groups), gap)).tolist()
         pairs, prompts, total = counts
         metrics = {"selection/pairs": pairs, "selection/prompts_without": prompts - pairs}
         if pairs:
             metrics["selection/score_gap_mean"] = total / pairs
         else:
-            self.tell.message(f"round {step}: no prompt has a pair, so nothing is learned")
+            self.run.tell.message(f"round {step}: no prompt has a pair, so nothing is learned")
         return {place(best): pair_of(best, worst) for best, worst in compared}, metrics
 
     def prepare_items(
@@ -53,11 +52,11 @@ class IterativeDPORun(RoundsRun[IterativeDPOConfig, Pair]):
         services: Services,
     ) -> Mapping[Place, Pair]:
         """Add the reference model's log-probs to the pairs, unless a deployment computed them."""
-        if services.reference is not None or not self.config.dpo.needs_reference:
+        if services.reference is not None or not self.run.config.dpo.needs_reference:
             return mine
-        task, workers = learner.task, self.workers
+        task, workers = learner.task, self.run.workers
         assert isinstance(task, PreferenceTask)
-        is_round = self.config.iterative_dpo.reference == "round"
+        is_round = self.run.config.iterative_dpo.reference == "round"
         ask = learner.asked if is_round else learner.without_adapter
         hands = [places[rank :: workers.count] for rank in range(workers.count)]
         pairs = handed_out(mine, hands, workers)

@@ -1,34 +1,45 @@
 """PPO in seven steps: the loop that every learner worker runs on its own share of the prompts.
 
 If the run has a driver (`raypo.trainer`), step 1 and the dedicated services of step 2 are there.
+
+Concurrency. With `rollout.mode: sync` the main thread runs everything below, line by line. In the
+asynchronous modes the threads of `AsyncRollouts` call `sample_and_score` and `filter_and_refill`
+ahead of the update, and the loop takes the batches that they have filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from raypo.collectives import Workers
-from raypo.config import PPOSection
+from raypo.config import PPOConfig, PPOSection
 from raypo.data.stream import Draw
 from raypo.learner.learner import Learner
+from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
-from raypo.rollout.collect import sample
-from raypo.rollout.experience import (
-    AdvantageState,
-    distance_to_engine,
-    distance_to_reference,
-    steer_entropy,
-    with_advantages,
-    with_corrections,
-    with_covariant_tokens,
-)
+from raypo.ppo.controllers import ReferenceKL, UpdateState
+from raypo.ppo.corrections import mismatch_metrics, with_corrections
+from raypo.ppo.covariance import with_covariant_tokens
+from raypo.ppo.estimators import with_advantages
+from raypo.rollout.async_rollouts import AsyncRollouts, Fill, SampleAndScore
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler
+from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sharding import shard, to_experience
-from raypo.run.phases import Phase
-from raypo.run.ppo_run import PPORun
+from raypo.run.online_inputs import OnlineInputs
+from raypo.run.phases import Phase, Phases
+from raypo.run.policy_evaluation import Evaluation
+from raypo.run.ppo_learner import model_writers, start_learner
+from raypo.run.records import Records
+from raypo.run.rollout_metrics import batch_metrics, rollout_rows
 from raypo.run.run import open_run
-from raypo.run.services import Services
+from raypo.run.run_checkpoints import Checkpoints
+from raypo.run.services import start_services
+from raypo.run.utilization import Utilization
+from raypo.run.weight_pusher import WeightPusher
 from raypo.types import Experience, ScoredRollout
 
 
@@ -41,72 +52,170 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
     Returns:
         `{"status": "finished" | "interrupted", "step": last completed step}`.
     """
-    with open_run(setup, PPORun) as run:
+    with open_run(setup) as run:
         config, workers, seed = run.config, run.workers, run.config.seed
-        services = run.start_services()  # 2. engines, reference and reward models
-        learner = run.start_learner()  # 3. policy and critic, restored if there is a checkpoint
-        run.push_weights(learner, services, version=run.last_step)
-        run.evaluate_before_first_update(services)
-        run.rollouts.begin(
-            partial(generate_and_score, run, services), run.fill, last_step=run.last_step
+        inputs = OnlineInputs.load(run)  # prompts, tokenizer, reward function
+        records = Records(run)
+        roles = Roles.of(workers, config.learner.critic_workers)
+        utilization = Utilization.measure(config, workers)
+        services = start_services(run)  # 2. engines, reference and reward models
+        phases = Phases.of(run, services)
+        weights = WeightPusher(run, inputs, services, phases, roles)
+        sampler, scorer = weights.sampler(), inputs.scorer(config, services)
+        score = partial(sample_and_score, config, sampler, scorer, phases)
+        fill = partial(filter_and_refill, config)
+        ahead = AsyncRollouts.from_config(config, inputs.source, score, fill, workers)
+        rollouts = ahead or inputs.source
+        learner = start_learner(run, inputs, roles, phases)  # 3. policy and critic
+        checkpoints = Checkpoints(
+            run,
+            records,
+            roles.own,
+            model_writers(learner, config, roles, inputs.tokenizer),
+            before_saving=partial(phases.enter, Phase.LEARN),
         )
+        state = UpdateState.initial(config.ppo)
+        if saved := checkpoints.restore(learner, rollouts):
+            state = state.restored(saved["advantages"])
+        weights.push_first(learner, version=records.last_step)
+        evaluation = Evaluation(run, inputs, sampler, scorer, phases, records)
+        evaluation.before_first_update()
+        if ahead:  # None if `rollout.mode` is sync
+            run.at_end.callback(ahead.close)
+            ahead.begin(last_step=records.last_step)
 
-        for step in run.steps():
+        for step in records.steps():
             clock = Clock()
-            collected = run.rollouts.take(step, clock)  # 4. `generate_and_score`, below
+            if ahead:  # 4. rollouts: threads call `score` and `fill` ahead of the update
+                batch = ahead.take(step, clock)
+            else:
+                batch = collect(inputs.source, score, fill, clock, workers)
             dealt = shard(
-                collected.trained,
+                batch.trained,
                 minibatch_size=config.ppo.minibatch_size,
                 seed=(seed, step),
                 workers=workers,
-                teams=run.roles.teams,
+                teams=roles.teams,
             )
-            run.enter(Phase.LEARN)
-            with run.keeping(step, dealt):  # 5. advantages, PPO epochs: `ppo_step`, below
-                experience, metrics, run.advantage_state = ppo_step(
+            phases.enter(Phase.LEARN)
+            recorded = dealt if roles.trains_policy else []  # each sample on one worker
+            with records.keeping(step, recorded):  # 5. advantages, PPO epochs: `ppo_step`, below
+                experience, metrics, state = ppo_step(
                     learner,
                     to_experience(dealt),
                     config.ppo,
-                    run.advantage_state,
-                    run.roles.own,
+                    state,
+                    roles.own,
                     max_new_tokens=config.rollout.max_response_tokens,
                     step=step,
                     clock=clock,
                 )
-            metrics |= run.describe(step, collected)
-            run.save_rollouts(step, dealt, experience)
+            metrics |= batch_metrics(run, batch, rollouts.counts(batch), inputs.sampling, step=step)
+            rates = utilization.rates(batch, services, step=step)
+            rows = partial(rollout_rows, dealt, experience) if roles.trains_policy else list
+            records.write_samples(step, rows)
             clock.lap("time/save_rollouts_s")
 
-            metrics |= run.push_weights(learner, services, version=step)  # 6. versioned, verified
+            metrics |= weights.push(learner, version=step, ahead=ahead)  # 6. versioned, verified
             clock.lap("time/push_weights_s")
 
-            metrics |= run.evaluate_when_due(step, services)  # 7. held-out score,
+            metrics |= evaluation.when_due(step)  # 7. held-out score,
             clock.lap("time/held_out_s")
-            checkpoint = run.checkpoint_when_due(step, learner, metrics)  # checkpoint, models,
+            checkpoint = checkpoints.save_when_due(  # checkpoint, models,
+                step,
+                metrics,
+                learner,
+                samples=batch.scored,
+                rollouts=rollouts,
+                state={"advantages": state.state_dict()},
+            )
             clock.lap("time/checkpoint_s")
-            run.report(step, metrics, clock, checkpoint)  # report
+            records.report(  # report
+                step,
+                metrics,
+                clock,
+                checkpoint,
+                spans=ahead.spans() if ahead else (),
+                rates=rates,
+            )
 
-        return run.finish()
+        if ahead and records.stopped:
+            ahead.tell_unused(run.tell.message, workers)
+        return records.finish()
+
+
+def collect(
+    prompts: PromptSource, score: SampleAndScore, fill: Fill, clock: Clock, workers: Workers
+) -> Collected:
+    """Collect a step's rollouts now: draw prompts, sample and score; `fill` filters and refills."""
+    return fill(lambda count: score(prompts.draw(count, workers), clock, workers), workers)
+
+
+def filter_and_refill(
+    config: PPOConfig, next_scored: Callable[[int], list[ScoredRollout]], workers: Workers
+) -> Collected:
+    """Fill a step, and replace groups that `ppo.filter` drops by the next prompts.
+
+    Args:
+        config: The run's config.
+        next_scored: Function that samples and scores a number of prompts, over all workers.
+        workers: The workers that sample together.
+    """
+    return fill_step(
+        next_scored,
+        prompts_per_step=config.rollout.prompts_per_step,
+        section=config.ppo.filter,
+        reward=config.reward,
+        workers=workers,
+    )
+
+
+def sample_and_score(
+    config: PPOConfig,
+    sampler: Sampler,
+    scorer: Scorer,
+    phases: Phases,
+    draws: Sequence[Draw],
+    clock: Clock,
+    workers: Workers,
+) -> list[ScoredRollout]:
+    """Sample responses to this worker's draws; add their scores and reference log-probs.
+
+    Called once for a step's prompts, and again to replace groups that `ppo.filter` drops. In the
+    asynchronous modes background threads call it, each with its own clock and process group.
+    """
+    phases.enter(Phase.GENERATE)
+    scoring = scorer.begin()
+    rollouts = sampler.sample(
+        draws,
+        workers,
+        on_rollouts=scoring.add if scoring.scores_early else None,  # score while others are sampled
+    )
+    clock.lap("time/generate_s")
+    phases.enter(Phase.SCORE, before_push=not config.is_refilled)
+    scored = scoring.results(rollouts)
+    clock.lap("time/score_s")
+    return scored
 
 
 def ppo_step(
     learner: Learner,
     experience: Experience,
     ppo: PPOSection,
-    state: AdvantageState,
+    state: UpdateState,
     workers: Workers,
     *,
     max_new_tokens: int,
     step: int,
     clock: Clock,
-) -> tuple[Experience, dict[str, float], AdvantageState]:
+) -> tuple[Experience, dict[str, float], UpdateState]:
     """Run one step's update on this worker's share of the experience; all workers call it.
 
     Args:
         learner: Policy and critic.
         experience: This worker's share of the step.
         ppo: The section `ppo` of the config.
-        state: State of the advantage computation that the previous step returned.
+        state: State that the previous step returned: coefficients and moments of scores.
         workers: Workers that train the same model as this one. Together they hold each sample of
             the step once.
         max_new_tokens: Longest response, in tokens.
@@ -120,45 +229,24 @@ def ppo_step(
     """
     experience = learner.with_log_probs_and_values(experience)  # old log-probs, values
     clock.lap("time/log_probs_s")
-    experience, metrics, next_state = with_advantages(
+    experience, metrics, scores = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
     )
     # Step n updates the weights of version n - 1, those that step n - 1 pushed.
     experience = with_corrections(experience, ppo.correction, version=step - 1)
     experience = with_covariant_tokens(experience, ppo, workers, seed=learner.seed, step=step)
-    experience, updated = learner.update(
+    experience, update = learner.update(
         experience, step=step, kl_coef=state.kl.coef, entropy_coef=state.entropy.acting
     )
-    entropy, next_state = steer_entropy(updated, next_state)
-    to_reference, next_state = distance_to_reference(
-        experience, ppo, next_state, workers, step=step
+    kl = ReferenceKL.measure(experience, workers) if ppo.needs_reference else None
+    metrics |= kl.metrics() if kl else {}
+    metrics |= mismatch_metrics(experience, ppo, workers, version=step - 1)
+    metrics |= update.metrics | state.metrics()
+    next_state = state.after_step(
+        scores=scores,
+        # The KL coefficient waits for the policy, which the critic's warm-up does not update.
+        kl=kl if step > ppo.critic_warmup_steps else None,
+        entropy=update.entropy,
     )
-    to_engine = distance_to_engine(experience, ppo, workers, version=step - 1)
     clock.lap("time/update_s")
-    return experience, metrics | to_reference | to_engine | updated | entropy, next_state
-
-
-def generate_and_score(
-    run: PPORun, services: Services, draws: Sequence[Draw], clock: Clock, workers: Workers
-) -> list[ScoredRollout]:
-    """Sample responses to this worker's draws; add their scores and reference log-probs.
-
-    Called once for a step's prompts, and again to replace groups that `ppo.filter` drops. In the
-    asynchronous modes background threads call it, each with its own clock and process group.
-    """
-    run.enter(Phase.GENERATE)
-    scoring = run.scoring(services)
-    rollouts = sample(
-        draws,
-        run.engines(services),
-        run.tokenizer,
-        run.sampling,
-        run.push_again,
-        dispatcher=run.dispatcher(services, workers),
-        on_rollouts=scoring.add if scoring.scores_early else None,  # score while others are sampled
-    )
-    clock.lap("time/generate_s")
-    run.enter(Phase.SCORE, before_push=not run.config.is_refilled)
-    scored = scoring.results(rollouts)
-    clock.lap("time/score_s")
-    return scored
+    return experience, metrics, next_state

@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from raypo.collectives import as_tensor
 from raypo.config import RejectionSamplingConfig, SelectionSection
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.run.rounds_run import Place, RoundsRun, learnable, place, prompt_cell
+from raypo.run.rounds_run import Place, RoundsRecipe, learnable, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Example, ScoredRollout
 
 
-@dataclass
-class RejectionSamplingRun(RoundsRun[RejectionSamplingConfig, Example]):
-    """One worker's view of a rejection-sampling run."""
+class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
+    """Learns the best samples of each prompt."""
 
     def make_task(self) -> ResponseTask:
         """Load the policy, which learns responses as in supervised fine-tuning."""
-        return ResponseTask(load_policy(self.config.model))
+        return ResponseTask(load_policy(self.run.config.model))
 
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Example], dict[str, float]]:
         """Select the best samples of each prompt; also write them to `selected/`."""
-        section = self.config.rejection_sampling
+        section = self.run.config.rejection_sampling
         kept = best_of(scored, section)
         self.write_table("selected", step, {place(each): row(each) for each in kept})
         groups = {each.rollout.group_index for each in scored}
         with_some = {each.rollout.group_index for each in kept}
         counts = as_tensor(len(kept), len(groups), len(with_some), sum(s.score for s in kept))
-        responses, prompts, served, total = self.workers.sum(counts).tolist()
+        responses, prompts, served, total = self.run.workers.sum(counts).tolist()
         metrics = {
             "selection/responses": responses,
             "selection/prompts_without": prompts - served,
@@ -41,7 +39,9 @@ class RejectionSamplingRun(RoundsRun[RejectionSamplingConfig, Example]):
         if responses:
             metrics["selection/score_mean"] = total / responses
         else:
-            self.tell.message(f"round {step}: no response is good enough, so nothing is learned")
+            self.run.tell.message(
+                f"round {step}: no response is good enough, so nothing is learned"
+            )
         if not section.train:
             return {}, metrics
         return {

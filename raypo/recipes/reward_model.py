@@ -5,20 +5,17 @@ The model is a Hugging Face sequence classifier with one label.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from raypo.config import RewardModelConfig
 from raypo.data.examples import load_pairs
 from raypo.learner.tasks import PairTask
 from raypo.models.loading import load_reward_model, stop_token_ids
 from raypo.models.lora import add_adapter
-from raypo.run.examples_run import ExamplesRun, Reader
+from raypo.run.examples_run import ExamplesRecipe, Reader
 from raypo.types import Pair
 
 
-@dataclass
-class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
-    """One worker's view of a reward-model run."""
+class RewardModelRecipe(ExamplesRecipe[RewardModelConfig, Pair]):
+    """Learns to score the chosen response above the rejected one."""
 
     @classmethod
     def reader(cls, config: RewardModelConfig) -> Reader[Pair]:
@@ -27,7 +24,7 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
 
     def make_task(self) -> PairTask:
         """Load `model.policy` as a classifier, with a new score head if it has none."""
-        section = self.config.model
+        section = self.run.config.model
         model = load_reward_model(
             section.policy, dtype=section.dtype, attention=section.attention, new_head=True
         )
@@ -38,4 +35,4 @@ class RewardModelRun(ExamplesRun[RewardModelConfig, Pair]):
         ends = (self.tokenizer.eos_token_id, *stop_token_ids(section.policy, self.tokenizer))
         for config in (model.config, model.config.get_text_config()):  # the head reads the latter
             config.pad_token_id = None if padding in ends else padding
-        return PairTask(model, centering_coef=self.config.reward_model.centering_coef)
+        return PairTask(model, centering_coef=self.run.config.reward_model.centering_coef)

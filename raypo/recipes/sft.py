@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from raypo.config import SFTConfig
 from raypo.data.examples import load_examples
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.run.examples_run import PolicyExamplesRun, Reader
+from raypo.run.examples_run import PolicyExamplesRecipe, Reader
 from raypo.types import Example
 
 
-@dataclass
-class SFTRun(PolicyExamplesRun[SFTConfig, Example]):
-    """One worker's view of a supervised fine-tuning run."""
+class SFTRecipe(PolicyExamplesRecipe[SFTConfig, Example]):
+    """Learns the responses."""
 
     @classmethod
     def reader(cls, config: SFTConfig) -> Reader[Example]:
@@ -23,4 +20,4 @@ class SFTRun(PolicyExamplesRun[SFTConfig, Example]):
 
     def make_task(self) -> ResponseTask:
         """Load the policy, which learns the responses."""
-        return ResponseTask(load_policy(self.config.model))
+        return ResponseTask(load_policy(self.run.config.model))

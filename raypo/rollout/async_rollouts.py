@@ -1,6 +1,6 @@
-"""The sources of a step's rollouts: `sync` samples when the step asks, `async` ahead of the update.
+"""Rollouts that background threads sample ahead of the update (`rollout.mode` other than sync).
 
-Concurrency of `AsyncRollouts`, on each worker:
+Concurrency, on each worker:
 
 - The main thread trains: it calls `take` for each step, and `settle` and `arrived` around a push.
 - One thread (`_fill_steps`) fills one step after the other. It waits until the weights are new
@@ -16,20 +16,22 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypo.collectives import Workers
-from raypo.data.stream import Draw, ShuffledStream
+from raypo.collectives import Workers, as_tensor
+from raypo.config import OnlineConfig
+from raypo.data.stream import Draw
 from raypo.metrics.clock import Clock, Span
-from raypo.rollout.collect import next_draws, samples_of
+from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected
-from raypo.rollout.sample_counts import SampleCounts
-from raypo.types import Prompt, ScoredRollout
+from raypo.rollout.prompt_source import PromptSource
+from raypo.types import ScoredRollout
 
 SampleAndScore = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
 """Samples and scores this worker's draws. In order of steps, all workers call it together."""
@@ -40,42 +42,6 @@ workers) and returns this worker's rollouts of them."""
 
 class Closed(Exception):
     """The run has ended, and what is still sampled will not be trained."""
-
-
-@dataclass
-class SyncRollouts:
-    """Rollouts that are sampled when a step asks for them: `rollout.mode: sync`."""
-
-    stream: ShuffledStream[Prompt]
-    samples_per_prompt: int
-    workers: Workers
-    sample_counts: SampleCounts = field(default_factory=SampleCounts)
-    _sample_and_score: SampleAndScore = field(init=False)
-    _fill: Fill = field(init=False)
-
-    def begin(self, sample_and_score: SampleAndScore, fill: Fill, *, last_step: int) -> None:
-        """Set the functions that sample and score, and that fill a step."""
-        self._sample_and_score, self._fill = sample_and_score, fill
-
-    def take(self, step: int, clock: Clock) -> Collected:
-        """Return this worker's share of a step's rollouts; all workers call it together."""
-
-        def next_ones(num_prompts: int) -> list[ScoredRollout]:
-            draws = next_draws(self.stream, num_prompts, self.workers)
-            self.sample_counts.ask(len(draws) * self.samples_per_prompt)
-            return self._sample_and_score(draws, clock, self.workers)
-
-        collected = self._fill(next_ones, self.workers)
-        self.sample_counts.take(collected)
-        return collected
-
-    def counts(self) -> tuple[int, int, int]:
-        """Return the counts since the last call (`SampleCounts.counts`)."""
-        return self.sample_counts.counts()
-
-    def position(self) -> dict[str, Any]:
-        """Return the position of the prompt stream."""
-        return self.stream.state_dict()
 
 
 @dataclass(frozen=True)
@@ -108,10 +74,11 @@ class AsyncRollouts:
     at the earliest, that is, while step 2 updates from version 1 to version 2.
     """
 
-    stream: ShuffledStream[Prompt]
-    """Prompt stream. Nothing else draws from it."""
+    prompts: PromptSource
+    """Source of the prompts. Nothing else draws from it."""
+    sample_and_score: SampleAndScore
+    fill: Fill
     prompts_per_step: int
-    samples_per_prompt: int
     max_staleness: int
     """Weight versions between the first token of a response and the update that trains it."""
     overlaps: bool
@@ -122,9 +89,6 @@ class AsyncRollouts:
     num_steps: int
     workers: Workers
     """Process group of these threads; the main thread has another one."""
-    sample_counts: SampleCounts = field(default_factory=SampleCounts)
-    _sample_and_score: SampleAndScore = field(init=False)
-    _fill: Fill = field(init=False)
     _version: int = -1
     _last_step: int = 0
     """The last step whose batch was taken."""
@@ -147,9 +111,41 @@ class AsyncRollouts:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     """Guards all fields above."""
 
-    def begin(self, sample_and_score: SampleAndScore, fill: Fill, *, last_step: int) -> None:
+    @classmethod
+    def from_config(
+        cls,
+        config: OnlineConfig,
+        prompts: PromptSource,
+        sample_and_score: SampleAndScore,
+        fill: Fill,
+        workers: Workers,
+    ) -> AsyncRollouts | None:
+        """Return the rollouts sampled ahead. None if `rollout.mode` is sync. All workers call it.
+
+        Args:
+            config: The run's config.
+            prompts: Source of the prompts.
+            sample_and_score: Function that the background threads call.
+            fill: Function that fills a step.
+            workers: The workers in the process group of the main thread.
+        """
+        section = config.rollout
+        if section.mode == "sync":
+            return None
+        return cls(
+            prompts,
+            sample_and_score,
+            fill,
+            prompts_per_step=section.prompts_per_step,
+            max_staleness=section.staleness,
+            overlaps=section.has_requests_in_flight,
+            settles=section.mode == "one_step_off",
+            num_steps=config.num_steps,
+            workers=workers.beside(),
+        )
+
+    def begin(self, *, last_step: int) -> None:
         """Start to sample for the steps after `last_step`, whose weights the engines hold."""
-        self._sample_and_score, self._fill = sample_and_score, fill
         self._version = self._last_step = last_step
         self._filling = last_step + len(self._batches)
         self._front = self._drawn
@@ -176,21 +172,25 @@ class AsyncRollouts:
         with self._changed:
             del self._batches[step]
             self._begins.pop(step, None)
-            self.sample_counts.take(collected)
             self._last_step = step
             self._changed.notify_all()
         clock.lap("time/wait_for_rollouts_s")
         return collected
 
-    def settle(self) -> None:
+    def settle(self) -> dict[str, float]:
         """Wait for the next batch before a push if `settles`; called by the main thread.
+
+        Returns:
+            The seconds that it took, as a metric.
 
         Raises:
             Exception: whatever stopped sampling. `take` would raise it too late: other workers may
                 wait for this one by then.
         """
+        began = time.perf_counter()
         if self.settles and (following := self._batches.get(self._last_step + 1)):
             following.result()
+        return {"perf/wait_for_engines_s": time.perf_counter() - began}
 
     def arrived(self, version: int) -> None:
         """Note that the engines hold a new version."""
@@ -204,10 +204,15 @@ class AsyncRollouts:
             spans, self._spans = self._spans, []
         return spans
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the counts since the last call (`SampleCounts.counts`)."""
+    def counts(self, batch: Collected) -> tuple[int, int, int]:
+        """Return the counts of the step that took this batch (`SampleCounts.of_step`)."""
         with self._changed:
-            return self.sample_counts.counts()
+            return self.prompts.counts(batch)
+
+    def tell_unused(self, tell: Callable[[str], None], workers: Workers) -> None:
+        """Report how many samples were requested ahead and are not trained, if there are any."""
+        if left := workers.sum(as_tensor(self.prompts.sample_counts.carried)):
+            tell(f"{int(left)} samples were asked for ahead and are not trained")
 
     def close(self) -> None:
         """Stop sampling."""
@@ -224,12 +229,13 @@ class AsyncRollouts:
             first = self._last_step + 1
             following = first + min(workers.gather(len(whole)))
             kept = {step: self._batches[step].result() for step in range(first, following)}
+            counts = self.prompts.sample_counts
             num_kept = sum(len(samples_of(each.scored)) for each in kept.values())
             state = {
                 "batches": kept,
                 "begins": {step: self._begins[step] for step in kept},
                 "stream": self._before(following),
-                "ledger": replace(self.sample_counts, lost=self.sample_counts.carried - num_kept),
+                "ledger": replace(counts, lost=counts.carried - num_kept),
             }
         with _file(directory, workers.rank).open("wb") as file:
             pickle.dump(state, file)
@@ -239,14 +245,18 @@ class AsyncRollouts:
         with self._changed:
             return self._before(self._last_step + 1)
 
+    def load_state_dict(self, state: Mapping[str, Any], workers: Workers) -> None:
+        """Restore the position of the prompt stream from a checkpoint's state."""
+        self.prompts.load_state_dict(state, workers)
+
     def restore(self, directory: Path, workers: Workers) -> None:
         """Read the file that `save` wrote, before `begin`."""
         if not (path := _file(directory, workers.rank)).exists():
             return  # a run with mode sync wrote the checkpoint
         with path.open("rb") as file:
             state = pickle.load(file)
-        self.stream.load_state_dict(state["stream"])
-        self.sample_counts = state["ledger"]
+        self.prompts.stream.load_state_dict(state["stream"])
+        self.prompts.sample_counts = state["ledger"]
         self._begins |= state["begins"]
         for step, collected in state["batches"].items():
             self._batches[step] = Future()
@@ -259,7 +269,7 @@ class AsyncRollouts:
                 self._filling, self._begins[step] = step, self._front
             laps: dict[str, float] = {}
             next_ones = self._next_begun if self.overlaps else self._next_in_turn
-            collected = self._fill(partial(next_ones, laps=laps), self.workers)
+            collected = self.fill(partial(next_ones, laps=laps), self.workers)
             collected.metrics.update(laps)
             with self._changed:
                 self._batches[step].set_result(collected)
@@ -317,14 +327,12 @@ class AsyncRollouts:
 
     def _draw(self, num_prompts: int) -> tuple[_Chunk, Sequence[Draw]]:
         chunk = _Chunk(self._drawn, self._drawn + num_prompts, self._version)
-        draws = next_draws(self.stream, num_prompts, self.workers)
-        self.sample_counts.ask(len(draws) * self.samples_per_prompt)
-        return chunk, draws
+        return chunk, self.prompts.draw(num_prompts, self.workers)
 
     def _score(self, chunk: _Chunk, draws: Sequence[Draw]) -> None:
         clock = Clock()
         try:
-            chunk.scored.set_result((self._sample_and_score(draws, clock, self.workers), clock))
+            chunk.scored.set_result((self.sample_and_score(draws, clock, self.workers), clock))
         except BaseException as error:  # raised in the thread that fills the step
             chunk.scored.set_exception(error)
 
@@ -365,11 +373,11 @@ class AsyncRollouts:
     @property
     def _drawn(self) -> int:
         """Index of the next draw."""
-        return self.stream.state_dict()["position"]
+        return self.prompts.position()["position"]
 
     def _before(self, step: int) -> dict[str, Any]:
         """Return the position of the prompt stream before a step's batch."""
-        return self.stream.state_dict() | {"position": self._begins.get(step, self._front)}
+        return self.prompts.position() | {"position": self._begins.get(step, self._front)}
 
 
 def _is_complete(batch: Future[Collected]) -> bool:

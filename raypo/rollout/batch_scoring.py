@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from raypo.config import ModelSection, RewardSection
+from raypo.config import RewardSection, SampledModelSection
 from raypo.pending import Pending
 from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Rollout, RolloutKey, ScoredRollout
 
 FUNCTION, URL, EPISODE = "function", "url", "episode"
 
@@ -40,8 +41,8 @@ class Reference(Protocol):
 
 
 @dataclass(frozen=True)
-class RewardSources:
-    """The sources of a score, and their weights."""
+class Scorer:
+    """Scores rollouts: the sources of the score with their weights, and the reference model."""
 
     function: RewardFunction | None
     models: tuple[RewardModel, ...]
@@ -53,6 +54,10 @@ class RewardSources:
     """Calls the servers of `reward.url`."""
     processes: int = 0
     """Worker processes of the reward function. 0 calls it in this process with the whole batch."""
+    reference: Reference | None = None
+    """The model whose log-probs are wanted, if any."""
+    models_apart: bool = False
+    """True if reward models and reference have cores or devices of their own."""
 
     @classmethod
     def from_config(
@@ -61,9 +66,11 @@ class RewardSources:
         models: tuple[RewardModel, ...],
         *,
         reward: RewardSection,
-        model: ModelSection,
+        model: SampledModelSection,
         servers: RewardFunction | None = None,
-    ) -> RewardSources:
+        reference: Reference | None = None,
+        models_apart: bool = False,
+    ) -> Scorer:
         """Weigh the sources as a config says."""
         entries = model.reward or ()
         weights = {
@@ -74,17 +81,21 @@ class RewardSources:
             weights[FUNCTION] = reward.weights.function
         if servers is not None:
             weights[URL] = reward.weights.url
-        return cls(function, models, weights, servers, reward.processes)
+        return cls(function, models, weights, servers, reward.processes, reference, models_apart)
 
-    def scores_by_source(self, rollouts: list[Rollout]) -> list[dict[str, float]]:
-        """Return each source's score of each rollout; all sources work at the same time."""
-        return [dict(each.scores_by_source) for each in Scoring(self).results(rollouts)]
+    def begin(self) -> Scoring:
+        """Begin to score a batch."""
+        return Scoring(self)
 
-    def total(self, by_source: dict[str, float]) -> float:
+    def score(self, rollouts: list[Rollout]) -> list[ScoredRollout]:
+        """Score a whole batch, and compute its reference log-probs; all sources work at once."""
+        return Scoring(self).results(rollouts)
+
+    def total(self, by_source: Mapping[str, float]) -> float:
         """Return the score that is trained on: the weighted sum, NaN if any source failed."""
         return math.fsum(self.weights.get(name, 1.0) * value for name, value in by_source.items())
 
-    def model_total(self, by_source: dict[str, float]) -> float:
+    def model_total(self, by_source: Mapping[str, float]) -> float:
         """Return the reward models' part of the score."""
         others = (FUNCTION, URL, EPISODE)
         rest = {name: value for name, value in by_source.items() if name not in others}
@@ -100,28 +111,16 @@ class Scoring:
     the order of arrival, so that no rounding depends on it.
     """
 
-    def __init__(
-        self,
-        sources: RewardSources,
-        reference: Reference | None = None,
-        *,
-        models_apart: bool = False,
-    ) -> None:
-        """Score nothing yet.
-
-        Args:
-            sources: The sources of the score.
-            reference: The model whose log-probs are wanted, if any.
-            models_apart: Whether reward models and reference have cores or devices of their own.
-        """
-        self._sources, self._reference, self._models_apart = sources, reference, models_apart
+    def __init__(self, scorer: Scorer) -> None:
+        """Score nothing yet."""
+        self._scorer = scorer
         self._early: dict[str, _FunctionQueue] = {}
         self._at_the_end: dict[str, _FunctionQueue] = {}
-        if sources.function is not None:
-            queues = self._early if sources.processes else self._at_the_end
-            queues[FUNCTION] = _FunctionQueue(sources.function, sources.processes or 1)
-        if sources.servers is not None:
-            self._early[URL] = _FunctionQueue(sources.servers, 1)
+        if scorer.function is not None:
+            queues = self._early if scorer.processes else self._at_the_end
+            queues[FUNCTION] = _FunctionQueue(scorer.function, scorer.processes or 1)
+        if scorer.servers is not None:
+            self._early[URL] = _FunctionQueue(scorer.servers, 1)
         self._model_calls: list[_ModelCalls] = []
         self._added: set[int] = set()
         """Indices of the draws whose rollouts were added."""
@@ -130,8 +129,8 @@ class Scoring:
     @property
     def scores_early(self) -> bool:
         """True if any source scores before all rollouts are there."""
-        has_models = bool(self._sources.models) or self._reference is not None
-        return bool(self._early) or (self._models_apart and has_models)
+        has_models = bool(self._scorer.models) or self._scorer.reference is not None
+        return bool(self._early) or (self._scorer.models_apart and has_models)
 
     def add(self, rollouts: list[Rollout]) -> None:
         """Add all rollouts of some draws, in any thread; a draw is added only once."""
@@ -140,7 +139,7 @@ class Scoring:
             by_draw.setdefault(rollout.group_index, []).append(rollout)
         with self._lock:
             new = [of_draw for draw, of_draw in by_draw.items() if draw not in self._added]
-            for of_draw in new if self._models_apart else ():
+            for of_draw in new if self._scorer.models_apart else ():
                 self._call_models(of_draw)  # an error is raised by `results`
             for queue in self._early.values():
                 queue.add([rollout for of_draw in new for rollout in of_draw])
@@ -150,7 +149,7 @@ class Scoring:
         """Wait for all scores and log-probs, in the order of the rollouts.
 
         Args:
-            rollouts: The whole batch: the same objects that were added, and all others.
+            rollouts: The whole batch: those that were added, and all others.
 
         Raises:
             Exception: whatever a source raised.
@@ -160,15 +159,13 @@ class Scoring:
         self.add(rollouts)
         for queue in self._at_the_end.values():
             queue.add(rollouts)
-        if not self._models_apart:
+        if not self._scorer.models_apart:
             self._call_models(rollouts)
         queues = {name: queue.scores() for name, queue in (self._at_the_end | self._early).items()}
-        # Values are matched by the identity of the rollout, which is alive all the time: several
-        # rows of an episode have equal indices, so no number would do.
-        by_model: dict[int, dict[str, float]] = {}
-        log_probs: dict[int, np.ndarray | None] = {}
+        by_model: dict[RolloutKey, dict[str, float]] = {}
+        log_probs: dict[RolloutKey, np.ndarray | None] = {}
         for calls in self._model_calls:
-            keys = [id(rollout) for rollout in calls.rollouts]
+            keys = [rollout.key for rollout in calls.rollouts]
             rows = calls.reference.result() if calls.reference else [None] * len(keys)
             log_probs |= zip(keys, rows, strict=True)
             for name, call in zip(model_sources(len(calls.models)), calls.models, strict=True):
@@ -180,7 +177,7 @@ class Scoring:
                 {name: scores[key] for name, scores in queues.items()} | by_model.get(key, {}),
                 log_probs[key],
             )
-            for rollout, key in zip(rollouts, map(id, rollouts), strict=True)
+            for rollout, key in ((rollout, rollout.key) for rollout in rollouts)
         ]
 
     def _result(
@@ -188,11 +185,12 @@ class Scoring:
     ) -> ScoredRollout:
         if (episode := rollout.episode) is not None:
             by_source[EPISODE] = FailedScore(episode.error) if episode.error else episode.score
-        return ScoredRollout(rollout, self._sources.total(by_source), by_source, log_probs)
+        return ScoredRollout(rollout, self._scorer.total(by_source), by_source, log_probs)
 
     def _call_models(self, rollouts: list[Rollout]) -> None:
-        reference = self._reference.log_probs(rollouts) if self._reference else None
-        models = [each.score(rollouts) for each in self._sources.models]
+        scorer = self._scorer
+        reference = scorer.reference.log_probs(rollouts) if scorer.reference else None
+        models = [each.score(rollouts) for each in scorer.models]
         self._model_calls.append(_ModelCalls(rollouts, reference, models))
 
 
@@ -212,8 +210,7 @@ class _FunctionQueue:
         self._function, self._num_free = function, num_callers
         self._waiting: list[Rollout] = []
         self._num_left = 0
-        self._scores: dict[int, float] = {}
-        """Values by `id` of the rollout, which `Scoring` keeps alive."""
+        self._scores: dict[RolloutKey, float] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -226,7 +223,7 @@ class _FunctionQueue:
                 self._num_free -= 1
                 threading.Thread(target=self._work, daemon=True).start()
 
-    def scores(self) -> dict[int, float]:
+    def scores(self) -> dict[RolloutKey, float]:
         """Wait for the scores of all rollouts.
 
         Raises:
@@ -253,7 +250,7 @@ class _FunctionQueue:
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._scores |= zip(map(id, rollouts), scores, strict=True)
+                self._scores |= zip([rollout.key for rollout in rollouts], scores, strict=True)
                 self._num_left -= len(rollouts)
                 self._changed.notify_all()
 

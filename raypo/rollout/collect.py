@@ -1,4 +1,8 @@
-"""Step 4: sample rollouts for one worker's share of the prompts."""
+"""Sample rollouts for one worker's share of the prompts.
+
+Concurrency. `Sampler.sample` blocks its caller until all responses are there. Completions that come
+early are turned into rollouts in the polling threads of `raypo.rollout.dispatch`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -16,7 +19,7 @@ from raypo.config import RewardSection, SamplingSection
 from raypo.data.stop_tokens import without_end
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
-from raypo.rollout.dispatch import Dispatch, PushAgain, dispatch, dispatch_or_push_again
+from raypo.rollout.dispatch import PushAgain, dispatch
 from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
@@ -40,7 +43,7 @@ class Plays(Protocol):
         sampling: Sampling,
         push_again: PushAgain | None,
     ) -> list[Rollout]:
-        """Run the episodes of some draws; arguments and result as of `sample`."""
+        """Run the episodes of some draws, and return their rollouts (`Sampler.sample`)."""
         ...
 
     def waited_s(self) -> float:
@@ -128,55 +131,61 @@ def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> 
     return [Draw(*each) for each in stream.take(count)[workers.rank :: workers.count]]
 
 
-def sample(
-    draws: Sequence[Draw],
-    engine: Engines,
-    tokenizer: Decoder,
-    sampling: Sampling,
-    push_again: PushAgain | None = None,
-    *,
-    dispatcher: Dispatch | None = None,
-    on_rollouts: Callable[[list[Rollout]], None] | None = None,
-) -> list[Rollout]:
-    """Sample `samples_per_prompt` responses for each of this worker's draws.
+@dataclass(frozen=True)
+class Sampler:
+    """Samples responses from the engines, with the sampling parameters of training or evaluation.
 
     Every response has its own seed, derived from the run's seed, its draw and its number. So it
     does not depend on its batch or worker, nor on engines that are lost meanwhile. With
     `rollout.engine.seeds: engine` requests have no seeds.
-
-    Args:
-        draws: This worker's draws.
-        engine: The engines.
-        tokenizer: Decodes the responses.
-        sampling: Sampling parameters.
-        push_again: Repeats the last push if a worker has no engine left. If it is given, all
-            workers call `sample` together.
-        dispatcher: Sends the requests to engines. None means `dispatch` to `engine`.
-        on_rollouts: Callback that gets, in any thread, all rollouts of a draw that are ready before
-            others. It is not called for episodes.
-
-    Returns:
-        The rollouts, in the order of draws and samples.
     """
-    if sampling.episodes is not None:
-        return sampling.episodes.play(draws, engine, sampling, push_again)
-    requests = [
-        request_of(draw, number, sampling)
-        for draw in draws
-        for number in range(sampling.samples_per_prompt)
-    ]
-    if not requests and push_again is None and dispatcher is None:
-        return []
-    groups = _Groups(
-        draws, sampling.samples_per_prompt, tokenizer, sampling.stop_token_ids, on_rollouts
-    )
-    completions = dispatch_or_push_again(
-        requests,
-        dispatcher or partial(dispatch, engines=engine),
-        push_again,
-        groups.add if on_rollouts else None,
-    )
-    return groups.all_of(completions)
+
+    engines: Engines
+    tokenizer: Decoder
+    sampling: Sampling
+    push_again: PushAgain | None = None
+    """Repeats the last push if a worker has no engine left. If it is given, all workers call
+    `sample` together."""
+    shares_engines: bool = False
+    """True if several workers use the same engine, which then samples one batch for all of them."""
+
+    def sample(
+        self,
+        draws: Sequence[Draw],
+        workers: Workers | None = None,
+        *,
+        on_rollouts: Callable[[list[Rollout]], None] | None = None,
+    ) -> list[Rollout]:
+        """Sample `samples_per_prompt` responses for each of this worker's draws.
+
+        Args:
+            draws: This worker's draws.
+            workers: The workers that sample at the same time. Needed if they share engines.
+            on_rollouts: Callback that gets, in any thread, all rollouts of a draw that are ready
+                before others. It is not called for episodes.
+
+        Returns:
+            The rollouts, in the order of draws and samples.
+        """
+        sampling = self.sampling
+        if sampling.episodes is not None:
+            return sampling.episodes.play(draws, self.engines, sampling, self.push_again)
+        requests = [
+            request_of(draw, number, sampling)
+            for draw in draws
+            for number in range(sampling.samples_per_prompt)
+        ]
+        groups = _Groups(
+            draws, sampling.samples_per_prompt, self.tokenizer, sampling.stop_token_ids, on_rollouts
+        )
+        completions = dispatch(
+            requests,
+            self.engines,
+            sharing=workers if self.shares_engines else None,
+            push_again=self.push_again,
+            on_completion=groups.add if on_rollouts else None,
+        )
+        return groups.all_of(completions)
 
 
 @dataclass

@@ -15,10 +15,8 @@ from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.ppo.groups import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
-from raypo.rollout.batch_scoring import RewardSources, named_numbers
-from raypo.rollout.collect import Decoder, Sampling, sample, samples_of
-from raypo.rollout.dispatch import Dispatch, PushAgain
-from raypo.serving.client import Engines
+from raypo.rollout.batch_scoring import Scorer, named_numbers
+from raypo.rollout.collect import Sampler, Sampling, samples_of
 from raypo.types import Prompt, ScoredRollout
 
 EVALUATION_STREAM = 1
@@ -30,16 +28,12 @@ on them."""
 
 def evaluate_policy(
     prompts: Sequence[Prompt],
-    engine: Engines,
-    tokenizer: Decoder,
+    sampler: Sampler,
     function: RewardFunction | None,
     *,
     section: EvalSection,
-    sampling: Sampling,
     workers: Workers,
-    reward_sources: RewardSources | None = None,
-    push_again: PushAgain | None = None,
-    dispatcher: Dispatch | None = None,
+    scorer: Scorer | None = None,
     before_scoring: Callable[[], None] = lambda: None,
     keep: Callable[[list[ScoredRollout]], None] | None = None,
 ) -> dict[str, float]:
@@ -50,16 +44,11 @@ def evaluate_policy(
 
     Args:
         prompts: All held-out prompts, the same on all workers.
-        engine: The engines.
-        tokenizer: Decodes the responses.
-        function: Scores the responses. None means that the reward sources do.
+        sampler: Sampler of training. `eval` may override its sampling parameters.
+        function: Scores the responses. None means that the scorer does.
         section: The section `eval` of the config.
-        sampling: Sampling parameters of training, which `eval` may override.
         workers: The workers that share the prompts.
-        reward_sources: Reward sources of training. If they have reward models,
-            `eval/reward_model_mean` is added.
-        push_again: See `sample`.
-        dispatcher: See `sample`.
+        scorer: Scorer of training. If it has reward models, `eval/reward_model_mean` is added.
         before_scoring: Called when all responses are sampled.
         keep: Callback that gets this worker's samples, with the scores of `eval/score_mean`.
 
@@ -67,27 +56,25 @@ def evaluate_policy(
         `eval/score_mean`, also by data source, `eval/response_tokens_mean` and others, over all
         workers.
     """
-    sampling = _of_evaluation(section, sampling)
+    sampler = replace(sampler, sampling=_of_evaluation(section, sampler.sampling))
     mine = [prompts[place] for place in range(workers.rank, len(prompts), workers.count)]
     draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
-    rollouts = sample(draws, engine, tokenizer, sampling, push_again, dispatcher=dispatcher)
+    rollouts = sampler.sample(draws, workers)
     before_scoring()
     means = WeightedMeans()
-    judged: list[dict[str, float]] = []
-    sources = reward_sources
-    if sources and (sources.models or function is None):
-        judged = sources.scores_by_source(rollouts)
-    if sources and sources.models:
-        by_models = [sources.model_total(by_source) for by_source in judged]
+    judged: list[ScoredRollout] = []
+    if scorer and (scorer.models or function is None):
+        # Models get all rollouts in one call, and no log-probs are needed.
+        judged = replace(scorer, reference=None, models_apart=False).score(rollouts)
+    if scorer and scorer.models:
+        by_models = [scorer.model_total(each.scores_by_source) for each in judged]
         finite = [value for value in by_models if math.isfinite(value)]
         means.add("eval/reward_model_mean", math.fsum(finite), len(finite))
+    rows = judged
     if function is not None:
+        rows = judged or [ScoredRollout(each, math.nan, {}) for each in rollouts]
         scores = score(function, rollouts)
-    else:
-        assert sources is not None
-        scores = [sources.total(by_source) for by_source in judged]
-    by_source = judged or [{}] * len(rollouts)
-    rows = [ScoredRollout(*each) for each in zip(rollouts, scores, by_source, strict=True)]
+        rows = [replace(row, score=each) for row, each in zip(rows, scores, strict=True)]
     if keep is not None:
         keep(rows)
     samples = samples_of(rows)

@@ -28,12 +28,13 @@ class SampleCounts:
         self._asked += count - again
         self.carried += count - again
 
-    def take(self, collected: Collected) -> None:
-        """Count the samples that a step has taken."""
-        self.carried -= len(samples_of(collected.scored))
+    def of_step(self, batch: Collected) -> tuple[int, int, int]:
+        """Count the samples that a step has taken.
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return samples requested, and requested again, since the last call; and those carried."""
+        Returns:
+            Samples requested, and requested again, since the last call; and those carried.
+        """
+        self.carried -= len(samples_of(batch.scored))
         asked, again = self._asked, self._asked_again
         self._asked = self._asked_again = 0
         return asked, again, self.carried
@@ -53,7 +54,7 @@ def sample_count_metrics(
     failed, dropped, or carried on. The first four are the samples of the step's batch.
 
     Args:
-        counts: This worker's counts (`SampleCounts.counts`).
+        counts: This worker's counts (`SampleCounts.of_step`).
         collected: The batch.
         step: The step, counted from 1.
         max_staleness: `ppo.correction.max_staleness`: samples without a newer token are dropped.

@@ -48,9 +48,9 @@ def shard(
         teams: Ranks of teams (policy, critic), each of which gets the whole batch. Empty means one
             team of all workers.
     """
-    # For each rollout: its name, its lengths, the worker that has it, and a hash of its prompt.
+    # For each rollout: its key, its lengths, the worker that has it, and a hash of its prompt.
     known = [
-        (*_name(r), len(r.prompt_ids), len(r.response_ids), workers.rank, _prompt(r))
+        (*r.key, len(r.prompt_ids), len(r.response_ids), workers.rank, _prompt(r))
         for r in (each.rollout for each in scored)
     ]
     everyone = sorted(each for share in workers.gather(known) for each in share)
@@ -75,7 +75,7 @@ def shard(
             shares = balanced_shares(pieces, prompt_lengths, response_lengths, len(team))
             for rank, share in zip(team, shares, strict=True):
                 dealt[rank] += [(number, index) for index in share]
-    own = {_name(each.rollout): each for each in scored}
+    own = {each.rollout.key: each for each in scored}
     parcels = [
         {index: own[everyone[index][:3]] for _, index in hand if everyone[index][5] == workers.rank}
         for hand in dealt
@@ -165,11 +165,6 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
         if with_reference
         else None,
     )
-
-
-def _name(rollout: Rollout) -> tuple[int, int, int]:
-    """Return the name of a rollout, the same on all workers."""
-    return rollout.group_index, rollout.sample_index, rollout.row_index
 
 
 def _reference(scored: ScoredRollout) -> np.ndarray:

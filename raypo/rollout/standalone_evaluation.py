@@ -22,8 +22,8 @@ from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.pending import Done
 from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rewards.labels import label_checks
-from raypo.rollout.batch_scoring import RewardSources
-from raypo.rollout.collect import Sampling
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.serving.client import Engines
@@ -89,13 +89,11 @@ def evaluate_model(
             tell(f"answering {len(held_out)} prompts of {path}")
             results[path] = evaluate_policy(
                 held_out,
-                engine,
-                tokenizer,
+                Sampler(engine, tokenizer, sampling),
                 function,
                 section=config.eval,
-                sampling=sampling,
                 workers=Workers(),
-                reward_sources=RewardSources(None, (), {}) if plays else None,
+                scorer=Scorer(None, (), {}) if plays else None,
             ) | {"eval/prompts": float(len(held_out))}
     return results
 

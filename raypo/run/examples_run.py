@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 
-from raypo.cluster.run_monitor import MonitorClient
-from raypo.collectives import Workers
 from raypo.config import DPOConfig, RewardModelConfig, SFTConfig
 from raypo.data.examples import LoadedExamples
 from raypo.data.mixing import few_rows_notes, mix_of
@@ -25,14 +23,14 @@ from raypo.metrics.clock import Clock
 from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function
 from raypo.rewards.labels import label_checks
-from raypo.rollout.collect import Sampling
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.sharding import balanced_shares
+from raypo.run.records import Records
 from raypo.run.run import Run, open_run
+from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_deployments
-from raypo.run.setup import Runtime
 from raypo.serving.client import EngineClient
-from raypo.storage.run_files import RunFiles
 from raypo.types import Prompt
 from raypo.weight_sync.push import Probe, open_transport, push_weights
 from raypo.weight_sync.transport import Transport
@@ -43,7 +41,7 @@ Reader = Callable[..., LoadedExamples[Item]]
 """A loader such as `load_examples`, called with (section, tokenizer, stop token ids, key=)."""
 
 
-def examples_loop(setup: dict[str, Any], kind: type[ExamplesRun[Any, Any]]) -> dict[str, Any]:
+def examples_loop(setup: dict[str, Any], kind: type[ExamplesRecipe[Any, Any]]) -> dict[str, Any]:
     """Run a recipe on one learner worker; Ray Train calls this on each of them.
 
     Args:
@@ -53,153 +51,123 @@ def examples_loop(setup: dict[str, Any], kind: type[ExamplesRun[Any, Any]]) -> d
     Returns:
         `{"status": "finished" | "interrupted", "step": last completed step}`.
     """
-    with open_run(setup, kind) as run:
-        engine = run.start_engine()  # only if `eval.function` scores sampled answers
-        learner = run.start_learner()
-        run.evaluate_before_first_update(learner, engine)
+    with open_run(setup) as run:
+        config = run.config
+        recipe = kind(run)
+        records = Records(run)
+        recipe.start_engine()  # only if `eval.function` scores sampled answers
+        run.tell.phase("loading the model")
+        learner = new_learner(run, recipe.make_task)
+        recipe.before_restoring(learner)
+        models = trained_models(config, learner, recipe.tokenizer)
+        checkpoints = Checkpoints(run, records, run.workers, models)
+        if saved := checkpoints.restore(learner):
+            recipe.stream.load_state_dict(saved["stream"])
+        recipe.wait_for_engine()
+        if records.last_step == 0:
+            records.note_initial(recipe.evaluate(learner, version=0))
 
-        for step in run.steps():
+        for step in records.steps():
             clock = Clock()
-            metrics = learner.update(run.draw_batch(), step=step)
+            metrics = learner.update(recipe.draw_batch(), step=step)
             clock.lap("time/update_s")
-            is_evaluated = run.config.eval.is_due(step, last_step=run.config.num_steps)
+            is_evaluated = config.eval.is_due(step, last_step=config.num_steps)
             if is_evaluated:
-                metrics |= run.evaluate(learner, engine, version=step)
+                metrics |= recipe.evaluate(learner, version=step)
             clock.lap("time/held_out_s")
-            checkpoint = run.checkpoint_when_due(step, learner, metrics)
+            state = {"stream": recipe.stream.state_dict()}
+            checkpoint = checkpoints.save_when_due(step, metrics, learner, state=state)
             clock.lap("time/checkpoint_s")
-            run.report(step, metrics, clock, checkpoint, to_ray=is_evaluated)
+            records.report(step, metrics, clock, checkpoint, to_ray=is_evaluated)
 
-        return run.finish()
+        return records.finish()
 
 
-@dataclass
-class ExamplesRun(Run[AnyConfig], Generic[AnyConfig, Item]):
-    """One worker's view of a run that learns from examples; all workers call every method."""
-
-    tokenizer: Any
-    stream: ShuffledStream[Item]
-    held_out: Sequence[Item]
+class ExamplesRecipe(ABC, Generic[AnyConfig, Item]):
+    """The data and the task of a recipe on one worker; all workers call every method."""
 
     held_out_key: ClassVar[str] = "prompts"
     """Key of the section `eval` that names the held-out examples."""
+
+    def __init__(self, run: Run[AnyConfig]) -> None:
+        """Load the examples, and report rows that were left out or repeat."""
+        self.run, config = run, run.config
+        self.tokenizer = tokenizer = load_tokenizer(config.model.policy)
+        stop, read = stop_token_ids(config.model.policy, tokenizer), self.reader(config)
+        loaded, size = read(config.data, tokenizer, stop), config.learner.batch_size
+        notes = loaded.notes("data.prompts")
+        notes += few_rows_notes(config.data, loaded.sizes, size, key="learner.batch_size")
+        self.held_out: Sequence[Item] = []
+        if sources := getattr(config.eval, self.held_out_key):
+            section = config.data.model_copy(update={"prompts": sources})
+            key = f"eval.{self.held_out_key}"
+            of_eval = read(section, tokenizer, stop, key=key)
+            self.held_out, notes = of_eval.items, notes + of_eval.notes(key)
+        limits = Limits.of(config.model.policy)
+        limits.check(sequences(loaded.items), tokenizer, key="data.prompts")
+        limits.check(sequences(self.held_out), tokenizer, key=f"eval.{self.held_out_key}")
+        for note in notes:
+            run.tell.message(note)
+        mix = mix_of(config.data, loaded.sizes, size)
+        self.stream = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
 
     @classmethod
     @abstractmethod
     def reader(cls, config: AnyConfig) -> Reader[Item]:
         """Return the loader of the recipe's examples."""
 
-    @classmethod
-    def prepare(
-        cls,
-        config: AnyConfig,
-        runtime: Runtime,
-        workers: Workers,
-        files: RunFiles,
-        tell: MonitorClient,
-    ) -> Self:
-        """Load the examples, and report rows that were left out or repeat."""
-        tokenizer = load_tokenizer(config.model.policy)
-        stop, read = stop_token_ids(config.model.policy, tokenizer), cls.reader(config)
-        loaded, size = read(config.data, tokenizer, stop), config.learner.batch_size
-        notes = loaded.notes("data.prompts")
-        notes += few_rows_notes(config.data, loaded.sizes, size, key="learner.batch_size")
-        held_out: Sequence[Item] = []
-        if sources := getattr(config.eval, cls.held_out_key):
-            section = config.data.model_copy(update={"prompts": sources})
-            key = f"eval.{cls.held_out_key}"
-            of_eval = read(section, tokenizer, stop, key=key)
-            held_out, notes = of_eval.items, notes + of_eval.notes(key)
-        limits = Limits.of(config.model.policy)
-        limits.check(sequences(loaded.items), tokenizer, key="data.prompts")
-        limits.check(sequences(held_out), tokenizer, key=f"eval.{cls.held_out_key}")
-        for note in notes:
-            tell.message(note)
-        mix = mix_of(config.data, loaded.sizes, size)
-        stream = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
-        return cls(config, runtime, workers, files, tell, tokenizer, stream, held_out)
-
     @abstractmethod
     def make_task(self) -> Task[Item]:
         """Load the model and wrap it in its task. Torch's random state is seeded before."""
-
-    def start_learner(self) -> SupervisedLearner[Item]:
-        """Return the model under DeepSpeed, restored from the last checkpoint if there is one."""
-        self.tell.phase("loading the model")
-        learner = new_learner(self, self.make_task)
-        self.before_restoring(learner)
-        self.restore(learner)
-        return learner
 
     def before_restoring(self, learner: SupervisedLearner[Item]) -> None:
         """Compute what needs the model's initial weights. By default nothing."""
 
     def draw_batch(self) -> list[Item]:
         """Draw the next batch, and return this worker's share; shares have about equal tokens."""
-        batch = [item for _, item in self.stream.take(self.config.learner.batch_size)]
-        shares = even_shares([lengths(item) for item in batch], self.workers.count)
-        return [batch[position] for position in shares[self.workers.rank]]
+        batch = [item for _, item in self.stream.take(self.run.config.learner.batch_size)]
+        shares = even_shares([lengths(item) for item in batch], self.run.workers.count)
+        return [batch[position] for position in shares[self.run.workers.rank]]
 
-    def start_engine(self) -> EngineClient | None:
-        """Start the engines that answer held-out prompts. None if no function scores answers."""
-        return None
+    def start_engine(self) -> None:
+        """Start the engines that answer held-out prompts. By default there are none."""
 
-    def evaluate_before_first_update(
-        self, learner: SupervisedLearner[Item], engine: EngineClient | None
-    ) -> None:
-        """Evaluate the initial model; the values are reported with the first step."""
-        if engine is not None:
-            self.tell.phase("waiting for the engine")
-            engine.wait(self.config.placement.timeout_s)
-        if self.last_step == 0:
-            self.note_initial(self.evaluate(learner, engine, version=0))
+    def wait_for_engine(self) -> None:
+        """Wait until the engines are up."""
 
-    def evaluate(
-        self, learner: SupervisedLearner[Item], engine: EngineClient | None, *, version: int
-    ) -> dict[str, float]:
+    def evaluate(self, learner: SupervisedLearner[Item], *, version: int) -> dict[str, float]:
         """Return the loss and related metrics on the held-out examples; empty if there are none.
 
         Args:
             learner: The model.
-            engine: Engines that answer held-out prompts, if the recipe uses any.
-            version: Weight version that the engines must answer with.
+            version: Weight version that the engines must answer with, if there are any.
         """
         if not self.held_out:
             return {}
-        return learner.evaluate(self.held_out[self.workers.rank :: self.workers.count])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the data cursor."""
-        return {"stream": self.stream.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-        self.stream.load_state_dict(state["stream"])
-
-    def save_models(self, learner: SupervisedLearner[Item]) -> None:
-        """Write the model to the run's `policy/` or `reward_model/`, its adapter to `adapter/`."""
-        save_trained(self, learner, self.tokenizer)
+        workers = self.run.workers
+        return learner.evaluate(self.held_out[workers.rank :: workers.count])
 
 
-@dataclass
-class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
-    """One worker's view of a run that also scores sampled answers to held-out prompts.
+class PolicyExamplesRecipe(ExamplesRecipe[PolicyConfig, Item]):
+    """A recipe that also scores sampled answers to held-out prompts.
 
     Engines sample the answers, and `eval.function` scores them. Without `eval.prompts` and
     `eval.function` there are no engines.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        config = self.config
+    def __init__(self, run: Run[PolicyConfig]) -> None:
+        """Load the held-out prompts as well."""
+        super().__init__(run)
+        config = run.config
         self.held_out_prompts: Sequence[Prompt] = []
+        self.engine: EngineClient | None = None
         if config.needs_engine:
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             key = "eval.prompts"
             checks = label_checks(config, key)
             loaded = load_prompts(section, self.tokenizer, key=key, label_checks=checks)
             for note in loaded.notes(key):
-                self.tell.message(note)
+                run.tell.message(note)
             limits = Limits.of(config.model.policy)
             limits.check([[loaded.highest]], self.tokenizer, key=key)
             self.held_out_prompts = loaded.prompts
@@ -214,41 +182,40 @@ class PolicyExamplesRun(ExamplesRun[PolicyConfig, Item]):
             colocated=config.placement.group_of("engine") == "colocated",
         )
 
-    def start_engine(self) -> EngineClient | None:
-        """Start the engines that answer held-out prompts. None if no function scores answers."""
-        if not self.config.needs_engine:
-            return None
-        self.tell.phase("starting the engine")
-        services = start_deployments(
-            self.config, self.name, self.workers, logs_dir=str(self.files.logs_dir)
-        )
-        return services.engine
+    def start_engine(self) -> None:
+        """Start the engines that answer held-out prompts, if a function scores answers."""
+        run = self.run
+        if run.config.needs_engine:
+            run.tell.phase("starting the engine")
+            logs = str(run.files.logs_dir)
+            self.engine = start_deployments(run.config, run.name, run.workers, logs_dir=logs).engine
 
-    def evaluate(
-        self, learner: SupervisedLearner[Item], engine: EngineClient | None, *, version: int
-    ) -> dict[str, float]:
+    def wait_for_engine(self) -> None:
+        """Wait until the engines are up, if there are any."""
+        if self.engine is not None:
+            self.run.tell.phase("waiting for the engine")
+            self.engine.wait(self.run.config.placement.timeout_s)
+
+    def evaluate(self, learner: SupervisedLearner[Item], *, version: int) -> dict[str, float]:
         """Return the loss on held-out examples and, with engines, the score of sampled answers."""
-        metrics = super().evaluate(learner, engine, version=version)
+        metrics, engine = super().evaluate(learner, version=version), self.engine
         if engine is None:
             return metrics
-        config = self.config
-        probe = Probe.of(self.held_out_prompts, config, temperature=1.0)
+        config, workers = self.run.config, self.run.workers
         metrics |= push_weights(
             learner,
             engine,
             version=version,
             transport=self.transport,
-            probe=probe,
-            workers=self.workers,
+            probe=Probe.of(self.held_out_prompts, config, temperature=1.0),
+            workers=workers,
         )
         return metrics | evaluate_policy(
             self.held_out_prompts,
-            engine,
-            self.tokenizer,
+            Sampler(engine, self.tokenizer, self.sampling),
             self.eval_function,
             section=config.eval,
-            sampling=self.sampling,
-            workers=self.workers,
+            workers=workers,
         )
 
 
@@ -297,14 +264,14 @@ def even_shares(sizes: Sequence[tuple[int, int]], num_shares: int) -> list[list[
     return balanced_shares([[each] for each in range(len(sizes))], prompts, others, num_shares)
 
 
-def save_trained(run: Run[Any], learner: SupervisedLearner[Any], tokenizer: Any) -> None:
-    """Write the trained model into the run's folder and, with LoRA, the adapter by itself."""
-    run.replace_folder(
-        run.files.folder / learner.name, lambda folder: learner.save_model(folder, tokenizer)
-    )
-    model = run.config.model
+def trained_models(
+    config: Any, learner: SupervisedLearner[Any], tokenizer: Any
+) -> dict[str, Callable[[Path], None]]:
+    """Return the functions that write the trained model and, with LoRA, the adapter by itself."""
+    model = config.model
+    writers: dict[str, Callable[[Path], None]] = {
+        learner.name: lambda folder: learner.save_model(folder, tokenizer)
+    }
     if model.lora:
-        run.replace_folder(
-            run.files.adapter_dir,
-            lambda folder: learner.save_adapter(folder, model.lora, model.policy),
-        )
+        writers["adapter"] = lambda folder: learner.save_adapter(folder, model.lora, model.policy)
+    return writers

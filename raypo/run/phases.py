@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
+from raypo.config import OnlineConfig
 from raypo.pending import Pending
 from raypo.run.phase_table import (
     ALLOWED,
@@ -25,6 +28,8 @@ from raypo.run.phase_table import (
     TRAINING_STATE,
     Phase,
 )
+from raypo.run.run import Run
+from raypo.run.services import Services
 from raypo.serving.client import EngineClient, FrozenClient
 
 
@@ -61,19 +66,38 @@ class Phases:
     learner: OffloadingLearner | None = None
     """The learner. None until it is loaded."""
     now: Phase = Phase.START
+    is_ahead: bool = False
+    """True if engines sample beside the learner, on devices of their own. Then there are no phases.
+    """
+    keeps_weights: bool = False
+    """True if a push replaces an adapter only, so engines keep their weights before it."""
+
+    @classmethod
+    def of(cls, run: Run[OnlineConfig], services: Services) -> Phases:
+        """Return the phases of a run whose services have started."""
+        config = run.config
+        shares_gpus = torch.cuda.is_available() and "engine" not in services.elsewhere
+        return cls(
+            run.workers,
+            offloads=shares_gpus and config.rollout.engine.sleeps,
+            engines=services.engine,
+            frozen=tuple(each for role, each in services.frozen if role not in services.elsewhere),
+            is_ahead=config.rollout.mode != "sync",
+            keeps_weights=config.pushes_adapter,
+        )
 
     def enter(self, phase: Phase, *, before_push: bool = False) -> None:
         """Enter a phase. All workers call it and wait for each other.
 
         Args:
             phase: The phase to enter.
-            before_push: Whether new weights are pushed before the engines sample again, so that
-                they can drop their present ones instead of keeping them on the host.
+            before_push: Whether the engines sample nothing more before the next push, so that they
+                can drop their weights instead of keeping them on the host.
 
         Raises:
             PhaseError: the phase cannot follow the present one.
         """
-        if phase == self.now:
+        if self.is_ahead or phase == self.now:
             return
         if phase not in ALLOWED[self.now]:
             follow = " or ".join(ALLOWED[self.now])
@@ -84,7 +108,7 @@ class Phases:
             return
         leaving, coming = set(before) - set(after), set(after) - set(before)
         self.workers.barrier()  # no worker still computes
-        self._make_room(leaving, before_push)
+        self._make_room(leaving, before_push and not self.keeps_weights)
         self.workers.barrier()  # memory is free on all devices
         self._bring_back(coming)
         self.workers.barrier()

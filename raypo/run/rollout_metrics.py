@@ -9,9 +9,14 @@ from typing import Any
 
 import torch
 
-from raypo.collectives import Workers
+from raypo.collectives import Workers, as_tensor
+from raypo.config import PPOConfig
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.rollout.batch_scoring import named_numbers, reward_parts
+from raypo.rollout.collect import Sampling
+from raypo.rollout.dynamic_sampling import Collected
+from raypo.rollout.sample_counts import sample_count_metrics
+from raypo.run.run import Run
 from raypo.types import Experience, ScoredRollout
 
 
@@ -58,6 +63,40 @@ def rollout_metrics(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
     square = metrics.pop("rollout/score_square_mean", math.nan)
     mean = metrics.setdefault("rollout/score_mean", math.nan)
     metrics["rollout/score_std"] = math.sqrt(max(square - mean**2, 0.0)) if mean == mean else mean
+    return metrics
+
+
+def batch_metrics(
+    run: Run[PPOConfig],
+    batch: Collected,
+    counts: tuple[int, int, int],
+    sampling: Sampling,
+    *,
+    step: int,
+) -> dict[str, float]:
+    """Return scores, lengths and counts by outcome of a PPO step's samples, over all workers.
+
+    Args:
+        run: The run. All workers call this together.
+        batch: This worker's rollouts of the step.
+        counts: This worker's counts (`SampleCounts.of_step`).
+        sampling: The sampling of the run, which may play episodes.
+        step: The step, counted from 1.
+    """
+    workers, config = run.workers, run.config
+    metrics = rollout_metrics(batch.scored, workers) | batch.metrics
+    if sampling.episodes:
+        waited_s = workers.max(as_tensor(sampling.episodes.waited_s()))
+        metrics["perf/wait_for_environments_s"] = float(waited_s)
+    staleness = config.ppo.correction.max_staleness
+    metrics |= sample_count_metrics(counts, batch, workers, step=step, max_staleness=staleness)
+    missing, wanted = batch.missing_groups, config.rollout.prompts_per_step
+    if missing:
+        rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"
+        run.tell.message(
+            f"step {step}: {missing} of {wanted} groups are missing after "
+            f"{metrics['rollout/refills']:.0f} refills (ppo.filter.max_refills); {rest}"
+        )
     return metrics
 
 

@@ -1,4 +1,4 @@
-"""Training loop and shared code of the recipes that work in rounds: sample, select, then train.
+"""The recipes that work in rounds: what they share beside the loop (`raypo.recipes.rounds`).
 
 These are rejection sampling, iterative DPO and distillation.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Generic, TypeVar
 
@@ -19,14 +18,12 @@ from raypo.config import RoundsConfig
 from raypo.learner.learner import minibatch_order
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
-from raypo.metrics.clock import Clock
-from raypo.rollout.batch_scoring import Reference, Scoring
-from raypo.rollout.collect import is_trainable, next_draws, refuse_too_many_failures, sample
-from raypo.run.examples_run import even_shares, lengths, new_learner, save_trained
-from raypo.run.online_run import OnlineRun
-from raypo.run.phases import Phase
-from raypo.run.rollout_metrics import rollout_metrics, sample_row
-from raypo.run.run import open_run
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import is_trainable
+from raypo.run.examples_run import even_shares, lengths
+from raypo.run.online_inputs import OnlineInputs
+from raypo.run.rollout_metrics import rollout_metrics
+from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.storage.parquet import to_parquet
 from raypo.types import ScoredRollout
@@ -37,48 +34,12 @@ Place = tuple[int, int]
 SUMMED = ("train/examples", "train/tokens", "train/skipped_updates")
 
 
-def rounds_loop(setup: dict[str, Any], kind: type[RoundsRun[Any, Any]]) -> dict[str, Any]:
-    """Run a recipe on one learner worker; Ray Train calls this on each of them.
+class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
+    """What a recipe does with a round's samples; all workers call every method."""
 
-    Args:
-        setup: `config.model_dump()` of a RoundsConfig.
-        kind: The recipe's class, which selects samples and makes the learning task.
-
-    Returns:
-        `{"status": "finished" | "interrupted", "step": last completed round}`.
-    """
-    with open_run(setup, kind) as run:
-        services = run.start_services()
-        learner = run.start_learner()
-        run.push_weights(learner, services, version=run.last_step)
-        run.evaluate_before_first_update(services)
-
-        for step in run.steps():
-            clock = Clock()
-            scored = run.collect(services, clock)  # sample, score
-            selected, metrics = run.select(scored, services, step)
-            clock.lap("time/select_s")
-            metrics |= run.train(learner, services, selected, step)
-            clock.lap("time/update_s")
-            metrics |= run.describe(scored)
-            run.save_rollouts(step, scored)
-            clock.lap("time/save_rollouts_s")
-
-            metrics |= run.push_weights(learner, services, version=step)
-            clock.lap("time/push_weights_s")
-
-            metrics |= run.evaluate_when_due(step, services)
-            clock.lap("time/held_out_s")
-            checkpoint = run.checkpoint_when_due(step, learner, metrics)
-            clock.lap("time/checkpoint_s")
-            run.report(step, metrics, clock, checkpoint)
-
-        return run.finish()
-
-
-@dataclass
-class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
-    """One worker's view of a run that works in rounds; all workers call every method."""
+    def __init__(self, run: Run[AnyRounds], inputs: OnlineInputs) -> None:
+        """Keep the run and its inputs."""
+        self.run, self.inputs = run, inputs
 
     @abstractmethod
     def make_task(self) -> Task[Item]:
@@ -113,41 +74,35 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
     @property
     def prompts_per_round(self) -> int:
         """Number of prompts per round that the policy answers, over all workers."""
-        return self.config.rollout.prompts_per_step
+        return self.run.config.rollout.prompts_per_step
 
-    def scoring_reference(self, services: Services) -> Reference | None:
-        """Return the reference model that computes log-probs of the samples. None means none."""
-        return services.reference
+    def scorer(self, services: Services) -> Scorer:
+        """Return the scorer of a round's samples; each model gets all of them in one call."""
+        return replace(self.inputs.scorer(self.run.config, services), models_apart=False)
 
-    def start_learner(self) -> SupervisedLearner[Item]:
-        """Load the policy under DeepSpeed, restored from the last checkpoint if there is one."""
-        self.enter(Phase.LEARN)
-        self.tell.phase("loading the policy")
-        learner = new_learner(self, self.make_task)
-        assert self._phases is not None
-        self._phases.learner = learner
-        self.restore(learner)
-        return learner
+    def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
+        """Return scores and lengths of all workers' rollouts."""
+        return rollout_metrics(scored, self.run.workers) | {
+            "rollout/samples_sampled": float(self.run.workers.sum(as_tensor(len(scored))))
+        }
 
-    def collect(self, services: Services, clock: Clock) -> list[ScoredRollout]:
-        """Sample and score this worker's share of a round."""
-        draws = next_draws(self.stream, self.prompts_per_round, self.workers)
-        self.enter(Phase.GENERATE)
-        rollouts = sample(
-            draws,
-            self.engines(services),
-            self.tokenizer,
-            self.sampling,
-            self.push_again,
-            dispatcher=self.dispatcher(services, self.workers),
-        )
-        clock.lap("time/generate_s")
-        self.enter(Phase.SCORE, before_push=True)
-        scoring = Scoring(self.reward_sources(services), self.scoring_reference(services))
-        scored = scoring.results(rollouts)
-        refuse_too_many_failures(scored, self.config.reward, self.workers)
-        clock.lap("time/score_s")
-        return scored
+    def state_dict(self) -> dict[str, Any]:
+        """Return the recipe's state besides prompts and learner. By default there is none."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+
+    def write_table(self, folder: str, step: int, mine: Mapping[Place, dict[str, Any]]) -> None:
+        """Write all workers' rows to `<folder>/round_00001.parquet`, ordered by their keys."""
+        shares = self.run.workers.gather_first(dict(mine))
+        if self.run.workers.rank > 0:
+            return
+        import pyarrow as pa
+
+        rows = sorted(pair for share in shares for pair in share.items())
+        table = pa.Table.from_pylist([row for _, row in rows])
+        self.run.files.write(f"{folder}/round_{step:05d}.parquet", to_parquet(table))
 
     def train(
         self,
@@ -164,22 +119,21 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
         Returns:
             Means over the round's updates; counts are sums.
         """
-        self.enter(Phase.LEARN)
-        shares = self.workers.gather({where: lengths(item) for where, item in selected.items()})
+        shares = self.run.workers.gather({where: lengths(item) for where, item in selected.items()})
         sizes = dict(sorted(pair for share in shares for pair in share.items()))
         places = list(sizes)
         prepared = self.prepare_items(selected, places, learner, services)
-        size, seed = self.config.learner.batch_size, self.config.seed
-        rank, count = self.workers.rank, self.workers.count
+        size, seed = self.run.config.learner.batch_size, self.run.config.seed
+        rank, count = self.run.workers.rank, self.run.workers.count
         dealt: list[list[list[Place]]] = []  # [update][worker]
-        for epoch in range(self.config.learner.num_epochs):
+        for epoch in range(self.run.config.learner.num_epochs):
             order = [places[each] for each in minibatch_order(seed, step, epoch, len(places))]
             for first in range(0, len(order), size):
                 batch = order[first : first + size]
                 cut = even_shares([sizes[where] for where in batch], count)
                 dealt.append([[batch[position] for position in share] for share in cut])
         hands = [[where for batch in dealt for where in batch[each]] for each in range(count)]
-        mine = handed_out(prepared, hands, self.workers)
+        mine = handed_out(prepared, hands, self.run.workers)
         updates = [
             learner.update([mine[where] for where in batch[rank]], step=step) for batch in dealt
         ]
@@ -189,33 +143,6 @@ class RoundsRun(OnlineRun[AnyRounds], Generic[AnyRounds, Item]):
             name: math.fsum(values) / (1 if name in SUMMED else len(values))
             for name, values in known.items()
         }
-
-    def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
-        """Return scores and lengths of all workers' rollouts."""
-        self._sampled = scored
-        return rollout_metrics(scored, self.workers) | {
-            "rollout/samples_sampled": float(self.workers.sum(as_tensor(len(scored))))
-        }
-
-    def save_rollouts(self, step: int, scored: Sequence[ScoredRollout]) -> None:
-        """Write all workers' samples to `rollouts/`, in the background."""
-        rows = partial(list, map(sample_row, scored))
-        self.write_later(partial(self._write_rollouts, step, rows))
-
-    def write_table(self, folder: str, step: int, mine: Mapping[Place, dict[str, Any]]) -> None:
-        """Write all workers' rows to `<folder>/round_00001.parquet`, ordered by their keys."""
-        shares = self.workers.gather_first(dict(mine))
-        if self.workers.rank > 0:
-            return
-        import pyarrow as pa
-
-        rows = sorted(pair for share in shares for pair in share.items())
-        table = pa.Table.from_pylist([row for _, row in rows])
-        self.files.write(f"{folder}/round_{step:05d}.parquet", to_parquet(table))
-
-    def save_models(self, learner: SupervisedLearner[Item]) -> None:
-        """Write the policy to the run's `policy/`, its adapter to `adapter/`."""
-        save_trained(self, learner, self.tokenizer)
 
 
 def handed_out(

@@ -34,6 +34,7 @@ from raypo.deployment.deployment import (
 )
 from raypo.deployment.reserve import nodes_of
 from raypo.pending import Pending
+from raypo.run.run import Run
 from raypo.run.served_roles import deployment_of
 from raypo.run.setup import Shared
 from raypo.run.shared_services import of_shared
@@ -84,6 +85,22 @@ class Services:
         """
         for each in [self.engine, *(handle for _, handle in self.frozen)]:
             each.wait(timeout_s)
+
+
+def start_services(run: Run[OnlineConfig]) -> Services:
+    """Start engines, reference and reward models. On GPUs this waits until they are up."""
+    run.tell.phase("starting the engine and the frozen models")
+    services = start_deployments(
+        run.config,
+        run.name,
+        run.workers,
+        logs_dir=str(run.files.logs_dir),
+        dedicated=run.runtime.dedicated,
+        shared=run.runtime.shared,
+    )
+    if torch.cuda.is_available():
+        services.wait(run.config.placement.timeout_s)
+    return services
 
 
 def start_deployments(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from raypo.collectives import Workers, as_tensor
-from raypo.config import ConfigError, OnlineConfig, PPOConfig
+from raypo.config import ConfigError, PPOConfig
+from raypo.learner.peak import peak_flops
 from raypo.models.flops import Lengths, forward_flops
 from raypo.models.model_shape import Models, ModelShape
 from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected
+from raypo.run.services import Services
 from raypo.types import ScoredRollout
 
 
@@ -25,12 +28,44 @@ class Work:
     """FLOPs of the models; see `raypo.models.flops`."""
 
 
-def models_of(config: OnlineConfig) -> Models | None:
+def models_of(config: PPOConfig) -> Models | None:
     """Return the shapes of a run's models. None if a config.json does not contain them."""
     try:
         return Models.read(config)
     except ConfigError:
         return None
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Rates and model FLOPs utilisation (MFU) of a run's steps; all workers call each method."""
+
+    config: PPOConfig
+    workers: Workers
+    models: Models | None
+    """Shapes of the models. None if a config.json does not contain them."""
+    peak_flops: float
+    """Peak FLOP/s of all workers' devices together."""
+
+    @classmethod
+    def measure(cls, config: PPOConfig, workers: Workers) -> Utilization:
+        """Measure the devices' peak FLOP/s; call it before services use the same devices."""
+        mine = peak_flops(config.model.dtype, config.learner.peak_tflops)
+        return cls(config, workers, models_of(config), float(workers.sum(as_tensor(mine))))
+
+    def rates(
+        self, batch: Collected, services: Services, *, step: int
+    ) -> Callable[[Mapping[str, float]], dict[str, float]]:
+        """Return a function that derives the rates of a step from its metrics, with its times."""
+        work = step_work(
+            batch,
+            self.models,
+            self.config,
+            self.workers,
+            step=step,
+            elsewhere=services.elsewhere,
+        )
+        return partial(work_metrics, work, peak_flops=self.peak_flops)
 
 
 def step_work(

@@ -170,14 +170,18 @@ class VllmReference(VllmModel):
     ) -> list[TopTokens]:
         """Return the likeliest tokens at each response position (`ReferenceModel.top_log_probs`).
 
-        `vocabulary` is only checked: no id may lie beyond it.
+        vLLM normalises over all logits, also those of padding rows of the embedding. If padding is
+        among the likeliest tokens, its probability is taken out again; further padding is not.
         """
-        answers = [
-            (log_probs[:, 1:], ids[:, 1:])  # the first column is the response's own token
-            for log_probs, ids in self._at_responses(sequences, count)
+        answers = self._at_responses(sequences, count)
+        if any((ids[:, 1:] >= vocabulary).any() for _, ids in answers):
+            padding = self._llm.llm_engine.model_config.get_vocab_size() - vocabulary
+            answers = self._at_responses(sequences, count + padding)
+        # The first column is the response's own token.
+        return [
+            _without_padding(log_probs[:, 1:], ids[:, 1:], count, vocabulary)
+            for log_probs, ids in answers
         ]
-        assert all((ids < vocabulary).all() for _, ids in answers)
-        return answers
 
     def _at_responses(self, sequences: Sequence[Ids], count: int) -> list[TopTokens]:
         """Return log-probs and ids, [T, 1 + count] each, at each response position.
@@ -209,6 +213,17 @@ class VllmReference(VllmModel):
                 np.array(flat.token_ids, np.int32).reshape(-1, width)[-length:],
             )
         return answers
+
+
+def _without_padding(
+    log_probs: np.ndarray, ids: np.ndarray, count: int, vocabulary: int
+) -> TopTokens:
+    """Return the first `count` tokens of each row [T, N] with ids below `vocabulary`."""
+    is_padding = ids >= vocabulary
+    padded = np.where(is_padding, np.exp(log_probs), 0.0).sum(1, keepdims=True)
+    places = np.argsort(is_padding, axis=1, kind="stable")[:, :count]
+    log_probs, ids = (np.take_along_axis(each, places, axis=1) for each in (log_probs, ids))
+    return log_probs - np.log1p(-padded).astype(np.float32), ids
 
 
 class VllmRewardModel(VllmModel):

@@ -46,42 +46,42 @@ class PPOTrainer(RecipeTrainer[PPOConfig]):
 class SFTTrainer(RecipeTrainer[SFTConfig]):
     """Supervised fine-tuning: `SFTTrainer("sft.yaml").fit()`."""
 
-    loop = _loop("run.examples_run:examples_loop", "recipes.sft:SFTRun")
+    loop = _loop("run.examples_run:examples_loop", "recipes.sft:SFTRecipe")
     config_class = SFTConfig
 
 
 class RewardModelTrainer(RecipeTrainer[RewardModelConfig]):
     """Reward-model training on pairs: `RewardModelTrainer("reward_model.yaml").fit()`."""
 
-    loop = _loop("run.examples_run:examples_loop", "recipes.reward_model:RewardModelRun")
+    loop = _loop("run.examples_run:examples_loop", "recipes.reward_model:RewardModelRecipe")
     config_class = RewardModelConfig
 
 
 class DPOTrainer(RecipeTrainer[DPOConfig]):
     """DPO and its variants on preference pairs: `DPOTrainer("dpo.yaml").fit()`."""
 
-    loop = _loop("run.examples_run:examples_loop", "recipes.dpo:DPORun")
+    loop = _loop("run.examples_run:examples_loop", "recipes.dpo:DPORecipe")
     config_class = DPOConfig
 
 
 class RejectionSamplingTrainer(RecipeTrainer[RejectionSamplingConfig]):
     """Fine-tuning on the best of several samples: `RejectionSamplingTrainer("run.yaml").fit()`."""
 
-    loop = _loop("run.rounds_run:rounds_loop", "recipes.rejection_sampling:RejectionSamplingRun")
+    loop = _loop("recipes.rounds:rounds_loop", "recipes.rejection_sampling:RejectionSamplingRecipe")
     config_class = RejectionSamplingConfig
 
 
 class DistillationTrainer(RecipeTrainer[DistillationConfig]):
     """Distillation from a teacher's distributions: `DistillationTrainer("run.yaml").fit()`."""
 
-    loop = _loop("run.rounds_run:rounds_loop", "recipes.distillation:DistillationRun")
+    loop = _loop("recipes.rounds:rounds_loop", "recipes.distillation:DistillationRecipe")
     config_class = DistillationConfig
 
 
 class IterativeDPOTrainer(RecipeTrainer[IterativeDPOConfig]):
     """DPO on pairs of the policy's own samples: `IterativeDPOTrainer("run.yaml").fit()`."""
 
-    loop = _loop("run.rounds_run:rounds_loop", "recipes.iterative_dpo:IterativeDPORun")
+    loop = _loop("recipes.rounds:rounds_loop", "recipes.iterative_dpo:IterativeDPORecipe")
     config_class = IterativeDPOConfig
 
 

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from raypo.config import EngineSection, RolloutSection
 from raypo.data.stream import Draw
 from raypo.models.loading import vocabulary_size
-from raypo.rollout.collect import Sampling, request_of, sample
+from raypo.rollout.collect import Sampler, Sampling, request_of
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.session import Session
 from raypo.rollout.standalone_evaluation import LocalEngine
@@ -161,7 +161,7 @@ def test_the_cost_of_episodes(engine: Engine, folder: str, name: str):
         rounds.clear()
         SharesAClient.client = None
         sampling = Sampling(EPISODES, NEW_TOKENS, 1.0, 1.0, (), next(seeds), episodes=played)
-        rollouts = sample([Draw(0, PROMPT)], stand_ins.Engine(recording), None, sampling)  # pyright: ignore
+        rollouts = Sampler(stand_ins.Engine(recording), None, sampling).sample([Draw(0, PROMPT)])  # pyright: ignore
         assert len(rounds) == TURNS
         assert sum(each.num_sampled for each in rollouts) == EPISODES * TURNS * NEW_TOKENS
 
@@ -209,7 +209,7 @@ def test_going_on_by_oneself(engine: Engine, folder: str, delay_s: float):
             with closing(episodes(folder, "Ragged", turns=way, **keys)) as played:
                 sampling = Sampling(4, 16, 1.0, 1.0, (), next(seeds), episodes=played)
                 begin = time.perf_counter()
-                rollouts = sample(prompts, LocalEngine(engine), None, sampling)  # pyright: ignore
+                rollouts = Sampler(LocalEngine(engine), None, sampling).sample(prompts)  # pyright: ignore
                 seconds[way].append(time.perf_counter() - begin)
                 waited[way].append(played.waited_s())
             assert all(each.episode and each.episode.error is None for each in rollouts)

@@ -111,7 +111,7 @@ def _learns_from_examples(model: str, workers: Workers) -> None:
     """One update of an sft run, whose policy lies in shares before DeepSpeed sees it."""
     from raypo.config import SFTConfig
     from raypo.models.loading import load_causal_lm
-    from raypo.recipes.sft import SFTRun
+    from raypo.recipes.sft import SFTRecipe
     from raypo.run.examples_run import new_learner
     from raypo.types import Example
 
@@ -125,7 +125,8 @@ def _learns_from_examples(model: str, workers: Workers) -> None:
     run: Any = SimpleNamespace(config=SFTConfig.parse(values), workers=workers)
 
     def make_task() -> Any:
-        task = SFTRun.make_task(run)
+        recipe: Any = SimpleNamespace(run=run)
+        task = SFTRecipe.make_task(recipe)
         assert all(hasattr(each, "ds_id") for each in task.network.parameters())
         return task
 

@@ -7,24 +7,14 @@ workers: test_workers.py and tests/slow/test_more_workers.py.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from raypo.collectives import Workers
-from raypo.config import DistillationSection, DPOSection, ExamplesLearnerSection
-from raypo.learner.distillation_task import DistillationTask
-from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
-from raypo.learner.supervised import SupervisedLearner
-from raypo.learner.tasks import PairTask, ResponseTask
 from raypo.learner.trained_model import outermost_networks
 from raypo.models import embedding
-from raypo.models.loading import load_causal_lm, load_reward_model
-from raypo.types import Example, Pair, Taught, Verdict
 from tests.integration.learning import experience, learner, with_targets
 from tests.integration.off_load import (
     comes_back,
@@ -33,17 +23,15 @@ from tests.integration.off_load import (
     moved_beside_stayed,
     off_and_back,
 )
+from tests.integration.recipe_learners import KINDS, example_learner, items_of
 from tests.integration.test_learner import model  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("group", "few_objects", "as_on_a_gpu")
 CASES = [("ppo", stage, False) for stage in (2, 3)] + [
-    (kind, stage, True)
-    for kind in ("sft", "dpo", "kto", "reward_model", "distillation")
-    for stage in range(4)
+    (kind, (number + more) % 4, True) for number, kind in enumerate(KINDS) for more in (0, 2)
 ]
 """Recipe, ZeRO stage, and whether `learner.deepspeed` says it; else raypo gives a worker alone its
-own stage."""
-PROMPT, LONG, SHORT = (np.asarray(ids, np.int32) for ids in ([5, 6, 7], [8, 9, 10, 2], [11, 2]))
+own stage. Each recipe at each stage: tests/slow/test_every_learner.py."""
 
 
 @pytest.fixture(scope="module")
@@ -54,42 +42,6 @@ def few_objects(group: None, model: str) -> None:  # noqa: F811
     del started
     gc.collect()
     gc.freeze()
-
-
-def example_learner(kind: str, folder: str, dtype: str, keys: dict[str, Any]) -> Any:
-    """The learner of a recipe that learns from examples, as `run.examples_run` makes it."""
-    torch.manual_seed(0)
-    task: Any
-    if kind == "reward_model":
-        task = PairTask(load_reward_model(folder, dtype=dtype, new_head=True), centering_coef=0.1)
-    else:
-        policy = load_causal_lm(folder, dtype=dtype)
-        tasks: dict[str, Callable[[], Any]] = {
-            "sft": lambda: ResponseTask(policy),
-            "dpo": lambda: PreferenceTask(policy, DPOSection()),
-            "kto": lambda: VerdictTask(policy, DPOSection(loss="kto")),
-            "distillation": lambda: DistillationTask(
-                policy, DistillationSection(), vocabulary=policy.config.vocab_size
-            ),
-        }
-        task = tasks[kind]()
-    section = ExamplesLearnerSection.model_validate({"lr": 1e-3, **keys})
-    return SupervisedLearner(task, section, dtype=dtype, num_steps=9, workers=Workers())
-
-
-def items_of(kind: str) -> list[Any]:
-    told = (-9.0, -5.0)
-    pairs = [Pair(PROMPT, LONG, SHORT, ref_log_probs=told), Pair(SHORT, SHORT, LONG, 0.5, told)]
-    known = np.log(np.full((len(LONG), 2), 0.4, np.float32))
-    of_kind: dict[str, list[Any]] = {
-        "sft": [Example(PROMPT, LONG), Example(SHORT, SHORT)],
-        "kto": [
-            Verdict(PROMPT, LONG, True, SHORT, ref_log_probs=told),
-            Verdict(SHORT, SHORT, False, LONG, ref_log_probs=told),
-        ],
-        "distillation": [Taught(PROMPT, LONG, known, np.stack([LONG, LONG + 1], axis=1))],
-    }
-    return of_kind.get(kind, pairs)
 
 
 def section_of(stage: int, *, is_told: bool) -> dict[str, Any]:
@@ -222,7 +174,11 @@ def test_lookups_that_a_gpu_pads_learn_the_same_bits(
 ):
     """At these lengths no lookup is as long as those that a GPU pads, so the bounds are moved."""
     monkeypatch.setattr(embedding, "RACY_COUNTS", range(8, 200))
-    keys = {**section_of(stage, is_told=True), "activation_checkpointing": checkpoints}
+    keys: dict[str, Any] = {
+        "max_tokens_per_microbatch": 4096,
+        "activation_checkpointing": checkpoints,
+    }
+    keys |= section_of(stage, is_told=True)
     plain, padded = (example_learner("sft", model, "bfloat16", keys) for _ in range(2))
     (network,) = outermost_networks(padded._model.module)
     counts = []
@@ -231,7 +187,7 @@ def test_lookups_that_a_gpu_pads_learn_the_same_bits(
     )
     embedding.avoid_racy_counts(network)
     for step in (1, 2):
-        items = items_of("sft") * 3
+        items = items_of("sft")
         assert plain.update(items, step=step) == padded.update(items, step=step)
     assert counts
     assert all(8 <= count < 200 for count in counts)

@@ -24,9 +24,10 @@ from raypo.data.stream import Draw, ShuffledStream
 from raypo.metrics.clock import Clock
 from raypo.pending import PendingBatch
 from raypo.rollout.async_rollouts import AsyncRollouts
-from raypo.rollout.collect import Sampling, next_draws, sample
+from raypo.rollout.collect import Sampler, Sampling, next_draws
 from raypo.rollout.dynamic_sampling import Collected, fill_step
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.rollout.prompt_source import PromptSource
 from raypo.serving import client
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
@@ -101,9 +102,10 @@ class Run:
         self.pushes = Pushes()
         self.engines = EnginesInFlight(Here(self.pair.engine), self.pushes)
         self.ahead = AsyncRollouts(
-            ShuffledStream(PROMPTS, seed=1),
+            PromptSource(ShuffledStream(PROMPTS, seed=1), SAMPLES),
+            self._scored,
+            self._fill,
             prompts_per_step=PROMPTS_PER_STEP,
-            samples_per_prompt=SAMPLES,
             max_staleness=STALENESS,
             overlaps=True,
             settles=False,
@@ -112,6 +114,9 @@ class Run:
         )
         self.trained: list[tuple[int, Rollout]] = []
         """With the step that trained it."""
+        self.counts = (0, 0, 0)
+        self.requested = np.zeros(2, int)
+        """Samples requested, and requested again."""
 
     def push(self, version: int) -> None:
         self.pair.version = version - 1
@@ -123,16 +128,18 @@ class Run:
 
     def go(self, until: int = STEPS) -> None:
         self.push(self.last_step)
-        self.ahead.begin(self._scored, self._fill, last_step=self.last_step)
+        self.ahead.begin(last_step=self.last_step)
         for step in range(self.last_step + 1, until + 1):
-            taken = self.ahead.take(step, Clock()).trained
+            batch = self.ahead.take(step, Clock())
+            taken, self.counts = batch.trained, self.ahead.counts(batch)
+            self.requested += np.array(self.counts[:2])
             self.trained += [(step, each.rollout) for each in taken]
             time.sleep(self.slow_learner_s)
             self.push(step)
         self.last_step = until
 
     def _scored(self, draws: Sequence[Draw], clock: Clock, workers: Workers) -> list[ScoredRollout]:
-        rollouts = sample(draws, self.engines, Lossy(), SAMPLING)
+        rollouts = Sampler(self.engines, Lossy(), SAMPLING).sample(draws)
         time.sleep(self.slow_scorer_s)
         return [
             ScoredRollout(each, float(each.sample_index * self.passes(each.group_index)), {})
@@ -183,7 +190,7 @@ def undisturbed(pair: Pair) -> list[int]:
     draws = next_draws(ShuffledStream(PROMPTS, seed=1), STEPS * PROMPTS_PER_STEP, Workers())
     other = Sampling(SAMPLES, LONGEST, 1.0, 1.0, (END,), seed=4)
     engines = EnginesInFlight(Here(pair.engine), Pushes())
-    return lengths(sample(draws, engines, Lossy(), other))
+    return lengths(Sampler(engines, Lossy(), other).sample(draws))
 
 
 @pytest.mark.parametrize(
@@ -241,16 +248,17 @@ def test_a_buffer_of_whoever_comes_first_trains_too_many_short_ones(
 def test_a_run_that_is_killed_and_resumed_trains_every_sample_once(pair: Pair, tmp_path: Path):
     first = Run(pair, "recompute")
     first.go(until=3)
-    _, _, carried = first.ahead.counts()
+    carried = first.ahead.prompts.sample_counts.carried
     first.ahead.save(tmp_path, Workers())  # and what comes after it is lost
     first.ahead.close()
 
     second = Run(pair, "recompute", last_step=3)
     second.ahead.restore(tmp_path, Workers())
-    assert second.ahead.sample_counts.carried == carried == STALENESS * PROMPTS_PER_STEP * SAMPLES
-    lost = second.ahead.sample_counts.lost
+    restored = second.ahead.prompts.sample_counts
+    assert restored.carried == carried == STALENESS * PROMPTS_PER_STEP * SAMPLES
+    lost = restored.lost
     second.go()
-    asked, again, left = second.ahead.counts()
+    (asked, again), left = second.requested, second.counts[2]
     assert (again, left) == (lost, 0)
     assert asked == (STEPS - 3) * PROMPTS_PER_STEP * SAMPLES - carried
     assert_none_lost_and_none_twice(first.trained + second.trained)

@@ -1,6 +1,7 @@
 """Policy under real DeepSpeed against plain PyTorch: one step is the same, however it is cut."""
 
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -58,13 +59,13 @@ def test_two_epochs_are_those_of_plain_pytorch_at_every_zero_stage(model: str, s
     trained = learner(model, stage=stage)
     before = weights(trained)
     batch = with_targets(trained.with_log_probs_and_values(experience()))
-    _, figures = trained.update(batch, step=1)
+    _, update = trained.update(batch, step=1)
     order = minibatch_order(0, 1, 0, 2) + minibatch_order(0, 1, 1, 2)
     expected = plain_pytorch(model, batch, order)
     # Adam's first steps are lr * sign(gradient): a coordinate whose gradient is rounding may flip.
     assert largest_difference(weights(trained), expected) < 0.1 * LR
     assert largest_difference(before, expected) > LR
-    assert figures["ppo/skipped_updates"] == 0.0
+    assert update.metrics["ppo/skipped_updates"] == 0.0
     assert "lm_head.weight" in expected  # tied, and named all the same
 
 
@@ -73,10 +74,10 @@ def test_the_cut_into_microbatches_changes_nothing(model: str, stage: int):
     results = []
     for microbatch in (P + T, 4096):  # one row a piece, all rows in one
         trained = learner(model, stage=stage, microbatch=microbatch)
-        _, figures = trained.update(
+        _, update = trained.update(
             with_targets(trained.with_log_probs_and_values(experience())), step=1
         )
-        results.append((weights(trained), figures))
+        results.append((weights(trained), update.metrics))
     (cut, figures_cut), (whole, figures_whole) = results
     assert largest_difference(cut, whole) < 0.1 * LR
     assert figures_cut == pytest.approx(figures_whole, rel=1e-4, abs=1e-6)
@@ -88,6 +89,10 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_p
     batch = with_targets(trained.with_log_probs_and_values(experience()))
     trained.update(batch, step=1)
     trained.save(tmp_path)
+    # Checksums take most of the time of a save, and torch.load does not read them.
+    files = list((tmp_path / "policy").rglob("*.pt"))
+    assert files
+    assert all(ZipFile(file).testzip() is not None for file in files)
     _, expected = trained.update(batch, step=2)
 
     resumed = learner(model, stage=stage)
@@ -138,12 +143,12 @@ def test_another_zero_stage_is_refused_with_both_layouts(model: str, tmp_path: P
 def test_before_the_policy_moves_its_ratio_is_exactly_one(model: str):
     """Old and new log-probs are of one cut, so not even rounding comes between them."""
     trained = learner(model, stage=2, microbatch=2 * (P + T), rate=0.0)
-    _, figures = trained.update(
+    _, update = trained.update(
         with_targets(trained.with_log_probs_and_values(experience())), step=1
     )
-    assert figures["ppo/policy_updates"] == 4
-    assert figures["ppo/ratio_mean"] == 1.0
-    assert figures["ppo/clip_fraction"] == figures["ppo/approx_kl"] == 0.0
+    assert update.metrics["ppo/policy_updates"] == 4
+    assert update.metrics["ppo/ratio_mean"] == 1.0
+    assert update.metrics["ppo/clip_fraction"] == update.metrics["ppo/approx_kl"] == 0.0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -37,7 +37,7 @@ def taught(model: str, *, stage: int, **lora: object) -> tuple[Learner, dict[str
     """A learner after one step, and the step's figures."""
     learning = learner(model, stage=stage, lora={**LORA, **lora})
     batch = with_targets(learning.with_log_probs_and_values(experience()))
-    return learning, learning.update(batch, step=1)[1]
+    return learning, learning.update(batch, step=1)[1].metrics
 
 
 @pytest.mark.parametrize("stage", STAGES)

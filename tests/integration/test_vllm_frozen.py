@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from raypo.config import FrozenSection
 from raypo.serving.frozen import ReferenceModel, RewardModel
@@ -14,6 +14,8 @@ from tests.integration.test_reference import rollouts
 from tests.tiny import tiny_policy, tiny_tokenizer
 
 SECTION = FrozenSection(backend="vllm")
+TOKENS, PADDING = 100, 12
+"""Tokens of the tokenizer, and further rows of the embedding; their logits are as large."""
 TOLERANCE = 1e-4
 """Nats, and units of the score: float32 in another order."""
 
@@ -30,6 +32,9 @@ def tiny_reward_model(folder: Path, policy: Path) -> Path:
 
 def test_reference_and_reward_model_agree_with_torch(tmp_path: Path):
     policy = str(tiny_policy(tmp_path / "policy"))
+    padded = AutoModelForCausalLM.from_pretrained(policy)
+    padded.resize_token_embeddings(TOKENS + PADDING, mean_resizing=False)
+    padded.save_pretrained(policy)
     given = rollouts()
     ours = ReferenceModel(policy, dtype="float32", temperature=1.0, max_batch_tokens=64)
     reference = VllmReference(policy, section=SECTION, dtype="float32", max_model_len=64)
@@ -61,12 +66,14 @@ def test_reference_and_reward_model_agree_with_torch(tmp_path: Path):
 
 def assert_a_teacher_tells_the_same(reference: VllmReference, ours: ReferenceModel) -> None:
     sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts()]
-    for count in (1, 5):
-        told = reference.top_log_probs(sequences, count, 100)
-        for one, other in zip(told, ours.top_log_probs(sequences, count, 100), strict=True):
-            np.testing.assert_allclose(one[0], other[0], atol=TOLERANCE)
+    for count in (1, 5, TOKENS):
+        told = reference.top_log_probs(sequences, count, TOKENS)
+        for one, other in zip(told, ours.top_log_probs(sequences, count, TOKENS), strict=True):
             assert one[1].tolist() == other[1].tolist()
-    whole = np.exp(ours.top_log_probs(sequences, 100, 100)[0][0]).sum(-1)
+            missing = (other[0] - one[0]).max(1, keepdims=True)  # vLLM also counts padding
+            np.testing.assert_allclose(one[0] + missing, other[0], atol=TOLERANCE)
+            assert (np.abs(missing) < (TOLERANCE if count == TOKENS else 0.2)).all()
+    whole = np.exp(ours.top_log_probs(sequences, TOKENS, TOKENS)[0][0]).sum(-1)
     np.testing.assert_allclose(whole, 1.0, atol=1e-5)
 
 

@@ -1,7 +1,7 @@
-"""One of several learner workers: a whole step on given rollouts, at every ZeRO stage and dtype.
+"""One of several learner workers: steps on given data, at every ZeRO stage and dtype.
 
-Where the task says so, each worker's models are moved to the host and back before and after the
-step, which may change no byte of what they hold.
+Each worker's models are moved to the host and back before and after a step, which may change no
+byte of what they hold. `matrix` does so with a learner of every recipe.
 
 python -m tests.integration.workers_probe TASK.json, with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT in the environment; rank 0 writes what came out.
@@ -9,9 +9,11 @@ MASTER_PORT in the environment; rank 0 writes what came out.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,19 @@ from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
 from raypo.models import host_memory, token_log_probs
+from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
-from raypo.rollout.experience import AdvantageState
 from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Rollout, ScoredRollout
 from tests.integration.learning import held_bytes
-from tests.integration.off_load import configure_as_on_a_gpu, off_and_back
+from tests.integration.off_load import configure_as_on_a_gpu, held_bytes_of, off_and_back
+from tests.integration.recipe_learners import (
+    KINDS,
+    OFF_LOADS,
+    Case,
+    example_learner,
+    example_update,
+)
 
 GROUPS, SAMPLES, LONGEST = 12, 2, 24
 PPO = PPOSection.model_validate(
@@ -64,10 +73,10 @@ def scored_rollouts() -> list[ScoredRollout]:
 
 
 def new_learner(
-    model: str, dtype: str, stage: int, lora: Any, zero: dict[str, Any], roles: Roles
+    model: str, dtype: str, stage: int, roles: Roles, zero: dict[str, Any] | None = None
 ) -> Learner:
     return Learner(
-        ModelSection.model_validate({"policy": model, "dtype": dtype, "lora": lora}),
+        ModelSection.model_validate({"policy": model, "dtype": dtype}),
         PPO,
         LearnerSection.model_validate(
             {
@@ -77,7 +86,7 @@ def new_learner(
                 "max_tokens_per_microbatch": 3 * LONGEST,
                 # Every weight is gathered when its module is called, even the smallest.
                 "deepspeed": {
-                    "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}
+                    "zero_optimization": {"stage3_param_persistence_threshold": 0, **(zero or {})}
                 },
             }
         ),
@@ -90,13 +99,15 @@ def new_learner(
     )
 
 
-def one_step(learner: Learner, roles: Roles, *, step: int = 1) -> dict[str, Any]:
+def one_step(
+    learner: Learner, roles: Roles, *, step: int = 1, groups: int = GROUPS
+) -> dict[str, Any]:
     """Figures, tokens by worker, and the policy's weights afterwards.
 
     Rank 0 holds all rollouts, as if the groups of every other worker had been filtered.
     """
     workers = roles.everyone
-    mine = scored_rollouts() if workers.rank == 0 else []
+    mine = scored_rollouts()[: groups * SAMPLES] if workers.rank == 0 else []
     dealt = shard(
         mine, minibatch_size=PPO.minibatch_size, seed=(0, 1), workers=workers, teams=roles.teams
     )
@@ -104,7 +115,7 @@ def one_step(learner: Learner, roles: Roles, *, step: int = 1) -> dict[str, Any]
         learner,
         to_experience(dealt),
         PPO,
-        AdvantageState.of(PPO),
+        UpdateState.initial(PPO),
         roles.own,
         max_new_tokens=LONGEST,
         step=step,
@@ -127,12 +138,45 @@ def bytes_off_the_device(learner: Learner) -> int:
     return moved
 
 
+def steps_of(case: Case, model: str, roles: Roles) -> dict[str, Any]:
+    """Update two equal learners twice; one of them is moved to the host and back before each step.
+
+    They must report the same figures, and all bytes that they hold at the end must be equal.
+    """
+    workers, is_example = roles.everyone, case.kind in KINDS
+    zero = {"stage3_param_persistence_threshold": 0, **OFF_LOADS[case.off_load]}
+    keys = {"zero_stage": case.stage, "deepspeed": {"zero_optimization": zero}}
+
+    def make() -> Any:
+        if is_example:
+            return example_learner(case.kind, model, case.dtype, keys, workers)
+        return new_learner(model, case.dtype, case.stage, roles, zero)
+
+    def update(learner: Any, step: int) -> dict[str, float]:
+        if is_example:
+            return example_update(case.kind, learner, workers, step=step)
+        one_minibatch = PPO.minibatch_size // SAMPLES
+        return one_step(learner, roles, step=step, groups=one_minibatch)["figures"]
+
+    moved, stayed = make(), make()
+    figures = {}
+    for step in (1, 2):
+        off_and_back(moved)
+        figures = update(moved, step)
+        assert figures == update(stayed, step), (case, step)
+    mine, theirs = (held_bytes_of(each) for each in (moved, stayed))
+    assert mine.keys() == theirs.keys(), case
+    other = [name for name, each in mine.items() if not torch.equal(each, theirs[name])]
+    assert not other, (case, other)
+    named = moved.named_weights() if roles.trains_policy else ()
+    return {"figures": figures, "weights": {n: w.float().clone() for n, w in named}}
+
+
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     host_memory.HOST = "elsewhere"  # or nothing would be moved
-    if task["on_gpu"]:
-        configure_as_on_a_gpu()
+    configure_as_on_a_gpu()
     token_log_probs.CHUNK_ELEMENTS = {
         "cpu": 400
     }  # other numbers of chunks of logits on each worker
@@ -142,16 +186,14 @@ def main() -> None:
     roles = Roles.of(workers, task["critic_workers"])
     results = {}
     for dtype, stage in task["cases"]:
-        case = (task["model"], dtype, stage, task["lora"], task["zero"], roles)
+        case = (task["model"], dtype, stage, roles)
         before = held_bytes()
         learner = new_learner(*case)
-        if task["moves"]:
-            off_and_back(learner)
+        off_and_back(learner)
         results[dtype, stage] = result = one_step(learner, roles)
         told = sum(weight.nbytes for weight in result["weights"].values())
-        if task["moves"]:
-            held = held_bytes() - before - told
-            result |= {"held": held, "moved": bytes_off_the_device(learner)}
+        held = held_bytes() - before - told
+        result |= {"held": held, "moved": bytes_off_the_device(learner)}
         if roles.trains_policy:
             engine = learner._policy._engine
             result["optimizer"] = type(engine.optimizer).__name__
@@ -163,6 +205,10 @@ def main() -> None:
             learner = new_learner(*case)
             learner.restore(directory)
             result["second"] = one_step(learner, roles, step=2)
+    team = cache(lambda critic_workers: Roles.of(workers, critic_workers))
+    for case in (Case(*each) for each in task["matrix"]):
+        results[tuple(case)] = steps_of(case, task["model"], team(int(case.kind == "apart")))
+        gc.collect()
     if workers.rank == 0:
         torch.save(results, task["out"])
     dist.destroy_process_group()

@@ -4,7 +4,7 @@ import ray
 
 from raypo import Rollout
 from raypo.config import InFlight
-from raypo.run import online_run
+from raypo.run import weight_pusher
 from raypo.weight_sync.broadcast import BroadcastTransport
 from tests.integration.task import digit_share
 
@@ -25,7 +25,7 @@ def open_transport(*_: object, in_flight: InFlight | None, **__: object) -> Broa
     return transport
 
 
-online_run.open_transport = open_transport
+weight_pusher.open_transport = open_transport
 
 
 def score(rollouts: list[Rollout]) -> list[float | None]:

@@ -20,7 +20,7 @@ from raypo.cluster.actors import DeploymentError, ReplicaLost
 from raypo.collectives import Workers
 from raypo.data.stream import Draw
 from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
-from raypo.rollout.collect import PushAgain, Sampling, sample
+from raypo.rollout.collect import PushAgain, Sampler, Sampling
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving.client import EngineClient
 from raypo.types import Experience, Prompt, Rollout
@@ -142,9 +142,8 @@ def test_a_rollout_outlives_a_replica(fleet: Fleet, kind: str):
         pushes.append(1)
 
     fleet.dies.touch()
-    rollouts = sample(
-        DRAWS, EngineClient(fleet.handle), Lossy(), SAMPLING, PushAgain(push, Workers())
-    )
+    again = PushAgain(push, Workers())
+    rollouts = Sampler(EngineClient(fleet.handle), Lossy(), SAMPLING, again).sample(DRAWS)
 
     assert not fleet.dies.exists(), "nobody died"
     assert [rollout.weight_version for rollout in rollouts] == [1] * 6
@@ -163,7 +162,8 @@ def test_requests_in_flight_outlive_all_engines_after_a_push(fleet: Fleet):
     engines = EnginesInFlight(EngineClient(fleet.handle.preferring(0, 1)), pushes)
     rollouts: list[Rollout] = []
     sampling = threading.Thread(
-        target=lambda: rollouts.extend(sample(DRAWS, engines, Lossy(), SAMPLING)), daemon=True
+        target=lambda: rollouts.extend(Sampler(engines, Lossy(), SAMPLING).sample(DRAWS)),
+        daemon=True,
     )
     sampling.start()
     until(lambda: all(ray.get(each.load.remote()) for each in actors(fleet)))

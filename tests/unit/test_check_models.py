@@ -25,10 +25,11 @@ from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.prompts import Prompts
 from raypo.models.loading import Limits, load_tokenizer, reads_tokens, same_vocabulary
-from raypo.recipes.dpo import DPORun
-from raypo.recipes.ppo import PPORun
-from raypo.recipes.reward_model import RewardModelRun
-from raypo.recipes.sft import SFTRun
+from raypo.recipes.dpo import DPORecipe
+from raypo.recipes.reward_model import RewardModelRecipe
+from raypo.recipes.sft import SFTRecipe
+from raypo.run.online_inputs import OnlineInputs
+from raypo.run.run import Run
 from raypo.run.setup import Runtime
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
@@ -321,11 +322,11 @@ def test_examples_that_the_policy_cannot_read_end_the_run_before_it_is_loaded(
 ):
     row = {"prompt": "1+1=", "response": "2" * 600, "chosen": "2" * 600, "rejected": "3"}
     (here / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    kinds: dict[str, Any] = {"sft": SFTRun, "dpo": DPORun, "reward_model": RewardModelRun}
+    kinds: dict[str, Any] = {"sft": SFTRecipe, "dpo": DPORecipe, "reward_model": RewardModelRecipe}
     told: Any = SimpleNamespace(message=print)
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"data\.prompts: the row .*'1\+1=222.* 605 tokens, and"):
-        kinds[recipe].prepare(config_of(recipe), nothing, Workers(), nothing, told)
+        kinds[recipe](Run(config_of(recipe), nothing, Workers(), nothing, told))
 
 
 def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
@@ -337,11 +338,12 @@ def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
     told: Any = SimpleNamespace(message=print)
     files = RunFiles(str(here), "run")
     config = config_of("ppo", eval={"prompts": "rows.jsonl"})
-    PPORun.prepare(config, runtime, Workers(), files, told).close()
+    run = Run(config, runtime, Workers(), files, told)
+    OnlineInputs.load(run)
     with Path("rows.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "2<spare>"}) + "\n")
     with pytest.raises(ConfigError, match=r"data\.prompts: the row .* token '<spare>' \(100\)"):
-        PPORun.prepare(config, runtime, Workers(), files, told)
+        OnlineInputs.load(run)
 
 
 def test_eval_refuses_the_model_that_it_cannot_sample_from(here: Path):
@@ -369,11 +371,9 @@ def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
     )
     Gemma3ForSequenceClassification(config).save_pretrained("composite")
     tokenizer.save_pretrained("composite")
-    run: Any = SimpleNamespace(
-        config=config_of("reward_model", model={"policy": "composite"}).with_dtype(use_gpu=False),
-        tokenizer=tokenizer,
-    )
-    RewardModelRun.make_task(run).network.model.save_pretrained("trained")
+    made = config_of("reward_model", model={"policy": "composite"}).with_dtype(use_gpu=False)
+    recipe: Any = SimpleNamespace(run=SimpleNamespace(config=made), tokenizer=tokenizer)
+    RewardModelRecipe.make_task(recipe).network.model.save_pretrained("trained")
     model: Any = Gemma3ForSequenceClassification.from_pretrained("trained").eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     padded = torch.tensor([[5, 6, 7, 8, tokenizer.pad_token_id, tokenizer.pad_token_id]])

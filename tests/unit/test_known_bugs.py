@@ -12,15 +12,15 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
-from raypo.ppo.estimators import estimate_advantages
-from raypo.rollout.batch_scoring import RewardSources, Scoring
-from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.sharding import to_experience
 from raypo.serving.requests import Completion
 from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.push import Probe, WeightError, push_weights
 from tests.stand_ins import Engine, Lossy, NoTransport, Reference
 from tests.unit.config.test_run_config import with_keys
+from tests.unit.ppo.steps import estimate
 
 TESTS = Path(__file__).parents[1]
 FORMULAS, KNOBS = "unit/ppo/test_field_bugs.py", "unit/learner/test_knobs.py"
@@ -31,7 +31,7 @@ WHERE = {
     3: [(FORMULAS, "test_bug_3_")],
     4: [(FORMULAS, "test_bug_4_")],
     5: [(FORMULAS, "test_bug_5_"), (KNOBS, "test_the_controller_takes_the_kl_of_a_response")],
-    6: [(FORMULAS, "test_bug_6_")],
+    6: [("unit/ppo/test_shaping.py", "test_bug_6_")],
     7: [(KNOBS, "test_bug_7_")],
     8: [(HERE, "test_bug_8_"), ("integration/test_engine.py", "test_a_bad_push_is_refused")],
     9: [("unit/rollout/test_sharding.py", "test_bug_9_")],
@@ -85,7 +85,7 @@ class Learner:
 
 def sampled(num_draws: int) -> list[Rollout]:
     draws = [Draw(index, Prompt(0, "same text", PROMPT)) for index in range(num_draws)]
-    return sample(draws, ALIKE, Lossy(), SAMPLING)
+    return Sampler(ALIKE, Lossy(), SAMPLING).sample(draws)
 
 
 def push_to_an_engine_that_says_minus_one(log_prob: float, dtype: str) -> dict[str, float]:
@@ -137,21 +137,16 @@ def test_bug_11_equal_prompts_drawn_twice_are_two_groups():
     rollouts = sampled(2)
     assert [r.group_index for r in rollouts] == [0, 0, 1, 1]
     groups = torch.tensor([r.group_index for r in rollouts])
-    advantages, _ = estimate_advantages(
-        torch.tensor([0.0, 2.0, 10.0, 10.0]),
-        torch.ones(4, 1, dtype=torch.bool),
-        kind="dr_grpo",
-        gamma=1.0,
-        group_index=groups,
-    )
+    scores, mask = torch.tensor([0.0, 2.0, 10.0, 10.0]), torch.ones(4, 1, dtype=torch.bool)
+    advantages, _ = estimate(scores, mask, kind="dr_grpo", group_index=groups)
     assert advantages.flatten().tolist() == [-1.0, 1.0, 0.0, 0.0]
 
 
 def test_bug_12_what_is_trained_are_the_sampled_ids_whatever_the_text_says():
     rollouts = sampled(1)
     assert rollouts[0].response == "?"
-    judges = RewardSources(lambda given: [1.0] * len(given), (), {"function": 1.0})
-    scored = Scoring(judges).results(rollouts)
+    scorer = Scorer(lambda given: [1.0] * len(given), (), {"function": 1.0})
+    scored = scorer.score(rollouts)
     batch = to_experience(scored)
     assert batch.response_ids.tolist() == [SAMPLED.tolist()] * 2
     assert batch.prompt_ids.tolist() == [PROMPT.tolist()] * 2
@@ -169,7 +164,7 @@ def test_bug_15_frozen_models_get_the_policys_ids_and_functions_the_text():
         seen["reward"] = [r.response for r in rollouts]
         return [0.0] * len(rollouts)
 
-    judges = RewardSources(reward, (), {"function": 1.0})
-    Scoring(judges, Reference(log_probs)).results(sampled(1))
+    scorer = Scorer(reward, (), {"function": 1.0}, reference=Reference(log_probs))
+    scorer.score(sampled(1))
 
     assert seen == {"reference": [SAMPLED.tolist()] * 2, "reward": ["?", "?"]}

@@ -16,7 +16,9 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import PPOSection
 from raypo.learner.learner import Learner
-from raypo.rollout.experience import AdvantageState, with_advantages, with_corrections
+from raypo.ppo.controllers import UpdateState
+from raypo.ppo.corrections import with_corrections
+from raypo.ppo.estimators import with_advantages
 from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Rollout, ScoredRollout
 from tests.unit.learner.plain import (
@@ -82,7 +84,7 @@ def _rollout(row: int, ids: np.ndarray, log_probs: np.ndarray) -> Rollout:
 def learned(ppo: PPOSection, *, sign: float) -> float:
     """How much the mean score has risen from the first to the last step."""
     workers, generator = Workers(), torch.Generator().manual_seed(0)
-    learner, state = plain_learner(ppo, workers, rate=0.03), AdvantageState.of(ppo)
+    learner, state = plain_learner(ppo, workers, rate=0.03), UpdateState.initial(ppo)
     scores = []
     for step in range(1, STEPS + 1):
         scored = sample(learner, generator)
@@ -90,7 +92,7 @@ def learned(ppo: PPOSection, *, sign: float) -> float:
         batch = to_experience(
             shard(scored, minibatch_size=ppo.minibatch_size, seed=(0, step), workers=workers)
         )
-        batch, _, state = with_advantages(
+        batch, _, scores_so_far = with_advantages(
             learner.with_log_probs_and_values(batch),
             ppo,
             state,
@@ -98,6 +100,7 @@ def learned(ppo: PPOSection, *, sign: float) -> float:
             max_new_tokens=TOKENS,
             step=step,
         )
+        state = replace(state, scores=scores_so_far)
         batch = with_corrections(batch, ppo.correction, version=0)
         assert batch.advantages is not None
         learner.update(replace(batch, advantages=sign * batch.advantages), step=step)

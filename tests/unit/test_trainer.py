@@ -26,8 +26,9 @@ from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.hardware import Node
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
 from raypo.custom.loader import load_function
-from raypo.run import examples_run, rounds_run
-from raypo.run.run import report_for_ray
+from raypo.recipes import rounds
+from raypo.run import examples_run
+from raypo.run.records import report_for_ray
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import (
     DistillationTrainer,
@@ -408,7 +409,7 @@ def test_fresh_removes_the_run_that_is_there_before_anything_starts(values: dict
 def test_a_shared_loop_gets_its_recipes_view_of_a_run(
     trainer: Any, loop: str, monkeypatch: pytest.MonkeyPatch
 ):
-    module = examples_run if loop == "examples_loop" else rounds_run
+    module = examples_run if loop == "examples_loop" else rounds
     monkeypatch.setattr(module, loop, lambda setup, view: {"view": view})
     view = trainer.loop({})["view"]
     assert get_args(view.__orig_bases__[0])[0] is trainer.config_class

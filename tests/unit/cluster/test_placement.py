@@ -372,7 +372,7 @@ def test_a_frozen_model_in_vllm_may_span_the_gpus_of_a_bundle():
         (
             "dedicated",
             {"frozen": {"reward": {"tensor_parallel": 2}}},
-            r"tensor_parallel \(2\): backend torch computes on one",
+            r"placement\.frozen\.reward\.tensor_parallel \(2\): backend torch",
         ),
         (
             "colocated",

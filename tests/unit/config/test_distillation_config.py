@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from raypo.config import ConfigError, DistillationConfig
+from raypo.config import ConfigError, DistillationConfig, IterativeDPOConfig
 
 VALUES = {
     "name": "d",
@@ -22,7 +22,8 @@ def parsed(**changes: object) -> DistillationConfig:
     ("changes", "told"),
     [
         ({"model": {"policy": "student"}}, "model.teacher"),
-        ({"model": VALUES["model"] | {"reference": "r"}}, "compares with none. Remove it"),
+        ({"model": VALUES["model"] | {"reference": "r"}}, "model.reference: there is no such key"),
+        ({"model": VALUES["model"] | {"critic": "c"}}, "model.critic: there is no such key"),
         (
             {"distillation": {"beta": 0.3}},
             "Remove distillation.beta, or set distillation.divergence to jsd",
@@ -130,3 +131,21 @@ def test_prompts_are_shared_out_between_the_policy_and_the_texts():
     data = {"prompts": "p.jsonl", "response_key": "text"}
     changes = {"data": data, "distillation": {"on_policy_fraction": 0.25}}
     assert parsed(**changes).prompts_answered == 8
+
+
+def test_the_recorded_config_of_an_older_run_may_have_null_for_keys_that_are_gone():
+    old = VALUES["model"] | {"critic": None, "reference": None}
+    assert parsed(model=old) == parsed()
+
+
+def test_iterative_dpo_reads_the_reference_model_only_if_it_compares_with_the_start():
+    values = {
+        "name": "i",
+        "model": {"policy": "student", "reference": "other"},
+        "data": {"prompts": "p.jsonl"},
+        "rollout": {"samples_per_prompt": 2},
+    }
+    with pytest.raises(ConfigError, match=r"model\.reference \(other\): has no effect"):
+        IterativeDPOConfig.parse(values)
+    config = IterativeDPOConfig.parse(values | {"iterative_dpo": {"reference": "start"}})
+    assert config.references == {"reference": "other"}

@@ -361,6 +361,24 @@ def test_communication_that_deepspeed_cannot_overlap_is_refused(stage):
     PPOConfig.parse(with_keys(learner__zero_stage=stage, learner__deepspeed=not_set))
 
 
+@pytest.mark.parametrize(("name", "lowest"), [("offload_optimizer", 1), ("offload_param", 3)])
+def test_an_offload_that_deepspeed_would_ignore_or_that_needs_nvme_is_refused(name, lowest):
+    def problem(device, stage):
+        zero = {"zero_optimization": {name: {"device": device}}}
+        keys = with_keys(learner__zero_stage=stage, learner__deepspeed=zero)
+        try:
+            PPOConfig.parse(keys)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    key = f"learner.deepspeed.zero_optimization.{name}.device"
+    for stage in range(4):
+        assert (f"{key} (cpu)" in problem("cpu", stage)) is (stage < lowest)
+        assert problem("none", stage) == ""
+        assert f"{key} (nvme)" in problem("nvme", stage)
+
+
 def test_a_wrong_zero_optimization_is_refused():
     key = "learner.deepspeed.zero_optimization"
     assert refused(learner__deepspeed={"zero_optimization": None}) == (

@@ -26,9 +26,9 @@ from raypo.metrics.clock import Clock
 from raypo.models import critic as critic_module
 from raypo.models import lora as lora_module
 from raypo.models.networks import Policy
+from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
 from raypo.rollout.dynamic_sampling import Collected, fill_step
-from raypo.rollout.experience import AdvantageState
 from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Experience, Rollout, ScoredRollout
 
@@ -199,7 +199,7 @@ class Outcome:
     collected: Collected
     experience: Experience
     figures: dict[str, float]
-    state: AdvantageState
+    state: UpdateState
     policy: list[Tensor]
     """Gradients, one vector an optimizer step."""
     critic: list[Tensor] = field(default_factory=list)
@@ -255,7 +255,7 @@ def one_step(
         learner,
         experience,
         ppo,
-        AdvantageState.of(ppo),
+        UpdateState.initial(ppo),
         roles.own,
         max_new_tokens=MAX_NEW_TOKENS,
         step=step,

@@ -9,8 +9,8 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import PPOSection, flatten
 from raypo.config.base import known_keys
+from raypo.ppo.controllers import UpdateState
 from raypo.ppo.kl import KLController
-from raypo.rollout.experience import AdvantageState
 from tests.unit.learner.plain import Outcome, on_workers, one_step, plain_learner, plain_models
 
 
@@ -216,7 +216,7 @@ def test_the_entropy_bonus_acts_after_a_step_below_its_target():
     )
     with plain_models():
         enough, too_little = one_step(low), one_step(high)
-        resumed = AdvantageState.of(low).restored(enough.state.state_dict())
+        resumed = UpdateState.initial(low).restored(enough.state.state_dict())
 
     assert enough.figures["ppo/entropy_coef"] == too_little.figures["ppo/entropy_coef"] == 0.1
     assert enough.state.entropy.acting == 0.0

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from raypo.config import PPOSection
-from raypo.learner.objective import StepCounts, policy_objective
+from raypo.ppo.objective import StepCounts, policy_objective
+from raypo.ppo.surrogates import SURROGATES
 from tests.unit.test_types import batch
 
 
@@ -36,6 +37,7 @@ def test_the_terms_and_their_signs_by_hand():
         # as many lie on another worker
         counts=StepCounts(tokens=6, sequences=4, responses=4, positive_tokens=4),
         max_new_tokens=2,
+        surrogate=SURROGATES["ppo"],
         kl_coef=0.4,  # the controllers', not the section's
         entropy_coef=0.1,
     )
@@ -81,6 +83,7 @@ def test_a_kl_with_importance_weights_counts_tokens_as_the_policy_samples_them_n
         ppo=PPOSection.model_validate({"advantage": "grpo", "kl": kl}),
         counts=StepCounts(tokens=3, sequences=2, responses=2),
         max_new_tokens=2,
+        surrogate=SURROGATES["ppo"],
         kl_coef=1.0,
     )
     output.loss.backward()

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypo.config import PPOSection
 from raypo.learner import learner as learner_module
-from raypo.learner.statistics import UpdateStatistics
+from raypo.learner.statistics import UpdateSums
 from raypo.models.packing import Packed
 from tests.unit.learner.plain import PlainModel, one_step, plain_models
 
@@ -52,8 +52,8 @@ def test_losses_backward_passes_and_figures_wait_for_nothing(
         (learner_module, "policy_objective"),
         (learner_module, "value_objective"),
         (learner_module, "_put"),
-        (UpdateStatistics, "add_policy"),
-        (UpdateStatistics, "add_value"),
+        (UpdateSums, "add_policy"),
+        (UpdateSums, "add_value"),
         (PlainModel, "backward"),
         (Packed, "unpacked"),
     ):

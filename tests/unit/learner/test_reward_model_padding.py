@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from raypo.config import RewardModelConfig
 from raypo.models.loading import load_tokenizer
-from raypo.recipes.reward_model import RewardModelRun
+from raypo.recipes.reward_model import RewardModelRecipe
 from tests.tiny import tiny_policy
 
 
@@ -28,8 +28,8 @@ def test_padding_that_is_a_stop_token_is_not_named(tmp_path, padding, is_kept):
     config = RewardModelConfig.parse(
         {"recipe": "reward_model", "name": "a", "num_steps": 1} | values
     )
-    run: Any = SimpleNamespace(config=config, tokenizer=tokenizer)
-    model = RewardModelRun.make_task(run).module.model
+    recipe: Any = SimpleNamespace(run=SimpleNamespace(config=config), tokenizer=tokenizer)
+    model = RewardModelRecipe.make_task(recipe).module.model
     assert model.config.pad_token_id == (tokenizer.pad_token_id if is_kept else None)
     model.save_pretrained(tmp_path / "trained")
     read: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "trained")

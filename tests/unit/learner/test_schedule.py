@@ -47,7 +47,7 @@ def test_a_policy_begins_its_schedule_when_its_critic_has_warmed_up():
         learner = plain_learner(
             ppo, Workers(), rate=0.3, num_steps=6, lr_schedule="linear", lr_warmup_steps=1
         )
-        found = [learner.update(evaluated, step=step)[1] for step in range(1, 7)]
+        found = [learner.update(evaluated, step=step)[1].metrics for step in range(1, 7)]
 
     by_model = [
         [figures.get(f"ppo/{model}_learning_rate") for figures in found]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.learner.objective import PolicyOutput
-from raypo.learner.statistics import UpdateStatistics
+from raypo.learner.statistics import UpdateSums
+from raypo.ppo.objective import PolicyOutput
 
 POLICY = ("tokens", "ratio", "clipped", "dual_clipped", "clamped", "approx_kl", "entropy")
 
@@ -17,7 +17,7 @@ def output(loss: float, *sums: float) -> PolicyOutput:
 
 
 def test_the_figures_of_two_optimizer_steps_by_hand():
-    statistics = UpdateStatistics()
+    statistics = UpdateSums()
     # losses are parts of their optimizer step's, so those of its microbatches add up
     statistics.add_policy(output(1.0, 6.0, 6.0, 1.0, 0.0, 0.0, 0.5, 3.0))
     statistics.add_policy(output(2.0, 2.0, 3.0, 1.0, 1.0, 1.0, 0.5, 2.0))
@@ -29,7 +29,9 @@ def test_the_figures_of_two_optimizer_steps_by_hand():
     statistics.end_step("policy", applied=False, grad_norm=None)
     statistics.end_step("critic", applied=True, grad_norm=4.0)
 
-    assert statistics.reduce(Workers()) == pytest.approx(
+    update = statistics.reduce(Workers())
+    assert update.entropy == 5 / 10
+    assert update.metrics == pytest.approx(
         {
             "ppo/policy_loss": (1.0 + 2.0 + 5.0) / 2,
             "ppo/kl_loss": (0.5 + 1.0 + 2.5) / 2,
@@ -52,7 +54,7 @@ def test_the_figures_of_two_optimizer_steps_by_hand():
 
 def test_no_number_is_asked_of_the_device_before_the_step_is_over():
     """A tensor without data has none, and a GPU would be waited for."""
-    statistics, nothing = UpdateStatistics(), torch.zeros((), device="meta")
+    statistics, nothing = UpdateSums(), torch.zeros((), device="meta")
     for _ in range(2):
         terms = {name: nothing for name in POLICY}
         statistics.add_policy(PolicyOutput(nothing, nothing, nothing, nothing, terms))

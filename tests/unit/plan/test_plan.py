@@ -404,6 +404,20 @@ def test_runs_on_examples_have_one_model_and_no_engine_unless_somebody_judges(va
     assert "critic optimizer" not in made.roles[0].memory.held
 
 
+@pytest.mark.parametrize("recipe", ["sft", "dpo"])
+def test_pushes_to_an_engine_that_answers_held_out_prompts_are_in_memory(values: dict, recipe: str):
+    judged = {"eval": {"prompts": "held_out.jsonl", "function": "judge.py:score"}}
+    cluster = parse_cluster("8xGPU80G,128xCPU,1000G")
+    plans = [
+        make_plan(parse_run_config(examples_run(values, recipe, **more), origin="run"), cluster)  # type: ignore[arg-type]
+        for more in ({}, judged)
+    ]
+    without, pushes = (made.roles[0].memory for made in plans)
+    assert not {"push", "probe"} & without.phases.keys()
+    assert {"push", "probe"} <= pushes.phases.keys()
+    assert pushes.host == {"push bucket": 2 * 128256 * 2048}  # larger than a bucket: the embedding
+
+
 def test_a_reference_of_its_own_is_in_memory_while_it_is_asked(values: dict):
     model = values["model"] | {"reference": values["model"]["policy"]}
     plans = [

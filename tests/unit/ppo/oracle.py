@@ -40,17 +40,18 @@ def advantages(
     turn_rewards: Table | None = None,
     lambda_alpha: float | None = None,
     critic_lambda: float | None = None,
-    clip: float | None = None,
+    advantage_clip: float | None = None,
     left_out: list[bool] | None = None,
 ) -> tuple[Table, Table]:
     """Advantages and returns; a score that is NaN failed, and its row is in no statistic.
 
-    Rows that are left out are compared in their group, and are in no mean and no variance.
+    Rows that are left out are compared in their group, and are in no mean and no variance. A score
+    has the rewards of turns in it: without a group they are given where they were earned.
     """
     tokens = [sampled(row) if not math.isnan(scores[i]) else [] for i, row in enumerate(mask)]
-    alive = [i for i in range(len(scores)) if tokens[i]]
+    alive, is_group = [i for i in range(len(scores)) if tokens[i]], kind not in ("gae", "reinforce")
     compared = dict(zip(range(len(scores)), scores, strict=True))
-    if kind not in ("gae", "reinforce"):
+    if is_group:
         whole = {i: scores[i] - kl_coef * sum(kl[i][t] for t in tokens[i]) for i in alive}
         for i in alive:
             mates = [whole[j] for j in alive if group[j] == group[i]]
@@ -58,8 +59,9 @@ def advantages(
     rewards, found, returns = zeros(mask), zeros(mask), zeros(mask)
     for i in alive:
         for t in tokens[i]:
-            rewards[i][t] = turn_rewards[i][t] if turn_rewards else 0.0
-            rewards[i][t] -= kl_coef * kl[i][t] if kind in ("gae", "reinforce") else 0.0
+            earned = turn_rewards[i][t] if turn_rewards and not is_group else 0.0
+            rewards[i][t] += earned - (0.0 if is_group else kl_coef * kl[i][t])
+            compared[i] -= earned
         rewards[i][tokens[i][-1]] += compared[i]
         steps = times(tokens[i], discount_by)
         own = gae_lambda
@@ -84,8 +86,9 @@ def advantages(
     if kind in ("gae", "reinforce", "reinforce_baseline"):
         counts = [i for i in alive if not (left_out and left_out[i])]
         whiten(found, tokens, alive, counts)
-    if clip is not None:
-        found = [[max(-clip, min(clip, x)) for x in row] for row in found]
+    if advantage_clip is not None:
+        most = advantage_clip
+        found = [[max(-most, min(most, x)) for x in row] for row in found]
     return found, returns
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
+
+from raypo.collectives import Workers
+from raypo.config import KLSection, PPOSection
+from raypo.ppo.estimators import estimate_advantages
+from raypo.types import Experience
 
 few = settings(max_examples=10, deadline=None, derandomize=True)
 """Enough examples to find a slip, few enough for a second."""
@@ -91,6 +97,45 @@ def random_step(seed: int, *, rows: int = 6, width: int = 7) -> Step:
         covariant=normal() > 0.5,
         mask=random_mask(rows, width, generator),
     )
+
+
+def experience(mask: Tensor, **given: Any) -> Experience:
+    """Responses with this mask and the given fields; all others are blank."""
+    numbers = torch.zeros(len(mask), dtype=torch.int64)
+    blank: dict[str, Any] = {
+        "prompt_ids": numbers.unsqueeze(1),
+        "prompt_mask": torch.ones(len(mask), 1, dtype=torch.bool),
+        "response_ids": torch.zeros(mask.shape, dtype=torch.int64),
+        "attention_mask": mask,
+        "response_mask": mask,
+        "rollout_log_probs": torch.zeros(mask.shape),
+        "scores": torch.zeros(len(mask)),
+        "group_index": torch.arange(len(mask)),
+        "minibatch": numbers,
+        "truncated": numbers.bool(),
+        "weight_version": numbers,
+    }
+    return Experience(**blank | given)
+
+
+def estimate(
+    scores: Tensor,
+    mask: Tensor,
+    *,
+    kind: str,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    workers: Workers | None = None,
+    **given: Any,
+) -> tuple[Tensor, Tensor]:
+    """`estimate_advantages` of fields of an experience and keys of `ppo`, whether idle or not."""
+    keys = {key: given.pop(key) for key in PPOSection.model_fields if key in given}
+    if kl is not None:
+        given |= {"old_log_probs": kl, "ref_log_probs": torch.zeros_like(kl)}
+    section = KLSection(coef=float(kl is not None))
+    ppo = PPOSection.model_construct(advantage=kind, kl=section, **keys)
+    rows = experience(mask, scores=scores, **given)
+    return estimate_advantages(rows, scores, ppo, workers or Workers(), kl_coef=kl_coef, step=1)
 
 
 def add(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

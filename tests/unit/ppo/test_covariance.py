@@ -1,24 +1,32 @@
 """Which tokens are held back; that they are the largest is in test_oracle.py."""
 
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
 
+from raypo.collectives import Workers
+from raypo.config import PPOSection
 from raypo.ppo.covariance import covariant_tokens
 from tests.unit.learner.plain import on_workers
-from tests.unit.ppo.steps import NAN, random_step
+from tests.unit.ppo.steps import NAN, experience, random_step
 
 ROWS = 9
 
 
-def chosen(step, rows=None, workers=None, **knobs):
-    rows = torch.arange(ROWS) if rows is None else rows
-    identity = torch.stack([rows // 3, rows % 3, 0 * rows], 1)
+def chosen(step, rows=None, workers=None, *, kind, seed=(), **covariance):
+    rows = torch.arange(len(step.mask)) if rows is None else rows
     mine = step.of(rows)
-    return covariant_tokens(
-        mine.old_log_probs, mine.advantages, mine.mask, identity, workers=workers, **knobs
+    held = experience(
+        mine.mask,
+        old_log_probs=mine.old_log_probs,
+        advantages=mine.advantages,
+        group_index=rows // 3,
+        sample_index=rows % 3,
+        row_index=0 * rows,
     )
+    ppo = PPOSection.model_validate({"policy_loss": kind, "covariance": covariance})
+    return covariant_tokens(held, ppo, workers or Workers(), seed=seed)
 
 
 def test_clip_cov_draws_from_those_between_its_bounds():
@@ -44,7 +52,8 @@ def test_clip_cov_draws_from_those_between_its_bounds():
 @pytest.mark.parametrize("count", [2, 3])
 def test_who_holds_a_response_does_not_matter(kind, count):
     step = random_step(2, rows=ROWS, width=6).padded(2, NAN)
-    knobs = {"kind": kind, "fraction": 0.2, "low": -1.0, "high": 1.0, "seed": (7,)}
+    knobs = {"kind": kind, "fraction": 0.2, "seed": (7,)}
+    knobs |= {"low": -1.0, "high": 1.0} if kind == "clip_cov" else {}
     whole = chosen(step, **knobs)
     dealt = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).tensor_split(count)
 
@@ -56,10 +65,7 @@ def test_who_holds_a_response_does_not_matter(kind, count):
 
 
 def test_a_step_without_tokens_or_of_one_is_no_error():
-    one = partial(covariant_tokens, identity=torch.zeros(1, 3, dtype=torch.int64), fraction=0.5)
-    x, yes = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    assert one(x, x, yes, kind="kl_cov").all()
-    assert not one(x, x, yes, kind="clip_cov").any()
-    assert not one(x, x, ~yes, kind="kl_cov").any()
-    with pytest.raises(ValueError, match=r"'cov'.*clip_cov, kl_cov"):
-        one(x, x, yes, kind="cov")
+    one = random_step(0, rows=1, width=1)
+    assert chosen(one, kind="kl_cov").all()
+    assert not chosen(one, kind="clip_cov").any()
+    assert not chosen(replace(one, mask=~one.mask), kind="kl_cov").any()

@@ -11,7 +11,8 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.config import PPOSection
-from raypo.rollout.experience import AdvantageState, with_advantages
+from raypo.ppo.controllers import UpdateState
+from raypo.ppo.estimators import with_advantages
 from raypo.types import Experience
 from tests.unit.test_types import batch
 
@@ -49,7 +50,7 @@ def step_of(rows: int) -> Experience:
 def advantages(experience: Experience, workers: Workers) -> torch.Tensor:
     ppo = PPOSection.model_validate(PPO)
     found, figures, _ = with_advantages(
-        experience, ppo, AdvantageState.of(ppo), workers, max_new_tokens=2, step=1
+        experience, ppo, UpdateState.initial(ppo), workers, max_new_tokens=2, step=1
     )
     assert found.advantages is not None
     assert found.returns is not None

@@ -10,7 +10,6 @@ from raypo.ppo.advantages import discounted_returns, generalized_advantages, tok
 from raypo.ppo.corrections import importance_weights
 from raypo.ppo.kl import KLController, kl_statistics
 from raypo.ppo.losses import aggregate, policy_loss, value_loss
-from raypo.ppo.shaping import RunningMoments, ShapingRules, shape_scores
 from tests.unit.ppo.steps import INF, NAN, random_step
 
 
@@ -129,47 +128,6 @@ def test_bug_5_the_controller_is_fed_nats_a_response_not_nats_a_token():
     assert by_token == pytest.approx(0.1, rel=1e-5)
     controller = KLController(0.1, target=1.0, horizon=100.0)
     assert controller.updated(by_response, 2).coef > 0.1 > controller.updated(by_token, 2).coef
-
-
-def test_bug_6_scores_are_normalized_before_they_are_clipped():
-    scores = torch.tensor([0.0, 100.0])
-    rules = ShapingRules(max_new_tokens=4, normalize=True, clip_low=-0.5, clip_high=0.5)
-
-    shaped, seen = shape_scores(
-        scores,
-        torch.tensor([2, 2]),
-        torch.tensor([False, False]),
-        rules,
-        seen=RunningMoments(),
-        gather=lambda mine: [mine],
-    )
-
-    # normalised to -1 and 1, then clipped; the other way round gives clip(0, 100) = 0, 0.5 -> -1, 1
-    assert shaped.tolist() == [-0.5, 0.5]
-    assert seen.mean == 50.0
-
-
-def test_bug_6_penalties_come_before_the_normalizer():
-    rules = ShapingRules(
-        max_new_tokens=4,
-        overlong_buffer_tokens=2,
-        overlong_factor=1.0,
-        truncated_scale=0.5,
-        normalize=True,
-    )
-
-    shaped, seen = shape_scores(
-        torch.tensor([1.0, 3.0]),
-        torch.tensor([2, 4]),
-        torch.tensor([False, True]),
-        rules,
-        seen=RunningMoments(),
-        gather=lambda mine: [mine],
-    )
-
-    # 3 - 1 for its length, then halved for being cut off: 1 and 1, so normalised to 0 and 0
-    assert shaped.tolist() == [0.0, 0.0]
-    assert seen.mean == 1.0
 
 
 def test_bug_14_entropy_is_that_of_the_tempered_logits():

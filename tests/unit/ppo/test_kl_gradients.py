@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from raypo.ppo.advantages import discounted_returns, generalized_advantages, token_rewards
-from raypo.ppo.estimators import estimate_advantages
 from raypo.ppo.kl import kl_estimate, kl_loss_terms, kl_reward_terms
 from raypo.ppo.losses import aggregate, policy_loss
-from tests.unit.ppo.steps import NAN
+from tests.unit.ppo.steps import NAN, estimate
 
 V, END = 5, 4
 RESPONSES = [(END, END)] + [(first, second) for first in range(END) for second in range(V)]
@@ -113,11 +112,10 @@ def test_k1_folded_into_the_scores_of_a_group_has_it_too(kind, share, policy, re
     log_probs = log_probs_of(policy.detach())
     kl = kl_reward_terms(log_probs, log_probs_of(reference), MASK, kind="k1")
 
-    advantages, _ = estimate_advantages(
+    advantages, _ = estimate(
         torch.zeros(len(rows)).double(),
         MASK[rows],
         kind=kind,
-        gamma=1.0,
         kl=kl[rows],
         kl_coef=0.3,
         group_index=torch.arange(len(pairs)).repeat_interleave(2),

@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from raypo.ppo.advantages import adaptive_lambdas
+from raypo.collectives import Workers
+from raypo.config import PPOSection
+from raypo.config.ppo_section import ESTIMATORS
 from raypo.ppo.corrections import CORRECTION_KINDS, MASK_RATIOS, importance_weights
 from raypo.ppo.covariance import covariant_tokens
-from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
 from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS, kl_estimate, kl_loss_terms
 from raypo.ppo.losses import AGGREGATIONS, policy_loss, value_loss
 from raypo.ppo.surrogates import SURROGATES
 from tests.unit.ppo import oracle
-from tests.unit.ppo.steps import INF, NAN, Step, few, random_step, seeds
+from tests.unit.ppo.steps import INF, NAN, Step, estimate, experience, few, random_step, seeds
 
 RUBBISH = st.sampled_from([0.0, 1e30, INF, -INF, NAN])
 
@@ -59,21 +60,21 @@ def test_advantages_and_returns(
     group = torch.arange(rows) // samples
     kl = torch.where(step.mask, step.log_probs - step.old_log_probs, NAN).detach()
     knobs: dict[str, Any] = {"kind": kind, "gamma": gamma, "gae_lambda": 0.8, "kl_coef": 0.3}
-    knobs |= {"discount_by": discount_by, "critic_lambda": critic_lambda, "clip": clip}
+    knobs |= {"discount_by": discount_by, "critic_lambda": critic_lambda, "advantage_clip": clip}
     left_out = torch.arange(rows) % 3 == 1 if masks else None  # truncated, with `mask_truncated`
     adaptive: dict[str, Any] = {}
     if alpha is not None:
-        adaptive["gae_lambda"] = adaptive_lambdas(step.mask, alpha=alpha)
+        adaptive = {"gae_lambda": "adaptive", "lambda_alpha": alpha}
     earned = torch.where(step.mask, step.old_log_probs, NAN).detach() if turns else None
 
-    advantages, returns = estimate_advantages(
+    advantages, returns = estimate(
         scores,
         step.mask,
         kl=kl,
         values=step.old_values,
         group_index=group,
-        extra_rewards=earned,
-        counted=None if left_out is None else step.mask & ~left_out.unsqueeze(1),
+        turn_rewards=earned,
+        loss_mask=None if left_out is None else step.mask & ~left_out.unsqueeze(1),
         **knobs | adaptive,
     )
 
@@ -162,9 +163,18 @@ def test_kl_and_its_slope(kind, step, scale, weighted):
 @given(step=steps(), fraction=st.sampled_from([1e-6, 0.1, 0.5, 1.0]))
 @few
 def test_the_tokens_of_high_covariance(step, fraction):
-    identity = torch.stack([torch.arange(len(step.mask))] * 2, 1)
+    number = torch.arange(len(step.mask))
     found = covariant_tokens(
-        step.old_log_probs, step.advantages, step.mask, identity, kind="kl_cov", fraction=fraction
+        experience(
+            step.mask,
+            old_log_probs=step.old_log_probs,
+            advantages=step.advantages,
+            sample_index=number,
+            row_index=0 * number,
+        ),
+        PPOSection.model_validate({"policy_loss": "kl_cov", "covariance": {"fraction": fraction}}),
+        Workers(),
+        seed=(),
     )
 
     tables = [each.tolist() for each in (step.old_log_probs, step.advantages, step.mask)]

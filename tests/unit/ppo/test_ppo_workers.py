@@ -9,13 +9,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from raypo.collectives import Workers
-from raypo.ppo.advantages import adaptive_lambdas
-from raypo.ppo.estimators import ESTIMATORS, estimate_advantages
+from raypo.config.ppo_section import ESTIMATORS
 from raypo.ppo.losses import AGGREGATIONS, count_for, policy_loss, value_loss
 from raypo.ppo.masked import masked_moments, masked_whiten
 from raypo.ppo.shaping import RunningMoments
 from raypo.ppo.surrogates import SURROGATES
-from tests.unit.ppo.steps import random_step
+from tests.unit.ppo.steps import estimate, random_step
 
 ROWS = 7
 
@@ -46,12 +45,12 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
             mine_of_all = loss.detach(), gradient, torch.stack(list(stats.values()))
             results += map(workers.sum, mine_of_all)
     for kind in ESTIMATORS:
-        advantages, returns = estimate_advantages(
+        advantages, returns = estimate(
             mine.returns[:, 0],
             mine.mask,
             kind=kind,
-            gamma=1.0,
-            gae_lambda=adaptive_lambdas(mine.mask, alpha=0.5),
+            gae_lambda="adaptive",
+            lambda_alpha=0.5,
             critic_lambda=0.9,
             kl=mine.old_values.square(),
             kl_coef=0.1,

@@ -1,20 +1,35 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 
+from raypo.collectives import Workers
+from raypo.config import ShapingSection
 from raypo.ppo.shaping import (
     RunningMoments,
-    ShapingRules,
     clip_scores,
     overlong_penalty,
     shape_scores,
     truncation_penalty,
 )
-from tests.unit.ppo.steps import NAN, few, seeds
+from tests.unit.learner.plain import on_workers
+from tests.unit.ppo.steps import NAN, experience, few, seeds
 
 
-def alone(moments: RunningMoments) -> list[RunningMoments]:
-    return [moments]
+def shape(
+    scores: list[float],
+    num_tokens: list[int],
+    truncated: list[bool],
+    seen: RunningMoments | None = None,
+    workers: Workers | None = None,
+    **keys: Any,
+) -> tuple[torch.Tensor, RunningMoments]:
+    """`shape_scores` of responses of at most 4 tokens, by keys of `ppo.shaping`."""
+    mask = torch.arange(4) < torch.tensor(num_tokens).unsqueeze(1)
+    rows = experience(mask, scores=torch.tensor(scores), truncated=torch.tensor(truncated))
+    seen, workers = seen or RunningMoments(), workers or Workers()
+    return shape_scores(rows, ShapingSection(**keys), seen, workers, max_new_tokens=4)
 
 
 def test_overlong_penalty_by_hand():
@@ -92,33 +107,18 @@ def test_normalized_scores_by_hand():
 
 
 def test_without_rules_scores_pass_unchanged():
-    scores = torch.tensor([1.0, -2.0])
     seen = RunningMoments(5.0, 1.0, 2.0)
 
-    shaped, after = shape_scores(
-        scores,
-        torch.tensor([3, 3]),
-        torch.tensor([False, True]),
-        ShapingRules(max_new_tokens=4),
-        seen=seen,
-        gather=alone,
-    )
+    shaped, after = shape([1.0, -2.0], [3, 3], [False, True], seen)
 
-    assert torch.equal(shaped, scores)
+    assert shaped.tolist() == [1.0, -2.0]
     assert after == seen
 
 
 def test_failed_and_empty_responses_are_left_out_of_the_moments():
-    scores = torch.tensor([1.0, 3.0, NAN, 100.0])
+    scores, truncated = [1.0, 3.0, NAN, 100.0], [False, False, True, False]
 
-    shaped, seen = shape_scores(
-        scores,
-        torch.tensor([2, 2, 2, 0]),
-        torch.tensor([False, False, True, False]),
-        ShapingRules(max_new_tokens=4, truncated_score=-1.0, normalize=True),
-        seen=RunningMoments(),
-        gather=alone,
-    )
+    shaped, seen = shape(scores, [2, 2, 2, 0], truncated, truncated_score=-1.0, normalize=True)
 
     assert seen == RunningMoments(2.0, 2.0, 2.0)
     assert shaped[:2].tolist() == [-1.0, 1.0]
@@ -127,20 +127,41 @@ def test_failed_and_empty_responses_are_left_out_of_the_moments():
 
 
 def test_normalizer_sees_the_scores_of_all_workers_and_all_steps():
-    rules = ShapingRules(max_new_tokens=4, normalize=True)
-    other = RunningMoments.of(torch.tensor([7.0]))
-    tokens, whole = torch.tensor([2, 2]), torch.tensor([False, False])
+    before = RunningMoments.of(torch.tensor([3.0]))
 
-    shaped, seen = shape_scores(
-        torch.tensor([1.0, 1.0]),
-        tokens,
-        whole,
-        rules,
-        seen=RunningMoments.of(torch.tensor([3.0])),
-        gather=lambda mine: [mine, other],
-    )
+    def shaped_by(workers: Workers):
+        scores = [[1.0, 1.0], [7.0]][workers.rank]
+        count = len(scores)
+        return shape(scores, [2] * count, [False] * count, before, workers, normalize=True)
+
+    (shaped, seen), (_, same) = on_workers(2, shaped_by)
 
     # 1, 1, 7 and before them 3: mean 3, variance (4 + 4 + 16 + 0) / 4 = 6
+    assert seen == same
     assert seen.mean == pytest.approx(3.0)
     assert seen.variance == pytest.approx(6.0)
     torch.testing.assert_close(shaped, torch.full((2,), -2.0 / 6.0**0.5))
+
+
+def test_bug_6_scores_are_normalized_before_they_are_clipped():
+    clip: dict[str, Any] = {"clip_low": -0.5, "clip_high": 0.5}
+
+    shaped, seen = shape([0.0, 100.0], [2, 2], [False, False], normalize=True, **clip)
+
+    # normalised to -1 and 1, then clipped; the other way round gives clip(0, 100) = 0, 0.5 -> -1, 1
+    assert shaped.tolist() == [-0.5, 0.5]
+    assert seen.mean == 50.0
+
+
+def test_bug_6_penalties_come_before_the_normalizer():
+    penalties: dict[str, Any] = {
+        "overlong_buffer_tokens": 2,
+        "overlong_factor": 1.0,
+        "truncated_scale": 0.5,
+    }
+
+    shaped, seen = shape([1.0, 3.0], [2, 4], [False, True], normalize=True, **penalties)
+
+    # 3 - 1 for its length, then halved for being cut off: 1 and 1, so normalised to 0 and 0
+    assert shaped.tolist() == [0.0, 0.0]
+    assert seen.mean == 1.0

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypo.config.ppo_section import GROUP_ADVANTAGES
+from raypo.config.ppo_section import ESTIMATORS, GROUP_ADVANTAGES
 from raypo.ppo.advantages import discounted_returns, generalized_advantages, runs_of
-from raypo.ppo.estimators import ESTIMATORS, baseline_by_index, estimate_advantages
-from tests.unit.ppo.steps import INF, NAN, few, seeds
+from raypo.ppo.estimators import baseline_by_index
+from tests.unit.ppo.steps import INF, NAN, estimate, few, seeds
 
 TURNS = torch.tensor([[True, True, False, True, False, False, True, True]])
 REWARDS = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 4.0]])
@@ -58,11 +58,11 @@ def test_what_an_environment_writes_and_how_much_changes_no_advantage(
 
     scores, kl, values, earned = normal(4), normal(4, 6), normal(4, 6), normal(4, 6)
 
-    def estimate(gaps: list[int], between: float) -> tuple[torch.Tensor, ...]:
+    def estimated(gaps: list[int], between: float) -> tuple[torch.Tensor, ...]:
         mask = laid_out(torch.ones(4, 6), gaps, 0.0).bool()
         return tuple(
             each[mask]
-            for each in estimate_advantages(
+            for each in estimate(
                 scores,
                 mask,
                 kind=kind,
@@ -72,12 +72,12 @@ def test_what_an_environment_writes_and_how_much_changes_no_advantage(
                 kl=laid_out(kl, gaps, between),
                 kl_coef=0.1,
                 values=laid_out(values, gaps, between),
-                extra_rewards=laid_out(earned, gaps, between),
+                turn_rewards=laid_out(earned, gaps, between),
                 group_index=torch.tensor([0, 0, 1, 1]),
             )
         )
 
-    torch.testing.assert_close(estimate([1, 1], 0.0), estimate([3, 2], rubbish))
+    torch.testing.assert_close(estimated([1, 1], 0.0), estimated([3, 2], rubbish))
 
 
 @pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
@@ -108,7 +108,7 @@ def test_turns_that_nothing_stands_between_are_told_apart_by_their_numbers(kind,
     )
     apart = torch.tensor([True, True, False, True, True, False, True, True]).expand(2, 8)
 
-    def estimate(
+    def estimated(
         mask: torch.Tensor, turn_index: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         def laid_out(x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_turns_that_nothing_stands_between_are_told_apart_by_their_numbers(kind,
 
         return tuple(
             each[mask]
-            for each in estimate_advantages(
+            for each in estimate(
                 scores,
                 mask,
                 kind=kind,
@@ -124,7 +124,7 @@ def test_turns_that_nothing_stands_between_are_told_apart_by_their_numbers(kind,
                 gae_lambda=0.25,
                 discount_by="turn",
                 values=laid_out(values),
-                extra_rewards=laid_out(earned),
+                turn_rewards=laid_out(earned),
                 group_index=torch.tensor([0, 0]),
                 turn_index=turn_index,
             )
@@ -132,7 +132,7 @@ def test_turns_that_nothing_stands_between_are_told_apart_by_their_numbers(kind,
 
     numbers = torch.tensor([0, 0, 1, 1, 2, 2]).expand(2, 6)
     together = torch.ones(2, 6, dtype=torch.bool)
-    expected = estimate(apart)
-    torch.testing.assert_close(estimate(together, turn_index=numbers), expected)
+    expected = estimated(apart)
+    torch.testing.assert_close(estimated(together, turn_index=numbers), expected)
     gaps = torch.where(apart, torch.tensor([0, 0, -1, 4, 4, -1, 7, 7]), -1)
-    torch.testing.assert_close(estimate(apart, turn_index=gaps), expected)
+    torch.testing.assert_close(estimated(apart, turn_index=gaps), expected)

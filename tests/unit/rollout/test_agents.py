@@ -15,8 +15,8 @@ from raypo.collectives import Workers
 from raypo.config import RolloutSection
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
-from raypo.rollout.batch_scoring import RewardSources, Scoring
-from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.policy import EpisodeLimit
 from raypo.rollout.session import Session
@@ -239,7 +239,7 @@ def played(
     episodes = Episodes(section, tokenizer, [END], max_tokens=max_tokens, vocabulary_size=SIZE)
     sampling = Sampling(samples, 8, temperature, 1.0, (END,), seed=7, episodes=episodes)
     with closing(episodes):
-        return sample(draws, engine or Talking(), tokenizer, sampling)
+        return Sampler(engine or Talking(), tokenizer, sampling).sample(draws)
 
 
 @pytest.mark.parametrize("template", CHAT_TEMPLATES)
@@ -391,7 +391,7 @@ def test_an_agent_may_go_on_until_its_limit(tokenizer):
 
 def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
     rollouts = played(tokenizer, "Splits", labels=(1, 2))
-    scored = Scoring(RewardSources(None, (), {})).results(rollouts)
+    scored = Scorer(None, (), {}).score(rollouts)
     dealt = shard(scored, minibatch_size=2, seed=(0, 1), workers=Workers())
     assert len(dealt) == 12
     assert {each.minibatch for each in dealt} == {0, 1}  # four samples, two of them each

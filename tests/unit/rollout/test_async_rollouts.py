@@ -17,6 +17,7 @@ from raypo.data.stream import Draw, ShuffledStream
 from raypo.metrics.clock import Clock
 from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sample_counts import sample_count_metrics
 from raypo.types import Prompt, ScoredRollout
 from tests.unit.learner.plain import on_workers
@@ -43,9 +44,10 @@ class Run:
         self.stream = ShuffledStream(prompts, seed=3)
         self.workers = workers or Workers()
         self.ahead = AsyncRollouts(
-            self.stream,
+            PromptSource(self.stream, 2),
+            lambda *args: self.scored(*args),
+            self.fill,
             prompts_per_step=PROMPTS_PER_STEP,
-            samples_per_prompt=2,
             max_staleness=max_staleness,
             overlaps=max_staleness > 0 and not settles,
             settles=settles,
@@ -107,7 +109,7 @@ class Run:
         self.ahead.arrived(version)
 
     def begin(self) -> None:
-        self.ahead.begin(self.scored, self.fill, last_step=self.last_step)
+        self.ahead.begin(last_step=self.last_step)
 
     def go(self, until: int | None = None, update_s: float = 0.0) -> None:
         self.begin()
@@ -118,7 +120,7 @@ class Run:
             self.trained.append((step, list(groups.items())))
             self.last_versions += [int(each.weight_versions[-1]) for each in rollouts]
             figures = sample_count_metrics(
-                self.ahead.counts(),
+                self.ahead.counts(collected),
                 collected,
                 self.workers,
                 step=step,
@@ -261,7 +263,8 @@ def test_what_ends_the_collecting_ends_the_step_that_wants_it():
     def scored(draws: Sequence[Draw], clock: Clock, workers: Workers) -> list[ScoredRollout]:
         raise RuntimeError("the judge has left")
 
-    run.ahead.begin(scored, run.fill, last_step=0)
+    run.scored = scored
+    run.begin()
     with pytest.raises(RuntimeError, match="the judge has left"):
         run.ahead.take(1, Clock())
     with pytest.raises(RuntimeError, match="the judge has left"):
@@ -294,7 +297,8 @@ def test_a_worker_whose_collecting_fails_does_not_wait_for_the_others_before_a_p
                 raise RuntimeError("the engine has left")
             return run.scored(draws, clock, beside)
 
-        run.ahead.begin(scored, run.fill, last_step=0)
+        run.ahead.sample_and_score = scored
+        run.begin()
         run.ahead.take(1, Clock())
         if workers.rank == 0:
             return "waits"
@@ -363,10 +367,11 @@ def test_a_checkpoint_while_batches_are_sampled_rewinds_their_prompts_and_counts
 
     run = Run(max_staleness=2, sampling_s=wait)
     run.begin()
-    run.ahead.take(1, Clock())
-    while run.ahead.sample_counts.carried != 2 * 2 * PROMPTS_PER_STEP:  # those of steps 2 and 3
+    first = run.ahead.take(1, Clock())
+    counts = run.ahead.prompts.sample_counts
+    while counts.carried != 3 * 2 * PROMPTS_PER_STEP:  # those of steps 2 and 3
         time.sleep(0.001)
-    assert run.ahead.counts() == (12, 0, 8)
+    assert run.ahead.counts(first) == (12, 0, 8)
     run.ahead.save(tmp_path, run.workers)
     assert run.ahead.position() == {"position": PROMPTS_PER_STEP}
     go_on.set()

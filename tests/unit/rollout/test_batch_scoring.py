@@ -9,7 +9,7 @@ import pytest
 
 from raypo.config import ModelSection, RewardSection
 from raypo.rewards.scoring import FailedScore, RewardError
-from raypo.rollout.batch_scoring import RewardSources, Scoring
+from raypo.rollout.batch_scoring import Scorer
 from raypo.types import Rollout
 from tests.stand_ins import RewardModel
 
@@ -26,7 +26,7 @@ def model(factor: float) -> RewardModel:
     return RewardModel(lambda given: [factor * r.label for r in given])
 
 
-def judges(**changes) -> RewardSources:
+def judges(**changes) -> Scorer:
     values = {
         "function": lambda given: [1.0] * len(given),
         "models": (model(10.0), model(100.0)),
@@ -35,14 +35,18 @@ def judges(**changes) -> RewardSources:
             {"policy": "p", "reward": ["a", {"path": "b", "weight": 0.5}]}
         ),
     } | changes
-    return RewardSources.from_config(
+    return Scorer.from_config(
         values["function"], values["models"], reward=values["reward"], model=values["model"]
     )
 
 
+def by_source(scorer: Scorer, given: list[Rollout]) -> list[dict[str, float]]:
+    return [dict(each.scores_by_source) for each in scorer.score(given)]
+
+
 def test_sources_add_by_their_weights():
     judge = judges()
-    (source,) = judge.scores_by_source(rollouts(4.0))
+    (source,) = by_source(judge, rollouts(4.0))
     assert source == {"function": 1.0, "model_0": 40.0, "model_1": 400.0}
     assert judge.total(source) == 3.0 * 1.0 + 2.0 * (40.0 + 0.5 * 400.0)
     assert judge.model_total(source) == 2.0 * (40.0 + 0.5 * 400.0)
@@ -55,7 +59,7 @@ def test_one_model_alone_is_called_model():
         model=ModelSection.model_validate({"policy": "p", "reward": "a"}),
         reward=RewardSection(),
     )
-    assert judge.scores_by_source(rollouts(4.0, 5.0)) == [{"model": 4.0}, {"model": 5.0}]
+    assert by_source(judge, rollouts(4.0, 5.0)) == [{"model": 4.0}, {"model": 5.0}]
 
 
 def test_a_source_that_failed_makes_the_score_nan():
@@ -64,7 +68,7 @@ def test_a_source_that_failed_makes_the_score_nan():
 
 def test_nothing_to_judge_asks_nobody():
     broken = RewardModel(lambda given: pytest.fail("asked"))
-    assert judges(models=(broken, broken)).scores_by_source([]) == []
+    assert judges(models=(broken, broken)).score([]) == []
 
 
 def test_servers_are_asked_while_the_function_works_and_add_by_their_weight():
@@ -79,10 +83,10 @@ def test_servers_are_asked_while_the_function_works_and_add_by_their_weight():
         return [r.label for r in given[:1]] + [TimeoutError("no answer in 1 s")]
 
     reward = RewardSection.model_validate({"url": "http://a/score", "weights": {"url": 0.5}})
-    judge = RewardSources.from_config(
+    judge = Scorer.from_config(
         function, (), reward=reward, model=ModelSection(policy="p"), servers=servers
     )
-    first, second = judge.scores_by_source(rollouts(4.0, 5.0))
+    first, second = by_source(judge, rollouts(4.0, 5.0))
     assert first == {"function": 1.0, "url": 4.0}
     assert judge.total(first) == 1.0 + 0.5 * 4.0
     assert judge.model_total(first) == 0.0
@@ -96,7 +100,10 @@ def draws(*sizes: int) -> list[list[Rollout]]:
     """Of each draw its rollouts, all labels different."""
     numbers = iter(range(100))
     return [
-        [replace(rollouts(float(next(numbers)))[0], group_index=draw) for _ in range(size)]
+        [
+            replace(rollouts(float(next(numbers)))[0], group_index=draw, sample_index=n)
+            for n in range(size)
+        ]
         for draw, size in enumerate(sizes)
     ]
 
@@ -114,9 +121,11 @@ def test_who_is_apart_judges_a_draw_while_others_are_sampled_and_whoever_is_not_
 
         return judge
 
-    judge = RewardSources(says("function"), (RewardModel(says("model")),), {}, says("url"))
+    judge = Scorer(
+        says("function"), (RewardModel(says("model")),), {}, says("url"), models_apart=True
+    )
     groups = draws(2, 1, 2)
-    scoring = Scoring(judge, models_apart=True)
+    scoring = judge.begin()
     assert scoring.scores_early
     scoring.add(groups[1])
     scoring.add(groups[1])
@@ -133,7 +142,7 @@ def test_who_is_apart_judges_a_draw_while_others_are_sampled_and_whoever_is_not_
 
 def test_models_beside_the_learner_are_asked_when_all_is_sampled():
     model = RewardModel(lambda given: [float(len(given))] * len(given))
-    scoring = Scoring(RewardSources(None, (model,), {}))
+    scoring = Scorer(None, (model,), {}).begin()
     assert not scoring.scores_early
     groups = draws(2, 2)
     scoring.add(groups[1])
@@ -149,7 +158,7 @@ def test_a_function_with_processes_is_called_by_as_many_threads_and_its_error_is
             raise ValueError("no")
         return [1.0] * len(given)
 
-    scoring = Scoring(RewardSources(function, (), {}, processes=2))
+    scoring = Scorer(function, (), {}, processes=2).begin()
     groups = draws(1, 1)
     for group in groups:
         scoring.add(group)

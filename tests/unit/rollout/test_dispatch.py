@@ -10,8 +10,8 @@ import numpy as np
 
 from raypo.collectives import Workers
 from raypo.data.stream import Draw
-from raypo.rollout.collect import Sampling, sample
-from raypo.rollout.dispatch import dispatch, dispatch_shared
+from raypo.rollout.collect import Sampler, Sampling
+from raypo.rollout.dispatch import dispatch
 from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
@@ -82,7 +82,7 @@ def seeds(answers: Sequence[Completion]) -> list[int]:
 def together(workers: Workers, fleet: Fleet, own: Sequence[tuple[int, ...]], count: int):
     """Each worker asks for as many responses as its rank says, and `count` more."""
     requests = [request(10 * workers.rank + number) for number in range(workers.rank + count)]
-    answers = dispatch_shared(requests, Engines(fleet, own[workers.rank]), workers=workers)
+    answers = dispatch(requests, Engines(fleet, own[workers.rank]), sharing=workers)
     assert seeds(answers) == [each.seed for each in requests]
     return len(answers)
 
@@ -134,7 +134,7 @@ class Slow(client.Engines):
 def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_were():
     engine, heard = Slow(), list[list[Rollout]]()
     draws = [Draw(draw, Prompt(draw, "p", PROMPT)) for draw in range(3)]
-    sampling = Sampling(2, 4, 1.0, 1.0, (), seed=0)
+    sampler = Sampler(engine, Lossy(), Sampling(2, 4, 1.0, 1.0, (), seed=0))
     some_are_heard = threading.Event()
 
     def hear(rollouts: list[Rollout]) -> None:
@@ -143,7 +143,7 @@ def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_
 
     rollouts: list[Rollout] = []
     sampling_thread = threading.Thread(
-        target=lambda: rollouts.extend(sample(draws, engine, Lossy(), sampling, on_rollouts=hear))
+        target=lambda: rollouts.extend(sampler.sample(draws, on_rollouts=hear))
     )
     sampling_thread.start()
     engine.come = [0, 3, 2]

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from raypo.data.stream import Draw
 from raypo.endpoint.protocol import text_and_calls
-from raypo.rollout.collect import Sampling, sample
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.serving.requests import Completion
 from raypo.types import Prompt
 from tests.stand_ins import Engine
@@ -24,7 +24,7 @@ def test_the_end_of_a_turn_is_no_part_of_its_text(tmp_path, is_special):
     engine = Engine(lambda requests: [sampled for _ in requests])
     sampling = Sampling(1, 4, temperature=1.0, top_p=1.0, stop_token_ids=(2, stop), seed=0)
     draw = Draw(0, Prompt(0, "6*7=", np.array([5], np.int32)))
-    (rollout,) = sample([draw], engine, tokenizer, sampling)
+    (rollout,) = Sampler(engine, tokenizer, sampling).sample([draw])
     assert rollout.response == "42"
     assert rollout.response_ids.tolist() == ids.tolist()
     assert text_and_calls(tokenizer, ids.tolist(), stop_token_ids=(2, stop)) == ("42", [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from raypo.rollout.batch_scoring import RewardSources, Scoring
+from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import is_trainable
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_episodes import played
@@ -37,7 +37,7 @@ def test_what_goes_wrong_in_a_process_costs_its_episode_and_says_so(tokenizer):
         environment_processes=2,
         step_timeout_s=1,
     )
-    scored = Scoring(RewardSources(None, (), {})).results(rollouts)
+    scored = Scorer(None, (), {}).score(rollouts)
     assert [is_trainable(each) for each in scored] == [label == "good" for label in labels]
     for label, each in zip(labels, rollouts, strict=True):
         assert each.episode is not None

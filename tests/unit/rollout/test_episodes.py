@@ -18,8 +18,8 @@ from raypo.config import RolloutSection
 from raypo.data.stream import Draw
 from raypo.report.samples import turns_of
 from raypo.rollout import event_loop
-from raypo.rollout.batch_scoring import RewardSources, Scoring
-from raypo.rollout.collect import PushAgain, Sampling, is_trainable, sample
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import PushAgain, Sampler, Sampling, is_trainable
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.event_loop import LoopStandsStill
 from raypo.rollout.sharding import to_experience
@@ -297,7 +297,7 @@ def played_by(
         for number, label in enumerate(labels)
     ]
     sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=table)
-    return sample(draws, engine, tokenizer, sampling, push_again)
+    return Sampler(engine, tokenizer, sampling, push_again).sample(draws)
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +349,7 @@ def test_a_turns_reward_stands_at_its_last_token(tokenizer):
     assert each.turn_rewards[ends].tolist() == [1.0, 2.0, 3.0]
     assert each.episode is not None
     assert (each.episode.score, each.episode.num_turns, each.finish_reason) == (6.0, 3, "stop")
-    (scored,) = Scoring(RewardSources(None, (), {})).results([each])
+    (scored,) = Scorer(None, (), {}).score([each])
     assert (scored.score, scored.scores_by_source) == (6.0, {"episode": 6.0})
 
 
@@ -413,7 +413,7 @@ def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
 )
 def test_what_fails_fails_alone(tokenizer, label, reason):
     rollouts = played(tokenizer, labels=("good", label, "good"), name="Naughty", step_timeout_s=0.2)
-    scored = Scoring(RewardSources(None, (), {})).results(rollouts)
+    scored = Scorer(None, (), {}).score(rollouts)
     assert [is_trainable(each) for each in scored] == [True, True, False, False, True, True]
     for each in rollouts[2:4]:
         assert each.episode is not None

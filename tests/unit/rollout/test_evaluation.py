@@ -10,7 +10,7 @@ from raypo.collectives import Workers
 from raypo.config import EngineSection, EvalSection
 from raypo.config.rollout_section import RolloutSection
 from raypo.data.stream import Draw
-from raypo.rollout.collect import Sampling, request_of
+from raypo.rollout.collect import Sampler, Sampling, request_of
 from raypo.rollout.evaluation import _of_evaluation, evaluate_policy
 from raypo.types import Prompt, Rollout
 from tests.stand_ins import Engine, Lossy
@@ -29,7 +29,7 @@ def test_means_failures_and_pass_at_k_by_hand():
     section = EvalSection(samples_per_prompt=2, pass_at=(1, 2))
 
     figures = evaluate_policy(
-        PROMPTS, ALIKE, Lossy(), known_scores, section=section, sampling=SAMPLING,
+        PROMPTS, Sampler(ALIKE, Lossy(), SAMPLING), known_scores, section=section,
         workers=Workers(),
     )  # fmt: skip
 
@@ -46,8 +46,8 @@ def test_scores_by_source_where_there_are_several():
     def by_source(*sources: str) -> dict[str, float]:
         prompts = [replace(p, data_source=s) for p, s in zip(PROMPTS, sources, strict=True)]
         figures = evaluate_policy(
-            prompts, ALIKE, Lossy(), known_scores, section=EvalSection(samples_per_prompt=2),
-            sampling=SAMPLING, workers=Workers(),
+            prompts, Sampler(ALIKE, Lossy(), SAMPLING), known_scores,
+            section=EvalSection(samples_per_prompt=2), workers=Workers(),
         )  # fmt: skip
         return {k: v for k, v in figures.items() if k.startswith("eval/score_mean/")}
 
@@ -76,8 +76,8 @@ def test_an_evaluation_samples_once():
     engine = Engine(lambda requests: asked.append(len(requests)) or ALIKE.answers(requests))
 
     evaluate_policy(
-        PROMPTS, engine, Lossy(), known_scores, section=EvalSection(samples_per_prompt=2),
-        sampling=SAMPLING, workers=Workers(),
+        PROMPTS, Sampler(engine, Lossy(), SAMPLING), known_scores,
+        section=EvalSection(samples_per_prompt=2), workers=Workers(),
     )  # fmt: skip
 
     assert asked == [6]
@@ -90,8 +90,8 @@ def test_an_evaluation_shares_no_keys_with_training():
         lambda requests: salts.update(r.cache_salt for r in requests) or ALIKE.answers(requests)
     )
     evaluate_policy(
-        PROMPTS, engine, Lossy(), known_scores, section=EvalSection(samples_per_prompt=2),
-        sampling=SAMPLING, workers=Workers(),
+        PROMPTS, Sampler(engine, Lossy(), SAMPLING), known_scores,
+        section=EvalSection(samples_per_prompt=2), workers=Workers(),
     )  # fmt: skip
     draw = Draw(0, PROMPTS[0])
     assert len(salts) == 1

@@ -11,7 +11,7 @@ import torch
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers
 from raypo.data.stream import Draw
-from raypo.rollout.collect import PushAgain, Sampling, sample
+from raypo.rollout.collect import PushAgain, Sampler, Sampling
 from raypo.run.services import own_engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt
@@ -53,7 +53,7 @@ class Together(Workers):
 def answers(engine: Pushed, workers: Workers, draws: list[Draw] | None = None) -> list[int]:
     again = PushAgain(engine.push, workers)
     given = [DRAW] if draws is None else draws
-    return [r.weight_version for r in sample(given, engine, TOKENIZER, SAMPLING, again)]
+    return [r.weight_version for r in Sampler(engine, TOKENIZER, SAMPLING, again).sample(given)]
 
 
 def test_where_nobody_lost_an_engine_nothing_is_pushed():
@@ -82,7 +82,7 @@ def test_who_has_no_prompts_joins_the_push():
 
 def test_without_other_workers_to_ask_the_loss_is_told():
     with pytest.raises(NoReplicaLeft):
-        sample([DRAW], Pushed(serves_from=1), TOKENIZER, SAMPLING)
+        Sampler(Pushed(serves_from=1), TOKENIZER, SAMPLING).sample([DRAW])
 
 
 def test_several_engines_of_one_worker_get_an_equal_lot_each():
@@ -103,11 +103,11 @@ def test_several_engines_of_one_worker_get_an_equal_lot_each():
             return [one(0), one(1), one(2)]
 
     engine = Three(lambda requests: pytest.fail("one of the three is asked"))
-    rollouts = sample(draws, engine, TOKENIZER, SAMPLING)
+    rollouts = Sampler(engine, TOKENIZER, SAMPLING).sample(draws)
     assert asked == [(0, 2), (1, 2), (2, 1)]
     assert [rollout.weight_version for rollout in rollouts] == [0, 0, 1, 1, 2]
     asked.clear()
-    assert len(sample(draws[:1], engine, TOKENIZER, SAMPLING)) == 1
+    assert len(Sampler(engine, TOKENIZER, SAMPLING).sample(draws[:1])) == 1
     assert asked == [(0, 1)]
 
 

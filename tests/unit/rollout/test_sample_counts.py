@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
 from raypo.metrics.clock import Clock
-from raypo.rollout.async_rollouts import SyncRollouts
+from raypo.recipes.ppo import collect
 from raypo.rollout.dynamic_sampling import Collected, fill_step
+from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sample_counts import SampleCounts, sample_count_metrics
 from raypo.storage.summary import FATES, sample_totals
 from raypo.types import ScoredRollout
@@ -51,9 +52,8 @@ def test_what_was_lost_at_a_checkpoint_is_asked_for_again_first():
     ledger = SampleCounts(carried=12, lost=8)
     ledger.ask(6)
     ledger.ask(6)
-    assert ledger.counts() == (4, 8, 16)
-    ledger.take(collected(0, 0, 0, 0))
-    assert ledger.counts() == (0, 0, 12)
+    assert ledger.of_step(collected()) == (4, 8, 16)
+    assert ledger.of_step(collected(0, 0, 0, 0)) == (0, 0, 12)
 
 
 @given(
@@ -111,7 +111,7 @@ def test_accounts_close_in_every_step_and_over_a_run_that_was_killed(
 def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
     def two(workers: Workers) -> list[dict[str, float]]:
         stream, figures = prompts(), []
-        rollouts = SyncRollouts(stream, 2, workers)
+        source = PromptSource(stream, 2)
 
         def scored(draws, clock, workers):
             return [
@@ -129,11 +129,10 @@ def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
                 workers=workers,
             )
 
-        rollouts.begin(scored, fill_it, last_step=0)
         for step in range(1, 4):
-            taken = rollouts.take(step, Clock())
+            taken = collect(source, scored, fill_it, Clock(), workers)
             accounts = sample_count_metrics(
-                rollouts.counts(), taken, workers, step=step, max_staleness=None
+                source.counts(taken), taken, workers, step=step, max_staleness=None
             )
             figures.append(taken.metrics | accounts)
         return figures

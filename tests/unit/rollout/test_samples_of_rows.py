@@ -11,16 +11,14 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.config import EvalSection, ModelSection, PPOConfig, PPOSection, RewardSection
-from raypo.learner.objective import StepCounts
-from raypo.rollout.batch_scoring import RewardSources
+from raypo.ppo.controllers import ReferenceKL, UpdateState
+from raypo.ppo.covariance import with_covariant_tokens
+from raypo.ppo.estimators import with_advantages
+from raypo.ppo.objective import StepCounts
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.evaluation import evaluate_policy
-from raypo.rollout.experience import (
-    AdvantageState,
-    distance_to_reference,
-    with_advantages,
-    with_covariant_tokens,
-)
 from raypo.rollout.sharding import shard, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
 from raypo.run.utilization import step_work
@@ -98,27 +96,28 @@ def test_the_kl_of_an_episode_is_that_of_all_its_rows_and_one_response(count: in
     kl = {"coef": 0.1, "controller": "adaptive", "target": 1.0, "horizon": 4.0}
     ppo = PPOSection.model_validate({"kl": kl})
 
-    def steered(workers: Workers) -> tuple[dict[str, float], AdvantageState]:
-        batch = experience(rows()[workers.rank :: workers.count])
-        return distance_to_reference(batch, ppo, AdvantageState.of(ppo), workers, step=1)
+    def measured(workers: Workers) -> ReferenceKL:
+        return ReferenceKL.measure(experience(rows()[workers.rank :: workers.count]), workers)
 
-    for figures, state in on_workers(count, steered):
+    state = UpdateState.initial(ppo)
+    for kl in on_workers(count, measured):
         num_tokens = sum(sum(lengths) for *_, lengths in TOKENS)
-        assert figures["kl/ref_response_mean"] == pytest.approx(0.25 * num_tokens / 4)
-        assert state.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 4 / 4))
+        assert kl.response_mean == pytest.approx(0.25 * num_tokens / 4)
+        steered = state.after_step(scores=state.scores, kl=kl, entropy=None)
+        assert steered.kl.coef == pytest.approx(0.1 * (1 + 0.2 * 4 / 4))
 
 
 def test_an_episode_counts_once_in_the_running_normalisation():
     ppo = PPOSection.model_validate(
         {"advantage": "reinforce", "kl": {"coef": 0.0}, "shaping": {"normalize": True}}
     )
-    state = AdvantageState.of(ppo)
-    _, _, state = with_advantages(
+    state = UpdateState.initial(ppo)
+    _, _, moments = with_advantages(
         experience(rows()), ppo, state, Workers(), max_new_tokens=9, step=1
     )
     scores = list(SCORES.values())
-    assert (state.scores.count, state.scores.mean) == (4, pytest.approx(sum(scores) / 4))
-    assert state.scores.variance == pytest.approx(np.var(scores))
+    assert (moments.count, moments.mean) == (4, pytest.approx(sum(scores) / 4))
+    assert moments.variance == pytest.approx(np.var(scores))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -132,7 +131,7 @@ def test_an_episode_counts_once_in_the_loss_whoever_holds_its_rows(count: int):
         names = [(r.group_index, r.sample_index, r.row_index) for r in (m.rollout for m in mine)]
         batch = experience(mine).with_(truncated=torch.tensor([n in truncated for n in names]))
         batch, _, _ = with_advantages(
-            batch, ppo, AdvantageState.of(ppo), workers, max_new_tokens=9, step=1
+            batch, ppo, UpdateState.initial(ppo), workers, max_new_tokens=9, step=1
         )
         assert batch.sample_tokens is not None
         told = dict(zip(names, batch.sample_tokens.tolist(), strict=True))
@@ -213,13 +212,15 @@ def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
     prompts = [Prompt(index, "p", np.array([5], np.int32)) for index in range(2)]
     figures = evaluate_policy(
         prompts,
-        Engine(lambda requests: []),
-        Lossy(),
+        Sampler(
+            Engine(lambda requests: []),
+            Lossy(),
+            replace(SAMPLING, samples_per_prompt=1, episodes=Twice()),
+        ),
         None,
         section=EvalSection(),
-        sampling=replace(SAMPLING, samples_per_prompt=1, episodes=Twice()),
         workers=Workers(),
-        reward_sources=RewardSources.from_config(
+        scorer=Scorer.from_config(
             judge, (), reward=RewardSection(), model=ModelSection(policy="p")
         ),
     )

@@ -10,7 +10,7 @@ from raypo.collectives import Workers
 from raypo.config import DistillationConfig
 from raypo.data.stream import ShuffledStream
 from raypo.pending import Done
-from raypo.recipes.distillation import DistillationRun
+from raypo.recipes.distillation import DistillationRecipe
 from raypo.types import Example, ScoredRollout
 from tests.unit.run.test_rejection_sampling import scored
 
@@ -49,16 +49,15 @@ def text(written: str) -> Example:
 def test_each_teacher_is_asked_about_its_own_sources():
     one, other = Teacher(0), Teacher(1)
     texts = [("a", text("at")), ("b", text("bt")), ("c", text("ct"))]
-    run: Any = SimpleNamespace(
-        config=CONFIG,
+    recipe: Any = SimpleNamespace(
+        run=SimpleNamespace(config=CONFIG, workers=Workers()),
         texts=ShuffledStream(texts, seed=0),
-        workers=Workers(),
         _vocabulary=300,
     )
     samples = [of_source(0, "a"), of_source(1, "b"), of_source(2, "c"), of_source(3, "b")]
     services: Any = SimpleNamespace(references={"reference_0": one, "reference_1": other})
 
-    found, _ = DistillationRun.select(run, samples, services, 1)
+    found, _ = DistillationRecipe.select(recipe, samples, services, 1)
 
     assert sorted(one.responses) == ["0.0", "2.0", "at", "ct"]
     assert sorted(other.responses) == ["1.0", "3.0", "bt"]

@@ -11,10 +11,11 @@ from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.collectives import Workers
 from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from raypo.data.rows import RowError
-from raypo.recipes.dpo import DPORun
-from raypo.recipes.reward_model import RewardModelRun
-from raypo.recipes.sft import SFTRun
-from raypo.run.ppo_run import PPORun
+from raypo.recipes.dpo import DPORecipe
+from raypo.recipes.reward_model import RewardModelRecipe
+from raypo.recipes.sft import SFTRecipe
+from raypo.run.online_inputs import OnlineInputs
+from raypo.run.run import Run
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
 from tests.tiny import tiny_policy
@@ -27,10 +28,14 @@ BAD = {"prompt": [{"role": "user", "content": None}]}
 @pytest.mark.parametrize(
     ("kind", "config", "more"),
     [
-        (PPORun, PPOConfig, {"reward": {"function": "raypo.rewards.verifiers:exact_match"}}),
-        (SFTRun, SFTConfig, {"learner": {"batch_size": 2}}),
-        (RewardModelRun, RewardModelConfig, {"learner": {"batch_size": 2}}),
-        (DPORun, DPOConfig, {"learner": {"batch_size": 2}}),
+        (
+            OnlineInputs.load,
+            PPOConfig,
+            {"reward": {"function": "raypo.rewards.verifiers:exact_match"}},
+        ),
+        (SFTRecipe, SFTConfig, {"learner": {"batch_size": 2}}),
+        (RewardModelRecipe, RewardModelConfig, {"learner": {"batch_size": 2}}),
+        (DPORecipe, DPOConfig, {"learner": {"batch_size": 2}}),
     ],
 )
 def test_a_run_says_what_it_has_dropped(tmp_path: Path, kind: Any, config: Any, more: Any):
@@ -48,8 +53,9 @@ def test_a_run_says_what_it_has_dropped(tmp_path: Path, kind: Any, config: Any, 
     tell = Said()
     runtime = Runtime(name="few", storage_path=str(tmp_path), working_dir=str(tmp_path))
     files = RunFiles(str(tmp_path), "few")
-    run = kind.prepare(config.parse(values), runtime, Workers(), files, tell)
-    run.close()
+    run = Run(config.parse(values), runtime, Workers(), files, tell)
+    with run.at_end:
+        kind(run)
     for key, told in zip(
         ("data.prompts", f"eval.{next(iter(held_out))}"), tell.messages, strict=True
     ):
@@ -82,20 +88,20 @@ def test_labels_that_the_verifier_cannot_read_are_refused_or_dropped_as_rows(
     values[key.partition(".")[0]]["prompts"] = {"path": str(bad), "function": own}
     runtime = Runtime(name="few", storage_path=str(tmp_path), working_dir=str(tmp_path))
 
-    def prepared(on_error: str) -> tuple[PPORun, list[str]]:
+    def prepared(on_error: str) -> tuple[OnlineInputs, list[str]]:
         tell = Said()
         values["data"]["on_error"] = on_error
         config = PPOConfig.parse(values)
         check_inputs(config, on_this_machine=False)
         files = RunFiles(str(tmp_path), "few")
-        run = PPORun.prepare(config, runtime, Workers(), files, tell)
-        run.close()
-        return run, tell.messages
+        run = Run(config, runtime, Workers(), files, tell)
+        with run.at_end:
+            return OnlineInputs.load(run), tell.messages
 
     with pytest.raises(RowError, match=f"{bad}:2 is no number: 'x'"):
         prepared("refuse")
-    run, told = prepared("drop")
-    kept = run.prompts if key == "data.prompts" else run.held_out
+    inputs, told = prepared("drop")
+    kept = inputs.prompts if key == "data.prompts" else inputs.held_out
     assert [each.label for each in kept] == ["2", "4"]
     (note,) = [line for line in told if line.startswith(f"1 bad rows of {key} are dropped")]
     assert f"{bad}:2" in note

@@ -9,7 +9,8 @@ import pytest
 from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
-from raypo.run.ppo_run import PPORun
+from raypo.run.online_inputs import OnlineInputs
+from raypo.run.run import Run
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
 from tests.tiny import tiny_policy
@@ -42,13 +43,15 @@ def test_prompts_that_repeat_within_a_step_are_announced(
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 8},
     }
     tell = Said()
-    PPORun.prepare(
+    run = Run(
         PPOConfig.parse(values),
         Runtime(name="few", storage_path=str(tmp_path), working_dir=str(tmp_path)),
         Workers(),
         RunFiles(str(tmp_path), "few"),
         tell,
-    ).close()
+    )
+    with run.at_end:
+        OnlineInputs.load(run)
     expected = (
         "a step takes 4 prompts (rollout.prompts_per_step) and data.prompts has 3, so prompts "
         "repeat within a step; give more, or set rollout.prompts_per_step to at most 3"

@@ -3,7 +3,6 @@
 import asyncio
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,31 +11,35 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import Check
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
+from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import CheckpointSection, PPOConfig
-from raypo.learner.roles import Roles
 from raypo.learner.state import NonFiniteUpdateError
-from raypo.run.ppo_run import PPORun
+from raypo.run.records import Records, report_for_ray
 from raypo.run.rollout_metrics import speed_metrics
-from raypo.run.run import report_for_ray
+from raypo.run.run import Run
+from raypo.storage.run_files import RunFiles
 from raypo.trainer.settings import run_config_of
 from tests.unit.run.test_rejection_sampling import SAMPLES
 
 
-def test_samples_of_an_update_that_fails_are_written():
-    written: list[tuple[int, list[dict[str, Any]]]] = []
-    run: Any = SimpleNamespace(
-        _write_rollouts=lambda step, rows, workers: written.append((step, rows())),
-        roles=Roles.shared(Workers()),
-        workers=Workers(),
+def records_in(folder: Path) -> Records:
+    nothing: Any = None
+    config = PPOConfig.parse({"name": "run", "model": {"policy": "p"}, "data": {"prompts": "d"}})
+    return Records(
+        Run(config, nothing, Workers(), RunFiles(str(folder), "run"), MonitorClient(None))
     )
-    with PPORun.keeping(run, 3, SAMPLES):
+
+
+def test_samples_of_an_update_that_fails_are_written(tmp_path: Path):
+    records = records_in(tmp_path)
+    files = RunFiles(str(tmp_path), "run")
+    with records.keeping(3, SAMPLES):
         pass
-    assert written == []
-    with pytest.raises(NonFiniteUpdateError), PPORun.keeping(run, 3, SAMPLES):
+    assert files.rollouts(3) == []
+    with pytest.raises(NonFiniteUpdateError), records.keeping(3, SAMPLES):
         raise NonFiniteUpdateError("too many")
-    ((step, rows),) = written
-    assert step == 3
+    rows = files.rollouts(3)
     assert [row["response"] for row in rows] == [each.rollout.response for each in SAMPLES]
 
 

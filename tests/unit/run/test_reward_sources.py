@@ -14,9 +14,9 @@ from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.rewards.scoring import RewardError
-from raypo.rollout.batch_scoring import Scoring
 from raypo.rollout.collect import refuse_too_many_failures
-from raypo.run.ppo_run import PPORun
+from raypo.run.online_inputs import OnlineInputs
+from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
@@ -89,12 +89,13 @@ def judged(values: dict[str, Any]) -> tuple[PPOConfig, list[ScoredRollout]]:
     config = PPOConfig.parse(values)
     runtime = Runtime("run", config.storage_path, os.getcwd())
     files = RunFiles(config.storage_path, "run")
-    run = PPORun.prepare(config, runtime, Workers(), files, MonitorClient(None))
+    run = Run(config, runtime, Workers(), files, MonitorClient(None))
     try:
         nobody: Any = None
-        return config, Scoring(run.reward_sources(Services(nobody, {}))).results(ROLLOUTS)
+        with run.at_end:
+            scorer = OnlineInputs.load(run).scorer(config, Services(nobody, {}))
+            return config, scorer.score(ROLLOUTS)
     finally:
-        run.close()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -10,9 +10,9 @@ from raypo.collectives import Workers
 from raypo.config import IterativeDPOConfig, RejectionSamplingConfig
 from raypo.learner.learner import minibatch_order
 from raypo.learner.preference_tasks import PreferenceTask
-from raypo.recipes.iterative_dpo import IterativeDPORun
+from raypo.recipes.iterative_dpo import IterativeDPORecipe
 from raypo.run.examples_run import even_shares, lengths
-from raypo.run.rounds_run import Place, RoundsRun
+from raypo.run.rounds_run import Place, RoundsRecipe
 from raypo.types import Example, Pair
 from tests.unit.learner.plain import on_workers
 from tests.unit.run.test_rejection_sampling import VALUES
@@ -42,13 +42,13 @@ def trained(workers: Workers) -> list[Any]:
         updates.append(written(items))
         return {}
 
-    run: Any = SimpleNamespace(
-        config=CONFIG, workers=workers, enter=lambda _: None, prepare_items=lambda mine, *_: mine
+    recipe: Any = SimpleNamespace(
+        run=SimpleNamespace(config=CONFIG, workers=workers), prepare_items=lambda mine, *_: mine
     )
     selected = {k: v for k, v in ITEMS.items() if k[0] % workers.count == workers.rank}
     learner: Any = SimpleNamespace(update=update)
     services: Any = None
-    metrics = RoundsRun.train(run, learner, services, selected, STEP)
+    metrics = RoundsRecipe.train(recipe, learner, services, selected, STEP)
     assert metrics == {"train/updates": 8.0}
     return updates
 
@@ -79,11 +79,12 @@ def test_each_worker_asks_the_round_s_reference_about_its_share_of_the_pairs(cou
         def asked(some: list[Pair], _: Any) -> list[tuple[float, float]]:
             return [(float(len(each.chosen_ids)), float(each.prompt_ids[0])) for each in some]
 
-        run: Any = SimpleNamespace(config=IterativeDPOConfig.parse(VALUES), workers=workers)
+        config = IterativeDPOConfig.parse(VALUES)
+        recipe: Any = SimpleNamespace(run=SimpleNamespace(config=config, workers=workers))
         learner: Any = SimpleNamespace(task=PreferenceTask.__new__(PreferenceTask), asked=asked)
         services: Any = SimpleNamespace(reference=None)
         mine = {k: v for k, v in pairs.items() if k[0] % workers.count == workers.rank}
-        return dict(IterativeDPORun.prepare_items(run, mine, places, learner, services))
+        return dict(IterativeDPORecipe.prepare_items(recipe, mine, places, learner, services))
 
     shares = on_workers(count, prepared)
     assert [list(share) for share in shares] == [places[rank::count] for rank in range(count)]

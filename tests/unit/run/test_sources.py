@@ -9,11 +9,10 @@ import pytest
 
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
-from raypo.recipes.sft import SFTRun
-from raypo.rollout.batch_scoring import Scoring
-from raypo.rollout.collect import next_draws
-from raypo.run.ppo_run import PPORun
+from raypo.recipes.sft import SFTRecipe
+from raypo.run.online_inputs import OnlineInputs
 from raypo.run.rollout_metrics import rollout_metrics, sample_row
+from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
@@ -22,7 +21,7 @@ from tests.tiny import tiny_policy
 from tests.unit.data.prompt_files import save_to_disk, write
 from tests.unit.run.test_few_prompts import Said
 
-NO_SERVICES = Services(None, None)  # type: ignore[arg-type]
+NO_SERVICES = Services(None, {})  # type: ignore[arg-type]
 ROWS = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(9)]
 
 
@@ -44,7 +43,7 @@ def prepared(kind: Any, config: Any) -> tuple[Any, list[str]]:
     said, place = Said(), config.storage_path
     files = RunFiles(place, "run")
     runtime = Runtime(name="run", storage_path=place, working_dir=place)
-    return kind.prepare(config, runtime, Workers(), files, said), said.messages
+    return kind(Run(config, runtime, Workers(), files, said)), said.messages
 
 
 def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: dict[str, Any]):
@@ -55,8 +54,9 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
         "rollout": {"prompts_per_step": 8, "samples_per_prompt": 1},
         "ppo": {"minibatch_size": 8},
     }
-    run, messages = prepared(PPORun, PPOConfig.parse(values))
-    draws = next_draws(run.stream, 8, Workers())
+    config = PPOConfig.parse(values)
+    inputs, messages = prepared(OnlineInputs.load, config)
+    draws = inputs.source.draw(8, Workers())
     assert Counter(draw.prompt.data_source for draw in draws) == {"few": 6, "many": 2}
     assert messages == [
         "few has 5 rows and 6 of them come in a step (its weight is 3, rollout.prompts_per_step "
@@ -71,7 +71,7 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
         )
         for draw in draws
     ]  # fmt: skip
-    scored = Scoring(run.reward_sources(NO_SERVICES)).results(rollouts)
+    scored = inputs.scorer(config, NO_SERVICES).score(rollouts)
     figures = rollout_metrics(scored, Workers())
     assert figures["rollout/score_mean/few"] == 0.0
     assert figures["rollout/score_mean/many"] == 5.0
@@ -83,8 +83,8 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
 
 def test_examples_come_by_their_weights(values: dict[str, Any]):
     values["learner"] = {"batch_size": 8}
-    run, messages = prepared(SFTRun, SFTConfig.parse({**values, "recipe": "sft"}))
-    places = [place for _, place in run.stream.of(range(14)).take(8)]
+    recipe, messages = prepared(SFTRecipe, SFTConfig.parse({**values, "recipe": "sft"}))
+    places = [place for _, place in recipe.stream.of(range(14)).take(8)]
     assert sum(place < 5 for place in places) == 6
     assert [message.split(" (")[0] for message in messages] == [
         "few has 5 rows and 6 of them come in a step"

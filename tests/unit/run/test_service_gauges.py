@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from raypo.run.engines_load import EnginesLoad
+from raypo.run.service_gauges import EnginesLoad
 from raypo.serving.requests import Load, Stretch
 
 

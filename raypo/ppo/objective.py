@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch import Tensor
 from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOSection
 from raypo.ppo import losses
-from raypo.ppo.kl import kl_loss_terms
+from raypo.ppo.kl import kl_loss_terms, log_ratio
 from raypo.ppo.masked import keep, masked_sum
-from raypo.ppo.surrogates import Surrogate
+from raypo.ppo.surrogates import Surrogate, Tokens
 from raypo.types import Experience
 
 
@@ -82,7 +82,7 @@ def policy_objective(
     max_new_tokens: int,
     kl_coef: float = 0.0,
     entropy_coef: float = 0.0,
-    custom_surrogate: Surrogate | None = None,
+    surrogate: Surrogate,
 ) -> PolicyOutput:
     """Compute the policy loss: surrogate - entropy bonus + KL term (if `ppo.kl.placement` is loss).
 
@@ -100,35 +100,35 @@ def policy_objective(
         max_new_tokens: Most tokens of a response.
         kl_coef: Coefficient of the KL term in this step.
         entropy_coef: Coefficient of the entropy bonus in this step.
-        custom_surrogate: Replaces `ppo.policy_loss`, if that names a user's function.
+        surrogate: The surrogate that `ppo.policy_loss` names.
     """
     assert batch.advantages is not None
     mask = batch.counted
-    aggregation: dict[str, Any] = {
-        "aggregation": ppo.aggregation,
-        "max_new_tokens": max_new_tokens,
-        "sample_tokens": batch.sample_tokens,
-        "normalizer": counts.normalizer(ppo.aggregation),
-    }
+    aggregate = partial(
+        losses.aggregate,
+        mask=mask,
+        aggregation=ppo.aggregation,
+        max_new_tokens=max_new_tokens,
+        sample_tokens=batch.sample_tokens,
+        normalizer=counts.normalizer(ppo.aggregation),
+    )
     old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    surrogate, statistics = losses.policy_loss(
-        log_probs,
-        old_log_probs,
-        batch.advantages,
-        mask,
-        kind=custom_surrogate or ppo.policy_loss,
+    tokens = Tokens(
+        log_probs=keep(log_probs, mask),
+        log_ratio=log_ratio(log_probs, old_log_probs, mask),
+        advantages=keep(batch.advantages, mask),
+        mask=mask,
         clip_low=ppo.clip_low,
         clip_high=ppo.clip_high,
         dual_clip=ppo.dual_clip,
         cispo_low=ppo.cispo_low,
         covariant=batch.covariant,
         covariance_kl=ppo.covariance.penalty,
-        weights=batch.weights,
-        **aggregation,
     )
-    loss = surrogate
+    token_losses, statistics = losses.token_losses(tokens, surrogate, batch.weights)
+    loss = policy_loss = aggregate(token_losses)
     if entropy_coef > 0.0:
-        loss = loss - entropy_coef * losses.aggregate(entropy, mask, **aggregation)
+        loss = loss - entropy_coef * aggregate(entropy)
     kl_loss = None
     if ppo.kl.placement == "loss" and kl_coef > 0.0:
         assert batch.ref_log_probs is not None
@@ -141,7 +141,7 @@ def policy_objective(
         )
         if ppo.kl.importance_weights and batch.weights is not None:
             terms = terms * keep(batch.weights, mask)
-        divergence = losses.aggregate(terms, mask, **aggregation)
+        divergence = aggregate(terms)
         loss, kl_loss = loss + kl_coef * divergence, divergence.detach()
     nll_loss = None
     if ppo.nll_coef > 0.0:
@@ -151,7 +151,7 @@ def policy_objective(
         )
         loss, nll_loss = loss - ppo.nll_coef * likelihood, -likelihood.detach()
     statistics["entropy"] = masked_sum(entropy.detach(), mask)
-    return PolicyOutput(loss, surrogate.detach(), kl_loss, nll_loss, statistics)
+    return PolicyOutput(loss, policy_loss.detach(), kl_loss, nll_loss, statistics)
 
 
 def values_of(
@@ -176,7 +176,6 @@ def values_of(
 def value_objective(
     values: Tensor,  # [B, T]
     batch: Experience,
-    *,
     ppo: PPOSection,
     counts: StepCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,6 +1,5 @@
-"""From scores to advantages as the loop wires them, and what they carry from step to step."""
+"""From scores to advantages, KL and corrections, over an experience."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -8,41 +7,14 @@ import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.config import CorrectionSection, KLSection, PPOSection
-from raypo.learner.objective import StepCounts
-from raypo.ppo.shaping import RunningMoments
-from raypo.rollout.experience import (
-    AdvantageState,
-    distance_to_engine,
-    distance_to_reference,
-    with_advantages,
-    with_corrections,
-)
+from raypo.config import CorrectionSection, PPOSection
+from raypo.ppo.controllers import ReferenceKL, UpdateState
+from raypo.ppo.corrections import mismatch_metrics, with_corrections
+from raypo.ppo.estimators import with_advantages
+from raypo.ppo.objective import StepCounts
 from raypo.types import Experience
 from tests.unit.learner.plain import one_step, plain_models
 from tests.unit.learner.test_knobs import section
-
-ADAPTIVE = {"kl.controller": "adaptive", "kl.target": 1.0, "kl.horizon": 100.0}
-
-
-def test_the_state_survives_a_checkpoint():
-    ppo = section({**ADAPTIVE, "shaping.normalize": True})
-    with plain_models():
-        state = one_step(ppo).state
-    assert state.kl.coef != ppo.kl.coef
-    assert state.scores.count == 12
-
-    stored = json.loads(json.dumps(state.state_dict()))
-
-    assert AdvantageState.of(ppo).restored(stored) == state
-
-
-def test_a_fixed_coefficient_is_the_configs_and_never_a_checkpoints():
-    state = AdvantageState.of(PPOSection(kl=KLSection(coef=0.5), entropy_coef=0.3))
-    stored = AdvantageState.of(PPOSection(kl=KLSection(coef=0.1), entropy_coef=0.2)).state_dict()
-    assert state.restored(stored).entropy.acting == 0.3
-    assert state.restored(stored).kl.coef == 0.5
-    assert state.scores == RunningMoments()
 
 
 def test_the_raw_scores_stay_what_they_were():
@@ -81,12 +53,12 @@ def two_turns_and_one() -> Experience:
 def shaped(keys: dict[str, Any], *, coef: float | None = None) -> tuple[Experience, dict]:
     """`two_turns_and_one` with advantages; `coef` is where the controller stands."""
     ppo = PPOSection.model_validate({"advantage": "reinforce", **keys})
-    state = AdvantageState.of(ppo)
+    state = UpdateState.initial(ppo)
     if coef is not None:
         state = replace(state, kl=replace(state.kl, coef=coef))
     batch = two_turns_and_one()
-    batch, figures, state = with_advantages(batch, ppo, state, Workers(), max_new_tokens=3, step=1)
-    return batch, figures | distance_to_reference(batch, ppo, state, Workers(), step=1)[0]
+    batch, figures, _ = with_advantages(batch, ppo, state, Workers(), max_new_tokens=3, step=1)
+    return batch, figures | ReferenceKL.measure(batch, Workers()).metrics() | state.metrics()
 
 
 def test_the_penalty_is_the_learners_kl_at_the_controllers_coefficient():
@@ -112,7 +84,7 @@ def test_a_truncated_response_moves_no_other_ones_advantage():
     for batch, more in ((two, {}), (three, {"mask_truncated": True})):
         ppo = PPOSection.model_validate({**keys, **more})
         batch, *_ = with_advantages(
-            batch, ppo, AdvantageState.of(ppo), Workers(), max_new_tokens=3, step=1
+            batch, ppo, UpdateState.initial(ppo), Workers(), max_new_tokens=3, step=1
         )
         assert batch.advantages is not None
         found.append(batch.advantages)
@@ -140,16 +112,18 @@ def test_tokens_of_weights_that_are_too_old_weigh_nothing_and_the_others_what_th
     assert weights is not None
     assert weights.tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     ppo = PPOSection(correction=section)
-    figures = distance_to_engine(batch, ppo, Workers(), version=5)
+    figures = mismatch_metrics(batch, ppo, Workers(), version=5)
     assert figures["mismatch/dropped_fraction"] == pytest.approx(1 / 3)
     assert figures["rollout/staleness_mean"] == 1.0  # of (2 + 0) / 2 and 1
     assert figures["rollout/staleness_max"] == 2.0
     shares = [figures[f"rollout/staleness_share_{lag}"] for lag in range(3)]
     assert shares == pytest.approx([1 / 3] * 3)
+    by_lag = [figures[f"mismatch/kl_lag_{lag}"] for lag in range(3)]
+    assert sum(by_lag) / 3 == pytest.approx(figures["mismatch/kl"])
 
 
 def test_the_gap_to_the_engine_is_not_told_where_the_engines_log_probs_are_the_old_ones():
-    figures = distance_to_engine(
+    figures = mismatch_metrics(
         two_turns_and_one(), PPOSection(old_log_probs="engine"), Workers(), version=0
     )
     assert figures["rollout/staleness_max"] == 0.0
@@ -162,7 +136,7 @@ def test_log_probs_that_the_engine_does_not_know_are_counted_above_all_where_the
         [[-1.0, torch.nan, torch.nan], [-1.0, 0.0, 0.0]]
     )  # one of an environment
     batch = batch.with_(rollout_log_probs=unknown, old_log_probs=unknown)
-    figures = distance_to_engine(batch, PPOSection(old_log_probs="engine"), Workers(), version=0)
+    figures = mismatch_metrics(batch, PPOSection(old_log_probs="engine"), Workers(), version=0)
     assert figures["mismatch/unknown_tokens"] == 1.0
 
 
@@ -173,7 +147,7 @@ def test_rewards_of_turns_leave_the_score_of_an_episode_what_it_is():
     batch, figures, _ = with_advantages(
         two_turns_and_one().with_(turn_rewards=turns),
         ppo,
-        AdvantageState.of(ppo),
+        UpdateState.initial(ppo),
         Workers(),
         max_new_tokens=3,
         step=1,

@@ -1,0 +1,116 @@
+"""Inputs of a run that trains on sampled responses: prompts, tokenizer, the user's functions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from raypo.config import OnlineConfig, functions_of
+from raypo.custom.loader import load_function
+from raypo.data.mixing import few_rows_notes, mix_of
+from raypo.data.prompts import load_prompts
+from raypo.data.stream import ShuffledStream
+from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
+from raypo.rewards.functions import (
+    close_function,
+    evaluation_function,
+    open_function,
+    open_remote,
+)
+from raypo.rewards.labels import label_checks
+from raypo.rewards.scoring import RewardFunction
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampling
+from raypo.rollout.episodes import open_episodes
+from raypo.rollout.prompt_source import PromptSource
+from raypo.run.run import Run
+from raypo.run.services import Services
+from raypo.types import Prompt
+
+
+@dataclass(frozen=True)
+class OnlineInputs:
+    """What is loaded before any model is. Bad data and bad functions raise here."""
+
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    source: PromptSource
+    """Draws from `prompts`."""
+    held_out: Sequence[Prompt]
+    reward_function: RewardFunction | None
+    reward_servers: RewardFunction | None
+    eval_function: RewardFunction | None
+    sampling: Sampling
+    attempt: str
+    """Id of this attempt of the run; engines may outlive an attempt."""
+
+    @classmethod
+    def load(cls, run: Run[OnlineConfig]) -> OnlineInputs:
+        """Load the prompts and the user's functions; they are closed at the run's end."""
+        config, runtime = run.config, run.runtime
+        for key, path in config.own_functions.items():
+            load_function(path, key=key)  # fail early: a bad function ends the run here
+        tokenizer = load_tokenizer(config.model.policy)
+        limits = Limits.of(config.model.policy)
+        checks = partial(label_checks, config, has_reward_fn=runtime.reward_fn is not None)
+        loaded = load_prompts(config.data, tokenizer, label_checks=checks("data.prompts"))
+        limits.check([[loaded.highest]], tokenizer, key="data.prompts")
+        per_step = config.rollout.prompts_per_step
+        notes = loaded.notes("data.prompts") + few_rows_notes(config.data, loaded.sizes, per_step)
+        held_out: Sequence[Prompt] = []
+        if config.eval.prompts:
+            key = "eval.prompts"
+            section = config.data.model_copy(update={"prompts": config.eval.prompts})
+            of_eval = load_prompts(section, tokenizer, key=key, label_checks=checks(key))
+            limits.check([[of_eval.highest]], tokenizer, key=key)
+            held_out, notes = of_eval.prompts, notes + of_eval.notes(key)
+        for note in notes:
+            run.tell.message(note)
+        stop = stop_token_ids(config.model.policy, tokenizer)
+        episodes = open_episodes(config, config.model.policy, tokenizer, stop)
+        if episodes:
+            run.at_end.callback(episodes.close)
+        reward_function = open_function(
+            config.reward, runtime.reward_fn, functions_of(config.data.prompts), log=run.log_path
+        )
+        run.at_end.callback(close_function, reward_function)
+        if reward_function is not None and config.reward.processes:
+            run.tell.message(f"what the reward function prints in its processes: {run.log_path}")
+        attempt = run.workers.broadcast(uuid.uuid4().hex)
+        mix = mix_of(config.data, loaded.sizes, per_step)
+        stream = ShuffledStream(loaded.prompts, seed=config.seed, mix=mix)
+        return cls(
+            tokenizer=tokenizer,
+            prompts=loaded.prompts,
+            source=PromptSource(stream, config.rollout.samples_per_prompt),
+            held_out=held_out,
+            reward_function=reward_function,
+            reward_servers=open_remote(config.reward),
+            eval_function=evaluation_function(config.eval, None if episodes else reward_function),
+            sampling=Sampling.of(
+                config.rollout,
+                stop_token_ids=stop,
+                seed=config.seed,
+                samples_per_prompt=config.rollout.samples_per_prompt,
+                adapter=run.name if config.pushes_adapter else None,
+                owner=f"{run.name}/{attempt}",
+                priority=None if config.rollout.has_requests_in_flight else 0,
+                episodes=episodes,
+            ),
+            attempt=attempt,
+        )
+
+    def scorer(self, config: OnlineConfig, services: Services) -> Scorer:
+        """Return the scorer: reward function, reward servers, reward models and reference."""
+        return Scorer.from_config(
+            self.reward_function,
+            tuple(services.rewards.values()),
+            servers=self.reward_servers,
+            reward=config.reward,
+            model=config.model,
+            reference=services.reference,
+            models_apart=services.models_apart,
+        )

@@ -1,0 +1,306 @@
+"""The record of a run: its steps with their metrics, samples, callbacks and rules, and its summary.
+
+Concurrency. A writer thread (`BackgroundWriter`) writes the samples of a step while the main thread
+goes on. `report` waits for it: a step is complete once its metrics line is there, so all its other
+files must be there first.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from ray.train import Checkpoint
+
+from raypo.collectives import Workers
+from raypo.config import CheckpointSection
+from raypo.custom.loader import load_function
+from raypo.learner.state import NonFiniteUpdateError
+from raypo.metrics.clock import Clock, Span
+from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
+from raypo.run.background_writer import BackgroundWriter
+from raypo.run.callbacks import StepView, ask_callbacks
+from raypo.run.rollout_metrics import sample_row, speed_metrics
+from raypo.run.run import Run
+from raypo.run.watched import (
+    Watched,
+    best_in_words,
+    check_measured,
+    of_its_kind,
+    reason_to_stop,
+)
+from raypo.storage.checkpoints import SCORE
+from raypo.storage.rollout_table import merged, rollout_table
+from raypo.storage.summary import installed_versions, summarize
+from raypo.tracking.sinks import Sinks
+from raypo.tracking.trace import write_spans
+from raypo.types import ScoredRollout
+
+Rows = Callable[[], list[dict[str, Any]]]
+"""Function that makes this worker's rows of a file of samples."""
+
+
+class Records:
+    """Counts the steps, and keeps what each of them measured; all workers call every method."""
+
+    def __init__(self, run: Run[Any]) -> None:
+        """Load the callbacks and the watched metrics of the config."""
+        self._run, config = run, run.config
+        self.last_step = 0
+        """The last completed step."""
+        self.best: Watched | None = None
+        """The metric `checkpoint.best_by`. None if it is not set."""
+        self.watched: Watched | None = None
+        """The metric `stop.metric`. None if no stop rule is set."""
+        self.initial: dict[str, float] = {}
+        """Metrics from before the first update; they are reported with the first step."""
+        self.earlier_s = 0.0
+        """Seconds that earlier attempts took, up to the checkpoint that was restored."""
+        self._interrupted = False
+        self._step_started = 0.0
+        self._sinks = Sinks([])
+        self._writer: BackgroundWriter | None = None  # it has a process group, so only if needed
+        self._callbacks = {path: load_function(path, key="callbacks") for path in config.callbacks}
+        # Watched metrics by config key whose names were not yet checked against measured ones.
+        self._unseen: dict[str, str] = {}
+        if config.checkpoint.best_by is not None:
+            self.best = Watched(config.checkpoint.best_by, config.checkpoint.best_mode)
+            self._unseen["checkpoint.best_by"] = config.checkpoint.best_by
+        if config.stop.watches:
+            stop = config.stop
+            self.watched = Watched(stop.metric, stop.mode, stop.min_change)
+            self._unseen["stop.metric"] = stop.metric
+        run.at_end.callback(self._close)
+
+    @property
+    def stopped(self) -> str | None:
+        """Reason for which the rules of `stop` end the run. None means it goes on."""
+        return reason_to_stop(self.watched, self._run.config.stop) if self.watched else None
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that the run took so far, earlier attempts included."""
+        return self.earlier_s + time.monotonic() - self._run.started
+
+    @property
+    def best_step(self) -> dict[str, Any] | None:
+        """The best step for the summary and `best/`. None if there is none yet."""
+        best = self.best
+        if not best or not best.best_step:
+            return None
+        return {"metric": best.metric, "step": best.best_step, "value": best.best}
+
+    def steps(self) -> Iterator[int]:
+        """Yield the remaining steps, counted from 1. Ends early if the driver or a rule stops."""
+        run, first = self._run, self.last_step + 1
+        if run.workers.rank == 0:
+            self._sinks = Sinks.open(
+                run.config.logging,
+                folder=run.files.folder,
+                name=run.name,
+                config=run.config.model_dump(mode="json"),
+                first_step=first,
+            )
+        run.tell.start(first)
+        self._interrupted = run.workers.broadcast(run.tell.stop_requested())
+        for step in range(first, run.config.num_steps + 1):
+            if self._interrupted or self.stopped:  # its state was saved: `end_step` said so
+                return
+            self._step_started = time.perf_counter()
+            yield step
+
+    def note_initial(self, metrics: dict[str, float]) -> None:
+        """Keep the metrics of the initial evaluation, to report them as `eval/initial_*`."""
+        self.initial = {
+            name.replace("eval/", "eval/initial_"): value for name, value in metrics.items()
+        }
+        self._check_watched(metrics)
+        if self.watched:
+            self.watched = self.watched.seen(0, metrics)
+
+    def write_samples(self, step: int, rows: Rows, *, held_out: bool = False) -> None:
+        """Write all workers' rows to the step's file of samples, in the background."""
+        if self._writer is None:
+            self._writer = BackgroundWriter(self._run.workers.beside())
+        self._writer.submit(partial(self._write_samples, step, rows, held_out=held_out))
+
+    @contextmanager
+    def keeping(self, step: int, samples: Sequence[ScoredRollout]) -> Iterator[None]:
+        """Write the samples with their scores if an update in this context is not finite."""
+        try:
+            yield
+        except NonFiniteUpdateError:
+            self._write_samples(step, partial(list, map(sample_row, samples)), self._run.workers)
+            raise
+
+    def end_step(
+        self, step: int, metrics: dict[str, float], samples: Sequence[ScoredRollout] = ()
+    ) -> bool:
+        """Call the callbacks, and check the rules of `stop` and `checkpoint`.
+
+        Args:
+            step: The step that has ended.
+            metrics: Metrics of the step. Those of callbacks are added in place.
+            samples: This worker's samples of the step, for callbacks.
+
+        Returns:
+            True if a checkpoint is due: by its interval, because `checkpoint.best_by` has improved,
+            or because the run stops.
+        """
+        run = self._run
+        if self._callbacks:
+            shares = run.workers.gather_first(list(samples))
+            added: dict[str, float] = {}
+            if run.workers.rank == 0:
+                rollouts = [each for share in shares for each in share]
+                added = ask_callbacks(self._callbacks, StepView(step, dict(metrics), rollouts))
+            metrics |= run.workers.broadcast(added)
+        self._check_watched(metrics)
+        self.last_step = step
+        self.best, self.watched, self._interrupted = run.workers.broadcast(
+            (
+                self.best and self.best.seen(step, metrics),
+                self.watched and self.watched.seen(step, metrics),
+                run.tell.stop_requested(),
+            )
+        )
+        if self.stopped:
+            run.tell.message(f"step {step}: {self.stopped}; the run is done")
+        is_best = self.best is not None and self.best.best_step == step
+        is_due = run.config.checkpoint.is_due(step, last_step=run.config.num_steps)
+        return is_due or is_best or self._interrupted or self.stopped is not None
+
+    def report(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        clock: Clock,
+        checkpoint: Checkpoint | None,
+        *,
+        spans: Sequence[Span] = (),
+        rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda metrics: {},
+        to_ray: bool = True,
+    ) -> None:
+        """Report the step to Ray Train, the run's files and the console.
+
+        Args:
+            step: The step that has ended.
+            metrics: Its metrics.
+            clock: Times of its parts.
+            checkpoint: Its checkpoint. None if it has none.
+            spans: Time spans of background work.
+            rates: Function that derives more metrics from the others. Only rank 0 calls it.
+            to_ray: Whether to report to Ray Train, which blocks until its controller has polled
+                the previous report. A step with a checkpoint is always reported there.
+        """
+        run = self._run
+        metrics = self.initial | metrics
+        self.initial = {}
+        if self._writer:
+            self._writer.wait()
+        run.files.sync()  # a reported checkpoint counts, so its rollouts must be stored first
+        if to_ray or checkpoint is not None:
+            ray.train.report(
+                report_for_ray(step, metrics | clock.laps, run.config.checkpoint),
+                checkpoint=checkpoint,
+                checkpoint_upload_fn=_move_into_place if run.files.is_local else None,
+            )
+        if checkpoint is not None:
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
+        clock.lap("time/report_s")
+        write_spans(run.files, run.workers.rank, step, clock.spans, spans)
+        if run.workers.rank > 0:
+            return
+        metrics |= clock.laps
+        metrics |= speed_metrics(metrics, time.perf_counter() - self._step_started)
+        metrics |= rates(metrics)
+        run.files.append_metrics(step, metrics)
+        self._sinks.write(step, metrics)
+        run.files.sync()
+        run.tell.step({"step": step, **metrics})
+
+    def finish(self) -> dict[str, Any]:
+        """Write the summary, and return the run's status and last step."""
+        run = self._run
+        if self._writer:  # of held-out samples before a first step that never came, say
+            self._writer.wait()
+        is_done = self.last_step == run.config.num_steps or self.stopped
+        status = "finished" if is_done else "interrupted"
+        own: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}
+        if self.best and (best := self.best_step):
+            own["best"] = best
+            run.tell.message(best_in_words(self.best, run.files.metrics()))
+        if run.workers.rank == 0:
+            run.files.write_summary(
+                summarize(
+                    run.files.metrics(),
+                    status=status,
+                    recipe=run.config.recipe,
+                    wall_s=self.wall_s,
+                    versions=installed_versions(),
+                )
+                | own
+            )
+            run.files.sync()
+        return {"status": status, "step": self.last_step}
+
+    def _close(self) -> None:
+        if self._writer:
+            self._writer.close()
+        self._sinks.close()
+
+    def _check_watched(self, metrics: dict[str, float]) -> None:
+        """Warn, or raise for a held-out metric, if a watched metric is not among those measured."""
+        for key, metric in list(self._unseen.items()):
+            if there := of_its_kind(metric, metrics):
+                del self._unseen[key]
+                if text := check_measured(key, metric, there):
+                    self._run.tell.message(f"warning: {text}")
+
+    def _write_samples(
+        self, step: int, rows: Rows, workers: Workers, *, held_out: bool = False
+    ) -> None:
+        """Write all workers' rows; `workers` has the process group of the calling thread."""
+        shares = workers.gather_first(rollout_table(rows()))
+        if workers.rank == 0:
+            self._run.files.write_rollouts(step, merged(shares), held_out=held_out)
+
+
+def report_for_ray(
+    step: int, metrics: Mapping[str, float], section: CheckpointSection
+) -> dict[str, float]:
+    """Return a step's metrics for Ray Train, with the score that ranks checkpoints.
+
+    The score is the metric of `checkpoint.best_by`, or its negative, so that higher is better.
+    """
+    told = {"step": step, **metrics}
+    # A step that did not measure the metric gets the lowest score. Left to itself, Ray 2.60 ranks
+    # such a checkpoint as the best under the order `min` and deletes the real best; and it writes
+    # NaN as null, so that each later resume fails with a TypeError.
+    if section.best_by is not None:
+        value = metrics.get(section.best_by, math.nan) * (1 if section.best_mode == "max" else -1)
+        told[SCORE] = value if math.isfinite(value) else -sys.float_info.max
+    return told
+
+
+def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """Move a staged checkpoint into place by renaming, instead of Ray Train's copy.
+
+    The files were staged on the run's storage itself.
+    """
+    storage: Any = ray.train.get_context().get_storage()
+    check_shared(storage)
+    target = Path(checkpoint_folder(storage, name))
+    for path in [path for path in Path(checkpoint.path).rglob("*") if path.is_file()]:
+        final = target / path.relative_to(checkpoint.path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, final)
+    return Checkpoint(path=str(target), filesystem=kept_runs(storage)[0])

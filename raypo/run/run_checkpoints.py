@@ -1,0 +1,201 @@
+"""Checkpoints of a run: restored at the start, saved with the trained models beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray.train
+from ray.train import Checkpoint
+
+from raypo.collectives import Workers
+from raypo.run.records import Records
+from raypo.run.run import Run
+from raypo.storage.checkpoints import BEST_STEP, STATE, damage_named, find_checkpoint
+from raypo.storage.folder import link_tree
+from raypo.tracking.logs import log_to_file
+from raypo.types import ScoredRollout
+
+ModelWriters = Mapping[str, Callable[[Path], None]]
+"""Function that writes a model to a folder, by the name of the folder in the run's folder. All
+workers that train the model call it; their rank 0 writes."""
+
+
+class Saveable(Protocol):
+    """A learner that can be saved to a checkpoint and restored."""
+
+    def save(self, directory: Path) -> None:
+        """Write this worker's part of the state that the next update depends on."""
+        ...
+
+    def restore(self, directory: Path) -> None:
+        """Read what `save` wrote."""
+        ...
+
+
+class SavedRollouts(Protocol):
+    """A source of rollouts whose position is a part of the state (`PromptSource`)."""
+
+    def position(self) -> dict[str, Any]:
+        """Return the position in the prompts."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any], workers: Workers) -> None:
+        """Restore the position from a checkpoint's state."""
+        ...
+
+    def save(self, directory: Path, workers: Workers) -> None:
+        """Write the rollouts that were sampled ahead."""
+        ...
+
+    def restore(self, directory: Path, workers: Workers) -> None:
+        """Read what `save` wrote. Called only for this run's own checkpoints."""
+        ...
+
+
+@dataclass
+class Checkpoints:
+    """Saves and restores a run; all workers call every method."""
+
+    run: Run[Any]
+    records: Records
+    model_workers: Workers
+    """The workers that train the same models as this one."""
+    models: ModelWriters
+    """Functions that write the models that this worker trains."""
+    before_saving: Callable[[], None] = lambda: None
+    """Brings the learner's whole state back to its devices."""
+    _models: set[str] = field(default_factory=set)
+    """Names of the model folders that were written into the run's folder."""
+
+    def restore(self, learner: Saveable, rollouts: SavedRollouts | None = None) -> dict[str, Any]:
+        """Restore the run's last checkpoint, else one of another run, else start with clean files.
+
+        The other run's is `from_checkpoint`, or another trial's in population-based training.
+
+        Returns:
+            The recipe's state, as given to `save_when_due`. Empty without a checkpoint.
+        """
+        run, state = self.run, dict[str, Any]()
+        # Once more, because DeepSpeed and transformers have added their own loggers since.
+        log_to_file(run.log_path, on_print=run.tell.message)
+        own = ray.train.get_checkpoint()
+        others = run.runtime.resume_from
+        if own is None and others is None and run.config.from_checkpoint is not None:
+            others = find_checkpoint(run.config.from_checkpoint)
+            run.tell.message(f"beginning with the state in {others}")
+        checkpoint = own or (Checkpoint(others) if others else None)
+        if checkpoint is not None:
+            with checkpoint.as_directory() as folder:
+                directory = Path(folder)
+                with damage_named(directory, run.files):
+                    learner.restore(directory)
+                    state = json.loads((directory / STATE).read_text())
+                if rollouts is not None:
+                    rollouts.load_state_dict(state, run.workers)
+                    if own is not None:
+                        rollouts.restore(directory, run.workers)
+                self._restore_records(state, is_own=own is not None)
+        elif run.workers.rank == 0:
+            run.files.truncate(after_step=0)
+        if run.workers.rank == 0:
+            run.files.clear_stages()
+        return state
+
+    def save_when_due(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        learner: Saveable,
+        *,
+        state: Mapping[str, Any],
+        rollouts: SavedRollouts | None = None,
+        samples: Sequence[ScoredRollout] = (),
+    ) -> Checkpoint | None:
+        """End the step, and save a checkpoint and the models if one is due (`Records.end_step`).
+
+        The best models so far are linked into `best/`.
+
+        Args:
+            step: The step that has ended.
+            metrics: Its metrics. Those of callbacks are added in place.
+            learner: The learner.
+            state: The recipe's further state, as plain JSON values.
+            rollouts: Source of the rollouts, which has a position in the prompts.
+            samples: This worker's samples of the step, for callbacks.
+
+        Returns:
+            The checkpoint. None if none is due.
+        """
+        run, records = self.run, self.records
+        if not records.end_step(step, metrics, samples):
+            return None
+        self.before_saving()
+        directory = run.files.new_stage()
+        learner.save(directory)
+        position = {}
+        if rollouts is not None:
+            rollouts.save(directory, run.workers)
+            position = {"stream": rollouts.position()}
+        if run.workers.rank == 0:
+            of_run = {
+                "step": step,
+                "metrics": records.initial | metrics,
+                "wall_s": records.wall_s,
+                "best": records.best and records.best.state_dict(),
+                "watched": records.watched and records.watched.state_dict(),
+            }
+            (directory / STATE).write_text(json.dumps(of_run | position | dict(state)))
+        for name, write in self.models.items():
+            self._replace_folder(run.files.folder / name, write, self.model_workers)
+        if records.best is not None and records.best.best_step == step:
+            self._link_best()
+        return Checkpoint.from_directory(str(directory))
+
+    def _restore_records(self, state: Mapping[str, Any], *, is_own: bool) -> None:
+        run, records = self.run, self.records
+        records.last_step = step = state["step"]
+        if is_own:
+            records.best = records.best and records.best.restored(state.get("best"))
+            records.watched = records.watched and records.watched.restored(state.get("watched"))
+        if is_own or run.runtime.resume_from is not None:
+            records.earlier_s = state["wall_s"]
+        if run.workers.rank == 0:
+            # Keep the line of an own last step; one of another run's checkpoint is written below.
+            run.files.truncate(after_step=step if is_own else step - 1)
+            done = [row["step"] for row in run.files.metrics()]
+            if step not in done:  # also if killed between the checkpoint and its line
+                run.files.append_metrics(step, state["metrics"])
+
+    def _link_best(self) -> None:
+        """Link the models that were just saved, the best so far, into `best/`."""
+        run, best = self.run, self.run.files.best_dir
+        # Workers may write different models (policy and critic). The gather also waits for them.
+        models = set[str]().union(*run.workers.gather(self._models))
+
+        def write(folder: Path) -> None:
+            if run.workers.rank > 0:
+                return
+            for name in models - {best.name}:
+                link_tree(run.files.folder / name, folder / name)
+            (folder / BEST_STEP).write_text(json.dumps(self.records.best_step))
+
+        self._replace_folder(best, write, run.workers)
+
+    def _replace_folder(self, final: Path, write: Callable[[Path], None], workers: Workers) -> None:
+        """Replace a model's folder. At all times but between two renames a complete one exists."""
+        self._models.add(final.name)
+        new, old = (final.with_name(f"{final.name}.{word}") for word in ("new", "old"))
+        if workers.rank == 0:
+            for left_over in (new, old):
+                shutil.rmtree(left_over, ignore_errors=True)
+        write(new)
+        if workers.rank == 0:
+            if final.exists():
+                final.rename(old)
+            new.rename(final)
+            shutil.rmtree(old, ignore_errors=True)

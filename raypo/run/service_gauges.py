@@ -1,0 +1,97 @@
+"""Metrics of the engines' load in a step, and of the peak memory of all processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raypo.cluster.actors import DeploymentError, survivors
+from raypo.config import OnlineConfig
+from raypo.metrics.process_memory import peak_memory
+from raypo.pending import Pending
+from raypo.run.run import Run
+from raypo.run.services import Services
+from raypo.serving.requests import Load, Stretch
+from raypo.tracking.trace import note_call
+
+
+@dataclass
+class EnginesLoad:
+    """Turns the engines' load reports into metrics of the time between two calls of `metrics`."""
+
+    _looked_at: float | None = None
+    _busy_s: float = 0.0
+    _preemptions: int = 0
+
+    def metrics(self, stretches: Mapping[str, tuple[Load, Stretch]]) -> dict[str, float]:
+        """Return `perf/engine_*` since the last call: requests, KV cache use and idle seconds.
+
+        Args:
+            stretches: Load and statistics of each engine that answers, by name.
+        """
+        now = time.monotonic()
+        loads = [load for load, _ in stretches.values()]
+        told = [stretch for _, stretch in stretches.values()]
+        busy_s = sum(each.busy_s for each in loads)
+        preemptions = sum(each.preemptions for each in loads)
+        metrics = {
+            "perf/engine_queued": sum((each.queued_mean for each in told), 0.0),
+            "perf/engine_queued_max": max((each.queued_max for each in told), default=0.0),
+            "perf/engine_running": sum((each.running_mean for each in told), 0.0),
+            "perf/engine_running_max": max((each.running_max for each in told), default=0.0),
+            "perf/engine_kv_cache": max((each.kv_cache_mean for each in told), default=0.0),
+            "perf/engine_kv_cache_max": max((each.kv_cache_max for each in told), default=0.0),
+            "perf/engine_preemptions": float(max(0, preemptions - self._preemptions)),
+        }
+        # A restarted engine counts from 0, so a difference can be negative; it is reported as 0.
+        if self._looked_at is not None and loads:
+            worked_s = max(0.0, busy_s - self._busy_s) / len(loads)
+            metrics["perf/engine_idle_s"] = max(0.0, now - self._looked_at - worked_s)
+        self._looked_at, self._busy_s, self._preemptions = now, busy_s, preemptions
+        return metrics
+
+
+class ServiceGauges:
+    """Reads the load and the memory of the run's services; rank 0 queries them for all workers."""
+
+    def __init__(self, run: Run[OnlineConfig], services: Services) -> None:
+        """Read nothing yet."""
+        self._run, self._services = run, services
+        self._engines_load = EnginesLoad()
+        self._memory: Mapping[str, Sequence[Pending[dict[str, float]]]] = {}
+
+    def load(self) -> dict[str, float]:
+        """Return `perf/engine_*` since the last call; note engines' idle times in the trace."""
+        # The load of a pool is not this run's alone.
+        if self._run.workers.rank > 0 or self._services.in_pool:
+            return {}
+        up, stretches = self._services.engine.pinned(), {}
+        for name, answer in zip(up.names, up.stretch(), strict=True):
+            for load, stretch in survivors([answer]):
+                stretches[name] = load, stretch
+                for begin, end in stretch.idle:
+                    note_call(name, "idle", begin, end)
+        return self._engines_load.metrics(stretches)
+
+    def memory(self) -> dict[str, float]:
+        """Return peak memory, such as `perf/memory_<role>_gb`, of each role's largest process.
+
+        All workers call it, after a push; the peak of a step's own evaluation counts in the next
+        step.
+        """
+        run = self._run
+        by_role = {"learner": run.workers.gather(peak_memory())}
+        if run.workers.rank == 0:
+            asked = self._services.ask_peak_memory()
+            if run.config.rollout.has_requests_in_flight:
+                # The replicas are sampling: read the answers that the last push requested.
+                asked, self._memory = self._memory, asked
+            # A broken replica is reported by the code that needs it, not by this metric.
+            by_role |= {k: survivors(v, passing_over=DeploymentError) for k, v in asked.items()}
+            by_role["driver"] = run.tell.driver_memory()
+        return {
+            f"perf/{kind}_{role}_gb": max(each[kind] for each in peaks if kind in each)
+            for role, peaks in by_role.items()
+            for kind in sorted({kind for each in peaks for kind in each})
+        }
