@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP endpoints of the policies: chat completions, completions, models."""
+"""OpenAI-compatible HTTP endpoint of the policy: chat completions, completions, models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -15,63 +15,56 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from raypo.endpoint.protocol import (
-    Answered,
+    Answering,
     ChatRequest,
     CompletionRequest,
     RequestError,
-    Wanted,
     answer_of,
     read,
 )
 
-T = TypeVar("T")
+NAME = "policy"
+"""Name of the model."""
 
 
-class Session(Protocol):
-    """A policy, selected by an API key."""
-
-    name: str
-    """Model name in `GET /v1/models`."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum number of prompt and response tokens together."""
-        ...
-
-    async def answer(self, wanted: Wanted) -> tuple[list[list[int]], list[Answered]]:
-        """Return the ids of a request's prompts, and `n` responses to each, in order.
-
-        If the caller is cancelled, the request is aborted.
-        """
-        ...
-
-
-def app_of(session_of: Callable[[Request], Session | None]) -> Starlette:
+def app_of(episode: Callable[[str], Answering | None], max_model_len: int) -> Starlette:
     """Return the application: POST /v1/chat/completions and /v1/completions, GET /v1/models.
 
     Args:
-        session_of: Returns the session for the API key of a request, or None for a wrong key.
+        episode: Returns the function that answers for an API key, or None for a wrong key.
+        max_model_len: Maximum number of prompt and response tokens together.
     """
 
-    def guarded(handle: Callable[[Request, Session], Awaitable[Response]]) -> Any:
-        async def checked(request: Request) -> Response:
-            if (session := session_of(request)) is None:
-                return _refused(request, RequestError("the API key is missing or wrong", 401))
-            return await handle(request, session)
+    def answering_of(request: Request) -> Answering:
+        answering = episode(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        if answering is None:
+            raise RequestError("the API key is missing or wrong", 401)
+        return answering
 
-        return checked
+    async def models(request: Request) -> Response:
+        answering_of(request)
+        card = {"id": NAME, "object": "model", "created": 0, "owned_by": "raypo"}
+        return JSONResponse({"object": "list", "data": [card | {"max_model_len": max_model_len}]})
 
-    def answering(kind: type[ChatRequest] | type[CompletionRequest]) -> Any:
-        async def answered(request: Request, session: Session) -> Response:
-            return await _answer(request, session, read(kind, await request.body()))
+    def endpoint_of(kind: type[ChatRequest] | type[CompletionRequest]) -> Any:
+        async def endpoint(request: Request) -> Response:
+            answering = answering_of(request)
+            wanted = read(kind, await request.body())
+            prompts_ids, answered = await _unless_gone(request, answering(wanted))
+            head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": NAME}
+            answer = head | answer_of(wanted, prompts_ids, answered)
+            if not wanted.stream:
+                return JSONResponse(answer)
+            events = _events(answer, with_usage=wanted.wants_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
 
-        return guarded(answered)
+        return endpoint
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", answering(ChatRequest), methods=["POST"]),
-            Route("/v1/completions", answering(CompletionRequest), methods=["POST"]),
-            Route("/v1/models", guarded(_models)),
+            Route("/v1/chat/completions", endpoint_of(ChatRequest), methods=["POST"]),
+            Route("/v1/completions", endpoint_of(CompletionRequest), methods=["POST"]),
+            Route("/v1/models", models),
         ],
         exception_handlers={ValueError: _refused, RuntimeError: _refused},
     )
@@ -86,22 +79,6 @@ def _refused(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": body}, status_code=error.status)
 
 
-async def _models(_: Request, session: Session) -> Response:
-    card = {"id": session.name, "object": "model", "created": 0, "owned_by": "raypo"}
-    card["max_model_len"] = session.max_model_len
-    return JSONResponse({"object": "list", "data": [card]})
-
-
-async def _answer(request: Request, session: Session, wanted: Wanted) -> Response:
-    prompts_ids, answered = await _unless_gone(request, session.answer(wanted))
-    answer = {"id": secrets.token_hex(12), "created": int(time.time()), "model": session.name}
-    answer |= answer_of(wanted, prompts_ids, answered)
-    if not wanted.stream:
-        return JSONResponse(answer)
-    events = _events(answer, with_usage=wanted.wants_usage)
-    return StreamingResponse(events, media_type="text/event-stream")
-
-
 def _events(answer: dict[str, Any], *, with_usage: bool) -> Iterator[str]:
     """Yield an answer as server-sent events, one per response, since responses arrive whole."""
     choices, usage = answer.pop("choices"), answer.pop("usage")
@@ -111,30 +88,27 @@ def _events(answer: dict[str, Any], *, with_usage: bool) -> Iterator[str]:
             choice["delta"] = choice.pop("message")
             for number, call in enumerate(choice["delta"].get("tool_calls", ())):
                 call["index"] = number
-        yield _event(answer | {"choices": [choice]})
-    if with_usage:
-        yield _event(answer | {"choices": [], "usage": usage})
+    bodies = [{"choices": [choice]} for choice in choices]
+    for body in bodies + [{"choices": [], "usage": usage}] * with_usage:
+        yield f"data: {json.dumps(answer | body)}\n\n"
     yield "data: [DONE]\n\n"
 
 
-def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body)}\n\n"
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Answer]) -> Answer:
     """Await some work, and cancel it if the client disconnects."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(request))
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(gone())
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise RequestError("the client has gone", 499)
+        if working.cancelled():
+            raise RequestError("the episode is over", 401)
         return working.result()
     finally:
-        for task in (working, gone):
-            task.cancel()
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        working.cancel()
+        leaving.cancel()

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from raypo.data.chat_messages import MessageError, chat_messages
-from raypo.tools.calls import ToolCall
+from raypo.data.stop_tokens import without_end
+from raypo.serving.requests import Completion
+from raypo.tools.calls import ToolCall, ToolError, Tools, split_tool_calls
 
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Stop = str | Annotated[list[str], Field(max_length=16)] | None
@@ -141,36 +144,54 @@ def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Want
         raise RequestError(f"{wrong}. See docs/environments.md for what is served.") from None
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Normalise messages for chat templates: contents become text, arguments objects.
-
-    Raises:
-        RequestError: a message has no role, or a content that is not text.
-    """
-    try:
-        return chat_messages(messages)
-    except MessageError as error:
-        raise RequestError(f"{error}.") from None
-
-
 @dataclass(frozen=True)
 class Answered:
     """A response to be returned to the client."""
 
     text: str
     """Text of the response, as the client sees it."""
-    token_ids: list[int]
-    log_probs: list[float]
+    completion: Completion
     tokens: list[str]
     """Text of each token by itself; filled if log-probs are requested."""
     tool_calls: list[ToolCall]
-    finish_reason: str
+
+
+Answer = tuple[list[list[int]], list[Answered]]
+"""The ids of a request's prompts, and `n` responses to each, in order."""
+Answering = Callable[[Wanted], Coroutine[Any, Any, Answer]]
+"""Function that answers the requests of one episode. Cancelling it aborts the request."""
+
+
+def text_and_calls(
+    tokenizer: Any,
+    token_ids: Sequence[int] | np.ndarray,
+    *,
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    tools: Tools | None = None,
+) -> tuple[str, list[ToolCall]]:
+    """Return a response's text without its tool calls, and the calls; a malformed call stays text.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        token_ids: Token ids of the response.
+        stop: Stop strings; the text ends before them.
+        stop_token_ids: Stop tokens; not part of the text either.
+        tools: Tools that may be called. If set, the text keeps special tokens, because the marks
+            of a call are special tokens for some models. None means no tool calls.
+    """
+    kept = without_end(np.asarray(token_ids, np.int64), stop_token_ids)
+    text = tokenizer.decode(kept.tolist(), skip_special_tokens=tools is None)
+    text = text[: min((text.find(each) for each in stop if each in text), default=len(text))]
+    if tools is not None:
+        with suppress(ToolError):
+            said, calls = split_tool_calls(text, tools)
+            return (said, calls) if calls else (text, [])
+    return text, []
 
 
 def answer_of(
-    request: Wanted,
-    prompts_ids: Sequence[list[int]],
-    answered: Sequence[Answered],
+    request: Wanted, prompts_ids: Sequence[list[int]], answered: Sequence[Answered]
 ) -> dict[str, Any]:
     """Return the body of an answer, without its id and the model's name.
 
@@ -179,49 +200,49 @@ def answer_of(
         prompts_ids: Token ids of each prompt.
         answered: All responses; the `n` responses to a prompt are consecutive.
     """
-    is_chat = isinstance(request, ChatRequest)
-    choices = []
+    is_chat, choices = isinstance(request, ChatRequest), []
     for index, each in enumerate(answered):
-        called = each.tool_calls and each.finish_reason == "stop"
+        reason = each.completion.finish_reason
         choice: dict[str, Any] = {
             "index": index,
-            "finish_reason": "tool_calls" if called else each.finish_reason,
+            "finish_reason": "tool_calls" if each.tool_calls and reason == "stop" else reason,
             "logprobs": _log_probs(each, is_chat) if request.wants_log_probs else None,
         } | ({"message": _message(each)} if is_chat else {"text": each.text})
         if request.return_token_ids:
-            choice["token_ids"] = each.token_ids
+            choice["token_ids"] = each.completion.token_ids.tolist()
             if not is_chat:
                 choice["prompt_token_ids"] = prompts_ids[index // request.n]
         choices.append(choice)
     body = {"object": "chat.completion" if is_chat else "text_completion", "choices": choices}
     if request.return_token_ids and is_chat:
         body["prompt_token_ids"] = prompts_ids[0]
-    given, sampled = sum(map(len, prompts_ids)), sum(len(each.token_ids) for each in answered)
+    given = sum(map(len, prompts_ids))
+    sampled = sum(len(each.completion.token_ids) for each in answered)
     usage = {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}
     return body | {"usage": usage}
 
 
-def _message(said: Answered) -> dict[str, Any]:
-    if not said.tool_calls:
-        return {"role": "assistant", "content": said.text}
+def _message(answered: Answered) -> dict[str, Any]:
+    if not answered.tool_calls:
+        return {"role": "assistant", "content": answered.text}
     calls = [
         {
             "id": f"call_{secrets.token_hex(12)}",
             "type": "function",
             "function": {"name": each.name, "arguments": json.dumps(dict(each.arguments))},
         }
-        for each in said.tool_calls
+        for each in answered.tool_calls
     ]
-    return {"role": "assistant", "content": said.text or None, "tool_calls": calls}
+    return {"role": "assistant", "content": answered.text or None, "tool_calls": calls}
 
 
-def _log_probs(said: Answered, is_chat: bool) -> dict[str, Any]:
+def _log_probs(answered: Answered, is_chat: bool) -> dict[str, Any]:
+    tokens, log_probs = answered.tokens, answered.completion.log_probs.tolist()
     if not is_chat:
-        return {"tokens": said.tokens, "token_logprobs": said.log_probs}
-    at = zip(said.tokens, said.log_probs, strict=True)
+        return {"tokens": tokens, "token_logprobs": log_probs}
     return {
         "content": [
             {"token": token, "logprob": each, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, each in at
+            for token, each in zip(tokens, log_probs, strict=True)
         ]
     }

@@ -62,13 +62,10 @@ class EnvironmentPool:
             context=fork_context(__name__),
         )
 
-    async def call(self, it: Pickled, method: str, *arguments: Any) -> Any:
+    async def call(self, environment: Pickled, method: str, *arguments: Any) -> Any:
         """Call a method of an environment in a process, and return its result.
 
-        Args:
-            it: The environment. It is updated to the state after the call.
-            method: Name of the method.
-            arguments: Arguments of the method.
+        The environment is updated to the state after the call.
 
         Raises:
             TimeoutError: the call took too long, and its process was ended.
@@ -76,10 +73,10 @@ class EnvironmentPool:
             Exception: the method raised; this error has the name and text of the original one.
         """
         scheduled = self._pool.schedule(
-            _call, args=(it.state, method, *arguments), timeout=self._timeout_s
+            _call, args=(environment.state, method, *arguments), timeout=self._timeout_s
         )
         try:
-            it.state, answer, raised, uses = await asyncio.wrap_future(scheduled)
+            environment.state, answer, raised, uses = await asyncio.wrap_future(scheduled)
         except TimeoutError:
             raise too_slow(method, self._timeout_s) from None
         except ProcessExpired as expired:
@@ -91,7 +88,7 @@ class EnvironmentPool:
         if raised is not None:
             name, text = raised
             raise type(name, (Exception,), {})(text)
-        returned, it.metrics = pickle.loads(answer)
+        returned, environment.metrics = pickle.loads(answer)
         return returned
 
     def close(self) -> None:
@@ -122,11 +119,11 @@ def _call(
     try:
         environment = _make() if state is None else pickle.loads(state)
         answer = getattr(environment, method)(*arguments)
-        if inspect.isawaitable(answer):
-            answer = asyncio.run(_awaited(answer))
-        told = answer, getattr(environment, "metrics", None)
+        if inspect.iscoroutine(answer):
+            answer = asyncio.run(answer)
+        returned = answer, getattr(environment, "metrics", None)
         afterwards = _pickled(environment, "an environment")
-        return afterwards, _pickled(told, "what it returns"), None, uses
+        return afterwards, _pickled(returned, "what it returns"), None, uses
     except BaseException as error:
         # The environment will still be closed: send its state, or the old one if pickling fails.
         if environment is not None:
@@ -135,15 +132,11 @@ def _call(
         return state, b"", (type(error).__name__, text_of(error)), uses
 
 
-def _pickled(it: Any, what: str) -> bytes:
+def _pickled(value: Any, what: str) -> bytes:
     try:
-        return cloudpickle.dumps(it)
+        return cloudpickle.dumps(value)
     except Exception as error:
         raise TypeError(
             f"with rollout.environment_processes {what} is pickled, and this cannot be: {error}. "
             f"Open in each step what cannot be, or set rollout.environment_processes to 0."
         ) from error
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer

@@ -1,15 +1,19 @@
-"""Step 4 for episodes of several turns: many episodes run concurrently and share the engines.
+"""Step 4 for episodes of several turns: one coroutine for each episode, which share the engines.
 
-Concurrency. A worker has one event loop in a thread of its own (`EventLoop`). All episodes of all
-batches run there as tasks. The thread that calls `Episodes.play` blocks until its batch is done;
-this is the main thread, or a background thread if rollouts are collected ahead. Plain methods of
-environments and agents run in further threads, or in the processes of an `EnvironmentPool`.
-Agents may also send requests to the thread of an HTTP server (`Sessions`).
+    caller's thread           event loop (a daemon thread)                      engines
+    ---------------           ----------------------------                      -------
+    Episodes.play  --waits->  batch:    until all its episodes are over
+    (one for each             episode:  reset, then turn by turn
+     batch; several                       session.generate  --waits->  TurnSampler --waits-> vLLM
+     at a time with                       environment.step  --waits->  a thread, or a process of
+     mode async)                                                       the EnvironmentPool
+                              agent:    one call of `run`, a coroutine or a thread
+                                          policy.generate, or requests to the AgentEndpoint,
+                                          whose thread waits for the same session
 
-A task that needs a turn of the policy awaits a future in the batch's `_Table`. With
-`rollout.turns: in_step` the table waits until every episode awaits one, and samples all turns as
-one batch in a thread; otherwise it sends each request at once. Only the event loop touches the
-table, so it needs no lock.
+A worker has one event loop, one endpoint and one pool for all batches. Nothing but the user's own
+code can block the loop; `EventLoop` then ends the run with the line that blocks. With
+`rollout.turns: in_step` the sampler makes each turn wait for those of all other episodes.
 """
 
 from __future__ import annotations
@@ -18,10 +22,8 @@ import asyncio
 import math
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import numpy as np
 
@@ -29,40 +31,77 @@ from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import as_tensor
 from raypo.config import OnlineConfig, RolloutSection
 from raypo.custom.errors import text_of
-from raypo.data.stop_tokens import without_end
 from raypo.data.stream import Draw
-from raypo.data.turns import TurnTokens
+from raypo.data.turns import TurnTokens, is_ids
+from raypo.endpoint.agent_endpoint import AgentEndpoint
 from raypo.models.loading import vocabulary_size
-from raypo.rollout.collect import PushAgain, Sampling, request_of
-from raypo.rollout.event_loop import EventLoop, tasks_of
-from raypo.rollout.players import Agents, Environments, Player
-from raypo.rollout.policy import EpisodeLimit, Policy, Recorded
+from raypo.rollout.agent_requests import answer
+from raypo.rollout.collect import PushAgain, Sampling
+from raypo.rollout.event_loop import EventLoop
+from raypo.rollout.policy import EpisodeLimit, is_limit
+from raypo.rollout.session import EpisodeSettings, Session
+from raypo.rollout.turn_sampler import PolicyCalls, TurnSampler
+from raypo.rollout.user_code import UserClass, UserObject, WrongAnswer, is_finite
 from raypo.serving.client import Engines
-from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calls import heard
 from raypo.types import Episode, Rollout
 
 T = TypeVar("T")
 
 
-@dataclass(eq=False)
+def open_episodes(
+    config: OnlineConfig, policy: str, tokenizer: Any, stop_token_ids: Sequence[int]
+) -> Episodes | None:
+    """Return the episodes of a config. None if each prompt gets a single response.
+
+    Args:
+        config: The run's config.
+        policy: Folder or hub id of the policy.
+        tokenizer: The policy's tokenizer.
+        stop_token_ids: Tokens that end a turn.
+    """
+    if not config.rollout.is_episodic:
+        return None
+    return Episodes(
+        config.rollout,
+        tokenizer,
+        stop_token_ids,
+        max_tokens=config.max_model_len,
+        vocabulary_size=vocabulary_size(policy),
+    )
+
+
 class Episodes:
     """Runs an episode for each sample; `sample` uses it instead of sampling one response each."""
 
-    player: Player
-    tokenizer: Any
-    tokens: TurnTokens
-    section: RolloutSection
-    max_tokens: int
-    """Longest conversation, prompt and response together, in tokens."""
-    vocabulary_size: int
-    """Vocabulary size of the policy."""
-    _loop: EventLoop = field(init=False)
-    """Event loop of all episodes, of every batch."""
-    _waited_s: float = 0.0
+    def __init__(
+        self,
+        section: RolloutSection,
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        vocabulary_size: int,
+    ) -> None:
+        """Load the user's class, and start the event loop.
 
-    def __post_init__(self) -> None:
-        self._loop = EventLoop(self.section.step_timeout_s)
+        Args:
+            section: The section `rollout` of the config.
+            tokenizer: The policy's tokenizer.
+            stop_token_ids: Tokens that end a turn.
+            max_tokens: Longest conversation, prompt and response together, in tokens.
+            vocabulary_size: Vocabulary size of the policy.
+
+        Raises:
+            ConfigError: the class is missing, or is no environment or agent.
+        """
+        self._section, self._class = section, UserClass(section)
+        self._settings = EpisodeSettings(
+            section, tokenizer, TurnTokens(tokenizer, stop_token_ids), max_tokens, vocabulary_size
+        )
+        self._endpoint = AgentEndpoint(section.endpoint_host, max_tokens)
+        self._loop = EventLoop(section.step_timeout_s)
+        self._waited_s = 0.0
 
     def waited_s(self) -> float:
         """Return the seconds that training batches waited for environments since the last call."""
@@ -70,8 +109,9 @@ class Episodes:
         return waited
 
     def close(self) -> None:
-        """End the player's processes, and the event loop with all its tasks."""
-        self.player.close()
+        """End the user's processes, the endpoint, and the event loop with all its tasks."""
+        self._class.close()
+        self._endpoint.close()
         self._loop.close()
 
     def play(
@@ -99,313 +139,132 @@ class Episodes:
             NoReplicaLeft: no engine is left, also after another push.
             LoopStandsStill: user code blocked the event loop for too long.
         """
-        table, loop = _Table(engine, in_step=self.section.goes_in_step), self._loop
-        seats = [
-            _Slot(self, draw, number, sampling, table)
-            for draw in draws
-            for number in range(sampling.samples_per_prompt)
-        ]
+        samples = [(draw, n) for draw in draws for n in range(sampling.samples_per_prompt)]
+        sampler = TurnSampler(in_step=self._section.goes_in_step, num_episodes=len(samples))
+        engines, tasks = engine.per_engine(), []
+
+        async def batch() -> NoReplicaLeft | None:
+            for number, (draw, sample_index) in enumerate(samples if not tasks else ()):
+                calls = PolicyCalls(sampler, engines[number * len(engines) // len(samples)])
+                session = Session(self._settings, draw, sample_index, sampling, calls)
+                tasks.append(asyncio.create_task(self._episode(session)))
+            return await sampler.until_over(tasks)
+
         try:
-            lost = loop.run(table.until_over(seats))
+            lost = self._loop.run(batch())
             if push_again and push_again.workers.sum(as_tensor(lost is not None)):
                 push_again.push()
-                lost = lost and loop.run(table.until_over())
+                lost = lost and self._loop.run(batch())
             if lost:
                 raise lost
         finally:
-            loop.call_soon(table.clear)
+            self._loop.call_soon(lambda: [task.cancel() for task in tasks])
         if sampling.stream == 0:  # 0 is training; evaluations do not count
-            self._waited_s += table.waited_s
-        return [rollout for seat in seats for rollout in seat.rollouts]
+            self._waited_s += sampler.waited_s
+        return [rollout for task in tasks for rollout in task.result()]
 
-
-def open_episodes(
-    config: OnlineConfig, policy: str, tokenizer: Any, stop_token_ids: Sequence[int]
-) -> Episodes | None:
-    """Return the episodes of a config. None if each prompt gets a single response.
-
-    Args:
-        config: The run's config.
-        policy: Folder or hub id of the policy.
-        tokenizer: The policy's tokenizer.
-        stop_token_ids: Tokens that end a turn.
-    """
-    section = config.rollout
-    if not section.is_episodic:
-        return None
-    tokens = TurnTokens(tokenizer, stop_token_ids)
-    if section.environment:
-        player: Environments | Agents = Environments(section, tokens)
-    else:
-        from raypo.rollout.sessions import Sessions  # packages of the extra serve
-
-        player = Agents(section, Sessions(tokenizer, stop_token_ids, section))
-    return Episodes(
-        player,
-        tokenizer,
-        tokens,
-        section,
-        max_tokens=config.max_model_len,
-        vocabulary_size=vocabulary_size(policy),
-    )
-
-
-@dataclass(eq=False)
-class _Call:
-    """One request for a turn, with the future of its completion."""
-
-    order: tuple[int, int, int]
-    """Sort key within a batch: draw, sample and turn."""
-    request: SamplingRequest
-    seat: _Slot
-    answer: asyncio.Future[Completion] = field(default_factory=asyncio.Future)
-
-
-class _Table:
-    """Queue of one batch's requests, which are sent at once or, in step, all together."""
-
-    def __init__(self, engine: Engines, *, in_step: bool) -> None:
-        self._engines, self._in_step = engine.per_engine(), in_step
-        self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
-        """All tasks of the batch, also those that the user's code created."""
-        self._playing: set[asyncio.Task[None]] = set()
-        self._asking: set[asyncio.Task[None]] = set()
-        self._calls: list[_Call] = []
-        """Calls that are not sent yet."""
-        self._lost: list[_Call] = []
-        """Calls that failed because no engine is left."""
-        self._why_lost: NoReplicaLeft | None = None
-        self._failure: BaseException | None = None
-        self._changed = asyncio.Event()
-        self._num_thinking = 0
-        """Number of running episodes that do not wait for the policy."""
-        self.waited_s = 0.0
-        """Seconds in which no call was in flight, because episodes waited for environments."""
-
-    async def until_over(self, seats: Sequence[_Slot] = ()) -> NoReplicaLeft | None:
-        """Run until all episodes are over, or no engine is left.
-
-        Args:
-            seats: Episodes to start. Empty to continue after a push.
-
-        Returns:
-            The error if no engine is left; call this again once there is one. None if all
-            episodes are over.
-        """
-        tasks_of.set(self._tasks)
-        self._num_thinking += len(seats)
-        # All turns of an episode go to one engine, so that its prefix cache is used.
-        for number, seat in enumerate(seats):
-            seat.engine = self._engines[number * len(self._engines) // len(seats)]
-            self._begin(self._playing, seat.play())
-        self._calls, self._lost, self._why_lost = self._calls + self._lost, [], None
-        while self._calls or self._num_thinking or self._asking:
-            if self._calls and not self._waits():
-                await asyncio.sleep(0)  # let tasks that are ready add their calls to this batch
-                if not self._waits():
-                    self._ask_all()
-                continue
-            begin, is_idle = time.perf_counter(), not self._asking
-            await self._next_change()
-            self.waited_s += time.perf_counter() - begin if is_idle else 0.0
-        while self._playing and not self._lost:  # episodes that are over may still be closing
-            await self._next_change()
-        return self._why_lost
-
-    async def ask(self, call: _Call) -> Completion:
-        """Queue a call and wait for its completion.
-
-        Raises:
-            EpisodeLimit: the episode is over, and the call comes from a task that it left behind.
-        """
-        if call.seat.is_over:
-            raise EpisodeLimit("the episode is over")
-        if not call.seat.waiting:
-            self._num_thinking -= 1
-        call.seat.waiting |= {call}
-        self._calls.append(call)
-        self._changed.set()
-        try:
-            return await call.answer
-        finally:
-            self._waits_no_more(call)
-
-    def leave(self, seat: _Slot) -> None:
-        """Mark an episode as over, and cancel its calls."""
-        seat.is_over = True
-        if not seat.waiting:
-            self._num_thinking -= 1
-        self._changed.set()
-        for call in seat.waiting:
-            call.answer.cancel()
-
-    def clear(self) -> None:
-        """Cancel all tasks that are left."""
-        for task in list(self._tasks):
-            task.cancel()
-
-    def _waits(self) -> bool:
-        return self._in_step and bool(self._num_thinking or self._asking)
-
-    def _ask_all(self) -> None:
-        calls = sorted((c for c in self._calls if not c.answer.done()), key=lambda c: c.order)
-        self._calls = []
-        if self._in_step and calls:
-            self._begin(self._asking, self._ask(calls))
-            return
-        for call in calls:
-            task = self._begin(self._asking, self._ask([call]))
-            # Stop sampling if the episode no longer waits for the completion.
-            call.answer.add_done_callback(lambda _, task=task: task.cancel())
-
-    async def _ask(self, lot: list[_Call]) -> None:
-        try:
-            if self._in_step:
-                completions = await asyncio.to_thread(self._together, lot)
-            else:
-                completions = [await each.seat.engine.sample(each.request) for each in lot]
-        except NoReplicaLeft as error:
-            self._lost, self._why_lost = self._lost + lot, error
-            return
-        for call, completion in zip(lot, completions, strict=True):
-            if not call.answer.done():
-                self._waits_no_more(call)
-                call.answer.set_result(completion)
-
-    def _together(self, calls: list[_Call]) -> list[Completion]:
-        """Sample one batch per engine; return the completions in the order of the calls."""
-        lots = [[call for call in calls if call.seat.engine is each] for each in self._engines]
-        pending = [
-            (lot, engine.generate([call.request for call in lot]))
-            for engine, lot in zip(self._engines, lots, strict=True)
-            if lot
-        ]
-        answers = {
-            call: completion
-            for lot, response in pending
-            for call, completion in zip(lot, response.result(), strict=True)
-        }
-        return [answers[call] for call in calls]
-
-    def _waits_no_more(self, call: _Call) -> None:
-        seat = call.seat
-        if call in seat.waiting:
-            seat.waiting -= {call}
-            if not seat.waiting and not seat.is_over:
-                self._num_thinking += 1
-
-    def _begin(
-        self, where: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]
-    ) -> asyncio.Task[None]:
-        def ended(task: asyncio.Task[None]) -> None:
-            where.discard(task)
-            if not task.cancelled():
-                self._failure = self._failure or task.exception()
-            self._changed.set()
-
-        task = asyncio.create_task(work)
-        where.add(task)
-        task.add_done_callback(ended)
-        return task
-
-    async def _next_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-        if self._failure is not None:
-            raise self._failure
-
-
-@dataclass(eq=False)
-class _Slot:
-    """One episode of a batch."""
-
-    episodes: Episodes
-    draw: Draw
-    sample_index: int
-    sampling: Sampling
-    table: _Table
-    engine: Engines = field(init=False)
-    waiting: frozenset[_Call] = frozenset()
-    """Calls in flight or queued."""
-    is_over: bool = False
-    rollouts: list[Rollout] = field(default_factory=list)
-    """One rollout for each conversation of the episode, once it is over."""
-
-    async def play(self) -> None:
-        """Run the episode. An error of the user's code fails this episode and no other."""
-        section, player = self.episodes.section, self.episodes.player
-        assert section.max_episode_tokens is not None
-        policy = Policy(
-            self._ask,
-            self._decode,
-            self.episodes.tokens,
-            max_turns=section.max_turns,
-            max_episode_tokens=section.max_episode_tokens,
-            max_tokens=self.episodes.max_tokens,
-            max_new_tokens=self.sampling.max_new_tokens,
-            vocabulary_size=self.episodes.vocabulary_size,
-        )
-        heard.set(policy.hear)
-        it, begin = player.begin(), time.perf_counter()
-        score, error = await _outcome(player.run(it, self.draw.prompt, policy))
-        self.table.leave(self)
-        took = time.perf_counter() - begin - policy.asking_s
-        _, unclosed = await _outcome(it.close())
+    async def _episode(self, session: Session) -> list[Rollout]:
+        """Run one episode. An error of the user's code fails this episode and no other."""
+        heard.set(session.record_tool)  # for tools that the user's code calls
+        user, begin = UserObject(self._class), time.perf_counter()
+        play = self._play_agent if self._section.agent else self._play_environment
+        score, error = await _outcome(play(user, session))
+        session.calls.close()
+        took = time.perf_counter() - begin - session.calls.waited_s
+        _, unclosed = await _outcome(user.close())
         error = error or unclosed
         score = math.nan if score is None or error else score
-        episode = Episode(
-            score, policy.num_calls, took, error, policy.metrics, tuple(policy.tool_uses)
+        uses = tuple(session.tool_uses)
+        return session.rollouts(
+            Episode(score, session.num_calls, took, error, session.metrics, uses)
         )
-        # Drop conversations without a sampled token, but keep one row, so that a failed episode
-        # has a rollout too.
-        told = [row for row in policy.rows if row.mask.any()]
-        rows = told or [*policy.rows, Recorded(self.draw.prompt.token_ids)][:1]
-        self.rollouts = [self._rollout(policy, episode, *each) for each in enumerate(rows)]
 
-    async def _ask(
-        self, ids: np.ndarray, number: int, max_new_tokens: int, stop: Sequence[str]
-    ) -> Completion:
-        request = replace(
-            request_of(self.draw, self.sample_index, self.sampling, number),
-            prompt_ids=ids,
-            max_new_tokens=max_new_tokens,
-            stop=(*self.sampling.stop, *stop),
-        )
-        order = self.draw.group_index, self.sample_index, number
-        return await self.table.ask(_Call(order, request, self))
+    async def _play_environment(self, environment: UserObject, session: Session) -> float:
+        """Alternate policy and environment, and return the sum of the rewards.
 
-    def _decode(self, ids: np.ndarray, with_special: bool = False) -> str:
-        ids = without_end(ids, self.sampling.stop_token_ids)
-        return self.episodes.tokenizer.decode(ids, skip_special_tokens=not with_special)
+        Raises:
+            EpisodeLimit: there is no room for a single turn.
+            Exception: any error of the environment, or TimeoutError if it took too long.
+        """
+        tools, total = self._class.tools, 0.0
+        chat, ids = await self._first_observation(environment, session)
+        while True:
+            try:
+                reply = await session.generate(ids, tools=tools)
+            except EpisodeLimit:
+                if not session.num_calls:
+                    raise
+                session.is_cut_off = True
+                break
+            action = reply.token_ids.tolist() if self._class.reads_ids else reply.text
+            observation, reward, done = _checked(await environment.call("step", action))
+            session.rows[-1].turns[-1].reward = reward
+            total += reward
+            if done:
+                break
+            between = self._settings.tokens.between(
+                reply.token_ids, observation, chat=chat, tools=tools
+            )
+            ids = np.concatenate([reply.conversation, between])
+        session.metrics = environment.metrics()
+        return total
 
-    def _rollout(self, policy: Policy, episode: Episode, number: int, row: Recorded) -> Rollout:
-        prompt, is_agents = self.draw.prompt, self.episodes.section.agent is not None
-        text = self.episodes.tokenizer.decode(row.prompt_ids) if number else policy.prompt
-        is_cut_off = policy.is_cut_off or (is_agents and row.is_cut_off)
-        return Rollout(
-            prompt=text or prompt.text,
-            response=self._decode(row.response_ids),
-            prompt_ids=row.prompt_ids,
-            response_ids=row.response_ids,
-            log_probs=row.log_probs,
-            response_mask=row.mask,
-            label=prompt.label,
-            prompt_index=prompt.index,
-            sample_index=self.sample_index,
-            finish_reason="length" if is_cut_off else "stop",
-            weight_version=row.versions[0][1] if row.versions else -1,
-            later_versions=tuple(
-                now for before, now in pairwise(row.versions) if now[1] != before[1]
-            ),
-            group_index=self.draw.group_index,
-            messages=prompt.messages,
-            data_source=prompt.data_source,
-            row=prompt.row,
-            episode=episode,
-            row_index=number,
-            turn_rewards=None if is_agents else row.rewards,
-            turn_index=row.turn_index,
-        )
+    async def _first_observation(
+        self, environment: UserObject, session: Session
+    ) -> tuple[bool, np.ndarray]:
+        """Reset the environment; return whether the episode is a chat, and the first ids."""
+        prompt, tools = session.draw.prompt, self._class.tools
+        chat, ids = prompt.messages is not None, prompt.token_ids
+        given = prompt.messages if chat else prompt.text
+        first = await environment.call("reset", given, prompt.label)
+        if first is None and chat and tools:
+            first = prompt.messages  # the prompt's own ids were tokenised without the tools
+        if first is not None:
+            chat = chat or not (isinstance(first, str) or is_ids(first))
+            session.prompt, ids = self._settings.tokens.first(first, chat=chat, tools=tools)
+        if tools and not chat and not is_ids(first):
+            raise WrongAnswer(
+                "the environment has tools, of which a chat template tells the policy, and the "
+                "prompt is a text: give prompts as messages, or return messages from reset"
+            )
+        return chat, ids
+
+    async def _play_agent(self, agent: UserObject, session: Session) -> float:
+        """Run the agent, which calls the policy whenever it wants, and return its score.
+
+        If a limit of turns or tokens ends the episode, its score is `rollout.limit_score`, if set.
+
+        Raises:
+            Exception: any error of the agent, or TimeoutError if it took too long.
+        """
+        prompt, limit_score = session.draw.prompt, self._section.limit_score
+        given = prompt.text if prompt.messages is None else prompt.messages
+        session.endpoint, session.work_time = self._endpoint, agent.work_time("run")
+        try:
+            with self._endpoint.open(partial(answer, session)) as session.api_key:
+                score = await agent.call(
+                    "run", given, prompt.label, session, work_time=session.work_time
+                )
+        except Exception as error:
+            if limit_score is None or not session.num_calls or not is_limit(error):
+                raise
+            session.is_cut_off, score = True, limit_score
+        if not is_finite(score):
+            raise WrongAnswer(f"run returned {score!r:.100}, not a finite number")
+        session.metrics = agent.metrics()
+        return float(score)
+
+
+def _checked(answer: Any) -> tuple[Any, float, bool]:
+    """Return observation, reward and done, after checking what `step` returned."""
+    if not isinstance(answer, tuple | list) or len(answer) != 3:
+        raise WrongAnswer(f"step returned {answer!r:.100}, not (observation, reward, done)")
+    observation, reward, done = answer
+    if not is_finite(reward):
+        raise WrongAnswer(f"step returned the reward {reward!r:.100}, not a finite number")
+    if observation is None and not done:
+        raise WrongAnswer("step returned no observation, and the episode is not done")
+    return observation, float(reward), bool(done)
 
 
 async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, str | None]:

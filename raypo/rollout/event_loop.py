@@ -1,9 +1,9 @@
 """The event loop of a worker's episodes. User code can neither end nor block it unnoticed.
 
 Concurrency. The loop runs in one daemon thread. Other threads submit coroutines with
-`EventLoop.run` and block until they are done; meanwhile each sends a heartbeat to the loop, and
-raises `LoopStandsStill` if the loop does not answer for too long. `asyncio.to_thread` uses daemon
-threads, one for each call that is in flight, so no call waits for another one that hangs.
+`EventLoop.run` and block until they are done; meanwhile each sends heartbeats to the loop, and
+raises `LoopStandsStill` if the loop does not answer for too long. `asyncio.to_thread` starts a
+daemon thread for each call, so no call waits for another one that hangs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
-from weakref import WeakSet
 
-from raypo.concurrency import settle
+from raypo.concurrency import daemon_future
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
@@ -32,8 +29,6 @@ STANDS_STILL_S = 2.0
 """Smallest limit for a blocked loop, in seconds. A busy machine may delay a loop for less."""
 LEAVE_S = 1.0
 """Seconds that cancelled tasks get to end."""
-tasks_of: ContextVar[WeakSet[asyncio.Task[Any]] | None] = ContextVar("tasks_of", default=None)
-"""Set that gets every task created in this context, also by the user's code."""
 
 
 class LoopStandsStill(RuntimeError):
@@ -51,9 +46,7 @@ class EventLoop:
         """
         self._limit_s = None if limit_s is None else max(limit_s, STANDS_STILL_S)
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(_Threads())
-        self._loop.set_task_factory(_task)
-        self._num_beats = 0
+        self._loop.set_default_executor(_DaemonThreads())
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="raypo-episodes", daemon=True)
         self._thread.start()
@@ -72,18 +65,11 @@ class EventLoop:
             Exception: any error of the coroutine.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        period = LOOK_EVERY_S if self._limit_s is None else min(LOOK_EVERY_S, self._limit_s / 4)
-        # Add up periods instead of comparing clocks: the whole process may have been suspended.
-        stood_s = 0.0
         try:
-            while True:
-                beats = self._num_beats
-                self._loop.call_soon_threadsafe(self._beat)
-                if wait((future,), timeout=period).done:
-                    return future.result()
-                stood_s = stood_s + period if self._num_beats == beats else 0.0
-                if self._limit_s is not None and stood_s > self._limit_s:
-                    self._refuse_to_wait(stood_s)
+            while not wait((future,), timeout=LOOK_EVERY_S).done:
+                if self._limit_s is not None and not self._answers_in_time(self._limit_s):
+                    self._refuse_to_wait(self._limit_s)
+            return future.result()
         except BaseException:
             future.cancel()
             raise
@@ -109,8 +95,12 @@ class EventLoop:
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
-    def _beat(self) -> None:
-        self._num_beats += 1
+    def _answers_in_time(self, limit_s: float) -> bool:
+        """Return whether the loop answers in time."""
+        beat: Future[None] = Future()
+        self._loop.call_soon_threadsafe(beat.set_result, None)
+        # Several waits: after a suspension of the whole process, the first of them ends at once.
+        return any(wait((beat,), timeout=limit_s / 4).done for _ in range(4))
 
     def _refuse_to_wait(self, seconds: float) -> None:
         frame = sys._current_frames().get(self._thread.ident or 0)
@@ -133,49 +123,21 @@ async def leave(tasks: set[asyncio.Task[Any]]) -> None:
         await asyncio.wait(left, timeout=LEAVE_S)
 
 
-class _Threads(ThreadPoolExecutor):
-    """A thread pool without a limit: a call that finds no idle thread starts a daemon thread.
+class _DaemonThreads(ThreadPoolExecutor):
+    """Starts a daemon thread for each call.
 
     `ThreadPoolExecutor` would make calls wait for others that hang, and the process wait for its
-    threads at exit.
+    threads at exit. An event loop accepts no executor of another class.
     """
 
     def __init__(self) -> None:
-        self._at_rest: list[SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]] = []
-        """Queues of idle threads, one for each. None in a queue ends its thread."""
-        self._is_shut = False
+        pass
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        answer: Future[T] = Future()
-        answer.set_running_or_notify_cancel()
-        try:
-            calls = self._at_rest.pop()
-        except IndexError:
-            calls = SimpleQueue()
-            threading.Thread(target=self._work, args=(calls,), daemon=True).start()
-        calls.put((answer, partial(function, *args, **kwargs)))
-        return answer
+        return daemon_future(partial(function, *args, **kwargs), name="raypo-call")
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._is_shut = True
-        with suppress(IndexError):
-            while True:
-                self._at_rest.pop().put(None)
-
-    def _work(self, calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-        while call := calls.get():
-            settle(*call)
-            del call
-            self._at_rest.append(calls)
-            if self._is_shut:
-                self.shutdown()
-
-
-def _task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> asyncio.Task[Any]:
-    task = asyncio.Task(work, loop=loop, **kwargs)
-    if (tasks := tasks_of.get()) is not None:
-        tasks.add(task)
-    return task
+        pass
 
 
 def _users_line(stack: traceback.StackSummary) -> traceback.FrameSummary | None:

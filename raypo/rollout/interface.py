@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raypo.data.turns import Observation
-from raypo.rollout.policy import Policy
+
+if TYPE_CHECKING:
+    from raypo.rollout.session import Session
 
 AGENT = {"run": ("prompt", "label", "policy")}
 ENVIRONMENT = {"reset": ("prompt", "label"), "step": ("action",)}
@@ -60,7 +62,7 @@ class Agent(Protocol):
     It may have `metrics` and `close()`, like an environment.
     """
 
-    async def run(self, prompt: str | list[dict[str, Any]], label: Any, policy: Policy) -> float:
+    async def run(self, prompt: str | list[dict[str, Any]], label: Any, policy: Session) -> float:
         """Run the episode. The agent may call the policy any number of times, also in parallel.
 
         A plain method runs in a thread, and reaches the policy at `policy.base_url`.

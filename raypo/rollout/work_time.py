@@ -15,23 +15,23 @@ T = TypeVar("T")
 
 
 class WorkTime:
-    """Quota and time limit of one call. Neither counts while the call is paused."""
+    """Quota and time limit of one call of the user's code. Neither counts while it is paused."""
 
-    def __init__(self, what: str, quota: asyncio.Semaphore, limit_s: float | None) -> None:
-        """Begin paused; `over` starts the work.
+    def __init__(self, method: str, quota: asyncio.Semaphore, limit_s: float | None) -> None:
+        """Begin paused; `run` starts the work.
 
         Args:
-            what: Name of the method, for the error.
+            method: Name of the method, for the error.
             quota: Limits the calls of all episodes that run at the same time.
             limit_s: Seconds that the call may run between two pauses. None means no limit.
         """
-        self._what, self._quota, self._limit_s = what, quota, limit_s
-        self._num_rests = 1
-        self._works = False
+        self._method, self._quota, self._limit_s = method, quota, limit_s
+        self._num_pauses = 1
         self._timer: asyncio.TimerHandle | None = None
-        self._is_late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._has_quota = False
+        self._is_late = asyncio.Event()
 
-    async def over(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run some work as soon as the quota admits it, and return its result.
 
         Raises:
@@ -39,46 +39,43 @@ class WorkTime:
             Exception: any error of the work.
         """
 
-        async def begun() -> T:
-            await self.go_on()
+        async def begin() -> T:
+            await self.resume()
             return await work()
 
-        task = asyncio.create_task(begun())
+        task, late = asyncio.create_task(begin()), asyncio.create_task(self._is_late.wait())
         try:
-            await asyncio.wait({task, self._is_late}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, late}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise too_slow(self._what, self._limit_s)
+                raise too_slow(self._method, self._limit_s)
             return task.result()
         finally:
-            self.rest()
-            await leave({task})
+            late.cancel()
+            self.pause()
+            await leave({task})  # it may refuse to be cancelled
 
-    def rest(self) -> None:
-        """Pause: release the quota and stop the clock. Pauses nest; each needs one `go_on`."""
-        self._num_rests += 1
-        if self._works:
-            self._works = False
+    def pause(self) -> None:
+        """Release the quota and stop the clock. Pauses nest; each needs one `resume`."""
+        self._num_pauses += 1
+        if self._has_quota:
+            self._has_quota = False
             self._quota.release()
-            if self._timer is not None:
-                self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """End one pause. After the last one, wait for the quota and restart the clock."""
-        self._num_rests -= 1
-        if self._num_rests or self._works:
+        self._num_pauses -= 1
+        if self._num_pauses or self._has_quota:
             return
         await self._quota.acquire()
-        if self._num_rests or self._works:  # paused again while it waited
+        if self._num_pauses or self._has_quota:  # paused again while it waited
             self._quota.release()
             return
-        self._works = True
+        self._has_quota = True
         if self._limit_s is not None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._limit_s, self._pass)
-
-    def _pass(self) -> None:
-        if not self._is_late.done():
-            self._is_late.set_result(None)
+            self._timer = loop.call_later(self._limit_s, self._is_late.set)
 
 
 def too_slow(method: str, timeout_s: float | None) -> TimeoutError:

@@ -132,7 +132,8 @@ def validate_request(
             f"top_k ({request.top_k}) must be 1 or more, or None, and min_p ({request.min_p}) must "
             "lie in [0, 1]."
         )
-    if not all(request.stop) or (request.stop and not reads_text):
+    is_text = all(isinstance(each, str) and each for each in request.stop)
+    if not is_text or (request.stop and not reads_text):
         raise ValueError(
             f"stop ({list(request.stop)}): an engine that is made with reads_text ends a response "
             "at texts that are not empty."

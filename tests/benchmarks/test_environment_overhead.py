@@ -26,13 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypo.config import EngineSection, RolloutSection
 from raypo.data.stream import Draw
-from raypo.data.turns import TurnTokens
 from raypo.models.loading import vocabulary_size
 from raypo.rollout.collect import Sampler, Sampling, request_of
 from raypo.rollout.episodes import Episodes
-from raypo.rollout.players import Agents, Environments
-from raypo.rollout.policy import Policy
-from raypo.rollout.sessions import Sessions
+from raypo.rollout.session import Session
 from raypo.rollout.standalone_evaluation import LocalEngine
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
@@ -87,7 +84,7 @@ class Ragged(Again):
 
 
 class Generates:
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         ids = PROMPT.token_ids
         for _ in range(TURNS):
             ids = (await policy.generate(ids)).conversation
@@ -97,7 +94,7 @@ class Generates:
 class AsksByHttp:
     """As most are written: a client of its own for each episode."""
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             await chat(client)
         return 1.0
@@ -108,7 +105,7 @@ class SharesAClient:
 
     client: openai.AsyncOpenAI | None = None
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         whole = SharesAClient.client or openai.AsyncOpenAI(base_url=policy.base_url, api_key="none")
         SharesAClient.client = whole
         await chat(whole.with_options(api_key=policy.api_key))
@@ -146,14 +143,8 @@ def episodes(folder: str, name: str, **keys: Any) -> Episodes:
     section = RolloutSection.model_validate(
         {kind: f"{__name__}:{name}", "max_episode_tokens": 200, "max_new_tokens": NEW_TOKENS} | keys
     )
-    tokens = TurnTokens(tokenizer, [])
-    player = (
-        Environments(section, tokens)
-        if kind == "environment"
-        else Agents(section, Sessions(tokenizer, [], section))
-    )
     size = vocabulary_size(folder)
-    return Episodes(player, tokenizer, tokens, section, max_tokens=256, vocabulary_size=size)
+    return Episodes(section, tokenizer, [], max_tokens=256, vocabulary_size=size)
 
 
 @pytest.mark.parametrize("name", ["Again", "InThreads", "Generates", "AsksByHttp", "SharesAClient"])

@@ -12,7 +12,6 @@ from raypo.data.chat_messages import MessageError, chat_messages, check_roles, r
 from raypo.data.examples import load_examples
 from raypo.data.prompts import load_prompts
 from raypo.data.turns import TurnTokens
-from raypo.endpoint.protocol import RequestError, template_messages
 from tests.tiny import tiny_tokenizer
 from tests.unit.data.prompt_files import CHAT, peek, refused, section, write
 
@@ -77,8 +76,6 @@ def test_arguments_are_objects_and_a_null_in_their_text_stays(wrapped):
 def test_a_wrong_message_is_refused_wherever_it_comes_from(tmp_path, tokenizer, message, told):
     with pytest.raises(MessageError, match=told):
         chat_messages([message])
-    with pytest.raises(RequestError, match=told):
-        template_messages([message])
     with pytest.raises(ValueError, match=told):
         TurnTokens(tokenizer, END).first([message], chat=True)
     path = write(tmp_path / "a.jsonl", [{"prompt": CHAT}, {"prompt": [message]}])

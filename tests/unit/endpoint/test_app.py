@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from raypo.endpoint.app import app_of
 from raypo.endpoint.protocol import (
     Answered,
     ChatRequest,
-    RequestError,
     Wanted,
-    template_messages,
 )
+from raypo.serving.requests import Completion
 from raypo.tools.calls import ToolCall
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -32,8 +32,6 @@ class Says:
     calls: list[ToolCall] = field(default_factory=list)
     wait_s: float = 0.0
     error: Exception | None = None
-    name: str = "tiny"
-    max_model_len: int = 64
     asked: list[Wanted] = field(default_factory=list)
     taken_back: int = 0
 
@@ -48,15 +46,15 @@ class Says:
             raise
         is_chat = isinstance(wanted, ChatRequest)
         prompts_ids = [[1, 2]] if is_chat else [[place] for place in range(len(wanted.prompts))]
-        ids = list(map(ord, self.text))
+        ids = np.array(list(map(ord, self.text)))
+        completion = Completion(ids, np.full(len(ids), -0.5), "stop", 1)
         tokens = list(self.text) if wanted.wants_log_probs else []
-        said = Answered(self.text, ids, [-0.5] * len(ids), tokens, self.calls, "stop")
-        return prompts_ids, [said] * (len(prompts_ids) * wanted.n)
+        answered = Answered(self.text, completion, tokens, self.calls)
+        return prompts_ids, [answered] * (len(prompts_ids) * wanted.n)
 
 
 def app(session: Says) -> Any:
-    known = {"Bearer right": session}
-    return app_of(lambda request: known.get(request.headers.get("Authorization", "")))
+    return app_of({"right": session.answer}.get, 64)
 
 
 @asynccontextmanager
@@ -85,7 +83,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 def test_a_chat_comes_back_as_a_message():
     answer = post(Says("yes"), "/chat/completions", CHAT).json()
-    assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
+    assert (answer["object"], answer["model"]) == ("chat.completion", "policy")
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "yes"}
     assert (choice["finish_reason"], choice["logprobs"]) == ("stop", None)
@@ -155,34 +153,6 @@ def test_a_tool_call_is_told_as_one(stream):
     (asked,) = session.asked
     assert isinstance(asked, ChatRequest)
     assert asked.offered_tools == TOOLS
-
-
-def test_messages_are_made_as_templates_take_them():
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 41}'}}
-    turns = [
-        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "42"},
-    ]
-    user, assistant, tool = template_messages(turns)
-    assert user == {"role": "user", "content": "hi"}
-    assert assistant["content"] == ""
-    assert assistant["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 41}}
-    assert tool == turns[2]
-
-
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        ({}, "messages.0.role"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "only texts are read"),
-        ({"role": "user", "content": 3}, "must be a text"),
-        ({"role": "assistant", "tool_calls": [{}]}, "these are no tool calls"),
-    ],
-)
-def test_messages_that_no_template_takes_are_refused(message, told):
-    with pytest.raises(RequestError, match=told):
-        template_messages([message])
 
 
 @pytest.mark.parametrize(
@@ -267,4 +237,4 @@ def test_the_model_is_listed():
             return (await asking.get("/models")).json()
 
     (card,) = asyncio.run(answer())["data"]
-    assert (card["id"], card["max_model_len"]) == ("tiny", 64)
+    assert (card["id"], card["max_model_len"]) == ("policy", 64)

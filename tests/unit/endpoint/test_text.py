@@ -1,7 +1,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from raypo.endpoint.text import text_and_calls
+from raypo.endpoint.protocol import text_and_calls
 from raypo.tools.calls import ToolCall
 from tests.tiny import tiny_tokenizer
 

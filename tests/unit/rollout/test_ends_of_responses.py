@@ -5,7 +5,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.data.stream import Draw
-from raypo.endpoint.text import text_and_calls
+from raypo.endpoint.protocol import text_and_calls
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.serving.requests import Completion
 from raypo.types import Prompt

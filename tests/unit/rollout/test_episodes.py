@@ -14,18 +14,14 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from raypo.cluster.actors import NoReplicaLeft
-from raypo.collectives import Workers
 from raypo.config import RolloutSection
 from raypo.data.stream import Draw
-from raypo.data.turns import TurnTokens
 from raypo.report.samples import turns_of
 from raypo.rollout import event_loop
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import PushAgain, Sampler, Sampling, is_trainable
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.event_loop import LoopStandsStill
-from raypo.rollout.players import Environments
 from raypo.rollout.sharding import to_experience
 from raypo.run.rollout_metrics import sample_row
 from raypo.serving.requests import Completion, SamplingRequest
@@ -135,27 +131,6 @@ class Blocks(Counting):
         self.free.wait(60)
 
 
-class Stuck(Counting):
-    def step(self, action: str) -> Any:  # pyright: ignore
-        threading.Event().wait(60)
-
-
-class Pooled(Counting):
-    """All threads of the event loop's own hang."""
-
-    free = threading.Event()
-
-    async def step(self, action: str) -> Any:
-        for _ in range(64):
-            asyncio.get_running_loop().run_in_executor(None, self.free.wait, 60)
-        return await super().step(action)
-
-
-class Exhausted(Counting):
-    def step(self, action: str) -> Any:  # pyright: ignore
-        return next(iter(()))
-
-
 class Silent(Counting):
     """Lets the policy go on, without a word."""
 
@@ -194,7 +169,7 @@ class Closing(Naughty):
             await asyncio.sleep(60)
 
 
-class ClosedInAThread(Stuck):
+class ClosedInAThread(Counting):
     """Its step hangs until it is closed."""
 
     is_closed = threading.Event()
@@ -286,9 +261,7 @@ def episodes(
     section = RolloutSection.model_validate(
         {"environment": f"{HERE}:{name}", "max_episode_tokens": 400, "max_new_tokens": 8} | keys
     )
-    tokens = TurnTokens(tokenizer, ends)
-    player = Environments(section, tokens)
-    return Episodes(player, tokenizer, tokens, section, max_tokens=500, vocabulary_size=SIZE)
+    return Episodes(section, tokenizer, ends, max_tokens=500, vocabulary_size=SIZE)
 
 
 def played(
@@ -430,7 +403,7 @@ def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
         ("exit", "SystemExit: 3"),
         ("panic", "Panic: of native code"),
         ("unprintable", "Unprintable: its text cannot be had"),
-        ("unknown", "ValueError: token ids of the policy lie in 0 to 299, and those of the"),
+        ("unknown", "ValueError: prompt_ids: 300 is not in the policy's vocabulary (0 to 299)"),
         ("hang", "TimeoutError: step gave no answer in 0.2 s (rollout.step_timeout_s)"),
         ("pair", "WrongAnswer: step returned ('two', 1.0), not (observation, reward, done)"),
         ("nan", "WrongAnswer: step returned the reward nan, not a finite number"),
@@ -446,15 +419,6 @@ def test_what_fails_fails_alone(tokenizer, label, reason):
         assert each.episode is not None
         assert (each.episode.error or "").startswith(reason)
         assert each.num_sampled  # what was said before is there to be looked at
-
-
-def test_a_thread_that_hangs_is_left_behind(tokenizer):
-    begin = time.perf_counter()
-    (each,) = played(tokenizer, name="Stuck", step_timeout_s=0.2, samples=1)
-    assert time.perf_counter() - begin < 5
-    assert each.episode is not None
-    assert each.episode.error is not None
-    assert "step gave no answer in 0.2 s" in each.episode.error
 
 
 def test_environments_are_closed_however_their_episode_ends(tokenizer):
@@ -480,7 +444,7 @@ def test_environments_are_closed_however_their_episode_ends(tokenizer):
     assert errors["slow"] == "TimeoutError: close gave no answer in 0.2 s (rollout.step_timeout_s)"
 
 
-def test_a_plain_close_can_end_what_hangs_in_a_thread(tokenizer):
+def test_a_thread_that_hangs_is_left_behind_and_a_plain_close_can_end_it(tokenizer):
     (each,) = played(tokenizer, name="ClosedInAThread", step_timeout_s=0.2, samples=1)
     assert ClosedInAThread.is_closed.is_set()
     assert each.episode is not None
@@ -506,23 +470,6 @@ def test_a_coroutine_that_blocks_all_episodes_ends_the_run(tokenizer, monkeypatc
     Blocks.free.set()
 
 
-def test_an_iterator_that_is_exhausted_in_a_thread_fails_its_episode(tokenizer):
-    (each,) = played(tokenizer, name="Exhausted", step_timeout_s=5, samples=1)
-    assert each.episode is not None
-    assert each.episode.error == "RuntimeError: a StopIteration was raised"
-
-
-def test_threads_of_the_event_loop_that_hang_are_left_behind(tokenizer):
-    begin = time.perf_counter()
-    try:
-        (each,) = played(tokenizer, name="Pooled", samples=1)
-        assert time.perf_counter() - begin < 5
-        assert each.episode is not None
-        assert each.episode.score == 6.0
-    finally:
-        Pooled.free.set()
-
-
 def test_no_more_turns_than_there_may_be(tokenizer):
     (each,) = played(tokenizer, samples=1, max_turns=2)
     assert each.episode is not None
@@ -531,7 +478,7 @@ def test_no_more_turns_than_there_may_be(tokenizer):
     assert each.response_mask[-1]
 
 
-@pytest.mark.parametrize("limit", range(8, 40))
+@pytest.mark.parametrize("limit", range(8, 40, 4))
 def test_an_episode_is_never_longer_than_it_may_be(tokenizer, limit):
     rollouts = played(
         tokenizer,
@@ -549,35 +496,6 @@ def test_environments_may_speak_in_token_ids(tokenizer):
     (each,) = played(tokenizer, engine, samples=1, name="Ids", environment_args={})
     assert each.episode is not None
     assert each.episode.score == 1.0
-
-
-def test_an_engine_that_is_lost_between_two_turns_costs_no_episode(tokenizer):
-    whole = [each.response_ids.tolist() for each in played(tokenizer, labels=(1, 2))]
-
-    class Lost(Talking):
-        is_pushed = False
-
-        def _answer(self, requests: list[SamplingRequest]) -> list[Completion]:
-            if len(self.rounds) == 1 and not self.is_pushed:
-                raise NoReplicaLeft("nobody")
-            return super()._answer(requests)
-
-        def push(self) -> None:
-            self.is_pushed = True
-
-    engine = Lost()
-    again = PushAgain(engine.push, Workers())
-    rollouts = played(tokenizer, engine, labels=(1, 2), push_again=again)
-    assert engine.is_pushed
-    assert [each.response_ids.tolist() for each in rollouts] == whole
-
-
-def test_an_engine_that_fails_otherwise_ends_the_run(tokenizer):
-    def broken(requests: list[SamplingRequest]) -> list[Completion]:
-        raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        played(tokenizer, Engine(broken))
 
 
 def test_the_chat_template_is_told_of_an_environments_tools(tokenizer, monkeypatch):

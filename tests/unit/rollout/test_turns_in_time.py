@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers
 from raypo.rollout.collect import PushAgain
-from raypo.rollout.policy import Policy
+from raypo.rollout.session import Session
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from tests.stand_ins import seed_of
@@ -176,15 +176,17 @@ def test_an_episode_stays_with_its_engine_and_groups_stay_together(tokenizer, wa
     assert first_asked == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("lost_at", [0, 3, 6])
-def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, lost_at):
+@pytest.mark.parametrize(
+    ("way", "lost_at"), [("in_step", 0), ("in_step", 2), ("continuous", 0), ("continuous", 6)]
+)
+def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, way, lost_at):
     class Lost(Joined):
         is_pushed = False
 
-        async def sample(self, request: SamplingRequest) -> Completion:
+        def _answer(self, requests: list[SamplingRequest]) -> list[Completion]:
             if len(self.rounds) >= lost_at and not self.is_pushed:
                 raise NoReplicaLeft("nobody")
-            return await super().sample(request)
+            return super()._answer(requests)
 
         def push(self) -> None:
             self.is_pushed = True
@@ -193,18 +195,18 @@ def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, lost_a
     whole = played(tokenizer, "Ragged", Joined(), "in_step", labels=labels)
     engine = Lost()
     again = PushAgain(engine.push, Workers())
-    rollouts = played(tokenizer, "Ragged", engine, "continuous", labels=labels, push_again=again)
+    rollouts = played(tokenizer, "Ragged", engine, way, labels=labels, push_again=again)
     assert engine.is_pushed
     assert ids(rollouts) == ids(whole)
 
     with pytest.raises(NoReplicaLeft, match="nobody"):
-        played(tokenizer, "Ragged", Lost(), "continuous", labels=labels)
+        played(tokenizer, "Ragged", Lost(), way, labels=labels)
 
 
 class Leaves:
     """Has two turns sampled at a time, and does not wait for the second."""
 
-    async def run(self, prompt: Any, label: Any, policy: Policy) -> float:
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         asked = [asyncio.create_task(policy.generate(prompt)) for _ in range(2)]
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         if label == "fails":
@@ -244,13 +246,14 @@ def test_a_turn_that_nobody_waits_for_is_not_sampled_to_its_end(tokenizer, label
     assert episode.error == ("OSError: no such tool" if label == "fails" else None)
 
 
-def test_an_engine_that_fails_otherwise_ends_the_run(tokenizer):
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_that_fails_otherwise_ends_the_run(tokenizer, way):
     class Broken(Joined):
-        async def sample(self, request: SamplingRequest) -> Completion:
+        def _answer(self, requests: list[SamplingRequest]) -> list[Completion]:
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        played(tokenizer, "Counting", Broken(), "continuous")
+        played(tokenizer, "Counting", Broken(), way)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,0 +1,104 @@
+"""HTTP server for the agents of one worker; an API key identifies an episode.
+
+Concurrency. A worker has at most one server, in a daemon thread with its own event loop. A request
+arrives there, is answered in the event loop that opened its episode, and awaited in the server's.
+If the client leaves, or the episode is over, the answer is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ray.util import get_node_ip_address
+
+from raypo.config import ConfigError
+from raypo.endpoint.protocol import Answer, Answering, Wanted
+
+if TYPE_CHECKING:
+    import uvicorn
+
+KEEP_ALIVE_S = 600
+"""Keep-alive of idle connections in seconds. Longer than that of clients: they close first."""
+
+
+class AgentEndpoint:
+    """The server, and the episodes that can be reached by it."""
+
+    def __init__(self, host: str, max_model_len: int) -> None:
+        """Store the arguments; the server starts when its URL is read first.
+
+        Args:
+            host: Address to listen on, `rollout.endpoint_host`.
+            max_model_len: Maximum number of prompt and response tokens together.
+        """
+        self._host, self._max_model_len = host, max_model_len
+        self._episodes: dict[str, Answering] = {}
+        """Maps the API keys of open episodes to their answers."""
+        self._server: uvicorn.Server | None = None
+        self._starting = threading.Lock()
+        self._base_url = ""
+
+    @contextmanager
+    def open(self, answering: Answering) -> Iterator[str]:
+        """Serve an episode within this context, in whose event loop `answering` samples.
+
+        Yields:
+            The API key of the episode.
+        """
+        key, loop = secrets.token_urlsafe(), asyncio.get_running_loop()
+
+        async def answer(wanted: Wanted) -> Answer:
+            there = asyncio.run_coroutine_threadsafe(answering(wanted), loop)
+            return await asyncio.wrap_future(there)
+
+        self._episodes[key] = answer
+        try:
+            yield key
+        finally:
+            del self._episodes[key]
+
+    def base_url(self) -> str:
+        """Return the URL of the server, and start it if necessary; callable from any thread.
+
+        Raises:
+            ConfigError: the host is no address of this machine.
+        """
+        import uvicorn  # of the extra serve, like Starlette
+
+        from raypo.endpoint.app import app_of
+
+        with self._starting:
+            if self._server is None:
+                try:
+                    listening = socket.create_server((self._host, 0), backlog=2048)
+                except OSError as error:
+                    raise ConfigError(
+                        f"rollout.endpoint_host ({self._host}): cannot be listened on here: "
+                        f"{error}. Set it to 127.0.0.1, to 0.0.0.0, or to an address of every "
+                        f"worker's node."
+                    ) from error
+                host = get_node_ip_address() if self._host == "0.0.0.0" else self._host
+                self._base_url = f"http://{host}:{listening.getsockname()[1]}/v1"
+                self._server = uvicorn.Server(
+                    uvicorn.Config(
+                        app_of(self._episodes.get, self._max_model_len),
+                        lifespan="off",
+                        log_config=None,
+                        access_log=False,
+                        timeout_keep_alive=KEEP_ALIVE_S,
+                    )
+                )
+                run = {"target": self._server.run, "kwargs": {"sockets": [listening]}}
+                threading.Thread(**run, daemon=True).start()
+            return self._base_url
+
+    def close(self) -> None:
+        """Stop the server, if it runs."""
+        if self._server:
+            self._server.should_exit = self._server.force_exit = True

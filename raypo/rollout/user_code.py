@@ -1,0 +1,122 @@
+"""The user's environment or agent: loaded once, made for each episode, called with limits.
+
+Coroutines run in the event loop of the episodes, and plain methods in threads. With
+`rollout.environment_processes` all methods run in the processes of a pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Mapping
+from functools import partial
+from numbers import Real
+from typing import Any
+
+from raypo.config import ConfigError, RolloutSection
+from raypo.custom.loader import load_class
+from raypo.rollout.environment_pool import EnvironmentPool, Pickled
+from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
+from raypo.rollout.work_time import WorkTime
+
+
+class WrongAnswer(Exception):
+    """An environment or an agent returned an invalid value."""
+
+
+class UserClass:
+    """The user's class, with the quota and the processes that all its objects share."""
+
+    def __init__(self, section: RolloutSection) -> None:
+        """Load the class, and start `rollout.environment_processes` processes.
+
+        Raises:
+            ConfigError: the class is missing, or is no environment or agent.
+        """
+        key, interface = ("agent", AGENT) if section.agent else ("environment", ENVIRONMENT)
+        spec, arguments = getattr(section, key), getattr(section, f"{key}_args")
+        load = partial(
+            load_class, spec, interface, arguments, optional=OPTIONAL, key=f"rollout.{key}"
+        )
+        self.make = load()
+        self.reads_ids = bool(getattr(self.make.func, "reads_token_ids", False))
+        self.tools = None if section.agent else getattr(self.make.func, "tools", None)
+        if self.tools is not None and not isinstance(self.tools, list | tuple):
+            raise ConfigError(
+                f"rollout.environment ({section.environment}): its attribute tools is a "
+                f"{type(self.tools).__name__}, and chat templates are told a list of functions "
+                f"or of schemas. Make it one, or give it another name."
+            )
+        self.quota = asyncio.Semaphore(section.max_concurrent_steps)
+        self.limit_s = section.step_timeout_s
+        self.pool: EnvironmentPool | None = None
+        if section.environment_processes:
+            self.pool = EnvironmentPool(
+                load, processes=section.environment_processes, timeout_s=self.limit_s
+            )
+
+    def close(self) -> None:
+        """End the processes, if there are any."""
+        if self.pool:
+            self.pool.close()
+
+
+class UserObject:
+    """One episode's environment or agent. It is created by its first call."""
+
+    def __init__(self, cls: UserClass) -> None:
+        self._class, self._pool = cls, cls.pool
+        self._object: Any = None
+        self._pickled = Pickled()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the object's attribute `metrics`; empty if it has none.
+
+        Raises:
+            WrongAnswer: the attribute is not a mapping of names to finite numbers.
+        """
+        metrics = self._pickled.metrics if self._pool else getattr(self._object, "metrics", None)
+        if metrics is None:
+            return {}
+        if not isinstance(metrics, Mapping) or not all(map(is_finite, metrics.values())):
+            raise WrongAnswer(f"metrics is {metrics!r:.100}, not finite numbers by their names")
+        return {str(name): float(value) for name, value in metrics.items()}
+
+    def work_time(self, method: str) -> WorkTime:
+        """Return quota and time limit of one call. With a pool, the pool measures the time."""
+        return WorkTime(method, self._class.quota, None if self._pool else self._class.limit_s)
+
+    async def call(self, method: str, *arguments: Any, work_time: WorkTime | None = None) -> Any:
+        """Call a method and return its result. Its quota and time limit default to `work_time`.
+
+        Raises:
+            TimeoutError: the call took too long. If it runs in a thread, it goes on, and its
+                result is ignored.
+            Exception: any error of the method.
+        """
+        limits = work_time or self.work_time(method)
+        if self._pool:
+            return await limits.run(partial(self._pool.call, self._pickled, method, *arguments))
+        return await limits.run(partial(self._call, method, *arguments))
+
+    async def close(self) -> None:
+        """Call the object's `close`, if it was created and has one."""
+        is_made = self._object is not None or self._pickled.state is not None
+        if is_made and hasattr(self._class.make.func, "close"):
+            await self.call("close")
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        def call() -> Any:
+            if self._object is None:
+                self._object = self._class.make()
+            return getattr(self._object, method)(*arguments)
+
+        is_coroutine = inspect.iscoroutinefunction(getattr(self._class.make.func, method))
+        answer = call() if is_coroutine else await asyncio.to_thread(call)
+        return await answer if inspect.isawaitable(answer) else answer
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, Real) and math.isfinite(value)
