@@ -278,7 +278,7 @@ def replicas(run: str, role: str) -> list[Any]:
     """Where each of them lives, once all are up."""
     while True:
         with suppress(RayActorError):
-            return ray.get([actor.where.remote() for actor in actors(run, role)])
+            return ray.get([actor.status.remote() for actor in actors(run, role)])
 
 
 def pids(run: str, role: str) -> list[int]:
