@@ -65,7 +65,7 @@ LOST = Path({lost!r})
 def loss(tokens):
     if not LOST.exists():  # where it is first computed the learner has the GPU
         engine = ray.get_actor("raypo:tiny:engine:0", "raypo")
-        os.kill(ray.get(engine.where.remote()).pid, signal.SIGKILL)
+        os.kill(ray.get(engine.status.remote()).pid, signal.SIGKILL)
         LOST.touch()
     return -tokens.log_ratio.exp() * tokens.advantages
 """

@@ -278,7 +278,7 @@ def replicas(run: str, role: str) -> list[Any]:
     """Where each of them lives, once all are up."""
     while True:
         with suppress(RayActorError):
-            return ray.get([actor.where.remote() for actor in actors(run, role)])
+            return ray.get([actor.status.remote() for actor in actors(run, role)])
 
 
 def pids(run: str, role: str) -> list[int]:
@@ -287,11 +287,9 @@ def pids(run: str, role: str) -> list[int]:
 
 def kill_at_work(run: str) -> int:
     """SIGKILL for the first engine that is seen to work on a request; its process id."""
-    engines = replicas(run, "engine")
     while True:
-        loads = ray.get([actor.load.remote() for actor in actors(run, "engine")])
-        for engine, load in zip(engines, loads, strict=True):
-            if load:
+        for engine in replicas(run, "engine"):
+            if engine.num_calls:
                 os.kill(engine.pid, signal.SIGKILL)
                 return engine.pid
 

@@ -109,7 +109,7 @@ def kill_at_work(replica: str, folder: Path, *, last_step: int) -> int:
 
     wait_for_steps(folder, 1)
     actor: Any = ray.get_actor(replica, "raypo")
-    life: Any = ray.get(actor.where.remote())
+    life: Any = ray.get(actor.status.remote())
     os.kill(life.pid, signal.SIGSTOP)
     time.sleep(3.0)  # longer than a step without the call that waits
     assert len(read_metrics(folder)) < last_step
