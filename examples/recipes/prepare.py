@@ -37,7 +37,7 @@ def main(task: str) -> None:
     from datasets import load_dataset
 
     name, config, question, answer = TASKS[task]
-    every = load_dataset(name, config)
+    every: Any = load_dataset(name, config)
     train = [prepared(row, question, answer) for row in every["train"]]
     test = [prepared(row, question, answer) for row in every["test"]] if "test" in every else []
     if not test:
