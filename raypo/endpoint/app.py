@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from raypo.endpoint.protocol import (
+    Answer,
     Answering,
     ChatRequest,
     CompletionRequest,

@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 CONFIGS = {
-    "llama: a head of its own": LlamaConfig(**SIZES | {"tie_word_embeddings": False}),
+    "llama: a head of its own": LlamaConfig(**{**SIZES, "tie_word_embeddings": False}),
     "qwen2: biases": Qwen2Config(**SIZES),
     "gemma2: the embedding is the head": Gemma2Config(**SIZES, query_pre_attn_scalar=32),
 }

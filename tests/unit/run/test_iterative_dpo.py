@@ -59,7 +59,7 @@ def test_a_row_is_one_that_dpo_and_reward_models_take():
             {"dpo": {"loss": "simpo"}, "iterative_dpo": {"reference": "start"}},
             "dpo.loss simpo has no reference. Remove it",
         ),
-        ({"model": {"policy": "m", "reference": "r"}}, "compares with none. Remove it"),
+        ({"model": {"policy": "m", "reference": "r"}}, "Remove model.reference"),
         ({"learner": {"max_tokens_per_microbatch": 330}}, "to at least 384"),
     ],
 )
