@@ -68,7 +68,7 @@ class ReplicaClient:
 
     @property
     def down_s(self) -> float:
-        """Seconds since the replica was lost; 0 if it has answered since."""
+        """Seconds since the replica was lost or silent; 0 if it has answered since."""
         return 0.0 if self._down_since is None else time.monotonic() - self._down_since
 
     async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
@@ -117,8 +117,10 @@ class ReplicaClient:
         try:
             status = await asyncio.wait_for(self._remote().status.remote(), timeout_s)
         except TimeoutError:
-            if kills and self.has_answered:
-                self._kill(f"no answer to a health check in {timeout_s:g} s")
+            if kills:
+                self._down_since = self._down_since or time.monotonic()
+                if self.has_answered:
+                    self._kill(f"no answer to a health check in {timeout_s:g} s")
             return None
         except RayError as error:
             self._note_lost(error)

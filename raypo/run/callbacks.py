@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from numbers import Real
 from typing import Any
 
@@ -27,13 +28,26 @@ class StepView:
     """All samples of the step with their scores. Empty in recipes that do not sample."""
 
 
+def by_name(callbacks: Iterable[tuple[str, Callable[[StepView], Any]]]) -> dict[str, Any]:
+    """Return callbacks by their names; of several with one name, as lambdas have, none is lost.
+
+    Args:
+        callbacks: Name and function of each callback. A name that repeats gets a number.
+    """
+    named: dict[str, Any] = {}
+    for name, callback in callbacks:
+        numbered = (f"{name} ({number})" for number in count(2))
+        named[next(each for each in chain([name], numbered) if each not in named)] = callback
+    return named
+
+
 def ask_callbacks(
     callbacks: Mapping[str, Callable[[StepView], Any]], view: StepView
 ) -> dict[str, float]:
     """Call the callbacks, and return the metrics that they add to a step.
 
     Args:
-        callbacks: Callbacks by their path in the config.
+        callbacks: Callbacks by their path in the config or their name.
         view: The step.
 
     Raises:

@@ -27,7 +27,7 @@ from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
 from raypo.run.background_writer import BackgroundWriter
-from raypo.run.callbacks import StepView, ask_callbacks
+from raypo.run.callbacks import StepView, ask_callbacks, by_name
 from raypo.run.rollout_metrics import sample_row, speed_metrics
 from raypo.run.run import Run
 from raypo.run.watched import (
@@ -68,8 +68,10 @@ class Records:
         self._step_started = 0.0
         self._sinks = Sinks([])
         self._writer: BackgroundWriter | None = None  # it has a process group, so only if needed
-        self._callbacks = {path: load_function(path, key="callbacks") for path in config.callbacks}
-        self._callbacks |= {function_name(each): each for each in run.runtime.callbacks}
+        paths = [(path, load_function(path, key="callbacks")) for path in config.callbacks]
+        self._callbacks = by_name(
+            [*paths, *((function_name(each), each) for each in run.runtime.callbacks)]
+        )
         # Watched metrics by config key whose names were not yet checked against measured ones.
         self._unseen: dict[str, str] = {}
         if config.checkpoint.best_by is not None:
