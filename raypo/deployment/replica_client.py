@@ -112,14 +112,16 @@ class ReplicaClient:
 
         Args:
             timeout_s: Seconds to wait for its answer. None means no limit.
-            kills: Whether to kill a replica that was up and does not answer in time.
+            kills: Whether to kill a replica that does not answer in time: one that was up, or one
+                that had `start_timeout_s` to start.
         """
         try:
             status = await asyncio.wait_for(self._remote().status.remote(), timeout_s)
         except TimeoutError:
             if kills:
                 self._down_since = self._down_since or time.monotonic()
-                if self.has_answered:
+                limit = self.limits.start_timeout_s
+                if self.has_answered or (limit is not None and self.down_s > limit):
                     self._kill(f"no answer to a health check in {timeout_s:g} s")
             return None
         except RayError as error:

@@ -9,6 +9,7 @@ from itertools import chain, count
 from numbers import Real
 from typing import Any
 
+from raypo.custom.loader import function_name
 from raypo.types import ScoredRollout
 
 
@@ -28,14 +29,11 @@ class StepView:
     """All samples of the step with their scores. Empty in recipes that do not sample."""
 
 
-def by_name(callbacks: Iterable[tuple[str, Callable[[StepView], Any]]]) -> dict[str, Any]:
-    """Return callbacks by their names; of several with one name, as lambdas have, none is lost.
-
-    Args:
-        callbacks: Name and function of each callback. A name that repeats gets a number.
-    """
-    named: dict[str, Any] = {}
-    for name, callback in callbacks:
+def by_name(callbacks: Iterable[Callable[[StepView], Any]]) -> dict[str, Callable[..., Any]]:
+    """Return callbacks by their names. Of several with one name, as lambdas have, none is lost."""
+    named: dict[str, Callable[..., Any]] = {}
+    for callback in callbacks:
+        name = function_name(callback)
         numbered = (f"{name} ({number})" for number in count(2))
         named[next(each for each in chain([name], numbered) if each not in named)] = callback
     return named

@@ -22,7 +22,7 @@ from ray.train import Checkpoint
 
 from raypo.collectives import Workers
 from raypo.config import CheckpointSection
-from raypo.custom.loader import function_name, load_function
+from raypo.custom.loader import load_function
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
@@ -68,10 +68,8 @@ class Records:
         self._step_started = 0.0
         self._sinks = Sinks([])
         self._writer: BackgroundWriter | None = None  # it has a process group, so only if needed
-        paths = [(path, load_function(path, key="callbacks")) for path in config.callbacks]
-        self._callbacks = by_name(
-            [*paths, *((function_name(each), each) for each in run.runtime.callbacks)]
-        )
+        self._callbacks = {path: load_function(path, key="callbacks") for path in config.callbacks}
+        self._callbacks |= by_name(run.runtime.callbacks)
         # Watched metrics by config key whose names were not yet checked against measured ones.
         self._unseen: dict[str, str] = {}
         if config.checkpoint.best_by is not None:
