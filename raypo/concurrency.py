@@ -60,7 +60,12 @@ def completed(value: T) -> Future[T]:
 
 def background_future(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     """Run a coroutine on the background event loop of this process; cancel it with the future."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _background_loop())
+    with _starting:  # `cache` alone would start a loop for each thread that calls it first
+        loop = _background_loop()
+    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+
+
+_starting = threading.Lock()
 
 
 @cache

@@ -6,7 +6,8 @@ reported while the object works. The object itself runs in threads:
 - `_pool`, one thread for each ongoing call (`max_ongoing_requests`), builds the object and runs its
   methods.
 - `_control_pool`, one thread for control calls (a push of weights, sleep). They keep their order
-  and never wait for ongoing calls. With one ongoing call at a time it is `_pool`.
+  and never wait for ongoing calls, except for their prerequisites. With one ongoing call at a time
+  it is `_pool`.
 
 If a method returns futures, the coroutine awaits them and no thread waits.
 
@@ -24,6 +25,7 @@ import time
 import traceback
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -50,7 +52,8 @@ class Replica:
         self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._ready: dict[str, list[tuple[int, Any]]] = {}
         """Per call id, entries of the value with their indices, in the order they became ready."""
-        self._building = threading.Lock()
+        self._preparing = threading.Lock()
+        """Held while the object is built, and while a prerequisite or a control call runs."""
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
         self._control_pool = self._pool
         if deployment.max_ongoing_requests > 1:
@@ -162,15 +165,18 @@ class Replica:
         try:
             if call.prerequisite is not None:
                 method, arguments = call.prerequisite
-                getattr(target, method)(*arguments)
+                with self._preparing:
+                    getattr(target, method)(*arguments)
         except Exception as error:
             problem = self._problem()
             return Lost(problem) if problem else Unprepared(f"{type(error).__name__}: {error}")
-        return getattr(target, call.method)(*call.args, **call.kwargs)
+        # A prerequisite that still fetches the last push must not load it over the next one.
+        with self._preparing if call.is_control else nullcontext():
+            return getattr(target, call.method)(*call.args, **call.kwargs)
 
     def _built(self) -> Any:
         """Return the object, built by the first caller; library logs go to a file of the run."""
-        with self._building:
+        with self._preparing:
             if self._target is None:
                 deployment, path = self._deployment, None
                 if deployment.logs_dir is not None:

@@ -68,7 +68,7 @@ class ReplicaClient:
 
     @property
     def down_s(self) -> float:
-        """Seconds since the replica was lost; 0 if it has answered since."""
+        """Seconds since the replica was lost or silent; 0 if it has answered since."""
         return 0.0 if self._down_since is None else time.monotonic() - self._down_since
 
     async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
@@ -112,13 +112,17 @@ class ReplicaClient:
 
         Args:
             timeout_s: Seconds to wait for its answer. None means no limit.
-            kills: Whether to kill a replica that was up and does not answer in time.
+            kills: Whether to kill a replica that does not answer in time: one that was up, or one
+                that had `start_timeout_s` to start.
         """
         try:
             status = await asyncio.wait_for(self._remote().status.remote(), timeout_s)
         except TimeoutError:
-            if kills and self.has_answered:
-                self._kill(f"no answer to a health check in {timeout_s:g} s")
+            if kills:
+                self._down_since = self._down_since or time.monotonic()
+                limit = self.limits.start_timeout_s
+                if self.has_answered or (limit is not None and self.down_s > limit):
+                    self._kill(f"no answer to a health check in {timeout_s:g} s")
             return None
         except RayError as error:
             self._note_lost(error)

@@ -1,7 +1,7 @@
 """Sample rollouts for one worker's share of the prompts.
 
 Concurrency. `Sampler.sample` blocks its caller until all responses are there. Completions that come
-early are turned into rollouts in the polling threads of `raypo.rollout.dispatch`.
+early are turned into rollouts in other threads, those of the callback of `Engines.generate`.
 """
 
 from __future__ import annotations

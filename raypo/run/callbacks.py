@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from numbers import Real
 from typing import Any
 
+from raypo.custom.loader import function_name
 from raypo.types import ScoredRollout
 
 
@@ -27,13 +29,23 @@ class StepView:
     """All samples of the step with their scores. Empty in recipes that do not sample."""
 
 
+def by_name(callbacks: Iterable[Callable[[StepView], Any]]) -> dict[str, Callable[..., Any]]:
+    """Return callbacks by their names. Of several with one name, as lambdas have, none is lost."""
+    named: dict[str, Callable[..., Any]] = {}
+    for callback in callbacks:
+        name = function_name(callback)
+        numbered = (f"{name} ({number})" for number in count(2))
+        named[next(each for each in chain([name], numbered) if each not in named)] = callback
+    return named
+
+
 def ask_callbacks(
     callbacks: Mapping[str, Callable[[StepView], Any]], view: StepView
 ) -> dict[str, float]:
     """Call the callbacks, and return the metrics that they add to a step.
 
     Args:
-        callbacks: Callbacks by their path in the config.
+        callbacks: Callbacks by their path in the config or their name.
         view: The step.
 
     Raises:

@@ -22,12 +22,12 @@ from ray.train import Checkpoint
 
 from raypo.collectives import Workers
 from raypo.config import CheckpointSection
-from raypo.custom.loader import function_name, load_function
+from raypo.custom.loader import load_function
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
 from raypo.run.background_writer import BackgroundWriter
-from raypo.run.callbacks import StepView, ask_callbacks
+from raypo.run.callbacks import StepView, ask_callbacks, by_name
 from raypo.run.rollout_metrics import sample_row, speed_metrics
 from raypo.run.run import Run
 from raypo.run.watched import (
@@ -69,7 +69,7 @@ class Records:
         self._sinks = Sinks([])
         self._writer: BackgroundWriter | None = None  # it has a process group, so only if needed
         self._callbacks = {path: load_function(path, key="callbacks") for path in config.callbacks}
-        self._callbacks |= {function_name(each): each for each in run.runtime.callbacks}
+        self._callbacks |= by_name(run.runtime.callbacks)
         # Watched metrics by config key whose names were not yet checked against measured ones.
         self._unseen: dict[str, str] = {}
         if config.checkpoint.best_by is not None:

@@ -1,9 +1,11 @@
 import asyncio
 import threading
+import time
 
 import pytest
 
-from raypo.concurrency import daemon_future
+from raypo import concurrency
+from raypo.concurrency import background_future, daemon_future
 
 
 def test_the_result_comes_from_a_thread_that_no_exit_waits_for():
@@ -27,3 +29,22 @@ def test_a_stop_iteration_ends_no_coroutine_that_waits():
 
     with pytest.raises(RuntimeError, match="a StopIteration was raised"):
         asyncio.run(wait())
+
+
+def test_threads_that_need_the_background_loop_first_get_the_same_one(monkeypatch):
+    new_loop = asyncio.new_event_loop
+
+    def slow() -> asyncio.AbstractEventLoop:
+        time.sleep(0.05)
+        return new_loop()
+
+    async def running() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    monkeypatch.setattr(asyncio, "new_event_loop", slow)
+    concurrency._background_loop.cache_clear()
+    first = [
+        daemon_future(lambda: background_future(running()).result(10), name="raypo-test")
+        for _ in range(4)
+    ]
+    assert len({each.result(10) for each in first}) == 1

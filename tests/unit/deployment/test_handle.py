@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
+from raypo.concurrency import background_future
 from raypo.deployment.handle import DeploymentHandle
 from raypo.deployment.replica_client import ReplicaClient
 from raypo.deployment.spec import Call, Deployment, Lost, Prerequisite, Unprepared
@@ -108,6 +110,40 @@ def test_a_replica_that_does_not_restart_in_time_is_an_error():
     replicas = Scripted(0, *[Lost("restarting")] * 9), Scripted(1, *[Lost("restarting")] * 9)
     with pytest.raises(DeploymentError, match=r"engine:0, .*engine:1: not started again in 0.1 s"):
         load(handle_of(*replicas, start_timeout_s=0.1)).result(5)
+
+
+class Silent(ReplicaClient):
+    """Never answers a health check."""
+
+    def __init__(self, **limits: Any) -> None:
+        super().__init__(replace(LIMITS, **limits), "raypo", 0)
+        self.kills = 0
+
+    def _remote(self) -> Any:
+        return SimpleNamespace(status=SimpleNamespace(remote=lambda: asyncio.sleep(60)))
+
+    def _kill(self, why: str) -> None:
+        self.kills += 1
+
+
+def test_a_push_does_not_wait_forever_for_a_replica_that_never_answers():
+    handle = handle_of(Silent(), start_timeout_s=0.1, health_check_timeout_s=0.05)
+    with pytest.raises(DeploymentError, match=r"engine:0: not started again in 0.1 s"):
+        background_future(handle._find_up()).result(5)
+
+
+def test_a_replica_that_is_silent_after_a_restart_is_killed_once_it_had_time_to_start():
+    silent = Silent(start_timeout_s=0.15)
+
+    def kills_after_a_check() -> int:
+        assert background_future(silent.ping(0.1, kills=True)).result(5) is None
+        return silent.kills
+
+    assert kills_after_a_check() == 0
+    assert [kills_after_a_check() for _ in range(2)][-1] > 0
+    waiting = Silent(start_timeout_s=0.0)
+    assert background_future(waiting.ping(0.1)).result(5) is None
+    assert waiting.kills == 0, "only a caller that waits kills"
 
 
 def test_the_time_limit_of_a_call_includes_its_retries_and_is_not_the_methods_own():

@@ -331,6 +331,23 @@ def test_what_is_required_comes_before_the_request_and_its_failure_is_told():
     assert told == Lost("cannot go on")
 
 
+def test_a_control_call_waits_for_a_prerequisite_that_is_under_way():
+    """A restarted engine must not load the last push over the next one."""
+    counter = replica(max_ongoing_requests=2)
+
+    async def pushed() -> tuple[bool, list[int]]:
+        request = asyncio.create_task(ask(counter, "a", "add", 1, prerequisite=("wait", ())))
+        await asyncio.sleep(0.05)
+        push = asyncio.create_task(ask(counter, "b", "add", 100, is_control=True))
+        await asyncio.sleep(0.05)
+        is_early = push.done()
+        counter._target.gate.set()
+        await asyncio.gather(request, push)
+        return is_early, [counter._target.count]
+
+    assert run(pushed()) == (False, [111])
+
+
 def test_one_that_takes_turns_takes_its_memory_again_when_it_is_asked_to_work(
     monkeypatch: pytest.MonkeyPatch,
 ):

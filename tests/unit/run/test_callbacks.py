@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.run.callbacks import CallbackError, StepView, ask_callbacks
+from raypo.run.callbacks import CallbackError, StepView, ask_callbacks, by_name
 
 VIEW = StepView(7, {"rollout/score_mean": 0.5}, [])
 
@@ -39,3 +39,10 @@ def test_what_callbacks_return_becomes_metrics():
 def test_what_is_no_metric_is_refused_by_the_callbacks_name(callbacks: list, told: str):
     with pytest.raises(CallbackError, match=told):
         ask(*callbacks)
+
+
+def test_callbacks_of_one_name_are_all_called():
+    made = [lambda step, n=n: {f"mine/{n}": n} for n in range(3)]
+    callbacks = by_name(made)
+    assert [name.rpartition("<lambda>")[2] for name in callbacks] == ["", " (2)", " (3)"]
+    assert ask_callbacks(callbacks, VIEW) == {"mine/0": 0.0, "mine/1": 1.0, "mine/2": 2.0}
