@@ -57,6 +57,16 @@ class Config(BaseModel):
     )
     section: ClassVar[str] = ""
     """Dotted key of the section with a trailing dot, for messages about its keys."""
+    gone: ClassVar[Mapping[str, str]] = {}
+    """Key that this section had once -> reason and remedy, for messages."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_nulls_of_older_runs(cls, values: Any) -> Any:
+        # A recorded config contains every key, also null for keys that are gone since.
+        if isinstance(values, Mapping) and cls.gone:
+            return {k: v for k, v in values.items() if v is not None or k not in cls.gone}
+        return values
 
     def _problems(self) -> Iterator[str]:
         yield from ()
@@ -446,6 +456,8 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
     """Return the message of a mistake whose kind has a sentence of its own."""
     if detail["type"] == "extra_forbidden":
         known, value = known_keys(model), detail["input"]
+        if why := _why_gone(model, key):
+            return f"{key} ({value}): {why}"
         below = flatten({key: value}) if isinstance(value, Mapping) else {}
         # A whole section of another project, like actor_rollout_ref of verl: explain each key.
         unknown = below if any(remedy_for_foreign(each, known) for each in below) else [key]
@@ -458,6 +470,16 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
     if not key or isinstance(detail["input"], Mapping):
         return message  # a rule between keys names its keys itself
     return f"{key} ({detail['input']!r}): {message}"
+
+
+def _why_gone(model: type[BaseModel], key: str) -> str | None:
+    """Return what `Config.gone` says about a dotted key."""
+    *sections, name = key.split(".")
+    owners: list[Any] = [model]
+    for section in sections:
+        fields = [each.model_fields[section] for each in owners if section in each.model_fields]
+        owners = [owner for field in fields for owner in _sections_of(field.annotation)]
+    return next((owner.gone[name] for owner in owners if name in getattr(owner, "gone", {})), None)
 
 
 def _rule(detail: Any) -> str:

@@ -24,6 +24,8 @@ POLICIES = [
         dual_clip=1.5 if kind in ("ppo", "gspo", "clip_cov") else None,
         cispo_low=0.1,
         clip_high=0.3,
+        nll_coef=0.3,
+        nll_min_score=0.0,
         kl=KLSection(coef=0.1, placement="loss", estimator="k3"),
     )
     for kind in SURROGATES
