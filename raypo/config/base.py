@@ -330,6 +330,17 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+def remedy_in(model: type[BaseModel], key: str) -> str:
+    """Return what to do about an unknown dotted key of a config class; see `Config.gone`."""
+    *sections, name = key.split(".")
+    owners: list[Any] = [model]
+    for section in sections:
+        fields = [each.model_fields[section] for each in owners if section in each.model_fields]
+        owners = [owner for field in fields for owner in _sections_of(field.annotation)]
+    gone = next((owner.gone[name] for owner in owners if name in getattr(owner, "gone", {})), None)
+    return gone or remedy_for_unknown(key, known_keys(model))
+
+
 def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
     """Return `Did you mean ppo.kl.coef?` if a similar key is known, else `Remove it.`
 
@@ -456,13 +467,11 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
     """Return the message of a mistake whose kind has a sentence of its own."""
     if detail["type"] == "extra_forbidden":
         known, value = known_keys(model), detail["input"]
-        if why := _why_gone(model, key):
-            return f"{key} ({value}): {why}"
         below = flatten({key: value}) if isinstance(value, Mapping) else {}
         # A whole section of another project, like actor_rollout_ref of verl: explain each key.
         unknown = below if any(remedy_for_foreign(each, known) for each in below) else [key]
         return "\n".join(
-            f"{each}: there is no such key. {remedy_for_unknown(each, known)}" for each in unknown
+            f"{each}: there is no such key. {remedy_in(model, each)}" for each in unknown
         )
     if detail["type"] == "missing":
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
@@ -470,16 +479,6 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
     if not key or isinstance(detail["input"], Mapping):
         return message  # a rule between keys names its keys itself
     return f"{key} ({detail['input']!r}): {message}"
-
-
-def _why_gone(model: type[BaseModel], key: str) -> str | None:
-    """Return what `Config.gone` says about a dotted key."""
-    *sections, name = key.split(".")
-    owners: list[Any] = [model]
-    for section in sections:
-        fields = [each.model_fields[section] for each in owners if section in each.model_fields]
-        owners = [owner for field in fields for owner in _sections_of(field.annotation)]
-    return next((owner.gone[name] for owner in owners if name in getattr(owner, "gone", {})), None)
 
 
 def _rule(detail: Any) -> str:

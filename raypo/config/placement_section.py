@@ -18,7 +18,7 @@ class DeploymentSection(Config):
     """
 
     gone: ClassVar[Mapping[str, str]] = {
-        "max_queued_requests": "queues of replicas have no limit. Remove it."
+        "max_queued_requests": "Queues of replicas have no limit any more. Remove it."
     }
 
     request_timeout_s: float | None = Field(default=None, gt=0.0)

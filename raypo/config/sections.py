@@ -87,8 +87,8 @@ class SampledModelSection(Config):
     """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
 
     gone: ClassVar[Mapping[str, str]] = {
-        "critic": "this recipe trains no critic. Remove it.",
-        "reference": "this recipe has no reference model. Remove it.",
+        "critic": "This recipe trains no critic. Remove it.",
+        "reference": "This recipe has no reference model. Remove it.",
     }
 
     policy: str

@@ -24,11 +24,11 @@ def parsed(**changes: object) -> DistillationConfig:
         ({"model": {"policy": "student"}}, "model.teacher"),
         (
             {"model": VALUES["model"] | {"reference": "r"}},
-            r"model.reference \(r\): this recipe has no reference model. Remove it.",
+            "model.reference: there is no such key. This recipe has no reference model. Remove it.",
         ),
         (
             {"model": VALUES["model"] | {"critic": "c"}},
-            r"model.critic \(c\): this recipe trains no critic. Remove it.",
+            "model.critic: there is no such key. This recipe trains no critic. Remove it.",
         ),
         ({"distillation": {"beta": 0.3}}, "distillation.beta"),
         ({"distillation": {"on_policy_fraction": 0.5}}, "distillation.on_policy_fraction"),
