@@ -57,6 +57,16 @@ class Config(BaseModel):
     )
     section: ClassVar[str] = ""
     """Dotted key of the section with a trailing dot, for messages about its keys."""
+    gone: ClassVar[Mapping[str, str]] = {}
+    """Key that this section had once -> reason and remedy, for messages."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_nulls_of_older_runs(cls, values: Any) -> Any:
+        # A recorded config contains every key, also null for keys that are gone since.
+        if isinstance(values, Mapping) and cls.gone:
+            return {k: v for k, v in values.items() if v is not None or k not in cls.gone}
+        return values
 
     def _problems(self) -> Iterator[str]:
         yield from ()
@@ -320,6 +330,17 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+def remedy_in(model: type[BaseModel], key: str) -> str:
+    """Return what to do about an unknown dotted key of a config class; see `Config.gone`."""
+    *sections, name = key.split(".")
+    owners: list[Any] = [model]
+    for section in sections:
+        fields = [each.model_fields[section] for each in owners if section in each.model_fields]
+        owners = [owner for field in fields for owner in _sections_of(field.annotation)]
+    gone = next((owner.gone[name] for owner in owners if name in getattr(owner, "gone", {})), None)
+    return gone or remedy_for_unknown(key, known_keys(model))
+
+
 def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
     """Return `Did you mean ppo.kl.coef?` if a similar key is known, else `Remove it.`
 
@@ -450,7 +471,7 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
         # A whole section of another project, like actor_rollout_ref of verl: explain each key.
         unknown = below if any(remedy_for_foreign(each, known) for each in below) else [key]
         return "\n".join(
-            f"{each}: there is no such key. {remedy_for_unknown(each, known)}" for each in unknown
+            f"{each}: there is no such key. {remedy_in(model, each)}" for each in unknown
         )
     if detail["type"] == "missing":
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from raypo.config.base import ConfigError, known_keys, remedy_for_unknown
+from raypo.config.base import ConfigError, remedy_in
 from raypo.config.presets import PRESETS
 from raypo.config.sweep_config import Constraint
 
@@ -92,8 +92,7 @@ def explain(key: str, root: type[BaseModel]) -> list[Key]:
     if (section := find_section(root, key)) is not None:
         found += keys_of(section, key)
     if not found and section is None:
-        remedy = remedy_for_unknown(key, known_keys(root))
-        raise ConfigError(f"KEY ({key}): there is no such key. {remedy}")
+        raise ConfigError(f"KEY ({key}): there is no such key. {remedy_in(root, key)}")
     return found
 
 

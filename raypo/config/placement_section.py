@@ -4,8 +4,8 @@ replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, get_args
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -16,6 +16,10 @@ class DeploymentSection(Config):
     """Time limits, health checks and restarts of the replicas of engines and frozen models. The
     keys are named as in Ray Serve.
     """
+
+    gone: ClassVar[Mapping[str, str]] = {
+        "max_queued_requests": "Queues of replicas have no limit any more. Remove it."
+    }
 
     request_timeout_s: float | None = Field(default=None, gt=0.0)
     """Seconds that a worker waits for a reply before the run stops. null means no timeout."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
@@ -86,6 +86,11 @@ Attention = Literal[
 class SampledModelSection(Config):
     """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
 
+    gone: ClassVar[Mapping[str, str]] = {
+        "critic": "This recipe trains no critic. Remove it.",
+        "reference": "This recipe has no reference model. Remove it.",
+    }
+
     policy: str
     """Model to train."""
     reward: RewardModels = None
@@ -104,15 +109,6 @@ class SampledModelSection(Config):
     lora: PolicyLoraSection | None = None
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_nulls_of_older_runs(cls, values: Any) -> Any:
-        # The recorded config of a run from before these keys were left out has null for each.
-        if isinstance(values, dict):
-            gone = {"critic", "reference"} - cls.model_fields.keys()
-            values = {k: v for k, v in values.items() if v is not None or k not in gone}
-        return values
 
 
 class ReferenceModelSection(SampledModelSection):
@@ -309,6 +305,13 @@ class WorkersSection(Config):
                 f"gradients with the backward pass only at ZeRO stages 2 and 3, and the stage is "
                 f"{stage}. Remove it, or set learner.zero_stage to 2 or 3."
             )
+        for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
+            if zero.get(name):
+                new = "offload_param" if name == "cpu_offload_param" else "offload_optimizer"
+                yield (
+                    f"{key}.{name} ({zero[name]}): is DeepSpeed's former spelling of {new}. Write "
+                    f"{new}: {{device: cpu}} in its place."
+                )
         # DeepSpeed ignores both without a word at lower stages. Swapping to NVMe is not tested.
         for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
             moved = zero.get(name) or {}

@@ -23,7 +23,7 @@ from raypo.config.base import (
     flatten,
     known_keys,
     read_yaml,
-    remedy_for_unknown,
+    remedy_in,
 )
 from raypo.config.recipe_config import AnyConfig, parse_run_config
 from raypo.config.run_config import OnlineConfig, PPOConfig
@@ -298,7 +298,7 @@ def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str
 def _check_key(key: str, kind: type[AnyConfig]) -> None:
     keys = known_keys(kind)
     if key not in keys:
-        hint = remedy_for_unknown(key, keys)
+        hint = remedy_in(kind, key)
         raise ConfigError(f"space.{key}: the run config has no such key. {hint}")
     below = [known for known in keys if known.startswith(f"{key}.")]
     if below:

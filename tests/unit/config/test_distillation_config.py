@@ -22,8 +22,14 @@ def parsed(**changes: object) -> DistillationConfig:
     ("changes", "told"),
     [
         ({"model": {"policy": "student"}}, "model.teacher"),
-        ({"model": VALUES["model"] | {"reference": "r"}}, "model.reference"),
-        ({"model": VALUES["model"] | {"critic": "c"}}, "model.critic"),
+        (
+            {"model": VALUES["model"] | {"reference": "r"}},
+            "model.reference: there is no such key. This recipe has no reference model. Remove it.",
+        ),
+        (
+            {"model": VALUES["model"] | {"critic": "c"}},
+            "model.critic: there is no such key. This recipe trains no critic. Remove it.",
+        ),
         ({"distillation": {"beta": 0.3}}, "distillation.beta"),
         ({"distillation": {"on_policy_fraction": 0.5}}, "distillation.on_policy_fraction"),
         (TEXTS, "data.response_key"),
@@ -118,7 +124,8 @@ def test_prompts_are_shared_out_between_the_policy_and_the_texts():
 
 def test_the_recorded_config_of_an_older_run_may_have_null_for_keys_that_are_gone():
     old = VALUES["model"] | {"critic": None, "reference": None}
-    assert parsed(model=old) == parsed()
+    placement = {"deployment": {"max_queued_requests": None}}
+    assert parsed(model=old, placement=placement) == parsed()
 
 
 def test_iterative_dpo_reads_the_reference_model_only_if_it_compares_with_the_start():

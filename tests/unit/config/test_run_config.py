@@ -111,6 +111,15 @@ def test_an_unknown_key_without_a_near_one_is_to_be_removed(key):
     assert refused(**{key: 1}).endswith("Remove it.")
 
 
+def test_a_key_that_is_gone_says_why_and_its_null_of_an_older_run_is_ignored():
+    assert refused(placement__deployment__max_queued_requests=64) == (
+        "run.yaml: placement.deployment.max_queued_requests: there is no such key. Queues of "
+        "replicas have no limit any more. Remove it."
+    )
+    older = with_keys(placement__deployment__max_queued_requests=None)
+    assert PPOConfig.parse(older) == PPOConfig.parse(MINIMAL)
+
+
 def test_what_a_key_begins_with_makes_no_other_key_of_its_section_near():
     known = ["learner", "learner.use_gpu", "learner.num_workers", "ppo.critic_warmup_steps"]
     assert remedy_for_unknown("learner.warmup_steps", known) == "Remove it."
@@ -317,6 +326,16 @@ def test_an_offload_that_deepspeed_would_ignore_or_that_needs_nvme_is_refused(na
         assert problem({"device": "none"}, stage) == problem(None, stage) == ""
         assert f"{key}.device (nvme)" in problem({"device": "nvme"}, stage)
     assert f"{key} (cpu): must be a mapping" in problem("cpu", 3)
+
+
+@pytest.mark.parametrize("name", ["cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"])
+def test_deepspeeds_former_keys_of_an_offload_are_refused(name):
+    """They would pass by the rules of the present ones, and by the plan of memory."""
+    zero = {"zero_optimization": {name: True}}
+    key = f"learner.deepspeed.zero_optimization.{name}"
+    assert_refused(key, True, learner__zero_stage=3, learner__deepspeed=zero)
+    zero["zero_optimization"][name] = False
+    PPOConfig.parse(with_keys(learner__deepspeed=zero))
 
 
 def test_a_wrong_zero_optimization_is_refused():

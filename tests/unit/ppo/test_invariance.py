@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from raypo.collectives import Workers
 from raypo.config import KLSection, PPOSection
-from raypo.ppo.losses import AGGREGATIONS, explained_variance
+from raypo.config.ppo_section import CovarianceSection
+from raypo.ppo.losses import AGGREGATIONS, explained_variance, policy_loss, value_loss
 from raypo.ppo.objective import StepCounts, policy_objective, value_objective
 from raypo.ppo.surrogates import SURROGATES
 from raypo.types import Experience
@@ -24,6 +25,9 @@ POLICIES = [
         dual_clip=1.5 if kind in ("ppo", "gspo", "clip_cov") else None,
         cispo_low=0.1,
         clip_high=0.3,
+        nll_coef=0.3,
+        nll_min_score=0.0,
+        covariance=CovarianceSection(penalty=0.7),
         kl=KLSection(coef=0.1, placement="loss", estimator="k3"),
     )
     for kind in SURROGATES
@@ -120,6 +124,27 @@ def test_cut_into_workers_and_microbatches_changes_nothing(ppo, leaf, seed, num_
     torch.testing.assert_close(summed, stats, check_dtype=False)
     if "error" in stats:
         torch.testing.assert_close(explained_variance(summed), explained_variance(stats))
+
+
+@pytest.mark.parametrize(("ppo", "leaf"), CASES)
+def test_a_run_computes_the_functions_that_the_oracle_checks(ppo, leaf):
+    step = random_step(5)
+    if ppo is CRITIC:
+        expected, stats = value_loss(*step.critic(), value_clip=ppo.value_clip)
+    else:
+        ppo = ppo.model_copy(update={"nll_coef": 0.0, "kl": KLSection()})  # the surrogate alone
+        names = ("aggregation", "clip_low", "clip_high", "dual_clip", "cispo_low")
+        knobs = {name: getattr(ppo, name) for name in names} | {"kind": ppo.policy_loss}
+        knobs |= {"covariant": step.covariant, "covariance_kl": ppo.covariance.penalty}
+        knobs |= {"weights": step.weights, "max_new_tokens": 9}
+        expected, stats = policy_loss(*step.policy(), **knobs)
+    (slope,) = torch.autograd.grad(expected, getattr(step, leaf))
+
+    _, gradient, found = whole(step, ppo, leaf)
+
+    torch.testing.assert_close(gradient, slope)
+    found.pop("entropy", None)
+    torch.testing.assert_close(found, stats)
 
 
 @pytest.mark.parametrize("ppo", [each for each in POLICIES if each.policy_loss == "ppo"])

@@ -9,7 +9,7 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import CorrectionSection, PPOSection
 from raypo.ppo.controllers import ReferenceKL, UpdateState
-from raypo.ppo.corrections import mismatch_metrics, with_corrections
+from raypo.ppo.corrections import MAX_LAG, mismatch_metrics, with_corrections
 from raypo.ppo.estimators import with_advantages
 from raypo.ppo.objective import StepCounts
 from raypo.types import Experience
@@ -120,6 +120,16 @@ def test_tokens_of_weights_that_are_too_old_weigh_nothing_and_the_others_what_th
     assert shares == pytest.approx([1 / 3] * 3)
     by_lag = [figures[f"mismatch/kl_lag_{lag}"] for lag in range(3)]
     assert sum(by_lag) / 3 == pytest.approx(figures["mismatch/kl"])
+
+
+def test_metrics_by_lag_end_at_the_largest_with_metrics_of_its_own():
+    batch = two_turns_and_one().with_(weight_version=torch.tensor([0, 49]))
+    figures = mismatch_metrics(batch, PPOSection(), Workers(), version=50)
+    shares = {name: value for name, value in figures.items() if "staleness_share" in name}
+    assert len(shares) == MAX_LAG + 1
+    assert shares.pop(f"rollout/staleness_share_{MAX_LAG}") == pytest.approx(2 / 3)
+    assert shares.pop("rollout/staleness_share_1") == pytest.approx(1 / 3)
+    assert not any(shares.values())
 
 
 def test_the_gap_to_the_engine_is_not_told_where_the_engines_log_probs_are_the_old_ones():
