@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +119,8 @@ def _call(
     try:
         environment = _make() if state is None else pickle.loads(state)
         answer = getattr(environment, method)(*arguments)
-        if inspect.iscoroutine(answer):
-            answer = asyncio.run(answer)
+        if inspect.isawaitable(answer):
+            answer = asyncio.run(_result_of(answer))
         returned = answer, getattr(environment, "metrics", None)
         afterwards = _pickled(environment, "an environment")
         return afterwards, _pickled(returned, "what it returns"), None, uses
@@ -140,3 +140,7 @@ def _pickled(value: Any, what: str) -> bytes:
             f"with rollout.environment_processes {what} is pickled, and this cannot be: {error}. "
             f"Open in each step what cannot be, or set rollout.environment_processes to 0."
         ) from error
+
+
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

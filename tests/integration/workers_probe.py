@@ -208,7 +208,9 @@ def main() -> None:
     team = cache(lambda critic_workers: Roles.of(workers, critic_workers))
     for case in (Case(*each) for each in task["matrix"]):
         results[tuple(case)] = steps_of(case, task["model"], team(int(case.kind == "apart")))
+        # DeepSpeed collects garbage at each move and each start: not through what is here already.
         gc.collect()
+        gc.freeze()
     if workers.rank == 0:
         torch.save(results, task["out"])
     dist.destroy_process_group()
