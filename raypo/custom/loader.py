@@ -109,9 +109,15 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
 
 
 def takes_columns(function: Any) -> bool:
-    """Return whether a reward function has the form `f(prompts, completions, **columns)` of TRL."""
+    """Return whether a reward function has the form `f(prompts, completions, **columns)` of TRL.
+
+    A decorator's `wrapper(*args, **kwargs)` has the form of the function that it wraps.
+    """
     try:
-        return "completions" in inspect.signature(function, follow_wrapped=False).parameters
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            parameters = {**parameters, **inspect.signature(function).parameters}
+        return "completions" in parameters
     except (TypeError, ValueError):
         return False
 

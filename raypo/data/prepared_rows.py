@@ -112,7 +112,8 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
             _refuse_surrogates(row, config_key, name)
             continue
         if not row.number:
-            raise _no_column(row, source, config_key, name)
+            whole = "messages" in row.values and "data.response_key" in columns
+            raise _no_column(row, source, config_key, name, is_conversation=whole)
         there = ", ".join(row.values) or "none"
         raise RowError(
             f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
@@ -126,12 +127,16 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
     return row._replace(values=row.values | read)
 
 
-def _no_column(row: Row, source: PromptSource, config_key: str, name: str) -> ConfigError:
+def _no_column(
+    row: Row, source: PromptSource, config_key: str, name: str, *, is_conversation: bool
+) -> ConfigError:
     there = ", ".join(row.values) or "none"
     near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
+    remedy = f"Set {config_key} to {near[0] if near else 'one of them'}."
+    if is_conversation:
+        remedy = "Set data.messages_key to messages, if it holds whole conversations."
     return ConfigError(
-        f"{config_key} ({name}): {source} has no such column, it has {there}. "
-        f"Set {config_key} to {near[0] if near else 'one of them'}."
+        f"{config_key} ({name}): {source} has no such column, it has {there}. {remedy}"
     )
 
 

@@ -1,5 +1,7 @@
 """Arguments that Hugging Face users know build the config that a run file would hold."""
 
+import asyncio
+import functools
 import json
 import os
 import subprocess
@@ -120,6 +122,13 @@ def test_columns_of_other_recipes_data(policy: str):
     )
     assert sft.config.data.response_key == "completion"
     assert "reward_funcs (" in refusal(lambda: SFTTrainer(model=policy, reward_funcs=exact))
+    chats = [{"messages": [{"role": "user", "content": "a"}]}]
+    assert "it has messages. Set data.messages_key to messages" in refusal(
+        lambda: SFTTrainer(model=policy, train_dataset=chats)
+    )
+    assert "Set data.prompt_key to one of them" in refusal(
+        lambda: grpo(policy, train_dataset=chats)
+    )
     assert "ref_model: this recipe has no model.reference" in refusal(
         lambda: SFTTrainer(model=policy, ref_model=policy)
     )
@@ -337,6 +346,39 @@ def test_a_function_of_trls_form_gets_lists_of_columns():
     assert seen["completions"][0] == [{"role": "assistant", "content": "1"}]
     with pytest.raises(RewardError, match=r"missing 1 required .* 'solution'"):
         score(lambda completions, solution: [0.0] * 2, given)
+
+
+def test_a_decorated_function_of_trls_form_has_that_form():
+    @functools.wraps(exact)
+    def timed(*args: Any, **kwargs: Any) -> list[float]:
+        return exact(*args, **kwargs)
+
+    given = [replace(rollout(1), row={"answer": 1}), replace(rollout(2), row={"answer": 3})]
+    assert score(timed, given) == [1.0, 0.0]
+
+
+def test_a_reward_function_may_be_asynchronous():
+    async def judge(prompts: list[str], completions: list[str], **columns: Any) -> list[Any]:
+        await asyncio.sleep(0)
+        return [None, *[1.0] * (len(prompts) - 1)]
+
+    first, second = score(judge, [rollout(1), rollout(2)])
+    assert (np.isnan(first), second) == (True, 1.0)
+
+    async def within_a_loop() -> list[float]:
+        return score(judge, [rollout(1), rollout(2)])
+
+    assert asyncio.run(within_a_loop())[1] == 1.0
+
+
+def test_columns_with_the_names_of_arguments_do_not_replace_them():
+    def judge(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        assert (prompts, completions, completion_ids) == (["1+0="], ["1"], [[1]])
+        assert columns == {"answer": [1]}
+        return [1.0]
+
+    row = {"prompt": "a", "prompts": "b", "completions": "c", "completion_ids": [9], "answer": 1}
+    assert score(judge, [replace(rollout(1), row=row)]) == [1.0]
 
 
 def test_a_sum_has_named_parts_and_skips_samples_without_a_score():
