@@ -122,6 +122,26 @@ def takes_columns(function: Any) -> bool:
         return False
 
 
+def required_columns(function: Callable[..., Any] | str) -> list[str]:
+    """Return the columns that a reward function of TRL's form cannot be called without.
+
+    Args:
+        function: The function, or its import path, whose source is read and not imported.
+
+    Raises:
+        ConfigError: as `check_function`.
+    """
+    outline = _outline(function, "reward.function") if isinstance(function, str) else function
+    if outline is None or not takes_columns(outline):
+        return []
+    parameters = inspect.signature(outline, follow_wrapped=False).parameters.values()
+    named = [
+        each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
+    given = ("prompts", "completions", "completion_ids")
+    return [each.name for each in named if each.default is each.empty and each.name not in given]
+
+
 def check_class(
     spec: str,
     methods: Methods,

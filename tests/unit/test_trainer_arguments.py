@@ -381,6 +381,20 @@ def test_columns_with_the_names_of_arguments_do_not_replace_them():
     assert score(judge, [replace(rollout(1), row=row)]) == [1.0]
 
 
+def test_an_argument_without_a_column_is_refused_before_the_start(policy: str, tmp_path: Path):
+    def judge(completions: list[str], solution: list[str], hint: Any = None) -> list[float]:
+        return [0.0] * len(solution)
+
+    said = refusal(lambda: grpo(policy, reward_funcs=[exact, judge]))
+    assert said.startswith("reward_funcs (")
+    assert "judge): has the argument solution, and data.prompts has no such column" in said
+    assert "it has answer, level. Add the column" in said
+    assert grpo(policy, reward_funcs=judge, train_dataset=[*ROWS, {"prompt": "a", "solution": "b"}])
+    (tmp_path / "mine.py").write_text("def judge(prompts, completions, solution): ...\n")
+    said = refusal(lambda: grpo(policy, reward_funcs="mine.py:judge"))
+    assert said.startswith(f"reward.function ({tmp_path}/mine.py:judge): has the argument solution")
+
+
 def test_a_sum_has_named_parts_and_skips_samples_without_a_score():
     def some(completions: list[str]) -> list[float | None]:
         return [None if text == "1" else 3.0 for text in completions]
