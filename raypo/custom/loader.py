@@ -399,6 +399,11 @@ def _defined(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _parts(spec: str, key: str) -> tuple[str, str]:
+    if spec.startswith("__main__:"):
+        raise ConfigError(
+            f"{key} ({spec}): is a function of a Python script, which only that script has. Start "
+            f"the script again, or set {key} to file.py:name."
+        )
     place, _, name = spec.rpartition(":")
     parts = [name] if place.endswith(".py") else [name, *place.split(".")]
     if place and all(part.isidentifier() for part in parts):

@@ -128,7 +128,7 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
 
 
 def _no_column(
-    row: Row, source: PromptSource, config_key: str, name: str, *, is_conversation: bool
+    row: Row, source: PromptSource, config_key: str, name: str, *, is_conversation: bool = False
 ) -> ConfigError:
     there = ", ".join(row.values) or "none"
     near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)

@@ -23,7 +23,7 @@ from raypo.cluster.placement import worker_resources
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.custom.loader import check_callable, imported_now, source_files
 from raypo.inputs import functions_of_user
-from raypo.rewards.scoring import RewardFunction
+from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.checkpoints import SCORE
 from raypo.storage.folder import TEMPORARY, below
 from raypo.storage.run_files import GIVEN_ROWS, RunFiles
@@ -183,6 +183,8 @@ def _without_the_critics(count: Any, config: Any) -> int:
 
 
 def _function_name(function: RewardFunction) -> str:
+    if isinstance(function, WeightedSum):  # known only to the script that makes it
+        return f"__main__:{' + '.join(function.names)}"
     module = getattr(function, "__module__", "__main__")
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{module}:{name}"

@@ -20,6 +20,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypo.config import ConfigError, PPOConfig
+from raypo.custom.loader import check_function
 from raypo.data.prompts import load_prompts
 from raypo.inputs import inputs_of
 from raypo.rewards.scoring import RewardError, WeightedSum, score
@@ -379,6 +380,14 @@ def test_columns_with_the_names_of_arguments_do_not_replace_them():
 
     row = {"prompt": "a", "prompts": "b", "completions": "c", "completion_ids": [9], "answer": 1}
     assert score(judge, [replace(rollout(1), row=row)]) == [1.0]
+
+
+def test_a_sum_is_recorded_as_known_to_its_script_only(policy: str):
+    """`raypo status` then advises to start the script again, and not `raypo train RUN`."""
+    made = grpo(policy, reward_funcs=[exact, short]).config
+    assert made.reward.function == "__main__:exact + short"
+    said = refusal(lambda: check_function(made.reward.function or ""))
+    assert said.endswith("Start the script again, or set reward.function to file.py:name.")
 
 
 def test_an_argument_without_a_column_is_refused_before_the_start(policy: str, tmp_path: Path):
