@@ -110,6 +110,10 @@ def test_a_file_or_a_config_takes_the_arguments_too(policy: str, tmp_path: Path)
 
 def test_columns_of_other_recipes_data(policy: str):
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    chats = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    assert "as extract_prompt of TRL does" in refusal(
+        lambda: DPOTrainer(model=policy, train_dataset=[{"chosen": chats, "rejected": chats}])
+    )
     dpo = DPOTrainer(model=policy, ref_model=policy, train_dataset=pairs, eval_dataset=pairs)
     assert dpo.config.model.reference == policy
     assert dpo.config.eval.pairs
