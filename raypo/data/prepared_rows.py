@@ -135,7 +135,7 @@ def _no_column(
     if "messages" in row.values and "data.response_key" in columns:
         remedy = "Set data.messages_key to messages, if it holds whole conversations."
     elif config_key == "data.prompt_key" and is_chat(
-        row.values.get(columns.get("data.chosen_key"))
+        row.values.get(columns.get("data.chosen_key", ""))
     ):
         remedy = (
             "Whole conversations in the columns of the responses are not read: put the messages "

@@ -6,10 +6,12 @@ run file would hold: each argument sets one config key, and `args` sets any key 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -132,10 +134,12 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
     """Return the nested values of a config in any form, and the prefix of error messages."""
     if isinstance(given, str | Path):
-        if not Path(given).exists() and Path(given).suffix not in (".yaml", ".yml"):
+        is_file = Path(given).exists() or Path(given).suffix in (".yaml", ".yml")
+        if not is_file or Path(given, "config.json").exists():
+            what = "is a model's folder" if is_file else "there is no such run file"
             raise ConfigError(
-                f"config ({given}): there is no such run file. Give the path of one, or the "
-                f"model as model={str(given)!r}."
+                f"config ({given}): {what}. Give the path of a run file, or the model as "
+                f"model={str(given)!r}."
             )
         return read_yaml(Path(given), ()), str(given)
     if isinstance(given, kind):
@@ -284,6 +288,8 @@ def _set_rewards(
             f"reward_weights ({weights}): there are {len(each)} reward functions. Give a weight "
             f"for each."
         )
+    if not all(isinstance(each, Real) and math.isfinite(each) for each in weights):
+        raise ConfigError(f"reward_weights ({weights}): weights are finite numbers. Correct them.")
     functions: list[Any] = []
     factors: list[float] = []
     models: list[dict[str, Any]] = []

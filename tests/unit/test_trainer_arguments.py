@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -264,6 +265,20 @@ def test_other_weights_of_the_same_functions_are_noticed(policy: str):
 def test_rows_and_a_path_for_the_same_key_are_refused(policy: str):
     said = refusal(lambda: grpo(policy, train_dataset="x.jsonl", datasets={"data.prompts": ROWS}))
     assert "train_dataset: datasets has rows of data.prompts too" in said
+
+
+def test_arguments_of_trl_without_a_counterpart_say_what_to_do(policy: str):
+    assert refusal(lambda: grpo(policy, tokenizer=None)).endswith("it is called processing_class.")
+    assert "in reward_funcs" in refusal(lambda: PPOTrainer(model=policy, reward_model=policy))
+    said = refusal(lambda: GRPOTrainer(policy, reward_funcs=exact))
+    assert said == (
+        f"config ({policy}): is a model's folder. Give the path of a run file, or the model as "
+        f"model={policy!r}."
+    )
+    for weights in ([1.0, None], [1.0, "2"], [float("nan"), 1.0]):
+        assert "weights are finite numbers" in refusal(
+            partial(grpo, policy, reward_funcs=[exact, short], reward_weights=weights)
+        )
 
 
 def test_one_callback_needs_no_list(policy: str, tmp_path: Path):
