@@ -24,6 +24,7 @@ from raypo.config import AnyConfig, RecipeConfig, SourceEntry, is_import_path
 from raypo.config.paths import is_uri
 from raypo.custom.loader import source_files
 from raypo.data.rows import GYM, files_of, is_data_set, is_saved
+from raypo.rewards.scoring import WeightedSum
 from raypo.storage.folder import open_storage
 from raypo.storage.run_files import RunFiles
 
@@ -211,11 +212,18 @@ def _python_files(spec: str) -> Files:
 def _source(function: Callable[..., Any]) -> Files:
     """Digest the source of a function. The rest of its script may change, like a `num_steps`.
 
-    The source of a sum of functions is that of each.
+    The source of a sum of functions is that of each, and the weights.
     """
-    if functions := getattr(function, "functions", None):
-        sources = (_source(each) for each in functions)
-        return {f"{name} {n}": value for n, of in enumerate(sources) for name, value in of.items()}
+    if isinstance(function, WeightedSum):
+        parts = [
+            _python_files(each) if isinstance(each, str) else _source(each)
+            for each in function.functions
+        ]
+        weights = repr([float(weight) for weight in function.weights]).encode()
+        return {
+            **{f"{name} {n}": value for n, of in enumerate(parts) for name, value in of.items()},
+            "its weights": _hash(iter([weights]), len(weights)),
+        }
     while isinstance(function, partial):
         function = function.func
     is_named = inspect.isroutine(function) or inspect.isclass(function)

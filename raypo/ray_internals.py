@@ -7,6 +7,7 @@ imported inside functions, so that reading a run's files does not import it.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,19 @@ def run_controllers_here(trainer: TorchTrainer) -> None:
         return controller.get_result()
 
     trainer._initialize_and_run_controller = run
+
+
+def dashboard_address() -> str | None:
+    """Return the address of the connected cluster's dashboard, or None if it has none.
+
+    `ray.init().dashboard_url` is right only in drivers: in a worker, like a trial of Ray Tune, it
+    has the default port, whatever port the cluster has (Ray 2.60).
+    """
+    from ray._private.services import get_webui_url_from_internal_kv
+
+    if given := os.environ.get("RAY_OVERRIDE_DASHBOARD_URL"):
+        return given
+    return get_webui_url_from_internal_kv() or None
 
 
 def is_driver() -> bool:

@@ -14,7 +14,7 @@ from raypo.checks.model_checks import (
     check_shards,
     models_of,
 )
-from raypo.checks.row_checks import check_first_rows, check_labels, check_rows
+from raypo.checks.row_checks import check_columns, check_first_rows, check_labels, check_rows
 from raypo.cluster.hardware import cpu_count
 from raypo.cluster.placement import place, worker_bundles
 from raypo.config import (
@@ -62,6 +62,8 @@ def check_inputs(
     if isinstance(config, OnlineConfig):
         check_scoring(config, has_reward_fn=has_reward_fn)
         check_labels(config, has_reward_fn=has_reward_fn)
+        if config.reward.function and not has_reward_fn:
+            check_columns(config, config.reward.function)
         note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
         notes += [note] if note else []
     elif isinstance(config, PolicyExamplesConfig):

@@ -21,15 +21,21 @@ from raypo.config import (
     ResponsesSection,
     RewardModelConfig,
     SFTConfig,
+    functions_of,
+    source_name,
 )
+from raypo.custom.loader import function_name, required_columns
 from raypo.data.prepared_rows import check_label
 from raypo.data.prompts import peek
 from raypo.data.rows import BadRows, is_data_set, read_rows
 from raypo.rewards.labels import scorers_of
+from raypo.rewards.scoring import WeightedSum
 from raypo.rewards.verifiers import LABEL_CHECKS
 
 Run = TypeVar("Run", bound=RecipeConfig)
 
+COLUMN_ROWS = 1000
+"""Rows of a source whose columns are compared with a reward function's arguments."""
 LABEL_ROWS = 20_000
 """Rows of a source whose labels are checked before the start. Loading checks the others."""
 
@@ -118,6 +124,38 @@ def _check_labels_of(
     for row in islice(read_rows(source, key=key), LABEL_ROWS):
         if label_key in row.values:
             check_label(check, row, label_key)
+
+
+def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.function") -> None:
+    """Refuse a reward function of TRL's form that needs a column which `data.prompts` lacks.
+
+    Only files are read. A column of some rows is enough: the others get None.
+
+    Args:
+        config: The whole run config.
+        function: The function, its import path, or a sum of both.
+        key: Name of the argument or key that the function comes from.
+    """
+    own = functions_of(config.data.prompts)
+    sources = [each for each in config.data.prompts if source_name(each) not in own]
+    each_function = function.functions if isinstance(function, WeightedSum) else [function]
+    needed = [(name, each) for each in each_function for name in required_columns(each)]
+    if not needed or not sources or any(map(is_data_set, sources)):
+        return
+    there: dict[str, None] = {}
+    for source in sources:
+        bad = BadRows(config.data.on_error)
+        for row in islice(read_rows(source, key="data.prompts", bad=bad), COLUMN_ROWS):
+            there |= dict.fromkeys(row.values)
+    there.pop("prompt", None)  # as `prompts`
+    for name, each in needed:
+        if name not in there:
+            called = each if isinstance(each, str) else function_name(each)
+            raise ConfigError(
+                f"{key} ({called}): has the argument {name}, and data.prompts has no such column, "
+                f"it has {', '.join(there) or 'none besides the prompt'}. Add the column, rename "
+                f"the argument, or give it a default."
+            )
 
 
 def with_steps_of_epochs(config: Run) -> Run:

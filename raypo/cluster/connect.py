@@ -19,6 +19,7 @@ from raypo.ray_internals import (
     CLUSTER_ID,
     JOB_CONFIG_VARIABLE,
     address_file,
+    dashboard_address,
     read_environment_again,
 )
 from raypo.tracking.console import Console
@@ -201,8 +202,8 @@ def _job() -> str:
 
 def dashboard_url() -> str | None:
     """Return the URL of the connected cluster's Ray dashboard, or None if it has none."""
-    url = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR).dashboard_url
-    return f"http://{url}" if url else None
+    url = dashboard_address()
+    return url if not url or "://" in url else f"http://{url}"
 
 
 def _set_defaults(defaults: Mapping[str, str]) -> None:

@@ -101,13 +101,13 @@ output_dir, run_name | | storage_path + name | The run's folder is storage_path/
 save_steps | 500 | checkpoint.every | Steps of raypo.
 save_total_limit | | checkpoint.keep |
 metric_for_best_model | | checkpoint.best_by |
-eval_steps | 500 | eval.every | Steps of raypo.
+eval_steps | as logging_steps | eval.every | Steps of raypo. TRL evaluates only with `eval_strategy`.
 report_to | | logging.wandb | `logging.wandb: {}`, `logging.mlflow: {}`, `logging.tensorboard`.
 logging_steps | 10 | | Every step is logged.
 resume_from_checkpoint | | from_checkpoint | A run resumes by itself; `from_checkpoint` starts from another run.
 """,
     "peft": """
-r, lora_rank | 8 | model.lora.rank |
+r, lora_r, lora_rank | 8 | model.lora.rank | TRL's command line has `lora_r`, 16.
 lora_alpha | 8 | model.lora.alpha | The scale is alpha / rank in both.
 lora_dropout | 0.0 | | raypo has no dropout: old and new log-probs must come from the same function.
 target_modules, lora_target_modules | | model.lora.target_modules | `all-linear` or names.

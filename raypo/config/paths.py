@@ -23,7 +23,7 @@ def make_absolute(
     for key in paths:
         _change(values, key.split("."), lambda path: _absolute(path, base))
     for key in functions:
-        _change(values, key.split("."), lambda spec: _absolute_function(spec, base))
+        _change(values, key.split("."), lambda spec: absolute_function(spec, base))
 
 
 def short_name(path: str) -> str:
@@ -69,7 +69,7 @@ def _absolute(path: str, base: Path) -> str:
     return str(full) if full.exists() or glob(str(full), recursive=True) else path
 
 
-def _absolute_function(spec: str, base: Path) -> str:
+def absolute_function(spec: str, base: Path) -> str:
     """Return `file.py:name` with the file's absolute path; `package.module:name` is unchanged."""
     if ":" not in spec:
         return spec

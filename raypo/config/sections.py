@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
@@ -147,7 +147,8 @@ class DataSection(Config):
     """Column of the prompt: a string, or a list of chat messages, to which the chat template is
     applied. The list may be JSON text (in a csv file it must be)."""
     label_key: str | None = None
-    """Column that reward functions get as `rollout.label`. null means no label."""
+    """Column that reward functions get as `rollout.label`. null means no label. All columns are in
+    `rollout.row`."""
     system_prompt: str | None = Field(default=None, min_length=1)
     """System message that is put before the chat messages of each row. Rows with a system message
     of their own, and prompts that are plain text, are refused. null means none is added."""
@@ -163,6 +164,16 @@ class DataSection(Config):
     """Treatment of an invalid row (a broken line, a missing column, an invalid message, a response
     with an end token in the middle). refuse: do not start; drop: leave the row out. The console
     reports how many rows were dropped, with file and line of the first."""
+
+    @field_validator("label_key", mode="before")
+    @classmethod
+    def _is_one_column(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            raise ValueError(
+                "must be one column. Name one, or leave label_key out: reward functions get every "
+                "column as rollout.row."
+            )
+        return value
 
 
 class RewardWeights(Config):

@@ -109,11 +109,37 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
 
 
 def takes_columns(function: Any) -> bool:
-    """Return whether a reward function has the form `f(prompts, completions, **columns)` of TRL."""
+    """Return whether a reward function has the form `f(prompts, completions, **columns)` of TRL.
+
+    A decorator's `wrapper(*args, **kwargs)` has the form of the function that it wraps.
+    """
     try:
-        return "completions" in inspect.signature(function, follow_wrapped=False).parameters
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            parameters = {**parameters, **inspect.signature(function).parameters}
+        return "completions" in parameters
     except (TypeError, ValueError):
         return False
+
+
+def required_columns(function: Callable[..., Any] | str) -> list[str]:
+    """Return the columns that a reward function of TRL's form cannot be called without.
+
+    Args:
+        function: The function, or its import path, whose source is read and not imported.
+
+    Raises:
+        ConfigError: as `check_function`.
+    """
+    outline = _outline(function, "reward.function") if isinstance(function, str) else function
+    if outline is None or not takes_columns(outline):
+        return []
+    parameters = inspect.signature(outline, follow_wrapped=False).parameters.values()
+    named = [
+        each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]
+    given = ("prompts", "completions", "completion_ids")
+    return [each.name for each in named if each.default is each.empty and each.name not in given]
 
 
 def check_class(
@@ -373,6 +399,11 @@ def _defined(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _parts(spec: str, key: str) -> tuple[str, str]:
+    if spec.startswith("__main__:"):
+        raise ConfigError(
+            f"{key} ({spec}): is a function of a Python script, which only that script has. Start "
+            f"the script again, or set {key} to file.py:name."
+        )
     place, _, name = spec.rpartition(":")
     parts = [name] if place.endswith(".py") else [name, *place.split(".")]
     if place and all(part.isidentifier() for part in parts):

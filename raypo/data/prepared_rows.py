@@ -112,7 +112,7 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
             _refuse_surrogates(row, config_key, name)
             continue
         if not row.number:
-            raise _no_column(row, source, config_key, name)
+            raise _no_column(row, source, config_key, name, columns)
         there = ", ".join(row.values) or "none"
         raise RowError(
             f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
@@ -126,12 +126,23 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
     return row._replace(values=row.values | read)
 
 
-def _no_column(row: Row, source: PromptSource, config_key: str, name: str) -> ConfigError:
+def _no_column(
+    row: Row, source: PromptSource, config_key: str, name: str, columns: Mapping[str, str]
+) -> ConfigError:
     there = ", ".join(row.values) or "none"
     near = difflib.get_close_matches(name, row.values, n=1, cutoff=0.5)
+    remedy = f"Set {config_key} to {near[0] if near else 'one of them'}."
+    if "messages" in row.values and "data.response_key" in columns:
+        remedy = "Set data.messages_key to messages, if it holds whole conversations."
+    elif config_key == "data.prompt_key" and is_chat(
+        row.values.get(columns.get("data.chosen_key", ""))
+    ):
+        remedy = (
+            "Whole conversations in the columns of the responses are not read: put the messages "
+            "that they share into a column of prompts, as extract_prompt of TRL does."
+        )
     return ConfigError(
-        f"{config_key} ({name}): {source} has no such column, it has {there}. "
-        f"Set {config_key} to {near[0] if near else 'one of them'}."
+        f"{config_key} ({name}): {source} has no such column, it has {there}. {remedy}"
     )
 
 
@@ -215,7 +226,7 @@ def with_tools_in_some(
         is_there = is_there or name in row.values
         yield row
     if row is not None and not is_there:
-        raise _no_column(row, source, "data.tools_key", str(name))
+        raise _no_column(row, source, "data.tools_key", str(name), {})
 
 
 def _with_tools(row: Row, config_key: str, column: str, section: DataSection) -> Row:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from raypo.custom.errors import text_of
-from raypo.custom.loader import function_name, takes_columns
+from raypo.custom.loader import function_name, load_function, takes_columns
 from raypo.types import Rollout
 
 RewardFunction = Callable[..., Any]
@@ -144,16 +144,40 @@ class WeightedSum:
     A function may leave samples out by None; a sample without any score has failed.
     """
 
-    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float]) -> None:
+    def __init__(self, functions: Sequence[RewardFunction | str], weights: Sequence[float]) -> None:
+        """Prepare the sum.
+
+        Args:
+            functions: Functions or their import paths, which each process imports itself: a
+                function of a file cannot be pickled for processes that have not loaded the file.
+            weights: A factor for each function.
+        """
         self.functions, self.weights = list(functions), list(weights)
 
     def __str__(self) -> str:
-        return ", ".join(map(function_name, self.functions))
+        return ", ".join(f if isinstance(f, str) else function_name(f) for f in self.functions)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parts. `score` is the sum, and equal names are told apart by a number."""
+        plain = [
+            each.rpartition(":")[2]
+            if isinstance(each, str)
+            else getattr(each, "__name__", type(each).__name__)
+            for each in self.functions
+        ]
+        return [
+            f"{name}_{place}" if name == SCORE or plain.count(name) > 1 else name
+            for place, name in enumerate(plain, start=1)
+        ]
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
         """Return a score with named parts per rollout."""
-        names = [getattr(each, "__name__", type(each).__name__) for each in self.functions]
-        by_function = [score(each, rollouts) for each in self.functions]
+        names = self.names
+        by_function = [
+            score(load_function(each) if isinstance(each, str) else each, rollouts)
+            for each in self.functions
+        ]
         answers: list[Any] = []
         for scores in zip(*by_function, strict=True):
             parts = {n: s for n, s in zip(names, scores, strict=True) if math.isfinite(s)}

@@ -14,6 +14,8 @@ _SHOWN = 120
 """Maximum number of characters of a printed text that the console shows."""
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 """Folders of Python's own modules and of installed packages."""
+_CALLBACKS = "raypo.run.callbacks"
+"""Module that calls the user's callbacks."""
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 
 
@@ -21,15 +23,21 @@ class _RunLog(logging.FileHandler):
     """Handler of `log_to_file`, a subclass so that later calls can find it."""
 
     on_print: Callable[[str], None] | None = None
-    """Callback `(line)`, called on the first record of the root logger itself."""
+    """Callback `(line)`, called on records of the root logger itself."""
+    _has_shown = False
+    """True once a function other than a callback has printed."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        if record.name == "root" and self.on_print is not None and _is_by_user():
-            report, self.on_print = self.on_print, None
-            text = record.getMessage().strip()
-            report(f"printed: {text:.{_SHOWN}} (this and what follows: {self.baseFilename})")
+        if record.name != "root" or self.on_print is None:
+            return
+        caller, text = _users_caller(), record.getMessage().strip()
+        if caller == _CALLBACKS:  # they run once a step, and exist to show something
+            self.on_print(f"printed: {text}")
+        elif caller is not None and not self._has_shown:
+            self._has_shown = True
+            self.on_print(f"printed: {text:.{_SHOWN}} (this and what follows: {self.baseFilename})")
 
 
 def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = None) -> None:
@@ -40,9 +48,10 @@ def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = No
 
     Args:
         path: Log file to append to; its folder is created.
-        on_print: Callback `(line)`, called once, when a function of the user's first prints. The
-            line names the log file. Ray Train turns `print` in its workers into a record of the
-            root logger, which libraries do not use.
+        on_print: Callback `(line)`, called with all that the user's callbacks print, and with the
+            first line that another function of the user's prints, which names the log file. Ray
+            Train turns `print` in its workers into a record of the root logger, which libraries
+            do not use.
     """
     handler = _handler(Path(path).absolute())
     if on_print is not None:
@@ -82,21 +91,22 @@ def _loggers_apart() -> list[logging.Logger]:
     ]
 
 
-def _is_by_user() -> bool:
-    """Return whether code of the user's is on the way from raypo's call to this record.
+def _users_caller() -> str | None:
+    """Return the module of raypo that called the user's code which printed; None if none did.
 
     Libraries print too: DeepSpeed its compiler commands, `datasets` a bytecode listing by `dis`.
     """
+    is_users = False
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        name = frame.f_globals.get("__name__", "").partition(".")[0]
-        if name not in ("logging", "ray", "raypo") and not file.startswith(_LIBRARIES):
-            return True
-        if name == "raypo" and frame.f_globals["__name__"] != __name__:
-            return False
+        module = frame.f_globals.get("__name__", "")
+        package = module.partition(".")[0]
+        if package == "raypo" and module != __name__:
+            return module if is_users else None
+        if package not in ("logging", "ray", "raypo"):
+            is_users |= not frame.f_code.co_filename.startswith(_LIBRARIES)
         frame = frame.f_back
-    return False
+    return "" if is_users else None
 
 
 def _writes_to_console(handler: logging.Handler) -> bool:

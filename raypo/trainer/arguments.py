@@ -6,10 +6,12 @@ run file would hold: each argument sets one config key, and `args` sets any key 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,8 +19,8 @@ import xxhash
 
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig, is_import_path
 from raypo.config.base import known_keys, read_yaml
-from raypo.config.paths import is_uri
-from raypo.custom.loader import check_callable, function_name, load_function
+from raypo.config.paths import absolute_function, is_uri
+from raypo.custom.loader import check_callable, check_function, function_name
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.folder import TEMPORARY
 from raypo.storage.run_files import GIVEN_MODELS, RunFiles
@@ -32,6 +34,8 @@ LORA_KEYS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modul
 """Field of peft's LoraConfig -> key below `model.lora`."""
 _LORA_IGNORED = {"task_type", "inference_mode", "base_model_name_or_path", "peft_version"}
 """Fields of peft's LoraConfig that do not change the training."""
+BLOCK = 1 << 24
+"""Bytes of a model's file that are hashed at a time."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,20 @@ def read_arguments(
     values, origin = _values(config, kind)
     if preset and not {"preset", "advantage"} & (values.get("ppo") or {}).keys():
         put(values, "ppo.preset", preset)
+    if given.processing_class is not None and not hasattr(
+        given.processing_class, "save_pretrained"
+    ):
+        raise ConfigError(
+            f"processing_class ({given.processing_class!r}): is no tokenizer. Give the object that "
+            f"AutoTokenizer.from_pretrained returns, or leave it out: a run loads the tokenizer "
+            f"from the model's folder."
+        )
     models = _set_models(values, kind, given)
     if given.peft_config is not None:
         put(values, "model.lora", _lora_of(given.peft_config))
     rows = _set_rows(values, kind, given)
     reward_fn = _set_rewards(values, kind, given)
-    callbacks = _set_callbacks(values, given.callbacks or ())
+    callbacks = _set_callbacks(values, () if given.callbacks is None else given.callbacks)
     if given.model is not None:
         path = str(getattr(given.model, "name_or_path", given.model))
         recipe = kind.model_fields["recipe"].default
@@ -122,14 +134,19 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], str]:
     """Return the nested values of a config in any form, and the prefix of error messages."""
     if isinstance(given, str | Path):
-        if not Path(given).exists() and Path(given).suffix not in (".yaml", ".yml"):
+        is_file = Path(given).exists() or Path(given).suffix in (".yaml", ".yml")
+        if not is_file or Path(given, "config.json").exists():
+            what = "is a model's folder" if is_file else "there is no such run file"
             raise ConfigError(
-                f"config ({given}): there is no such run file. Give the path of one, or the "
-                f"model as model={str(given)!r}."
+                f"config ({given}): {what}. Give the path of a run file, or the model as "
+                f"model={str(given)!r}."
             )
         return read_yaml(Path(given), ()), str(given)
     if isinstance(given, kind):
-        return given.model_dump(), "config"
+        whole = given.model_dump()
+        if "ppo" in whole:  # without its defaults, which would hide the preset of GRPOTrainer
+            whole["ppo"] = getattr(given, "ppo").model_dump(exclude_unset=True)  # noqa: B009
+        return whole, "config"
     if given is None or isinstance(given, Mapping):
         values: dict[str, Any] = {}
         for key, value in (given or {}).items():
@@ -158,7 +175,7 @@ def _set_models(
             _check_model(model, name, given.processing_class)
             objects[key] = (model, given.processing_class)
             put(values, key, GIVEN)
-    if given.processing_class is not None and not objects:
+    if given.processing_class is not None and "model.policy" not in objects:
         _check_tokenizer(given.processing_class, values)
     return objects
 
@@ -207,7 +224,7 @@ def _lora_of(given: Any) -> dict[str, Any]:
         )
     usual, values = LoraConfig().to_dict(), given.to_dict()
     for name in values.keys() - LORA_KEYS.keys() - _LORA_IGNORED:
-        if values[name] != usual.get(name) and values[name]:
+        if values[name] != usual.get(name) and values[name] not in (None, [], {}):
             raise ConfigError(
                 f"peft_config.{name} ({values[name]!r}): raypo has r, lora_alpha and "
                 f"target_modules, without dropout. Leave it out."
@@ -230,10 +247,10 @@ def _set_rows(
     held_out = "eval.pairs" if "eval.pairs" in known_keys(kind) else "eval.prompts"
     for name, key in (("train_dataset", "data.prompts"), ("eval_dataset", held_out)):
         data = getattr(given, name)
+        if data is not None and key in rows:
+            raise ConfigError(f"{name}: datasets has rows of {key} too. Give one of the two.")
         if isinstance(data, str | Path):
             put(values, key, str(data))
-        elif data is not None and key in rows:
-            raise ConfigError(f"{name}: datasets has rows of {key} too. Give one of the two.")
         elif data is not None:
             rows[key] = data
     check_rows(kind, rows)
@@ -242,10 +259,9 @@ def _set_rows(
     return rows
 
 
-def _set_callbacks(
-    values: dict[str, Any], callbacks: Sequence[Any]
-) -> tuple[Callable[..., Any], ...]:
+def _set_callbacks(values: dict[str, Any], given: Any) -> tuple[Callable[..., Any], ...]:
     """Set the callbacks that are import paths, and return the others."""
+    callbacks = given if isinstance(given, list | tuple) else [given]
     if named := [each for each in callbacks if isinstance(each, str)]:
         put(values, "callbacks", named)
     functions = tuple(each for each in callbacks if not isinstance(each, str))
@@ -272,6 +288,8 @@ def _set_rewards(
             f"reward_weights ({weights}): there are {len(each)} reward functions. Give a weight "
             f"for each."
         )
+    if not all(isinstance(each, Real) and math.isfinite(each) for each in weights):
+        raise ConfigError(f"reward_weights ({weights}): weights are finite numbers. Correct them.")
     functions: list[Any] = []
     factors: list[float] = []
     models: list[dict[str, Any]] = []
@@ -279,14 +297,20 @@ def _set_rewards(
         if isinstance(function, str) and not is_import_path(function):
             models.append({"path": function, "weight": weight})
             continue
-        function = load_function(function) if isinstance(function, str) else function
-        check_callable(function, name=function_name(function), key="reward_funcs")
+        if isinstance(function, str):
+            function = absolute_function(function, Path.cwd())
+            check_function(function, key="reward_funcs")
+        else:
+            check_callable(function, name=function_name(function), key="reward_funcs")
         functions.append(function)
         factors.append(weight)
     if models:
         put(values, "model.reward", models)
     if functions and (len(functions) > 1 or factors != [1.0]):
         return WeightedSum(functions, factors)
+    if functions and isinstance(functions[0], str):
+        put(values, "reward.function", functions[0])
+        return None
     return functions[0] if functions else None
 
 
@@ -311,9 +335,11 @@ def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyC
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         content = xxhash.xxh3_64()
-        for file in sorted(temporary.iterdir()):
-            content.update(file.name.encode())
-            content.update(file.read_bytes())
+        for file in sorted(each for each in temporary.rglob("*") if each.is_file()):
+            content.update(str(file.relative_to(temporary)).encode())
+            with file.open("rb") as opened:
+                while block := opened.read(BLOCK):
+                    content.update(block)
         place = folder / f"{key}-{content.hexdigest()}"
         if place.exists():
             shutil.rmtree(temporary)

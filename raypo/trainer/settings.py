@@ -23,7 +23,7 @@ from raypo.cluster.placement import worker_resources
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.custom.loader import check_callable, imported_now, source_files
 from raypo.inputs import functions_of_user
-from raypo.rewards.scoring import RewardFunction
+from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.checkpoints import SCORE
 from raypo.storage.folder import TEMPORARY, below
 from raypo.storage.run_files import GIVEN_ROWS, RunFiles
@@ -52,6 +52,18 @@ _REFUSED = {
     "Give the storage_path and name of the run.",
 }
 """Arguments of TorchTrainer that would have no effect -> what to do instead."""
+_OF_TRL = {
+    "compute_metrics": "callbacks are functions of a StepView that return metrics.",
+    "data_collator": "rows are packed by raypo. Leave it out.",
+    "optimizers": "the learner section configures AdamW and its schedule. Leave it out.",
+    "reward_model": "give its folder or hub id in reward_funcs.",
+    "reward_processing_classes": "a reward model's folder has its tokenizer. Leave it out.",
+    "rollout_func": "rollout.environment and rollout.agent name classes that sample (docs/"
+    "environments.md).",
+    "tokenizer": "it is called processing_class.",
+    "value_model": "set model.critic in args to its folder or hub id.",
+}
+"""Arguments of TRL's trainers that raypo's lack -> what to do instead."""
 
 
 def check_arguments(
@@ -61,7 +73,7 @@ def check_arguments(
     reward_fn: RewardFunction | None,
     torch_trainer_arguments: Mapping[str, Any],
 ) -> None:
-    """Refuse arguments that would have no effect; TorchTrainer refuses unknown ones itself.
+    """Refuse arguments that would have no effect; TorchTrainer refuses most unknown ones itself.
 
     Raises:
         ConfigError: an argument would have no effect.
@@ -69,6 +81,8 @@ def check_arguments(
     for name, value in torch_trainer_arguments.items():
         if name in _REFUSED and value is not None:
             raise ConfigError(f"{name} ({type(value).__name__}): {_REFUSED[name]}")
+        if name in _OF_TRL:
+            raise ConfigError(f"{name}: is no argument of raypo's trainers; {_OF_TRL[name]}")
     if scaling is not None and scaling.use_tpu:
         raise ConfigError(
             "ScalingConfig.use_tpu (True): raypo runs on CPUs and GPUs. Leave it out."
@@ -183,6 +197,8 @@ def _without_the_critics(count: Any, config: Any) -> int:
 
 
 def _function_name(function: RewardFunction) -> str:
+    if isinstance(function, WeightedSum):  # known only to the script that makes it
+        return f"__main__:{' + '.join(function.names)}"
     module = getattr(function, "__module__", "__main__")
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{module}:{name}"

@@ -28,7 +28,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from raypo.checks.input_checks import check_inputs
 from raypo.checks.model_checks import check_models
 from raypo.checks.resume_checks import check_run_folder, is_finished
-from raypo.checks.row_checks import with_steps_of_epochs
+from raypo.checks.row_checks import check_columns, with_steps_of_epochs
 from raypo.cluster.connect import (
     connect,
     dashboard_token,
@@ -170,6 +170,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
         resolved = self._with_given(resolved)
         self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
+        if self._reward_fn is not None:
+            check_columns(resolved, self._reward_fn, key="reward_funcs")
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None

@@ -35,9 +35,9 @@ def show_events(console: Console, monitor: ActorHandle) -> None:
 INTERRUPTED = 130
 """Exit status of a process that was ended by Ctrl-C."""
 LOOK_EVERY_S = 1.0
+"""Interval at which Ray's head is polled after the first signal."""
 FAILURES = 5
 """Failed connections in a row after which Ray counts as gone: a busy head may refuse one."""
-"""Interval at which Ray's head is polled after the first signal."""
 GRACE_S = 5.0
 """Seconds for writing files after Ray is gone, before the process exits."""
 

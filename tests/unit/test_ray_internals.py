@@ -31,6 +31,7 @@ from raypo.ray_internals import (
     cause_of,
     check_shared,
     checkpoint_folder,
+    dashboard_address,
     failed_to_start,
     is_driver,
     kept_runs,
@@ -152,3 +153,23 @@ def test_schedulers_are_handed_what_they_and_raypo_ask_of_tune():
 
 def test_the_median_rule_keeps_those_that_it_has_stopped():
     assert isinstance(vars(MedianStoppingRule())["_stopped_trials"], set)
+
+
+def test_the_dashboard_is_that_of_the_cluster_and_not_the_default_port(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from ray.experimental import internal_kv
+
+    stored = {(b"webui:url", b"dashboard"): b"10.0.0.1:9999"}
+
+    def get(key: str, namespace: bytes) -> bytes | None:
+        return stored.get((key.encode(), namespace))
+
+    monkeypatch.delenv("RAY_OVERRIDE_DASHBOARD_URL", raising=False)
+    monkeypatch.setattr(internal_kv, "_internal_kv_initialized", lambda: True)
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", get)
+    assert dashboard_address() == "10.0.0.1:9999"
+    stored.clear()
+    assert dashboard_address() is None
+    monkeypatch.setenv("RAY_OVERRIDE_DASHBOARD_URL", "https://ours/ray")
+    assert dashboard_address() == "https://ours/ray"

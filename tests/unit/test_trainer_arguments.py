@@ -1,12 +1,19 @@
 """Arguments that Hugging Face users know build the config that a run file would hold."""
 
+import asyncio
+import functools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import yaml
@@ -14,7 +21,9 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypo.config import ConfigError, PPOConfig
+from raypo.custom.loader import check_function
 from raypo.data.prompts import load_prompts
+from raypo.inputs import inputs_of
 from raypo.rewards.scoring import RewardError, WeightedSum, score
 from raypo.rewards.wire import from_request, to_request
 from raypo.trainer import DPOTrainer, GRPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
@@ -68,6 +77,19 @@ def test_grpo_has_its_preset_unless_another_is_given(policy: str):
     assert ppo.config.ppo.advantage == "gae"
 
 
+def test_grpo_has_its_preset_with_a_config_object_too(policy: str):
+    def config(**ppo: Any) -> PPOConfig:
+        return PPOConfig(name="x", model={"policy": policy}, data={"prompts": "x"}, ppo=ppo)  # type: ignore[arg-type]
+
+    def made(args: PPOConfig) -> Any:
+        return grpo(policy, args=args).config.ppo
+
+    assert made(config()) == config(preset="grpo").ppo
+    assert made(config(clip_high=0.3)) == config(preset="grpo", clip_high=0.3).ppo
+    assert made(config(advantage="gae")) == config(advantage="gae").ppo
+    assert made(config(preset="rloo")) == config(preset="rloo").ppo
+
+
 def test_the_shown_config_is_a_run_file_that_makes_the_same_config(policy: str, tmp_path: Path):
     made = grpo(policy, args={"ppo.preset": "grpo", "ppo.kl.coef": 0.01}, peft_config={"rank": 4})
     text = made.config.to_yaml()
@@ -89,6 +111,10 @@ def test_a_file_or_a_config_takes_the_arguments_too(policy: str, tmp_path: Path)
 
 def test_columns_of_other_recipes_data(policy: str):
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    chats = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    assert "as extract_prompt of TRL does" in refusal(
+        lambda: DPOTrainer(model=policy, train_dataset=[{"chosen": chats, "rejected": chats}])
+    )
     dpo = DPOTrainer(model=policy, ref_model=policy, train_dataset=pairs, eval_dataset=pairs)
     assert dpo.config.model.reference == policy
     assert dpo.config.eval.pairs
@@ -102,6 +128,13 @@ def test_columns_of_other_recipes_data(policy: str):
     )
     assert sft.config.data.response_key == "completion"
     assert "reward_funcs (" in refusal(lambda: SFTTrainer(model=policy, reward_funcs=exact))
+    chats = [{"messages": [{"role": "user", "content": "a"}]}]
+    assert "it has messages. Set data.messages_key to messages" in refusal(
+        lambda: SFTTrainer(model=policy, train_dataset=chats)
+    )
+    assert "Set data.prompt_key to one of them" in refusal(
+        lambda: grpo(policy, train_dataset=chats)
+    )
     assert "ref_model: this recipe has no model.reference" in refusal(
         lambda: SFTTrainer(model=policy, ref_model=policy)
     )
@@ -131,6 +164,18 @@ def test_a_model_object_is_saved_into_the_runs_folder(policy: str):
     )
 
 
+def test_a_saved_model_may_have_folders_below_it(policy: str):
+    """Transformers saves a tokenizer's second chat template into a folder of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    made = [grpo(policy, model=model, processing_class=tokenizer).config.model.policy]
+    assert any(each.is_dir() for each in Path(made[0]).iterdir())
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}!"}
+    made.append(grpo(policy, model=model, processing_class=tokenizer).config.model.policy)
+    assert made[0] != made[1]
+
+
 def test_models_and_tokenizers_that_could_not_be_used_are_refused(policy: str, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(policy)
     assert "Give processing_class" in refusal(lambda: grpo(policy, model=model))
@@ -139,7 +184,11 @@ def test_models_and_tokenizers_that_could_not_be_used_are_refused(policy: str, t
     assert "is no transformers model" in refusal(lambda: grpo(policy, model=object()))
     own = AutoTokenizer.from_pretrained(policy)
     assert grpo(policy, processing_class=own).config.model.policy == policy
+    assert "processing_class ('x')" in refusal(lambda: grpo(policy, processing_class="x"))
     other = AutoTokenizer.from_pretrained(tiny_policy(tmp_path / "other"))
+    assert "processing_class (" in refusal(
+        lambda: grpo(policy, ref_model=model, processing_class=other)
+    )
     said = refusal(lambda: grpo(policy, processing_class=other))
     assert f"loads the tokenizer from model.policy ({policy})" in said
 
@@ -153,6 +202,10 @@ def test_a_lora_config_of_peft(policy: str):
     assert (lora.rank, lora.alpha, lora.target_modules) == (4, 8.0, ("q_proj", "v_proj"))
     dropout = LoraConfig(target_modules="all-linear", lora_dropout=0.1)
     assert "peft_config.lora_dropout (0.1)" in refusal(lambda: grpo(policy, peft_config=dropout))
+    random = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    assert "peft_config.init_lora_weights (False)" in refusal(
+        lambda: grpo(policy, peft_config=random)
+    )
     assert "target_modules (None)" in refusal(lambda: grpo(policy, peft_config=LoraConfig()))
     assert "peft_config (int)" in refusal(lambda: grpo(policy, peft_config=3))
 
@@ -170,6 +223,74 @@ def test_reward_functions_of_both_forms_and_models_are_added(policy: str):
     assert "one argument, a list of rollouts" in refusal(
         lambda: grpo(policy, reward_funcs=lambda a, b: [])
     )
+
+
+def test_reward_functions_by_import_path_are_imported_by_each_process(policy: str, tmp_path: Path):
+    """Their module exists only where the file was loaded, so no pickle may refer to them."""
+    (tmp_path / "mine.py").write_text(
+        "def exact(completions, answer, **columns): return [1.0] * len(answer)\n"
+        "def long(rollouts): return [2.0] * len(rollouts)\n"
+    )
+    one = grpo(policy, reward_funcs="mine.py:exact")
+    assert one._reward_fn is None
+    assert one.config.reward.function == f"{tmp_path}/mine.py:exact"
+    both = grpo(policy, reward_funcs=["mine.py:exact", "mine.py:long", short])
+    given = cloudpickle.dumps(both._reward_fn)
+    code = (
+        "import os, pickle, sys; os.chdir('/'); sum_of = pickle.load(sys.stdin.buffer)\n"
+        "from tests.unit.rewards.test_remote import rollout\n"
+        "from dataclasses import replace\n"
+        "from raypo.rewards.scoring import score\n"
+        "print(score(sum_of, [replace(rollout(1), row={'answer': 1})])[0].parts)"
+    )
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=given, capture_output=True, env={**os.environ, **path}
+    )
+    assert done.stdout.decode().strip() == "{'exact': 1.0, 'long': 2.0, 'short': -1.0}", done.stderr
+    assert "reward_funcs (mine.py:gone)" in refusal(
+        lambda: grpo(policy, reward_funcs=["mine.py:gone", short])
+    ).replace(f"{tmp_path}/", "")
+
+
+def test_other_weights_of_the_same_functions_are_noticed(policy: str):
+    def recorded(weights: list[float]) -> Any:
+        made = grpo(policy, reward_funcs=[exact, short], reward_weights=weights)
+        return inputs_of(made.config, made._given_functions)["reward.function"]
+
+    assert recorded([1, 1]) == recorded([1.0, 1.0])
+    assert recorded([1, 1]) != recorded([1, 2])
+
+
+def test_rows_and_a_path_for_the_same_key_are_refused(policy: str):
+    said = refusal(lambda: grpo(policy, train_dataset="x.jsonl", datasets={"data.prompts": ROWS}))
+    assert "train_dataset: datasets has rows of data.prompts too" in said
+
+
+def test_arguments_of_trl_without_a_counterpart_say_what_to_do(policy: str):
+    assert refusal(lambda: grpo(policy, tokenizer=None)).endswith("it is called processing_class.")
+    assert "in reward_funcs" in refusal(lambda: PPOTrainer(model=policy, reward_model=policy))
+    said = refusal(lambda: GRPOTrainer(policy, reward_funcs=exact))
+    assert said == (
+        f"config ({policy}): is a model's folder. Give the path of a run file, or the model as "
+        f"model={policy!r}."
+    )
+    for weights in ([1.0, None], [1.0, "2"], [float("nan"), 1.0]):
+        assert "weights are finite numbers" in refusal(
+            partial(grpo, policy, reward_funcs=[exact, short], reward_weights=weights)
+        )
+
+
+def test_one_callback_needs_no_list(policy: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def view(step): ...\n")
+    assert grpo(policy, callbacks=print)._given.callbacks == (print,)
+    assert grpo(policy, callbacks="mine.py:view").config.callbacks == ("mine.py:view",)
+
+
+def test_a_label_is_one_column(policy: str):
+    said = refusal(lambda: grpo(policy, args={"data.label_key": ["answer", "level"]}))
+    assert "args: data.label_key (['answer', 'level']): must be one column. Name one" in said
+    assert "rollout.row" in said
 
 
 def test_callbacks_are_functions_or_import_paths(policy: str, tmp_path: Path):
@@ -247,6 +368,61 @@ def test_a_function_of_trls_form_gets_lists_of_columns():
         score(lambda completions, solution: [0.0] * 2, given)
 
 
+def test_a_decorated_function_of_trls_form_has_that_form():
+    @functools.wraps(exact)
+    def timed(*args: Any, **kwargs: Any) -> list[float]:
+        return exact(*args, **kwargs)
+
+    given = [replace(rollout(1), row={"answer": 1}), replace(rollout(2), row={"answer": 3})]
+    assert score(timed, given) == [1.0, 0.0]
+
+
+def test_a_reward_function_may_be_asynchronous():
+    async def judge(prompts: list[str], completions: list[str], **columns: Any) -> list[Any]:
+        await asyncio.sleep(0)
+        return [None, *[1.0] * (len(prompts) - 1)]
+
+    first, second = score(judge, [rollout(1), rollout(2)])
+    assert (np.isnan(first), second) == (True, 1.0)
+
+    async def within_a_loop() -> list[float]:
+        return score(judge, [rollout(1), rollout(2)])
+
+    assert asyncio.run(within_a_loop())[1] == 1.0
+
+
+def test_columns_with_the_names_of_arguments_do_not_replace_them():
+    def judge(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
+        assert (prompts, completions, completion_ids) == (["1+0="], ["1"], [[1]])
+        assert columns == {"answer": [1]}
+        return [1.0]
+
+    row = {"prompt": "a", "prompts": "b", "completions": "c", "completion_ids": [9], "answer": 1}
+    assert score(judge, [replace(rollout(1), row=row)]) == [1.0]
+
+
+def test_a_sum_is_recorded_as_known_to_its_script_only(policy: str):
+    """`raypo status` then advises to start the script again, and not `raypo train RUN`."""
+    made = grpo(policy, reward_funcs=[exact, short]).config
+    assert made.reward.function == "__main__:exact + short"
+    said = refusal(lambda: check_function(made.reward.function or ""))
+    assert said.endswith("Start the script again, or set reward.function to file.py:name.")
+
+
+def test_an_argument_without_a_column_is_refused_before_the_start(policy: str, tmp_path: Path):
+    def judge(completions: list[str], solution: list[str], hint: Any = None) -> list[float]:
+        return [0.0] * len(solution)
+
+    said = refusal(lambda: grpo(policy, reward_funcs=[exact, judge]))
+    assert said.startswith("reward_funcs (")
+    assert "judge): has the argument solution, and data.prompts has no such column" in said
+    assert "it has answer, level. Add the column" in said
+    assert grpo(policy, reward_funcs=judge, train_dataset=[*ROWS, {"prompt": "a", "solution": "b"}])
+    (tmp_path / "mine.py").write_text("def judge(prompts, completions, solution): ...\n")
+    said = refusal(lambda: grpo(policy, reward_funcs="mine.py:judge"))
+    assert said.startswith(f"reward.function ({tmp_path}/mine.py:judge): has the argument solution")
+
+
 def test_a_sum_has_named_parts_and_skips_samples_without_a_score():
     def some(completions: list[str]) -> list[float | None]:
         return [None if text == "1" else 3.0 for text in completions]
@@ -256,6 +432,17 @@ def test_a_sum_has_named_parts_and_skips_samples_without_a_score():
     assert (second, second.parts) == (1.0, {"short": -1.0, "some": 3.0})  # type: ignore[attr-defined]
     (failed,) = score(WeightedSum([some], [1.0]), [rollout(1)])
     assert np.isnan(failed)
+
+
+def test_a_part_never_takes_the_place_of_the_sum():
+    def other(rollouts: list[Rollout]) -> list[float]:
+        return [5.0] * len(rollouts)
+
+    other.__name__ = "score"
+    (total,) = score(WeightedSum([short, other], [1.0, 1.0]), [rollout(1)])
+    assert (total, total.parts) == (4.0, {"short": -1.0, "score_2": 5.0})  # type: ignore[attr-defined]
+    (total,) = score(WeightedSum([short, short], [1.0, 2.0]), [rollout(1)])
+    assert (total, total.parts) == (-3.0, {"short_1": -1.0, "short_2": -1.0})  # type: ignore[attr-defined]
 
 
 def test_a_reward_server_gets_the_columns_that_json_can_hold():

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from raypo.run.callbacks import StepView, ask_callbacks
 from raypo.tracking.logs import log_to_file
 
 
@@ -137,3 +138,18 @@ def test_what_a_library_prints_is_not_shown_as_the_users(tmp_path):
     assert "159  0 RESUME  0" in path.read_text()
     library["listing"]()  # called by a function of the user's, which this test is
     assert len(shown) == 1
+
+
+def test_all_that_a_callback_prints_is_shown(tmp_path):
+    from ray.train.v2._internal.logging.patch_print import redirected_print
+
+    def watch(view):
+        redirected_print(f"step {view.step}")
+        redirected_print("x" * 300)
+
+    shown = []
+    log_to_file(tmp_path / "worker_0.log", on_print=shown.append)
+    for step in (1, 2):
+        ask_callbacks({"mine.py:watch": watch}, StepView(step, {}, []))
+    long = f"printed: {'x' * 300}"
+    assert shown == ["printed: step 1", long, "printed: step 2", long]
