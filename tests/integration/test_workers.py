@@ -48,18 +48,16 @@ def run_workers(
     asked |= {"matrix": [], "critic_workers": 0, "checkpoints": None, **more}
     task.write_text(json.dumps(asked))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.workers_probe", str(task)],
-            cwd=REPOSITORY,
-            env={**os.environ, **address, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    errors = [process.communicate(timeout=3600)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, "\n".join(errors)
+    # Files, not pipes: a worker whose pipe is full would wait for a reader, and the other for it.
+    logs = [folder / f"worker_{rank}_of_{count}.log" for rank in range(count)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as stderr:
+            command = [sys.executable, "-m", "tests.integration.workers_probe", str(task)]
+            env = {**os.environ, **address, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            processes.append(subprocess.Popen(command, cwd=REPOSITORY, env=env, stderr=stderr))
+    codes = [process.wait(timeout=3600) for process in processes]
+    assert codes == [0] * count, "\n".join(log.read_text() for log in logs)
     return torch.load(out, weights_only=True)
 
 
