@@ -24,6 +24,9 @@ Preset = Literal[
     "cispo",
     "sapo",
     "vapo",
+    "opo",
+    "maxrl",
+    "pass_at_k",
 ]
 MAX_KL_ERROR = 0.2
 """Bound on the relative error of the KL in the adaptive KL controller."""
@@ -52,6 +55,9 @@ ESTIMATORS = {
     "reinforce_baseline": Estimator(needs_group=True, whitens=True),
     "grpo": Estimator(needs_group=True),
     "dr_grpo": Estimator(needs_group=True),
+    "opo": Estimator(needs_group=True),
+    "maxrl": Estimator(needs_group=True),
+    "pass_at_k": Estimator(needs_group=True),
 }
 """Value of `ppo.advantage` -> its properties. A function of the user's has none of them."""
 GROUP_ADVANTAGES = tuple(kind for kind, each in ESTIMATORS.items() if each.needs_group)
@@ -270,11 +276,27 @@ class PPOSection(Config):
     """Published combination of settings (raypo.config.presets). Keys that the file sets override
     it."""
     advantage: (
-        Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] | ImportPath
+        Literal[
+            "gae",
+            "reinforce",
+            "reinforce_baseline",
+            "rloo",
+            "grpo",
+            "dr_grpo",
+            "opo",
+            "maxrl",
+            "pass_at_k",
+        ]
+        | ImportPath
     ) = "gae"
-    """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). Or a
+    """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). opo:
+    baseline weighted by length (arXiv:2505.23585); maxrl: scores of 0 to 1, divided by the group's
+    mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples (arXiv:2508.10751). Or a
     function of your own, `file.py:name`, with the signature
     (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
+    pass_k: int = Field(default=4, ge=1)
+    """pass_at_k: number of samples of which the best one counts, at most
+    rollout.samples_per_prompt. With 1 it is grpo with the population's deviation."""
     policy_loss: (
         Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov"] | ImportPath
     ) = "ppo"
@@ -377,9 +399,26 @@ class PPOSection(Config):
                 f"them uncomputed: the ratio of the loss corrects already. Set "
                 f"ppo.old_log_probs to learner, or ppo.correction.{key} to {off}."
             )
+        yield from self._problems_of_maxrl()
         yield from self._problems_of_the_critic()
         yield from self._problems_of_the_loss()
         yield from self._problems_of_what_is_off()
+
+    def _problems_of_maxrl(self) -> Iterator[str]:
+        if self.advantage != "maxrl":
+            return
+        why = "ppo.advantage: maxrl divides by a group's mean score, so scores must be at least 0"
+        if self.has_kl_in_reward:
+            yield (
+                f"ppo.kl.placement (reward): the KL may lower a score below 0, and {why}. Set "
+                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+            )
+        if self.shaping.clip_low is None or self.shaping.clip_low < 0.0:
+            for key, value in self.shaping.set_keys("normalize", "overlong_buffer_tokens"):
+                yield (
+                    f"{key} ({value}): may lower a score below 0, and {why}. Remove {key}, or set "
+                    "ppo.shaping.clip_low to 0."
+                )
 
     def _problems_of_the_critic(self) -> Iterator[str]:
         needed = ("bootstrap_truncated", "critic_warmup_steps")
@@ -441,6 +480,9 @@ class PPOSection(Config):
         if self.gamma == 1.0 and all(each in (1.0, None) for each in lambdas):
             why = "ppo.gamma is 1" + (", and so are the lambdas" if lambdas else "")
             yield from self._idle("discount_by", why, "set ppo.gamma below 1")
+        if self.advantage != "pass_at_k":
+            why, remedy = f"ppo.advantage is {self.advantage}", "set ppo.advantage to pass_at_k"
+            yield from self._idle("pass_k", why, remedy)
         if self.nll_coef == 0.0:
             yield from self._idle("nll_min_score", "ppo.nll_coef is 0", "set ppo.nll_coef")
         if not self.filter.enabled:

@@ -137,6 +137,37 @@ PRESETS: dict[str, dict[str, Any]] = {
         "nll_coef": 0.1,
         "kl": {"coef": 0.0},
     },
+    # Hao et al. 2025, arXiv:2505.23585: no KL and no entropy bonus. Its exact on-policy training is
+    # one update per step: `minibatch_size` of all responses.
+    "opo": {
+        "advantage": "opo",
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "num_epochs": 1,
+        "entropy_coef": 0.0,
+        "kl": {"coef": 0.0},
+    },
+    # Tajwar et al. 2026, arXiv:2602.02710, algorithm 1: GRPO with another divisor.
+    "maxrl": {
+        "advantage": "maxrl",
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "kl": {"coef": 0.0},
+    },
+    # Chen et al. 2025, arXiv:2508.10751, sections 2.1 and 2.4: DAPO's clip-higher and token mean,
+    # and the best of 4 samples (of 32 in the paper).
+    "pass_at_k": {
+        "advantage": "pass_at_k",
+        "pass_k": 4,
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "kl": {"coef": 0.0},
+    },
 }
 """Preset -> its keys below `ppo`. Keys that are not listed keep their defaults."""
 

@@ -511,6 +511,11 @@ class PPOConfig(OnlineConfig):
                 f"rollout.samples_per_prompt ({samples}): {comparing} compares the samples of a "
                 "prompt. Set rollout.samples_per_prompt to 2 or more."
             )
+        if self.ppo.advantage == "pass_at_k" and self.ppo.pass_k > samples >= 2:
+            yield (
+                f"ppo.pass_k ({self.ppo.pass_k}): the best of so many samples counts, and "
+                f"rollout.samples_per_prompt is {samples}. Set ppo.pass_k to at most {samples}."
+            )
         if horizon is not None and horizon <= MAX_KL_ERROR * self.responses_per_step:
             yield (
                 f"ppo.kl.horizon ({horizon:g}): must be above {MAX_KL_ERROR} x the responses of a "

@@ -127,6 +127,8 @@ def estimate_advantages(
             kind=ppo.advantage,
             workers=workers,
             sample_index=experience.sample_index,
+            lengths=mask.sum(1) if ppo.advantage == "opo" else None,
+            pass_k=ppo.pass_k,
         )
         turn_rewards = penalty = None
     elif turn_rewards is not None:

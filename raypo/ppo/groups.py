@@ -58,6 +58,8 @@ def baseline_over_workers(
     kind: str,
     workers: Workers,
     sample_index: Tensor | None = None,  # [B] int
+    lengths: Tensor | None = None,  # [B] int
+    pass_k: int = 1,
 ) -> Tensor:
     """Compute `group_baseline` for groups whose samples are on any row of any worker.
 
@@ -71,6 +73,8 @@ def baseline_over_workers(
         workers: The workers that hold the groups.
         sample_index: Rows of a group with the same number are one sample, which counts once. They
             must have the same score. None means that each row is a sample.
+        lengths: Sampled tokens of each row, for opo.
+        pass_k: Number of samples k, for pass_at_k.
 
     Returns:
         advantages: [B] for this worker's rows, 0 where not valid.
@@ -79,9 +83,11 @@ def baseline_over_workers(
         ValueError: the shapes differ.
     """
     check_same_shape(scores=scores, group_index=group_index, valid=valid)
-    samples = [] if sample_index is None else [sample_index]
-    everyone, mine = workers.gather_rows(scores, group_index, valid, *samples)
-    compared = baseline_by_index(*everyone, kind=kind)[mine]
+    optional = {"sample_index": sample_index, "lengths": lengths}
+    given = {name: each for name, each in optional.items() if each is not None}
+    everyone, mine = workers.gather_rows(scores, group_index, valid, *given.values())
+    more = dict(zip(given, everyone[3:], strict=True))
+    compared = baseline_by_index(*everyone[:3], kind=kind, pass_k=pass_k, **more)[mine]
     return compared.to(scores.device)
 
 
@@ -92,6 +98,8 @@ def baseline_by_index(
     sample_index: Tensor | None = None,  # [B] int
     *,
     kind: str,
+    lengths: Tensor | None = None,  # [B] int
+    pass_k: int = 1,
 ) -> Tensor:
     """Compute `group_baseline` for a flat batch in any order. Groups may differ in size.
 
@@ -102,6 +110,8 @@ def baseline_by_index(
         sample_index: Rows of a group with the same number are one sample. None means that each row
             is one.
         kind: Name of the estimator.
+        lengths: Sampled tokens of each row, for opo. Those of a sample's valid rows are added up.
+        pass_k: Number of samples k, for pass_at_k.
 
     Returns:
         advantages: [B], 0 where not valid or where a group has fewer than two valid samples.
@@ -113,23 +123,44 @@ def baseline_by_index(
     if len(scores) == 0:
         return scores
     if sample_index is not None:
-        pairs = torch.stack([group_index, sample_index])
-        _, sample, counts = pairs.unique(dim=1, return_inverse=True, return_counts=True)
-        if len(counts) < len(scores):  # use the first valid row of each sample
-            rows = torch.arange(len(scores)) + len(scores) * ~valid
-            first = rows.new_full(counts.shape, 2 * len(scores))
-            first = first.scatter_reduce(0, sample, rows, "amin") % len(scores)
+        first, sample = _first_rows(group_index, sample_index, valid)
+        if len(first) < len(scores):
             chosen = scores[first], group_index[first], valid[first]
-            return keep(baseline_by_index(*chosen, kind=kind)[sample], valid)
+            if lengths is not None:
+                total = lengths.new_zeros(len(first))
+                lengths = total.index_add(0, sample, torch.where(valid, lengths, 0))
+            compared = baseline_by_index(*chosen, kind=kind, lengths=lengths, pass_k=pass_k)
+            return keep(compared[sample], valid)
     _, group, sizes = group_index.unique(return_inverse=True, return_counts=True)
     order = group.argsort(stable=True)
     starts = sizes.cumsum(0) - sizes  # [P]
     place = torch.empty_like(group)  # number of each row within its group
     place[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
     shape = (len(sizes), max(int(sizes.max()), 2))
-    table = scores.new_zeros(shape).index_put_((group, place), scores)
-    kept = valid.new_zeros(shape).index_put_((group, place), valid)
-    return group_baseline(table, kind=kind, valid=kept)[group, place]
+
+    def table(rows: Tensor) -> Tensor:
+        return rows.new_zeros(shape).index_put_((group, place), rows)
+
+    compared = group_baseline(
+        table(scores),
+        kind=kind,
+        valid=table(valid),
+        lengths=None if lengths is None else table(lengths),
+        pass_k=pass_k,
+    )
+    return compared[group, place]
+
+
+def _first_rows(group_index: Tensor, sample_index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first valid row of each sample, [S] int64, and the sample of each row, [B] int64.
+
+    A sample without a valid row has its first row.
+    """
+    pairs = torch.stack([group_index, sample_index])
+    names, sample = pairs.unique(dim=1, return_inverse=True)
+    rows = torch.arange(len(valid)) + len(valid) * ~valid
+    first = rows.new_full((names.shape[1],), 2 * len(valid))
+    return first.scatter_reduce(0, sample, rows, "amin") % len(valid), sample
 
 
 def pass_at_k(

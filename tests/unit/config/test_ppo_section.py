@@ -35,7 +35,7 @@ def test_the_choices_are_those_that_the_mathematics_has():
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
-    section = PPOSection(advantage=kind)
+    section = PPOSection.model_validate({"advantage": kind, "kl": {"coef": 0.0}})
     assert section.needs_critic == ESTIMATORS[kind].needs_critic
     assert section.needs_group == ESTIMATORS[kind].needs_group == (kind in GROUP_ADVANTAGES)
 
@@ -47,6 +47,24 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             {"ppo__advantage": "rloo", "rollout__samples_per_prompt": 1},
             "rollout.samples_per_prompt (1): ppo.advantage: rloo compares the samples of a prompt. "
             "Set rollout.samples_per_prompt to 2 or more.",
+        ),
+        (
+            {"ppo__advantage": "pass_at_k", "ppo__pass_k": 9, "rollout__samples_per_prompt": 8},
+            "ppo.pass_k (9): the best of so many samples counts, and rollout.samples_per_prompt "
+            "is 8. Set ppo.pass_k to at most 8.",
+        ),
+        (
+            {"ppo__advantage": "grpo", "ppo__pass_k": 2},
+            "ppo.pass_k (2): has no effect, ppo.advantage is grpo.",
+        ),
+        (
+            {"ppo__advantage": "maxrl", "ppo__kl__coef": 0.1},
+            "ppo.kl.placement (reward): the KL may lower a score below 0, and ppo.advantage: maxrl "
+            "divides by a group's mean score, so scores must be at least 0.",
+        ),
+        (
+            {"ppo__preset": "maxrl", "ppo__shaping__overlong_buffer_tokens": 5},
+            "ppo.shaping.overlong_buffer_tokens (5): may lower a score below 0",
         ),
         (
             {"ppo__filter__enabled": True, "rollout__samples_per_prompt": 1},
@@ -362,7 +380,7 @@ def test_what_a_preset_set_and_another_key_idles_is_no_mistake():
 def test_the_presets_are_the_ones_that_can_be_chosen():
     assert set(PRESETS) == {
         "ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo",
-        "gmpo", "cispo", "sapo", "vapo",
+        "gmpo", "cispo", "sapo", "vapo", "opo", "maxrl", "pass_at_k",
     }  # fmt: skip
 
 
@@ -390,6 +408,9 @@ KL_FREE = ("k1", "reward", 0.0)
         ("cispo", "grpo", "cispo", "token_mean", (0.2, 4.0), KL_FREE),
         ("sapo", "grpo", "sapo", "sequence_mean", (0.2, 0.2), KL_FREE),
         ("vapo", "gae", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
+        ("opo", "opo", "ppo", "token_mean", (0.2, 0.2), KL_FREE),
+        ("maxrl", "maxrl", "ppo", "token_mean", (0.2, 0.2), KL_FREE),
+        ("pass_at_k", "pass_at_k", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
     ],
 )
 def test_a_preset_is_the_published_combination_and_nothing_else(

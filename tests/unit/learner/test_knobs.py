@@ -41,6 +41,11 @@ LENGTH = "rollout/samples_trained"
 CASES = {
     "preset": Case({}, {"preset": "grpo"}, "policy"),
     "advantage": Case({}, GRPO, "advantages"),
+    "pass_k": Case(
+        {"advantage": "pass_at_k", "pass_k": 2},
+        {"advantage": "pass_at_k", "pass_k": 3},
+        "advantages",
+    ),
     "policy_loss": Case({}, {"policy_loss": "cispo"}, "policy"),
     "old_log_probs": Case({}, {"old_log_probs": "engine"}, "policy"),
     "advantage_clip": Case({}, {"advantage_clip": 0.5}, "advantages", stays="critic"),

@@ -21,7 +21,10 @@ from tests.unit.learner.plain import (
     plain_models,
 )
 
-ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
+ESTIMATORS = (
+    *("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"),
+    *("opo", "maxrl", "pass_at_k"),
+)
 LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTIONS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
@@ -39,6 +42,8 @@ def combinations() -> Iterator[PPOSection]:
     for number, ((row, advantage), (column, loss)) in enumerate(pairs):
         correction = CORRECTIONS[(row + column + row * 4) % 6]
         estimator, placement = KL_TERMS[number % 5]
+        if advantage == "maxrl" and placement == "reward":  # its scores are at least 0
+            estimator, placement = "k2", "loss"
         yield PPOSection.model_validate(
             {
                 "advantage": advantage,
@@ -60,13 +65,15 @@ def combinations() -> Iterator[PPOSection]:
                 "mask_truncated": advantage != "gae" and number % 4 == 1,
                 "bootstrap_truncated": advantage == "gae",
                 "gamma": 0.9,
+                "pass_k": 2 if advantage == "pass_at_k" else 4,
                 "kl": {
                     "coef": 0.3,
                     "estimator": estimator,
                     "placement": placement,
                     "importance_weights": placement == "loss" and number % 2 == 0,
                 },
-                "shaping": {"normalize": number % 2 == 0, "overlong_buffer_tokens": "auto"},
+                "shaping": {"normalize": number % 2 == 0, "overlong_buffer_tokens": "auto"}
+                | ({"clip_low": 0.0} if advantage == "maxrl" else {}),
                 "filter": {"enabled": number % 4 == 0},
             }
         )

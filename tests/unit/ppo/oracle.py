@@ -7,7 +7,7 @@ everything else is 0. Gradients are those on paper too, by the log-prob of each 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 Row = list[float]
 Table = list[list[float]]
@@ -42,6 +42,7 @@ def advantages(
     critic_lambda: float | None = None,
     advantage_clip: float | None = None,
     left_out: list[bool] | None = None,
+    pass_k: int = 1,
 ) -> tuple[Table, Table]:
     """Advantages and returns; a score that is NaN failed, and its row is in no statistic.
 
@@ -54,8 +55,10 @@ def advantages(
     if is_group:
         whole = {i: scores[i] - kl_coef * sum(kl[i][t] for t in tokens[i]) for i in alive}
         for i in alive:
-            mates = [whole[j] for j in alive if group[j] == group[i]]
-            compared[i] = compare(whole[i], mates, kind)
+            others = [j for j in alive if group[j] == group[i]]
+            mates, place = [whole[j] for j in others], others.index(i)
+            lengths = [len(tokens[j]) for j in others]
+            compared[i] = compare(place, mates, kind, lengths=lengths, pass_k=pass_k)
     rewards, found, returns = zeros(mask), zeros(mask), zeros(mask)
     for i in alive:
         for t in tokens[i]:
@@ -114,9 +117,11 @@ def delta(rewards: Row, values: Row, tokens: list[int], k: int, gamma: float) ->
     return rewards[tokens[k]] + gamma * after - values[tokens[k]]
 
 
-def compare(score: float, mates: Row, kind: str) -> float:
-    """A score against those of its group, itself included."""
-    n = len(mates)
+def compare(
+    place: int, mates: Row, kind: str, *, lengths: list[int] | None = None, pass_k: int = 1
+) -> float:
+    """A score, by its place, against those of its group, itself included."""
+    n, score = len(mates), mates[place]
     if n < 2 or max(mates) == min(mates):
         return 0.0
     mean = sum(mates) / n
@@ -125,7 +130,26 @@ def compare(score: float, mates: Row, kind: str) -> float:
     if kind == "grpo":
         deviation = math.sqrt(sum((x - mean) ** 2 for x in mates) / (n - 1))
         return (score - mean) / (deviation + 1e-6)
+    if kind == "maxrl":
+        return (score - mean) / mean
+    if kind == "opo":
+        assert lengths is not None
+        weighted = sum(length * x for length, x in zip(lengths, mates, strict=True))
+        return score - weighted / sum(lengths)
+    if kind == "pass_at_k":
+        return best_of_choices(place, mates, pass_k)
     return score - mean
+
+
+def best_of_choices(place: int, mates: Row, k: int) -> float:
+    """The mean score of all choices of k samples with this one, against all choices."""
+    best = {choice: max(mates[i] for i in choice) for choice in combinations(range(len(mates)), k)}
+    if len(set(best.values())) < 2:
+        return 0.0
+    mean = sum(best.values()) / len(best)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in best.values()) / len(best))
+    own = [value for choice, value in best.items() if place in choice]
+    return (sum(own) / len(own) - mean) / deviation
 
 
 # Losses
