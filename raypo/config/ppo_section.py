@@ -27,6 +27,8 @@ Preset = Literal[
     "opo",
     "maxrl",
     "pass_at_k",
+    "dppo",
+    "vespo",
 ]
 MAX_KL_ERROR = 0.2
 """Bound on the relative error of the KL in the adaptive KL controller."""
@@ -298,12 +300,26 @@ class PPOSection(Config):
     """pass_at_k: number of samples of which the best one counts, at most
     rollout.samples_per_prompt. With 1 it is grpo with the population's deviation."""
     policy_loss: (
-        Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov"] | ImportPath
+        Literal[
+            "ppo",
+            "gspo",
+            "gmpo",
+            "cispo",
+            "sapo",
+            "clip_cov",
+            "kl_cov",
+            "dppo_tv",
+            "dppo_kl",
+            "vespo",
+        ]
+        | ImportPath
     ) = "ppo"
     """Surrogate loss of the policy. ppo: arXiv:1707.06347; gspo: arXiv:2507.18071, with an
     advantage per token (section 4.3); gmpo: arXiv:2507.20673; cispo: arXiv:2506.13585; sapo:
     arXiv:2511.20347; clip_cov: ppo with the tokens of `covariance` held back; kl_cov: ppo without
-    its clip, with a penalty on these tokens (both arXiv:2505.22617). Or a function of your own,
+    its clip, with a penalty on these tokens (both arXiv:2505.22617); dppo_tv and dppo_kl: bounds on
+    the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a soft
+    kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
     `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).
@@ -336,10 +352,12 @@ class PPOSection(Config):
     count when a group is compared (overlong filtering, arXiv:2503.14476)."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
     """Lower clip range, for ppo, gspo, gmpo and clip_cov: a token with a negative advantage and a
-    ratio below 1 - clip_low gets no gradient that would lower the ratio further."""
+    ratio below 1 - clip_low gets no gradient that would lower the ratio further. dppo_tv: largest
+    fall of a token's probability; dppo_kl: largest KL of a fall, in nats."""
     clip_high: float = Field(default=0.2, gt=0.0)
     """Upper clip range: a token with a positive advantage and a ratio above 1 + clip_high gets no
-    gradient that would raise the ratio further. cispo truncates its weight there."""
+    gradient that would raise the ratio further. cispo truncates its weight there. dppo_tv and
+    dppo_kl: as clip_low, for a rise."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Dual-clip bound on the loss of negative advantages (arXiv:1912.09729), for ppo, gspo and
     clip_cov. null means no bound."""
@@ -450,7 +468,8 @@ class PPOSection(Config):
     def _problems_of_the_loss(self) -> Iterator[str]:
         loss = self.policy_loss
         own_bound = f"ppo.policy_loss: {loss} bounds the loss of negative advantages in its own way"
-        clips = {"cispo": "clip_low", "sapo": "clip_low clip_high", "kl_cov": "clip_low clip_high"}
+        both = dict.fromkeys(("sapo", "kl_cov", "vespo"), "clip_low clip_high")
+        clips = {"cispo": "clip_low", **both}
         for keys, losses, why in (
             (clips.get(loss, ""), ("ppo", "gspo"), f"ppo.policy_loss: {loss} has no such clip"),
             ("dual_clip", ("ppo", "gspo", "clip_cov"), own_bound),

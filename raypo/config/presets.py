@@ -168,6 +168,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.28,
         "kl": {"coef": 0.0},
     },
+    # Qi et al. 2026, arXiv:2602.04879: the total variation, as in its run file for verl (there the
+    # bound for dppo_kl is 0.05). The engine's log-probs are the anchor (section 5.2).
+    "dppo": {
+        "advantage": "dr_grpo",
+        "policy_loss": "dppo_tv",
+        "aggregation": "constant",
+        "gamma": 1.0,
+        "clip_low": 0.15,
+        "clip_high": 0.15,
+        "old_log_probs": "engine",
+        "kl": {"coef": 0.0},
+    },
+    # Shen et al. 2026, arXiv:2602.10693, section 4.1 and its public runs; the surrogate has c1, c2.
+    "vespo": {
+        "advantage": "grpo",
+        "policy_loss": "vespo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "kl": {"coef": 0.0},
+    },
 }
 """Preset -> its keys below `ppo`. Keys that are not listed keep their defaults."""
 

@@ -121,7 +121,10 @@ CASES: list[dict[str, Any]] = [
     )
 ]
 CASES += [{"advantage": "pass_at_k", "pass_k": 2}]
-CASES += [{"advantage": "grpo", "policy_loss": name} for name in ("gspo", "cispo", "sapo")]
+CASES += [
+    {"advantage": "grpo", "policy_loss": name}
+    for name in ("gspo", "cispo", "sapo", "dppo_tv", "vespo")
+]
 CASES += [{"advantage": "grpo", "aggregation": "constant", "correction": {"kind": "tis"}}]
 
 

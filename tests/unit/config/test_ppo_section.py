@@ -228,6 +228,10 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             {"ppo__policy_loss": "cispo", "ppo__clip_low": 0.1},
             "ppo.clip_low (0.1): has no effect, ppo.policy_loss: cispo has no such clip.",
         ),
+        (
+            {"ppo__policy_loss": "vespo", "ppo__clip_low": 0.1},
+            "ppo.clip_low (0.1): has no effect, ppo.policy_loss: vespo has no such clip.",
+        ),
         ({"ppo__policy_loss": "sapo", "ppo__clip_high": 0.1}, "ppo.clip_high (0.1): has no effect"),
         (
             {"ppo__policy_loss": "kl_cov", "ppo__clip_low": 0.1},
@@ -380,7 +384,7 @@ def test_what_a_preset_set_and_another_key_idles_is_no_mistake():
 def test_the_presets_are_the_ones_that_can_be_chosen():
     assert set(PRESETS) == {
         "ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo",
-        "gmpo", "cispo", "sapo", "vapo", "opo", "maxrl", "pass_at_k",
+        "gmpo", "cispo", "sapo", "vapo", "opo", "maxrl", "pass_at_k", "dppo", "vespo",
     }  # fmt: skip
 
 
@@ -411,6 +415,8 @@ KL_FREE = ("k1", "reward", 0.0)
         ("opo", "opo", "ppo", "token_mean", (0.2, 0.2), KL_FREE),
         ("maxrl", "maxrl", "ppo", "token_mean", (0.2, 0.2), KL_FREE),
         ("pass_at_k", "pass_at_k", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
+        ("dppo", "dr_grpo", "dppo_tv", "constant", (0.15, 0.15), KL_FREE),
+        ("vespo", "grpo", "vespo", "token_mean", (0.2, 0.2), KL_FREE),
     ],
 )
 def test_a_preset_is_the_published_combination_and_nothing_else(
@@ -433,6 +439,8 @@ def test_a_preset_is_the_published_combination_and_nothing_else(
     if preset == "vapo":
         published |= {"gae_lambda": "adaptive", "critic_lambda": 1.0, "critic_warmup_steps": 50}
         published |= {"nll_coef": 0.1}
+    if preset == "dppo":
+        published |= {"old_log_probs": "engine"}
     usual = flatten(PPOSection().model_dump())
     assert usual["gamma"] == 1.0
     assert (usual["gae_lambda"], usual["value_clip"]) == (0.95, 0.2)

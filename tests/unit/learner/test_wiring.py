@@ -25,7 +25,10 @@ ESTIMATORS = (
     *("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"),
     *("opo", "maxrl", "pass_at_k"),
 )
-LOSSES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov")
+LOSSES = (
+    *("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"),
+    "vespo",
+)
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTIONS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
 MASKS = {"mis": {"low": 0.8, "high": 1.2}}  # the tiny responses drift far
@@ -56,7 +59,9 @@ def combinations() -> Iterator[PPOSection]:
                 },
                 "minibatch_size": 5,  # 12 responses: minibatches of 4
                 "entropy_coef": 0.1,
-                "clip_high": 0.2 if loss in ("sapo", "kl_cov") else 0.05,  # which have none
+                "clip_high": 0.2
+                if loss in ("sapo", "kl_cov", "vespo")
+                else 0.05,  # which have none
                 "dual_clip": 1.1 if loss in ("ppo", "gspo", "clip_cov") else None,
                 "cispo_low": 0.05 if loss == "cispo" else None,
                 "covariance": COVARIANCE.get(loss, {}),

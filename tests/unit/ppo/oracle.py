@@ -7,6 +7,7 @@ everything else is 0. Gradients are those on paper too, by the log-prob of each 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import combinations, pairwise
 
 Row = list[float]
@@ -210,18 +211,54 @@ def policy_loss(
                 tau = 1.0 if a > 0 else 1.05
                 gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
                 loss, slope = -a * 4 / tau * gate, -a * 4 * gate * (1 - gate) * ratio
+            elif kind in ("dppo_tv", "dppo_kl"):
+                pair = math.exp(old[i][t]), math.exp(log_probs[i][t])
+                held = too_far(pair, a, kind, clip_low, clip_high)
+                loss = slope = -ratio * a * (not held)
+            elif kind == "vespo":
+                slope = -kernel(change.values(), a) * a
+                loss = slope * log_probs[i][t]
             else:
-                clipped = min(max(ratio, 1 - clip_low), 1 + clip_high)
-                loss, slope = -ratio * a, -ratio * a
-                if clipped * a < ratio * a:
-                    loss, slope = -clipped * a, 0.0
-                if dual_clip is not None and a < 0 and loss > -dual_clip * a:
-                    loss, slope = -dual_clip * a, 0.0
+                loss, slope = clipped(ratio, a, clip_low, clip_high, dual_clip)
             counts = share[i] * (weights[i][t] if weights else 1.0)
             counts *= not (kind == "clip_cov" and covariant[i][t])
             total += counts * loss
             gradient[i][t] = counts * slope
     return total, gradient
+
+
+def clipped(
+    ratio: float, advantage: float, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[float, float]:
+    """PPO's loss of a token, and its slope."""
+    near = min(max(ratio, 1 - clip_low), 1 + clip_high)
+    loss = slope = -ratio * advantage
+    if near * advantage < ratio * advantage:
+        loss, slope = -near * advantage, 0.0
+    if dual_clip is not None and advantage < 0 and loss > -dual_clip * advantage:
+        loss, slope = -dual_clip * advantage, 0.0
+    return loss, slope
+
+
+def too_far(
+    pair: tuple[float, float], advantage: float, kind: str, clip_low: float, clip_high: float
+) -> bool:
+    """A token, before and now, against all others; a random step may have a probability above 1."""
+    before, now = pair
+    distance = abs(now - before)
+    if kind == "dppo_kl":
+        others = [max(1 - p, 1e-8) for p in pair]
+        distance = before * math.log(before / now) + (1 - before) * math.log(others[0] / others[1])
+    if advantage > 0:
+        return now > before and distance > clip_high
+    return now < before and distance > clip_low
+
+
+def kernel(change: Iterable[float], advantage: float) -> float:
+    """The weight of VESPO's gradient: a function of the product of a response's ratios."""
+    whole = math.prod(math.exp(each) for each in change)
+    c1, c2 = (2, 3) if advantage >= 0 else (3, 2)
+    return whole**c1 * math.exp(c2 * (1 - whole))
 
 
 def one_sided(moved: float, advantage: float, clip_low: float, clip_high: float) -> float:
