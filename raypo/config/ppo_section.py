@@ -60,9 +60,13 @@ ESTIMATORS = {
     "opo": Estimator(needs_group=True),
     "maxrl": Estimator(needs_group=True),
     "pass_at_k": Estimator(needs_group=True),
+    "gdpo": Estimator(needs_group=True),
 }
 """Value of `ppo.advantage` -> its properties. A function of the user's has none of them."""
-GROUP_ADVANTAGES = tuple(kind for kind, each in ESTIMATORS.items() if each.needs_group)
+GROUP_ADVANTAGES = tuple(
+    kind for kind, each in ESTIMATORS.items() if each.needs_group and kind != "gdpo"
+)
+"""Estimators that compare the scores of a group. gdpo compares parts of scores."""
 
 
 def _crossed(key: str, low: float | None, high_name: str, high: float | None) -> Iterator[str]:
@@ -288,17 +292,23 @@ class PPOSection(Config):
             "opo",
             "maxrl",
             "pass_at_k",
+            "gdpo",
         ]
         | ImportPath
     ) = "gae"
     """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). opo:
     baseline weighted by length (arXiv:2505.23585); maxrl: scores of 0 to 1, divided by the group's
-    mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples (arXiv:2508.10751). Or a
-    function of your own, `file.py:name`, with the signature
-    (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
+    mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples (arXiv:2508.10751); gdpo:
+    the parts of the score, each normalised within the group (arXiv:2601.05242). Or a function of
+    your own, `file.py:name`, with the signature (`raypo.ppo.custom_functions.StepRewards`) ->
+    advantages."""
     pass_k: int = Field(default=4, ge=1)
     """pass_at_k: number of samples of which the best one counts, at most
     rollout.samples_per_prompt. With 1 it is grpo with the population's deviation."""
+    part_weights: dict[str, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] | None = None
+    """gdpo: weight of each part of the score by its name, such as {correct: 1, format: 0.5}. A part
+    is a number that the reward function returns beside `score`, one of several reward functions
+    given in Python, or a source of the score. The score itself is not trained on."""
     policy_loss: (
         Literal[
             "ppo",
@@ -418,6 +428,7 @@ class PPOSection(Config):
                 f"ppo.old_log_probs to learner, or ppo.correction.{key} to {off}."
             )
         yield from self._problems_of_maxrl()
+        yield from self._problems_of_gdpo()
         yield from self._problems_of_the_critic()
         yield from self._problems_of_the_loss()
         yield from self._problems_of_what_is_off()
@@ -437,6 +448,25 @@ class PPOSection(Config):
                     f"{key} ({value}): may lower a score below 0, and {why}. Remove {key}, or set "
                     "ppo.shaping.clip_low to 0."
                 )
+
+    def _problems_of_gdpo(self) -> Iterator[str]:
+        if self.advantage != "gdpo":
+            why, remedy = f"ppo.advantage is {self.advantage}", "set ppo.advantage to gdpo"
+            yield from self._idle("part_weights", why, remedy)
+            return
+        why = "ppo.advantage: gdpo trains on the parts of the score"
+        if not self.part_weights:
+            yield (
+                f"ppo.part_weights ({self.part_weights}): {why}. Set it to their names and "
+                "weights, such as {correct: 1, format: 0.5}."
+            )
+        if self.has_kl_in_reward:
+            yield (
+                f"ppo.kl.placement (reward): the KL would change the score, and {why}. Set "
+                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+            )
+        for key, value in self.shaping.set_keys(*type(self.shaping).model_fields):
+            yield f"{key} ({value}): changes the score, and {why}. Remove {key}."
 
     def _problems_of_the_critic(self) -> Iterator[str]:
         needed = ("bootstrap_truncated", "critic_warmup_steps")
@@ -528,6 +558,11 @@ class PPOSection(Config):
     def needs_critic(self) -> bool:
         """True if the advantage estimator uses values."""
         return self.estimator.needs_critic
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the parts of the score that are trained on."""
+        return tuple(self.part_weights or ())
 
     @property
     def needs_group(self) -> bool:

@@ -24,7 +24,7 @@ from raypo.ppo.advantages import (
 )
 from raypo.ppo.controllers import UpdateState
 from raypo.ppo.custom_functions import advantages_by
-from raypo.ppo.groups import baseline_over_workers
+from raypo.ppo.groups import baseline_over_workers, parts_over_workers
 from raypo.ppo.kl import kl_reward_terms
 from raypo.ppo.losses import explained_variance, value_loss
 from raypo.ppo.masked import keep, masked_moments, masked_sum, masked_whiten
@@ -120,16 +120,7 @@ def estimate_advantages(
     if ppo.needs_group:
         if penalty is not None:
             at_the_end = penalized_scores(scores, penalty, mask, kl_coef=kl_coef)
-        at_the_end = baseline_over_workers(
-            at_the_end,
-            experience.group_index,
-            valid,
-            kind=ppo.advantage,
-            workers=workers,
-            sample_index=experience.sample_index,
-            lengths=mask.sum(1) if ppo.advantage == "opo" else None,
-            pass_k=ppo.pass_k,
-        )
+        at_the_end = _compared(at_the_end, experience, valid, ppo, workers)
         turn_rewards = penalty = None
     elif turn_rewards is not None:
         at_the_end = scores - keep(turn_rewards, experience.response_mask).sum(1)
@@ -153,6 +144,34 @@ def estimate_advantages(
     if ppo.advantage_clip is not None:
         advantages = advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)
     return advantages, returns
+
+
+def _compared(
+    scores: Tensor,  # [B]
+    experience: Experience,
+    valid: Tensor,  # [B] bool
+    ppo: PPOSection,
+    workers: Workers,
+) -> Tensor:
+    """Compare scores [B], or for gdpo their parts, within their groups."""
+    group, sample = experience.group_index, experience.sample_index
+    if ppo.advantage == "gdpo":
+        assert experience.parts is not None
+        assert ppo.part_weights is not None
+        weights = ppo.part_weights
+        return parts_over_workers(
+            experience.parts, group, valid, weights=weights, workers=workers, sample_index=sample
+        ).to(scores)
+    return baseline_over_workers(
+        scores,
+        group,
+        valid,
+        kind=ppo.advantage,
+        workers=workers,
+        sample_index=sample,
+        lengths=experience.response_mask.sum(1) if ppo.advantage == "opo" else None,
+        pass_k=ppo.pass_k,
+    )
 
 
 def _critic_advantages(

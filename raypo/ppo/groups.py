@@ -5,12 +5,14 @@ Notation: B rows, P prompts, n samples per prompt. Every mask: True = keep.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import FilterSection
-from raypo.ppo.advantages import group_baseline
+from raypo.ppo.advantages import GROUP_STD_EPS, group_baseline
 from raypo.ppo.masked import check_same_shape, keep
 
 
@@ -89,6 +91,65 @@ def baseline_over_workers(
     more = dict(zip(given, everyone[3:], strict=True))
     compared = baseline_by_index(*everyone[:3], kind=kind, pass_k=pass_k, **more)[mine]
     return compared.to(scores.device)
+
+
+def parts_over_workers(
+    parts: Tensor,  # [B, K]
+    group_index: Tensor,  # [B] int
+    valid: Tensor,  # [B] bool
+    *,
+    weights: Mapping[str, float],
+    workers: Workers,
+    sample_index: Tensor | None = None,  # [B] int
+) -> Tensor:
+    """Compare each part of the score within its group, and normalise the weighted sum (GDPO).
+
+    Each part gets the advantages of `grpo`, so the weights compare deviations and not ranges. Their
+    weighted sum gets mean 0 and unbiased deviation 1 over the samples of the step. All workers call
+    it together. A part that a sample does not have is left out of the part's mean and deviation,
+    and adds 0 to the sample's sum.
+
+    Args:
+        parts: Parts of the score of each row of this worker, NaN where there is none.
+        group_index: Rows with the same number, on any worker, are samples of one prompt.
+        valid: False leaves a row out.
+        weights: Weight of each part by its name, in the order of the columns.
+        workers: The workers that hold the groups.
+        sample_index: See `baseline_over_workers`.
+
+    Returns:
+        advantages: [B], 0 where not valid, and everywhere if no part differs in any group.
+
+    Raises:
+        ValueError: the shapes differ, or no valid sample of the step has a part of some name.
+
+    Paper: Liu et al. 2026 (GDPO), arXiv:2601.05242.
+    """
+    check_same_shape(group_index=group_index, valid=valid)
+    samples = [] if sample_index is None else [sample_index]
+    everyone, mine = workers.gather_rows(parts.double(), group_index, valid, *samples)
+    of_all, group, is_valid = everyone[:3]
+    if len(group) == 0:
+        return parts.new_zeros(0)
+    sample = everyone[3] if samples else torch.arange(len(group))
+    total = of_all.new_zeros(len(group))
+    for column, (name, weight) in enumerate(weights.items()):
+        has_part = is_valid & ~of_all[:, column].isnan()
+        if is_valid.any() and not has_part.any():
+            raise ValueError(
+                f"ppo.part_weights.{name} ({weight:g}): no response of this step has a part with "
+                "this name. Use a name that the reward function returns beside `score` (a metric "
+                "reward/NAME), or the name of a source of the score, such as model."
+            )
+        of_part = keep(of_all[:, column], has_part)
+        total += weight * baseline_by_index(of_part, group, has_part, sample, kind="grpo")
+    first, _ = _first_rows(group, sample, is_valid)
+    counted = total[first][is_valid[first]]
+    # Compare for equality: the deviation of equal numbers may be rounding.
+    if len(counted) < 2 or counted.min() == counted.max():
+        return parts.new_zeros(len(parts))
+    scaled = (total - counted.mean()) / (counted.std() + GROUP_STD_EPS)
+    return keep(scaled, is_valid)[mine].to(parts)
 
 
 def baseline_by_index(

@@ -35,9 +35,14 @@ def test_the_choices_are_those_that_the_mathematics_has():
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
-    section = PPOSection.model_validate({"advantage": kind, "kl": {"coef": 0.0}})
+    parts = {"right": 1.0} if kind == "gdpo" else None
+    section = PPOSection.model_validate(
+        {"advantage": kind, "kl": {"coef": 0.0}, "part_weights": parts}
+    )
     assert section.needs_critic == ESTIMATORS[kind].needs_critic
-    assert section.needs_group == ESTIMATORS[kind].needs_group == (kind in GROUP_ADVANTAGES)
+    assert (
+        section.needs_group == ESTIMATORS[kind].needs_group == (kind in (*GROUP_ADVANTAGES, "gdpo"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,27 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             {"ppo__preset": "maxrl", "ppo__shaping__overlong_buffer_tokens": 5},
             "ppo.shaping.overlong_buffer_tokens (5): may lower a score below 0",
         ),
+        (
+            {"ppo__advantage": "gdpo", "ppo__kl__coef": 0.0},
+            "ppo.part_weights (None): ppo.advantage: gdpo trains on the parts of the score. Set it "
+            "to their names and weights, such as {correct: 1, format: 0.5}.",
+        ),
+        (
+            {"ppo__advantage": "gdpo", "ppo__part_weights": {"right": 1.0}},
+            "ppo.kl.placement (reward): the KL would change the score",
+        ),
+        (
+            {
+                **{"ppo__advantage": "gdpo", "ppo__part_weights": {"right": 1.0}},
+                **{"ppo__kl__coef": 0.0, "ppo__shaping__clip_low": 0.0},
+            },
+            "ppo.shaping.clip_low (0.0): changes the score, and ppo.advantage: gdpo",
+        ),
+        (
+            {"ppo__part_weights": {"right": 1.0}},
+            "ppo.part_weights ({'right': 1.0}): has no effect, ppo.advantage is gae.",
+        ),
+        ({"ppo__part_weights": {"right": 0.0}}, "ppo.part_weights"),
         (
             {"ppo__filter__enabled": True, "rollout__samples_per_prompt": 1},
             "rollout.samples_per_prompt (1): ppo.filter.enabled compares",

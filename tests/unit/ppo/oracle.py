@@ -60,6 +60,7 @@ def advantages(
             mates, place = [whole[j] for j in others], others.index(i)
             lengths = [len(tokens[j]) for j in others]
             compared[i] = compare(place, mates, kind, lengths=lengths, pass_k=pass_k)
+    compared |= of_parts(kind, scores, alive, group)
     rewards, found, returns = zeros(mask), zeros(mask), zeros(mask)
     for i in alive:
         for t in tokens[i]:
@@ -140,6 +141,31 @@ def compare(
     if kind == "pass_at_k":
         return best_of_choices(place, mates, pass_k)
     return score - mean
+
+
+def of_parts(kind: str, scores: Row, alive: list[int], group: list[int]) -> dict[int, float]:
+    """GDPO of two parts, which are the score and its square."""
+    if kind != "gdpo":
+        return {}
+    parts = [[scores[i], scores[i] ** 2] for i in alive]
+    found = parts_apart(parts, [group[i] for i in alive], weights=[1.0, 0.5])
+    return dict(zip(alive, found, strict=True))
+
+
+def parts_apart(parts: Table, group: list[int], *, weights: Row) -> Row:
+    """Each part against its group, and their weighted sum against the batch; NaN: no such part."""
+    total = [0.0] * len(parts)
+    for column, weight in enumerate(weights):
+        having = [i for i, each in enumerate(parts) if not math.isnan(each[column])]
+        for i in having:
+            others = [j for j in having if group[j] == group[i]]
+            mates = [parts[j][column] for j in others]
+            total[i] += weight * compare(others.index(i), mates, "grpo")
+    if len(total) < 2 or max(total) == min(total):
+        return [0.0] * len(total)
+    mean = sum(total) / len(total)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in total) / (len(total) - 1))
+    return [(x - mean) / (deviation + 1e-6) for x in total]
 
 
 def best_of_choices(place: int, mates: Row, k: int) -> float:

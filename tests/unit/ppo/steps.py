@@ -130,6 +130,9 @@ def estimate(
 ) -> tuple[Tensor, Tensor]:
     """`estimate_advantages` of fields of an experience and keys of `ppo`, whether idle or not."""
     keys = {key: given.pop(key) for key in PPOSection.model_fields if key in given}
+    if kind == "gdpo":  # parts that follow from the score
+        given.setdefault("parts", torch.stack([scores, scores.square()], 1))
+        keys.setdefault("part_weights", {"plain": 1.0, "square": 0.5})
     if kl is not None:
         given |= {"old_log_probs": kl, "ref_log_probs": torch.zeros_like(kl)}
     section = KLSection(coef=float(kl is not None))
