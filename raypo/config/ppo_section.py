@@ -61,12 +61,13 @@ ESTIMATORS = {
     "maxrl": Estimator(needs_group=True),
     "pass_at_k": Estimator(needs_group=True),
     "gdpo": Estimator(needs_group=True),
+    "gigpo": Estimator(needs_group=True),
 }
 """Value of `ppo.advantage` -> its properties. A function of the user's has none of them."""
 GROUP_ADVANTAGES = tuple(
-    kind for kind, each in ESTIMATORS.items() if each.needs_group and kind != "gdpo"
+    kind for kind, each in ESTIMATORS.items() if each.needs_group and kind not in ("gdpo", "gigpo")
 )
-"""Estimators that compare the scores of a group. gdpo compares parts of scores."""
+"""Estimators that compare only the scores of a group. gdpo compares parts, gigpo also turns."""
 
 
 def _crossed(key: str, low: float | None, high_name: str, high: float | None) -> Iterator[str]:
@@ -293,15 +294,17 @@ class PPOSection(Config):
             "maxrl",
             "pass_at_k",
             "gdpo",
+            "gigpo",
         ]
         | ImportPath
     ) = "gae"
     """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). opo:
     baseline weighted by length (arXiv:2505.23585); maxrl: scores of 0 to 1, divided by the group's
     mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples (arXiv:2508.10751); gdpo:
-    the parts of the score, each normalised within the group (arXiv:2601.05242). Or a function of
-    your own, `file.py:name`, with the signature (`raypo.ppo.custom_functions.StepRewards`) ->
-    advantages."""
+    the parts of the score, each normalised within the group (arXiv:2601.05242); gigpo: grpo, plus
+    the return of each turn against turns of the same prompt that follow the same text of the
+    environment (arXiv:2505.10978). Or a function of your own, `file.py:name`, with the signature
+    (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
     pass_k: int = Field(default=4, ge=1)
     """pass_at_k: number of samples of which the best one counts, at most
     rollout.samples_per_prompt. With 1 it is grpo with the population's deviation."""
@@ -337,7 +340,8 @@ class PPOSection(Config):
     constant: sum divided by responses * max_new_tokens. All rows of an agent's episode are one
     response. The critic's loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount factor per sampled token, or per turn with `discount_by: turn`."""
+    """Discount factor per sampled token, or per turn with `discount_by: turn`. gigpo: per turn, for
+    the returns of turns (0.95 in its paper)."""
     discount_by: Literal["token", "turn"] = "token"
     """Unit of discounting. token: gamma and the lambdas of gae apply from token to token; turn:
     they apply from one turn of an episode to the next, and are 1 within a turn. A turn is the
@@ -429,6 +433,7 @@ class PPOSection(Config):
             )
         yield from self._problems_of_maxrl()
         yield from self._problems_of_gdpo()
+        yield from self._problems_of_gigpo()
         yield from self._problems_of_the_critic()
         yield from self._problems_of_the_loss()
         yield from self._problems_of_what_is_off()
@@ -467,6 +472,18 @@ class PPOSection(Config):
             )
         for key, value in self.shaping.set_keys(*type(self.shaping).model_fields):
             yield f"{key} ({value}): changes the score, and {why}. Remove {key}."
+
+    def _problems_of_gigpo(self) -> Iterator[str]:
+        if self.advantage != "gigpo":
+            return
+        if self.has_kl_in_reward:
+            yield (
+                "ppo.kl.placement (reward): the KL would be in the scores of episodes and not in "
+                "the returns of turns, which ppo.advantage: gigpo adds. Set ppo.kl.placement to "
+                "loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+            )
+        why, remedy = "ppo.advantage: gigpo discounts by turn", "set ppo.advantage to another"
+        yield from self._idle("discount_by", why, remedy)
 
     def _problems_of_the_critic(self) -> Iterator[str]:
         needed = ("bootstrap_truncated", "critic_warmup_steps")

@@ -462,6 +462,11 @@ class PPOConfig(OnlineConfig):
                 f"data.tools_key ({self.data.tools_key}): has no effect, environments and agents "
                 "name the tools that the chat template describes. Remove it."
             )
+        if self.ppo.advantage == "gigpo" and not self.rollout.environment:
+            yield (
+                "ppo.advantage (gigpo): compares the turns of episodes with an environment. Set "
+                "rollout.environment, or ppo.advantage to grpo."
+            )
         if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
             yield (
                 "ppo.discount_by (turn): a response is one turn where there is no environment and "

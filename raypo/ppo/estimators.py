@@ -29,6 +29,7 @@ from raypo.ppo.kl import kl_reward_terms
 from raypo.ppo.losses import explained_variance, value_loss
 from raypo.ppo.masked import keep, masked_moments, masked_sum, masked_whiten
 from raypo.ppo.shaping import RunningMoments, shape_scores
+from raypo.ppo.turn_advantages import turn_advantages
 from raypo.types import Experience
 
 
@@ -128,12 +129,13 @@ def estimate_advantages(
         at_the_end, penalty, mask, kl_coef=kl_coef, extra_rewards=turn_rewards
     )  # [B, T]
 
-    turns = None
-    if ppo.discount_by == "turn":
-        turns = runs_of(mask) if experience.turn_index is None else experience.turn_index
+    turns = _turns(experience, mask) if ppo.discount_by == "turn" else None
     if is_import_path(ppo.advantage):
         own = ppo.advantage, scores, rewards, experience, workers
         advantages = returns = advantages_by(*own, gamma=ppo.gamma)
+    elif ppo.advantage == "gigpo":
+        turns_apart = turn_advantages(experience, scores, valid, gamma=ppo.gamma, workers=workers)
+        advantages = returns = keep(at_the_end.unsqueeze(1).expand(mask.shape), mask) + turns_apart
     elif ppo.needs_critic:
         advantages, returns = _critic_advantages(experience, rewards, mask, turns, ppo, step=step)
     else:
@@ -144,6 +146,11 @@ def estimate_advantages(
     if ppo.advantage_clip is not None:
         advantages = advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)
     return advantages, returns
+
+
+def _turns(experience: Experience, mask: Tensor) -> Tensor:
+    """Return the turn of each sampled token, [B, T] int."""
+    return runs_of(mask) if experience.turn_index is None else experience.turn_index
 
 
 def _compared(
@@ -166,7 +173,7 @@ def _compared(
         scores,
         group,
         valid,
-        kind=ppo.advantage,
+        kind="grpo" if ppo.advantage == "gigpo" else ppo.advantage,
         workers=workers,
         sample_index=sample,
         lengths=experience.response_mask.sum(1) if ppo.advantage == "opo" else None,

@@ -41,7 +41,9 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
     )
     assert section.needs_critic == ESTIMATORS[kind].needs_critic
     assert (
-        section.needs_group == ESTIMATORS[kind].needs_group == (kind in (*GROUP_ADVANTAGES, "gdpo"))
+        section.needs_group
+        == ESTIMATORS[kind].needs_group
+        == (kind in (*GROUP_ADVANTAGES, "gdpo", "gigpo"))
     )
 
 
@@ -92,6 +94,14 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "ppo.part_weights ({'right': 1.0}): has no effect, ppo.advantage is gae.",
         ),
         ({"ppo__part_weights": {"right": 0.0}}, "ppo.part_weights"),
+        (
+            {"ppo__advantage": "gigpo", "ppo__kl__coef": 0.0},
+            "ppo.advantage (gigpo): compares the turns of episodes with an environment.",
+        ),
+        (
+            {"ppo__advantage": "gigpo", "ppo__kl__coef": 0.1},
+            "ppo.kl.placement (reward): the KL would be in the scores of episodes and not in",
+        ),
         (
             {"ppo__filter__enabled": True, "rollout__samples_per_prompt": 1},
             "rollout.samples_per_prompt (1): ppo.filter.enabled compares",

@@ -23,7 +23,7 @@ from tests.unit.learner.plain import (
 
 ESTIMATORS = (
     *("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"),
-    *("opo", "maxrl", "pass_at_k", "gdpo"),
+    *("opo", "maxrl", "pass_at_k", "gdpo", "gigpo"),
 )
 LOSSES = (
     *("ppo", "gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl"),
@@ -52,7 +52,7 @@ def combinations() -> Iterator[PPOSection]:
     for number, ((row, advantage), (column, loss)) in enumerate(kept):
         correction = CORRECTIONS[(row + column + row * 4) % 6]
         estimator, placement = KL_TERMS[number % 5]
-        if advantage in ("maxrl", "gdpo") and placement == "reward":  # which refuse it
+        if advantage in ("maxrl", "gdpo", "gigpo") and placement == "reward":  # which refuse it
             estimator, placement = "k2", "loss"
         yield PPOSection.model_validate(
             {

@@ -80,7 +80,7 @@ def test_a_score_reaches_the_first_of_500_tokens_in_one_fit_by_targets_of_lambda
     assert values[0, -1] == 1.0
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gigpo"}))
 def test_failed_and_empty_responses_are_in_no_statistic(kind):
     values = torch.zeros(3, 2)
     knobs = {"kind": kind, "gamma": 1.0, "kl_coef": 0.1}

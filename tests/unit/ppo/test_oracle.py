@@ -35,7 +35,7 @@ def assert_close(actual: Tensor, expected: Any) -> None:
     torch.testing.assert_close(actual.detach(), expected.reshape(actual.shape))
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gigpo"}))
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize("discount_by", ["token", "turn"])
 @given(

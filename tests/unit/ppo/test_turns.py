@@ -37,7 +37,7 @@ def test_gae_by_turn_discounts_values_where_a_turn_ends():
 
 
 @pytest.mark.parametrize("discount_by", ["token", "turn"])
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gigpo"}))
 @given(seed=seeds, rubbish=st.sampled_from([0.0, 1e30, INF, -INF, NAN]))
 @few
 def test_what_an_environment_writes_and_how_much_changes_no_advantage(
@@ -105,7 +105,7 @@ def test_the_rows_of_an_episode_count_once_in_its_group(kind):
     torch.testing.assert_close(found, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gigpo"}))
 @given(seed=seeds)
 @few
 def test_turns_that_nothing_stands_between_are_told_apart_by_their_numbers(kind, seed):
