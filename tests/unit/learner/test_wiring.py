@@ -182,7 +182,10 @@ def test_every_worker_runs_as_many_microbatches():
 
 
 def test_the_combinations_meet_each_other():
-    cases = list(combinations())
+    everyone = list(combinations())
+    assert {p.advantage for p in everyone} == set(ESTIMATORS)
+    assert {p.policy_loss for p in everyone} == set(LOSSES)
+    cases = [p for p in everyone if p.advantage in ESTIMATORS[:6] and p.policy_loss in LOSSES[:7]]
     for left, right in (
         (lambda p: p.policy_loss, lambda p: p.aggregation),
         (lambda p: p.policy_loss, lambda p: p.correction.kind),
