@@ -25,7 +25,6 @@ Preset = Literal[
     "sapo",
     "vapo",
     "opo",
-    "maxrl",
     "pass_at_k",
     "dppo",
     "vespo",

@@ -148,14 +148,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.0,
         "kl": {"coef": 0.0},
     },
-    # Tajwar et al. 2026, arXiv:2602.02710, algorithm 1: GRPO with another divisor.
-    "maxrl": {
-        "advantage": "maxrl",
-        "policy_loss": "ppo",
-        "aggregation": "token_mean",
-        "gamma": 1.0,
-        "kl": {"coef": 0.0},
-    },
     # Chen et al. 2025, arXiv:2508.10751, sections 2.1 and 2.4: DAPO's clip-higher and token mean,
     # and the best of 4 samples (of 32 in the paper).
     "pass_at_k": {

@@ -70,7 +70,11 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "divides by a group's mean score, so scores must be at least 0.",
         ),
         (
-            {"ppo__preset": "maxrl", "ppo__shaping__overlong_buffer_tokens": 5},
+            {
+                "ppo__advantage": "maxrl",
+                "ppo__kl__coef": 0.0,
+                "ppo__shaping__overlong_buffer_tokens": 5,
+            },
             "ppo.shaping.overlong_buffer_tokens (5): may lower a score below 0",
         ),
         (
@@ -420,7 +424,7 @@ def test_what_a_preset_set_and_another_key_idles_is_no_mistake():
 def test_the_presets_are_the_ones_that_can_be_chosen():
     assert set(PRESETS) == {
         "ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo",
-        "gmpo", "cispo", "sapo", "vapo", "opo", "maxrl", "pass_at_k", "dppo", "vespo",
+        "gmpo", "cispo", "sapo", "vapo", "opo", "pass_at_k", "dppo", "vespo",
     }  # fmt: skip
 
 
@@ -449,7 +453,6 @@ KL_FREE = ("k1", "reward", 0.0)
         ("sapo", "grpo", "sapo", "sequence_mean", (0.2, 0.2), KL_FREE),
         ("vapo", "gae", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
         ("opo", "opo", "ppo", "token_mean", (0.2, 0.2), KL_FREE),
-        ("maxrl", "maxrl", "ppo", "token_mean", (0.2, 0.2), KL_FREE),
         ("pass_at_k", "pass_at_k", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
         ("dppo", "dr_grpo", "dppo_tv", "constant", (0.15, 0.15), KL_FREE),
         ("vespo", "grpo", "vespo", "token_mean", (0.2, 0.2), KL_FREE),
