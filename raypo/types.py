@@ -258,6 +258,7 @@ class Experience:
     minibatch: Tensor  # [B] int64, index of the step's minibatch that trains the row
     truncated: Tensor  # [B] bool, the response reached rollout.max_new_tokens
     weight_version: Tensor  # [B] int64, weights that sampled the response's first token
+    parts: Tensor | None = None  # [B, K] float32, named parts of the score; NaN: not given
     turn_rewards: Tensor | None = None  # [B, T] float32, rewards of single turns
     turn_index: Tensor | None = None  # [B, T] int64, turn of the row that sampled the token
     weight_versions: Tensor | None = None  # [B, T] int64; None: as weight_version
@@ -279,6 +280,8 @@ class Experience:
         response = self.response_ids.shape[1]
         expected: dict[str, tuple[int, ...]] = dict.fromkeys(_BY_PROMPT_TOKEN, (rows, prompt))
         expected |= dict.fromkeys(_BY_RESPONSE, (rows,))
+        if self.parts is not None:
+            expected["parts"] = (rows, self.parts.shape[-1])
         for each in fields(self):
             value = getattr(self, each.name)
             shape = expected.get(each.name, (rows, response))
@@ -338,7 +341,8 @@ class Experience:
         def picked(name: str, value: Tensor) -> Tensor:
             if name in _BY_PROMPT_TOKEN:
                 return value[rows, first:]
-            return value[rows, :responses] if value.dim() == 2 else value[rows]
+            by_token = value.dim() == 2 and name != "parts"
+            return value[rows, :responses] if by_token else value[rows]
 
         return self._changed(picked)
 

@@ -67,7 +67,7 @@ epsilon_high | | ppo.clip_high |
 delta | | ppo.dual_clip | Bound on the ratio of tokens with a negative advantage.
 num_iterations, num_ppo_epochs | 1 | ppo.num_epochs | Passes over the responses of a step.
 num_mini_batches | 1 | ppo.minibatch_size | TRL counts minibatches; raypo the responses of one.
-loss_type | dapo | ppo.preset, dpo.loss | `grpo`, `dr_grpo`, `dapo`, `cispo`, `sapo` are presets; TRL's `bnpo` is `ppo.aggregation: token_mean`.
+loss_type | dapo | ppo.preset, dpo.loss | `grpo`, `dr_grpo`, `dapo`, `cispo`, `sapo`, `vespo` are presets; TRL's `bnpo` is `ppo.aggregation: token_mean`.
 scale_rewards | group | ppo.advantage | `group`: grpo; `none`: dr_grpo.
 importance_sampling_level | token | ppo.policy_loss | `sequence`: gspo, with its own clip range.
 mask_truncated_completions | false | ppo.mask_truncated |
@@ -144,7 +144,7 @@ actor_rollout_ref.actor.clip_ratio_low | 0.2 | ppo.clip_low |
 actor_rollout_ref.actor.clip_ratio_high | 0.2 | ppo.clip_high |
 actor_rollout_ref.actor.clip_ratio_c | 3.0 | ppo.dual_clip | raypo's default is null, no bound.
 actor_rollout_ref.actor.loss_agg_mode | token-mean | ppo.aggregation | `seq-mean-token-mean`: sequence_mean; `seq-mean-token-sum-norm`: constant.
-actor_rollout_ref.actor.policy_loss.loss_mode | vanilla | ppo.policy_loss | `vanilla`: ppo; `geo_mean`: gmpo; gspo, cispo, sapo, clip_cov and kl_cov have the same names.
+actor_rollout_ref.actor.policy_loss.loss_mode | vanilla | ppo.policy_loss | `vanilla`: ppo; `geo_mean`: gmpo; gspo, cispo, sapo, clip_cov, kl_cov, dppo_tv and dppo_kl have the same names.
 actor_rollout_ref.actor.entropy_coeff | 0 | ppo.entropy_coef |
 actor_rollout_ref.actor.use_kl_loss | false | ppo.kl.placement | true: `loss`, with `ppo.kl.estimator` k2 or k3.
 actor_rollout_ref.actor.kl_loss_coef | 0.001 | ppo.kl.coef | With `ppo.kl.placement: loss`.
@@ -155,7 +155,7 @@ actor_rollout_ref.actor.grad_clip | 1.0 | learner.max_grad_norm |
 critic.optim.lr | 1e-5 | learner.critic_lr |
 critic.cliprange_value | 0.5 | ppo.value_clip |
 trainer.critic_warmup | 0 | ppo.critic_warmup_steps |
-algorithm.adv_estimator | gae | ppo.advantage | `reinforce_plus_plus`: reinforce; `reinforce_plus_plus_baseline`: reinforce_baseline; gae, grpo, rloo have the same names.
+algorithm.adv_estimator | gae | ppo.advantage | `reinforce_plus_plus`: reinforce; `reinforce_plus_plus_baseline`: reinforce_baseline; gae, grpo, rloo, opo, gdpo have the same names.
 algorithm.norm_adv_by_std_in_grpo | true | ppo.advantage | false: dr_grpo.
 algorithm.lam | 1.0 | ppo.gae_lambda |
 algorithm.gamma | 1.0 | ppo.gamma |

@@ -24,6 +24,10 @@ Preset = Literal[
     "cispo",
     "sapo",
     "vapo",
+    "opo",
+    "pass_at_k",
+    "dppo",
+    "vespo",
 ]
 MAX_KL_ERROR = 0.2
 """Bound on the relative error of the KL in the adaptive KL controller."""
@@ -52,9 +56,17 @@ ESTIMATORS = {
     "reinforce_baseline": Estimator(needs_group=True, whitens=True),
     "grpo": Estimator(needs_group=True),
     "dr_grpo": Estimator(needs_group=True),
+    "opo": Estimator(needs_group=True),
+    "maxrl": Estimator(needs_group=True),
+    "pass_at_k": Estimator(needs_group=True),
+    "gdpo": Estimator(needs_group=True),
+    "gigpo": Estimator(needs_group=True),
 }
 """Value of `ppo.advantage` -> its properties. A function of the user's has none of them."""
-GROUP_ADVANTAGES = tuple(kind for kind, each in ESTIMATORS.items() if each.needs_group)
+GROUP_ADVANTAGES = tuple(
+    kind for kind, each in ESTIMATORS.items() if each.needs_group and kind not in ("gdpo", "gigpo")
+)
+"""Estimators that compare only the scores of a group. gdpo compares parts, gigpo also turns."""
 
 
 def _crossed(key: str, low: float | None, high_name: str, high: float | None) -> Iterator[str]:
@@ -270,18 +282,56 @@ class PPOSection(Config):
     """Published combination of settings (raypo.config.presets). Keys that the file sets override
     it."""
     advantage: (
-        Literal["gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo"] | ImportPath
+        Literal[
+            "gae",
+            "reinforce",
+            "reinforce_baseline",
+            "rloo",
+            "grpo",
+            "dr_grpo",
+            "opo",
+            "maxrl",
+            "pass_at_k",
+            "gdpo",
+            "gigpo",
+        ]
+        | ImportPath
     ) = "gae"
-    """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). Or a
-    function of your own, `file.py:name`, with the signature
+    """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). opo:
+    baseline weighted by length (arXiv:2505.23585); maxrl: scores of 0 to 1, divided by the group's
+    mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples (arXiv:2508.10751); gdpo:
+    the parts of the score, each normalised within the group (arXiv:2601.05242); gigpo: grpo, plus
+    the return of each turn against turns of the same prompt that follow the same text of the
+    environment (arXiv:2505.10978). Or a function of your own, `file.py:name`, with the signature
     (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
+    pass_k: int = Field(default=4, ge=1)
+    """pass_at_k: number of samples of which the best one counts, at most
+    rollout.samples_per_prompt. With 1 it is grpo with the population's deviation."""
+    part_weights: dict[str, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] | None = None
+    """gdpo: weight of each part of the score by its name, such as {correct: 1, format: 0.5}. A part
+    is a number that the reward function returns beside `score`, one of several reward functions
+    given in Python, or a source of the score. The score itself is not trained on."""
     policy_loss: (
-        Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov"] | ImportPath
+        Literal[
+            "ppo",
+            "gspo",
+            "gmpo",
+            "cispo",
+            "sapo",
+            "clip_cov",
+            "kl_cov",
+            "dppo_tv",
+            "dppo_kl",
+            "vespo",
+        ]
+        | ImportPath
     ) = "ppo"
     """Surrogate loss of the policy. ppo: arXiv:1707.06347; gspo: arXiv:2507.18071, with an
     advantage per token (section 4.3); gmpo: arXiv:2507.20673; cispo: arXiv:2506.13585; sapo:
     arXiv:2511.20347; clip_cov: ppo with the tokens of `covariance` held back; kl_cov: ppo without
-    its clip, with a penalty on these tokens (both arXiv:2505.22617). Or a function of your own,
+    its clip, with a penalty on these tokens (both arXiv:2505.22617); dppo_tv and dppo_kl: bounds on
+    the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a soft
+    kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
     `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).
@@ -289,7 +339,8 @@ class PPOSection(Config):
     constant: sum divided by responses * max_new_tokens. All rows of an agent's episode are one
     response. The critic's loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount factor per sampled token, or per turn with `discount_by: turn`."""
+    """Discount factor per sampled token, or per turn with `discount_by: turn`. gigpo: per turn, for
+    the returns of turns (0.95 in its paper)."""
     discount_by: Literal["token", "turn"] = "token"
     """Unit of discounting. token: gamma and the lambdas of gae apply from token to token; turn:
     they apply from one turn of an episode to the next, and are 1 within a turn. A turn is the
@@ -314,10 +365,12 @@ class PPOSection(Config):
     count when a group is compared (overlong filtering, arXiv:2503.14476)."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
     """Lower clip range, for ppo, gspo, gmpo and clip_cov: a token with a negative advantage and a
-    ratio below 1 - clip_low gets no gradient that would lower the ratio further."""
+    ratio below 1 - clip_low gets no gradient that would lower the ratio further. dppo_tv: largest
+    fall of a token's probability; dppo_kl: largest KL of a fall, in nats."""
     clip_high: float = Field(default=0.2, gt=0.0)
     """Upper clip range: a token with a positive advantage and a ratio above 1 + clip_high gets no
-    gradient that would raise the ratio further. cispo truncates its weight there."""
+    gradient that would raise the ratio further. cispo truncates its weight there. dppo_tv and
+    dppo_kl: as clip_low, for a rise."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Dual-clip bound on the loss of negative advantages (arXiv:1912.09729), for ppo, gspo and
     clip_cov. null means no bound."""
@@ -377,9 +430,59 @@ class PPOSection(Config):
                 f"them uncomputed: the ratio of the loss corrects already. Set "
                 f"ppo.old_log_probs to learner, or ppo.correction.{key} to {off}."
             )
+        yield from self._problems_of_maxrl()
+        yield from self._problems_of_gdpo()
+        yield from self._problems_of_gigpo()
         yield from self._problems_of_the_critic()
         yield from self._problems_of_the_loss()
         yield from self._problems_of_what_is_off()
+
+    def _problems_of_maxrl(self) -> Iterator[str]:
+        if self.advantage != "maxrl":
+            return
+        why = "ppo.advantage: maxrl divides by a group's mean score, so scores must be at least 0"
+        if self.has_kl_in_reward:
+            yield (
+                f"ppo.kl.placement (reward): the KL may lower a score below 0, and {why}. Set "
+                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+            )
+        if self.shaping.clip_low is None or self.shaping.clip_low < 0.0:
+            for key, value in self.shaping.set_keys("normalize", "overlong_buffer_tokens"):
+                yield (
+                    f"{key} ({value}): may lower a score below 0, and {why}. Remove {key}, or set "
+                    "ppo.shaping.clip_low to 0."
+                )
+
+    def _problems_of_gdpo(self) -> Iterator[str]:
+        if self.advantage != "gdpo":
+            why, remedy = f"ppo.advantage is {self.advantage}", "set ppo.advantage to gdpo"
+            yield from self._idle("part_weights", why, remedy)
+            return
+        why = "ppo.advantage: gdpo trains on the parts of the score"
+        if not self.part_weights:
+            yield (
+                f"ppo.part_weights ({self.part_weights}): {why}. Set it to their names and "
+                "weights, such as {correct: 1, format: 0.5}."
+            )
+        if self.has_kl_in_reward:
+            yield (
+                f"ppo.kl.placement (reward): the KL would change the score, and {why}. Set "
+                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+            )
+        for key, value in self.shaping.set_keys(*type(self.shaping).model_fields):
+            yield f"{key} ({value}): changes the score, and {why}. Remove {key}."
+
+    def _problems_of_gigpo(self) -> Iterator[str]:
+        if self.advantage != "gigpo":
+            return
+        if self.has_kl_in_reward:
+            yield (
+                "ppo.kl.placement (reward): the KL would be in the scores of episodes and not in "
+                "the returns of turns, which ppo.advantage: gigpo adds. Set ppo.kl.placement to "
+                "loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+            )
+        why, remedy = "ppo.advantage: gigpo discounts by turn", "set ppo.advantage to another"
+        yield from self._idle("discount_by", why, remedy)
 
     def _problems_of_the_critic(self) -> Iterator[str]:
         needed = ("bootstrap_truncated", "critic_warmup_steps")
@@ -411,7 +514,8 @@ class PPOSection(Config):
     def _problems_of_the_loss(self) -> Iterator[str]:
         loss = self.policy_loss
         own_bound = f"ppo.policy_loss: {loss} bounds the loss of negative advantages in its own way"
-        clips = {"cispo": "clip_low", "sapo": "clip_low clip_high", "kl_cov": "clip_low clip_high"}
+        both = dict.fromkeys(("sapo", "kl_cov", "vespo"), "clip_low clip_high")
+        clips = {"cispo": "clip_low", **both}
         for keys, losses, why in (
             (clips.get(loss, ""), ("ppo", "gspo"), f"ppo.policy_loss: {loss} has no such clip"),
             ("dual_clip", ("ppo", "gspo", "clip_cov"), own_bound),
@@ -441,6 +545,9 @@ class PPOSection(Config):
         if self.gamma == 1.0 and all(each in (1.0, None) for each in lambdas):
             why = "ppo.gamma is 1" + (", and so are the lambdas" if lambdas else "")
             yield from self._idle("discount_by", why, "set ppo.gamma below 1")
+        if self.advantage != "pass_at_k":
+            why, remedy = f"ppo.advantage is {self.advantage}", "set ppo.advantage to pass_at_k"
+            yield from self._idle("pass_k", why, remedy)
         if self.nll_coef == 0.0:
             yield from self._idle("nll_min_score", "ppo.nll_coef is 0", "set ppo.nll_coef")
         if not self.filter.enabled:
@@ -467,6 +574,11 @@ class PPOSection(Config):
     def needs_critic(self) -> bool:
         """True if the advantage estimator uses values."""
         return self.estimator.needs_critic
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the parts of the score that are trained on."""
+        return tuple(self.part_weights or ())
 
     @property
     def needs_group(self) -> bool:

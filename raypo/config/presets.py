@@ -137,6 +137,49 @@ PRESETS: dict[str, dict[str, Any]] = {
         "nll_coef": 0.1,
         "kl": {"coef": 0.0},
     },
+    # Hao et al. 2025, arXiv:2505.23585: no KL and no entropy bonus. Its exact on-policy training is
+    # one update per step: `minibatch_size` of all responses.
+    "opo": {
+        "advantage": "opo",
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "num_epochs": 1,
+        "entropy_coef": 0.0,
+        "kl": {"coef": 0.0},
+    },
+    # Chen et al. 2025, arXiv:2508.10751, sections 2.1 and 2.4: DAPO's clip-higher and token mean,
+    # and the best of 4 samples (of 32 in the paper).
+    "pass_at_k": {
+        "advantage": "pass_at_k",
+        "pass_k": 4,
+        "policy_loss": "ppo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "kl": {"coef": 0.0},
+    },
+    # Qi et al. 2026, arXiv:2602.04879: the total variation, as in its run file for verl (there the
+    # bound for dppo_kl is 0.05). The engine's log-probs are the anchor (section 5.2).
+    "dppo": {
+        "advantage": "dr_grpo",
+        "policy_loss": "dppo_tv",
+        "aggregation": "constant",
+        "gamma": 1.0,
+        "clip_low": 0.15,
+        "clip_high": 0.15,
+        "old_log_probs": "engine",
+        "kl": {"coef": 0.0},
+    },
+    # Shen et al. 2026, arXiv:2602.10693, section 4.1 and its public runs; the surrogate has c1, c2.
+    "vespo": {
+        "advantage": "grpo",
+        "policy_loss": "vespo",
+        "aggregation": "token_mean",
+        "gamma": 1.0,
+        "kl": {"coef": 0.0},
+    },
 }
 """Preset -> its keys below `ppo`. Keys that are not listed keep their defaults."""
 

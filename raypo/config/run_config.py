@@ -462,6 +462,11 @@ class PPOConfig(OnlineConfig):
                 f"data.tools_key ({self.data.tools_key}): has no effect, environments and agents "
                 "name the tools that the chat template describes. Remove it."
             )
+        if self.ppo.advantage == "gigpo" and not self.rollout.environment:
+            yield (
+                "ppo.advantage (gigpo): compares the turns of episodes with an environment. Set "
+                "rollout.environment, or ppo.advantage to grpo."
+            )
         if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
             yield (
                 "ppo.discount_by (turn): a response is one turn where there is no environment and "
@@ -510,6 +515,11 @@ class PPOConfig(OnlineConfig):
             yield (
                 f"rollout.samples_per_prompt ({samples}): {comparing} compares the samples of a "
                 "prompt. Set rollout.samples_per_prompt to 2 or more."
+            )
+        if self.ppo.advantage == "pass_at_k" and self.ppo.pass_k > samples >= 2:
+            yield (
+                f"ppo.pass_k ({self.ppo.pass_k}): the best of so many samples counts, and "
+                f"rollout.samples_per_prompt is {samples}. Set ppo.pass_k to at most {samples}."
             )
         if horizon is not None and horizon <= MAX_KL_ERROR * self.responses_per_step:
             yield (

@@ -242,29 +242,38 @@ def group_baseline(
     *,
     kind: str,
     valid: Tensor | None = None,  # [P, n] bool
+    lengths: Tensor | None = None,  # [P, n] int
+    pass_k: int = 1,
 ) -> Tensor:
     """Return scores relative to the other samples of the same prompt.
 
     - rloo: score minus the mean of the other samples.
     - reinforce_baseline, dr_grpo: score minus the mean of the group.
     - grpo: the same, divided by the group's unbiased standard deviation + 1e-6.
+    - maxrl: the same, divided by the group's mean.
+    - opo: score minus the group's mean weighted by length, which minimises the variance of the
+      gradient if its squared norm grows with the length.
+    - pass_at_k: `pass_at_k_advantages`.
 
     Args:
         scores: Score of each sample.
         kind: Name of the estimator.
         valid: False leaves a sample out of mean and deviation: it failed, or has no sampled token.
             None means that all are valid.
+        lengths: Sampled tokens of each sample, for opo.
+        pass_k: Number of samples k, for pass_at_k.
 
     Returns:
         advantages: [P, n], 0 where not valid. Exactly 0 in a group of equal scores, or with fewer
             than two valid samples.
 
     Raises:
-        ValueError: `kind` is unknown, the shapes differ, or n is 1.
+        ValueError: `kind` is unknown, the shapes differ, n is 1, or maxrl meets a negative score.
 
     Paper: Ahmadian et al. 2024, arXiv:2402.14740, section 2 (rloo); Hu et al. 2025,
         arXiv:2501.03262 (reinforce_baseline); Shao et al. 2024, arXiv:2402.03300, section 4.1.2
-        (grpo); Liu et al. 2025, arXiv:2503.20783, section 3.2 (dr_grpo).
+        (grpo); Liu et al. 2025, arXiv:2503.20783, section 3.2 (dr_grpo); Tajwar et al. 2026,
+        arXiv:2602.02710, algorithm 1 (maxrl); Hao et al. 2025, arXiv:2505.23585 (opo).
     """
     check_choice("kind", kind, GROUP_ADVANTAGES)
     if scores.shape[1] < 2:
@@ -283,10 +292,93 @@ def group_baseline(
     elif kind == "grpo":
         variance = centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + GROUP_STD_EPS)
+    elif kind == "maxrl":
+        _refuse_negative(exact)
+        # A mean of 0 is that of equal scores, whose advantage is 0.
+        mean = exact.sum(1, keepdim=True) / count.clamp(min=1)
+        centred = centred / torch.where(mean > 0, mean, 1.0)
+    elif kind == "opo":
+        assert lengths is not None, "opo weighs scores by the lengths of their responses"
+        check_same_shape(scores=scores, lengths=lengths)
+        weight = keep(lengths.double(), valid)
+        baseline = (weight * exact).sum(1, keepdim=True) / weight.sum(1, keepdim=True).clamp(min=1)
+        centred = exact - baseline
+    elif kind == "pass_at_k":
+        centred = pass_at_k_advantages(exact, valid, k=pass_k)
     # Compare scores for equality: the rounded mean of equal numbers may differ from them.
     lowest = exact.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
     highest = exact.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
     return keep(centred, valid & (highest > lowest)).to(kept.dtype)
+
+
+def pass_at_k_advantages(
+    scores: Tensor,  # [P, n] float64
+    valid: Tensor,  # [P, n] bool
+    *,
+    k: int,
+) -> Tensor:
+    """Return the advantages of training on pass@k, whose score is the best of k samples.
+
+    The k samples are any k of the group's valid ones, all choices alike. A sample's advantage is
+    the mean score of the choices that contain it, minus the mean of all choices, divided by the
+    standard deviation over all choices. With scores of 0 and 1 these are the paper's equations;
+    with k = 1 it is grpo with the population's deviation. The sums over choices are in closed form:
+    in ascending order, the sample with number i (from 0) is the best of C(i, k - 1) choices.
+
+    Args:
+        scores: Score of each sample, 0 where not valid.
+        valid: False leaves a sample out.
+        k: Number of samples of a choice.
+
+    Returns:
+        advantages: [P, n], arbitrary where not valid. 0 in a group with fewer than k valid samples,
+            or if all choices have the same score.
+
+    Paper: Chen et al. 2025, arXiv:2508.10751, eq. 5 (score) and 11 to 15 (advantages).
+    """
+    ordered, order = scores.masked_fill(~valid, torch.inf).sort(1)  # valid samples first
+    count = valid.sum(1, keepdim=True)  # [P, 1]
+    number = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)  # [1, n]
+    is_sample = number < count
+    # Relative to the highest score, so that a tiny share of choices without it is not rounded away.
+    highest = ordered.gather(1, (count - 1).clamp(min=0))
+    ordered = keep(ordered - highest, is_sample)
+
+    def share(chosen: int, among: Tensor, all_among: Tensor) -> Tensor:
+        """Return C(among, chosen) / C(all_among, chosen) without huge numbers."""
+        ratio = torch.ones_like(ordered)
+        for step in range(chosen):
+            most = (all_among - step).clamp(min=1)
+            ratio = ratio * (among - step).clamp(min=0) / most
+        return ratio
+
+    # Of the choices with one given sample: it is the best, or sample j after it is.
+    alone = share(k - 1, number, count - 1)
+    later = torch.zeros_like(ordered)
+    if k > 1:
+        later = share(k - 2, number - 1, count - 2) * (k - 1) / (count - 1).clamp(min=1)
+    later = keep(ordered * later, is_sample)
+    after = later.flip(1).cumsum(1).flip(1) - later
+    own = ordered * alone + after
+    best = keep(
+        k * alone / count.clamp(min=1), is_sample
+    )  # of all choices, those it is the best of
+    mean = (best * ordered).sum(1, keepdim=True)
+    variance = (best * (ordered - mean).square()).sum(1, keepdim=True)
+    lowest = ordered.gather(1, torch.full_like(count, min(k, scores.shape[1]) - 1))  # of a choice
+    differ = (count >= k) & (lowest < 0.0)
+    advantages = torch.where(differ, (own - mean) / variance.sqrt(), 0.0)
+    return torch.zeros_like(scores).scatter(1, order, advantages)
+
+
+def _refuse_negative(scores: Tensor) -> None:
+    lowest = float(scores.min()) if scores.numel() else 0.0
+    if lowest < 0.0:
+        raise ValueError(
+            f"ppo.advantage (maxrl): divides by a group's mean score, so scores must be at least "
+            f"0, and the lowest of this step is {lowest:g}. Let the reward function return 0 for "
+            "failures, set ppo.shaping.clip_low to 0, or choose another ppo.advantage."
+        )
 
 
 def _sampled_places(mask: Tensor) -> Tensor | None:

@@ -24,11 +24,12 @@ from raypo.ppo.advantages import (
 )
 from raypo.ppo.controllers import UpdateState
 from raypo.ppo.custom_functions import advantages_by
-from raypo.ppo.groups import baseline_over_workers
+from raypo.ppo.groups import baseline_over_workers, parts_over_workers
 from raypo.ppo.kl import kl_reward_terms
 from raypo.ppo.losses import explained_variance, value_loss
 from raypo.ppo.masked import keep, masked_moments, masked_sum, masked_whiten
 from raypo.ppo.shaping import RunningMoments, shape_scores
+from raypo.ppo.turn_advantages import turn_advantages
 from raypo.types import Experience
 
 
@@ -120,14 +121,7 @@ def estimate_advantages(
     if ppo.needs_group:
         if penalty is not None:
             at_the_end = penalized_scores(scores, penalty, mask, kl_coef=kl_coef)
-        at_the_end = baseline_over_workers(
-            at_the_end,
-            experience.group_index,
-            valid,
-            kind=ppo.advantage,
-            workers=workers,
-            sample_index=experience.sample_index,
-        )
+        at_the_end = _compared(at_the_end, experience, valid, ppo, workers)
         turn_rewards = penalty = None
     elif turn_rewards is not None:
         at_the_end = scores - keep(turn_rewards, experience.response_mask).sum(1)
@@ -135,12 +129,13 @@ def estimate_advantages(
         at_the_end, penalty, mask, kl_coef=kl_coef, extra_rewards=turn_rewards
     )  # [B, T]
 
-    turns = None
-    if ppo.discount_by == "turn":
-        turns = runs_of(mask) if experience.turn_index is None else experience.turn_index
+    turns = _turns(experience, mask) if ppo.discount_by == "turn" else None
     if is_import_path(ppo.advantage):
         own = ppo.advantage, scores, rewards, experience, workers
         advantages = returns = advantages_by(*own, gamma=ppo.gamma)
+    elif ppo.advantage == "gigpo":
+        turns_apart = turn_advantages(experience, scores, valid, gamma=ppo.gamma, workers=workers)
+        advantages = returns = keep(at_the_end.unsqueeze(1).expand(mask.shape), mask) + turns_apart
     elif ppo.needs_critic:
         advantages, returns = _critic_advantages(experience, rewards, mask, turns, ppo, step=step)
     else:
@@ -151,6 +146,39 @@ def estimate_advantages(
     if ppo.advantage_clip is not None:
         advantages = advantages.clamp(-ppo.advantage_clip, ppo.advantage_clip)
     return advantages, returns
+
+
+def _turns(experience: Experience, mask: Tensor) -> Tensor:
+    """Return the turn of each sampled token, [B, T] int."""
+    return runs_of(mask) if experience.turn_index is None else experience.turn_index
+
+
+def _compared(
+    scores: Tensor,  # [B]
+    experience: Experience,
+    valid: Tensor,  # [B] bool
+    ppo: PPOSection,
+    workers: Workers,
+) -> Tensor:
+    """Compare scores [B], or for gdpo their parts, within their groups."""
+    group, sample = experience.group_index, experience.sample_index
+    if ppo.advantage == "gdpo":
+        assert experience.parts is not None
+        assert ppo.part_weights is not None
+        weights = ppo.part_weights
+        return parts_over_workers(
+            experience.parts, group, valid, weights=weights, workers=workers, sample_index=sample
+        ).to(scores)
+    return baseline_over_workers(
+        scores,
+        group,
+        valid,
+        kind="grpo" if ppo.advantage == "gigpo" else ppo.advantage,
+        workers=workers,
+        sample_index=sample,
+        lengths=experience.response_mask.sum(1) if ppo.advantage == "opo" else None,
+        pass_k=ppo.pass_k,
+    )
 
 
 def _critic_advantages(

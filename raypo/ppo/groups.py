@@ -5,12 +5,14 @@ Notation: B rows, P prompts, n samples per prompt. Every mask: True = keep.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import FilterSection
-from raypo.ppo.advantages import group_baseline
+from raypo.ppo.advantages import GROUP_STD_EPS, group_baseline
 from raypo.ppo.masked import check_same_shape, keep
 
 
@@ -58,6 +60,8 @@ def baseline_over_workers(
     kind: str,
     workers: Workers,
     sample_index: Tensor | None = None,  # [B] int
+    lengths: Tensor | None = None,  # [B] int
+    pass_k: int = 1,
 ) -> Tensor:
     """Compute `group_baseline` for groups whose samples are on any row of any worker.
 
@@ -71,6 +75,8 @@ def baseline_over_workers(
         workers: The workers that hold the groups.
         sample_index: Rows of a group with the same number are one sample, which counts once. They
             must have the same score. None means that each row is a sample.
+        lengths: Sampled tokens of each row, for opo.
+        pass_k: Number of samples k, for pass_at_k.
 
     Returns:
         advantages: [B] for this worker's rows, 0 where not valid.
@@ -79,10 +85,71 @@ def baseline_over_workers(
         ValueError: the shapes differ.
     """
     check_same_shape(scores=scores, group_index=group_index, valid=valid)
-    samples = [] if sample_index is None else [sample_index]
-    everyone, mine = workers.gather_rows(scores, group_index, valid, *samples)
-    compared = baseline_by_index(*everyone, kind=kind)[mine]
+    optional = {"sample_index": sample_index, "lengths": lengths}
+    given = {name: each for name, each in optional.items() if each is not None}
+    everyone, mine = workers.gather_rows(scores, group_index, valid, *given.values())
+    more = dict(zip(given, everyone[3:], strict=True))
+    compared = baseline_by_index(*everyone[:3], kind=kind, pass_k=pass_k, **more)[mine]
     return compared.to(scores.device)
+
+
+def parts_over_workers(
+    parts: Tensor,  # [B, K]
+    group_index: Tensor,  # [B] int
+    valid: Tensor,  # [B] bool
+    *,
+    weights: Mapping[str, float],
+    workers: Workers,
+    sample_index: Tensor | None = None,  # [B] int
+) -> Tensor:
+    """Compare each part of the score within its group, and normalise the weighted sum (GDPO).
+
+    Each part gets the advantages of `grpo`, so the weights compare deviations and not ranges. Their
+    weighted sum gets mean 0 and unbiased deviation 1 over the samples of the step. All workers call
+    it together. A part that a sample does not have is left out of the part's mean and deviation,
+    and adds 0 to the sample's sum.
+
+    Args:
+        parts: Parts of the score of each row of this worker, NaN where there is none.
+        group_index: Rows with the same number, on any worker, are samples of one prompt.
+        valid: False leaves a row out.
+        weights: Weight of each part by its name, in the order of the columns.
+        workers: The workers that hold the groups.
+        sample_index: See `baseline_over_workers`.
+
+    Returns:
+        advantages: [B], 0 where not valid, and everywhere if no part differs in any group.
+
+    Raises:
+        ValueError: the shapes differ, or no valid sample of the step has a part of some name.
+
+    Paper: Liu et al. 2026 (GDPO), arXiv:2601.05242.
+    """
+    check_same_shape(group_index=group_index, valid=valid)
+    samples = [] if sample_index is None else [sample_index]
+    everyone, mine = workers.gather_rows(parts.double(), group_index, valid, *samples)
+    of_all, group, is_valid = everyone[:3]
+    if len(group) == 0:
+        return parts.new_zeros(0)
+    sample = everyone[3] if samples else torch.arange(len(group))
+    total = of_all.new_zeros(len(group))
+    for column, (name, weight) in enumerate(weights.items()):
+        has_part = is_valid & ~of_all[:, column].isnan()
+        if is_valid.any() and not has_part.any():
+            raise ValueError(
+                f"ppo.part_weights.{name} ({weight:g}): no response of this step has a part with "
+                "this name. Use a name that the reward function returns beside `score` (a metric "
+                "reward/NAME), or the name of a source of the score, such as model."
+            )
+        of_part = keep(of_all[:, column], has_part)
+        total += weight * baseline_by_index(of_part, group, has_part, sample, kind="grpo")
+    first, _ = _first_rows(group, sample, is_valid)
+    counted = total[first][is_valid[first]]
+    # Compare for equality: the deviation of equal numbers may be rounding.
+    if len(counted) < 2 or counted.min() == counted.max():
+        return parts.new_zeros(len(parts))
+    scaled = (total - counted.mean()) / (counted.std() + GROUP_STD_EPS)
+    return keep(scaled, is_valid)[mine].to(parts)
 
 
 def baseline_by_index(
@@ -92,6 +159,8 @@ def baseline_by_index(
     sample_index: Tensor | None = None,  # [B] int
     *,
     kind: str,
+    lengths: Tensor | None = None,  # [B] int
+    pass_k: int = 1,
 ) -> Tensor:
     """Compute `group_baseline` for a flat batch in any order. Groups may differ in size.
 
@@ -102,6 +171,8 @@ def baseline_by_index(
         sample_index: Rows of a group with the same number are one sample. None means that each row
             is one.
         kind: Name of the estimator.
+        lengths: Sampled tokens of each row, for opo. Those of a sample's valid rows are added up.
+        pass_k: Number of samples k, for pass_at_k.
 
     Returns:
         advantages: [B], 0 where not valid or where a group has fewer than two valid samples.
@@ -113,23 +184,44 @@ def baseline_by_index(
     if len(scores) == 0:
         return scores
     if sample_index is not None:
-        pairs = torch.stack([group_index, sample_index])
-        _, sample, counts = pairs.unique(dim=1, return_inverse=True, return_counts=True)
-        if len(counts) < len(scores):  # use the first valid row of each sample
-            rows = torch.arange(len(scores)) + len(scores) * ~valid
-            first = rows.new_full(counts.shape, 2 * len(scores))
-            first = first.scatter_reduce(0, sample, rows, "amin") % len(scores)
+        first, sample = _first_rows(group_index, sample_index, valid)
+        if len(first) < len(scores):
             chosen = scores[first], group_index[first], valid[first]
-            return keep(baseline_by_index(*chosen, kind=kind)[sample], valid)
+            if lengths is not None:
+                total = lengths.new_zeros(len(first))
+                lengths = total.index_add(0, sample, torch.where(valid, lengths, 0))
+            compared = baseline_by_index(*chosen, kind=kind, lengths=lengths, pass_k=pass_k)
+            return keep(compared[sample], valid)
     _, group, sizes = group_index.unique(return_inverse=True, return_counts=True)
     order = group.argsort(stable=True)
     starts = sizes.cumsum(0) - sizes  # [P]
     place = torch.empty_like(group)  # number of each row within its group
     place[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
     shape = (len(sizes), max(int(sizes.max()), 2))
-    table = scores.new_zeros(shape).index_put_((group, place), scores)
-    kept = valid.new_zeros(shape).index_put_((group, place), valid)
-    return group_baseline(table, kind=kind, valid=kept)[group, place]
+
+    def table(rows: Tensor) -> Tensor:
+        return rows.new_zeros(shape).index_put_((group, place), rows)
+
+    compared = group_baseline(
+        table(scores),
+        kind=kind,
+        valid=table(valid),
+        lengths=None if lengths is None else table(lengths),
+        pass_k=pass_k,
+    )
+    return compared[group, place]
+
+
+def _first_rows(group_index: Tensor, sample_index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first valid row of each sample, [S] int64, and the sample of each row, [B] int64.
+
+    A sample without a valid row has its first row.
+    """
+    pairs = torch.stack([group_index, sample_index])
+    names, sample = pairs.unique(dim=1, return_inverse=True)
+    rows = torch.arange(len(valid)) + len(valid) * ~valid
+    first = rows.new_full((names.shape[1],), 2 * len(valid))
+    return first.scatter_reduce(0, sample, rows, "amin") % len(valid), sample
 
 
 def pass_at_k(

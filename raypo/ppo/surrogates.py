@@ -14,8 +14,15 @@ from torch import Tensor
 
 from raypo.ppo.kl import MAX_LOG_RATIO, MIN_LOG_PROB
 
+TINY = 1e-8
+"""Smallest probability of all other tokens in `dppo_kl`, as in its public code."""
+
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Temperatures of the soft gate, as published: for positive advantages, and for all others."""
+
+VESPO_SHAPES = ((2.0, 3.0), (3.0, 2.0))
+"""Powers and decays (c1, c2) of VESPO's kernel, as published: for advantages of at least 0, and for
+negative ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +61,7 @@ class TokenLoss:
     """Result of a surrogate: the loss of each token, and masks for the statistics."""
 
     loss: Tensor  # [B, T]
-    ratio: Tensor  # [B, T], the ratio that was used
+    ratio: Tensor  # [B, T], the ratio that was used; for vespo its kernel
     clipped: Tensor  # [B, T] bool, the clip is active: no gradient, or a clipped weight
     dual_clipped: Tensor  # [B, T] bool
 
@@ -191,6 +198,63 @@ def kl_cov(tokens: Tokens) -> TokenLoss:
     return TokenLoss(penalty - ratio * tokens.advantages, ratio, never, never)
 
 
+def dppo_tv(tokens: Tokens) -> TokenLoss:
+    """Compute -ratio * A, without tokens whose probability has moved too far.
+
+    A token has no loss and no gradient if its advantage is positive and its probability has risen
+    by more than clip_high, or if its advantage is negative and its probability has fallen by more
+    than clip_low. The change is the total variation between the distributions of this token against
+    all others, before the update and now. It bounds likely tokens, whose ratio hardly moves, and
+    leaves unlikely ones free.
+
+    Raises:
+        ValueError: `dual_clip` is set.
+
+    Paper: Qi et al. 2026, arXiv:2602.04879, eq. 13 (binary TV).
+    """
+    _refuse_dual_clip("dppo_tv", tokens)
+    old, new = _probabilities(tokens)
+    return _masked_surrogate(tokens, (new - old).abs())
+
+
+def dppo_kl(tokens: Tokens) -> TokenLoss:
+    """Compute `dppo_tv` with the KL(old || new) of this token against all others as the distance.
+
+    clip_low and clip_high are in nats.
+
+    Raises:
+        ValueError: `dual_clip` is set.
+
+    Paper: Qi et al. 2026, arXiv:2602.04879, eq. 14 (binary KL).
+    """
+    _refuse_dual_clip("dppo_kl", tokens)
+    old, new = _probabilities(tokens)
+    others = torch.log((1.0 - old).clamp(min=TINY)) - torch.log((1.0 - new).clamp(min=TINY))
+    return _masked_surrogate(tokens, (1.0 - old) * others - old * tokens.log_ratio.detach())
+
+
+def vespo(tokens: Tokens) -> TokenLoss:
+    """Compute -stop_grad(W ** c1 * exp(c2 * (1 - W))) * A * log_probs, W the response's ratio.
+
+    W is the product of the ratios of its tokens. The kernel is 1 at W = 1 and fades on both sides,
+    so no clip is needed; its bounds are not used. c1 and c2 depend on the sign of the advantage.
+
+    Raises:
+        ValueError: `dual_clip` is set.
+
+    Paper: Shen et al. 2026, arXiv:2602.10693, eq. 20, appendix I.
+    """
+    _refuse_dual_clip("vespo", tokens)
+    log_weight = tokens.log_ratio.detach().sum(1, keepdim=True)  # [B, 1]
+    weight = log_weight.clamp(max=MAX_LOG_RATIO).exp()
+    kernels = [(power * log_weight + decay * (1.0 - weight)).exp() for power, decay in VESPO_SHAPES]
+    kernel = torch.where(tokens.advantages >= 0, *kernels)
+    # -inf would give a loss of 0 * inf; at the floor the gradient is 0.
+    loss = -kernel * tokens.advantages * tokens.log_probs.clamp(min=MIN_LOG_PROB)
+    never = torch.zeros_like(tokens.mask, dtype=torch.bool)
+    return TokenLoss(loss, kernel, never, never)
+
+
 Surrogate = Callable[[Tokens], TokenLoss]
 SURROGATES: dict[str, Surrogate] = {
     "ppo": ppo,
@@ -200,12 +264,31 @@ SURROGATES: dict[str, Surrogate] = {
     "sapo": sapo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "vespo": vespo,
 }
 
 
 def _clamped_exp(log_ratio: Tensor) -> Tensor:
     """Return exp of a log-ratio clamped to +-`MAX_LOG_RATIO`; outside there is no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _probabilities(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Return the probability of each token before the update and now, without gradient."""
+    now = tokens.log_probs.detach().clamp(min=MIN_LOG_PROB)
+    return (now - tokens.log_ratio.detach()).exp(), now.exp()
+
+
+def _masked_surrogate(tokens: Tokens, distance: Tensor) -> TokenLoss:
+    """Compute -ratio * A, without tokens that have moved with their advantage beyond the bounds."""
+    ratio, change = _clamped_exp(tokens.log_ratio), tokens.log_ratio.detach()
+    risen = (tokens.advantages > 0) & (change > 0) & (distance > tokens.clip_high)
+    fallen = (tokens.advantages < 0) & (change < 0) & (distance > tokens.clip_low)
+    held = risen | fallen
+    loss = torch.where(held, 0.0, -ratio * tokens.advantages)
+    return TokenLoss(loss, ratio, held, torch.zeros_like(held))
 
 
 def _covariant(kind: str, tokens: Tokens) -> Tensor:

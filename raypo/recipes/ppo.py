@@ -104,7 +104,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             with records.keeping(step, recorded):  # 5. advantages, PPO epochs: `ppo_step`, below
                 experience, metrics, state = ppo_step(
                     learner,
-                    to_experience(dealt),
+                    to_experience(dealt, parts=config.ppo.part_names),
                     config.ppo,
                     state,
                     roles.own,

@@ -18,6 +18,7 @@ import xxhash
 
 from raypo.collectives import Workers
 from raypo.data.padding import pad_left, pad_right
+from raypo.rollout.batch_scoring import reward_parts
 from raypo.types import Experience, Rollout, ScoredRollout
 
 _SEED_WORD = 2
@@ -136,8 +137,14 @@ def balanced_shares(
         mean += again / num_shares
 
 
-def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
-    """Pad rollouts to one batch: prompts on the left, responses on the right."""
+def to_experience(dealt: Sequence[ScoredRollout], *, parts: Sequence[str] = ()) -> Experience:
+    """Pad rollouts to one batch: prompts on the left, responses on the right.
+
+    Args:
+        dealt: Rollouts of this worker.
+        parts: Names of parts of the score to keep, in the order of the columns of `parts`: named
+            numbers of a reward function, or sources of the score.
+    """
     rollouts = [scored.rollout for scored in dealt]
     turn_rewards = [r.turn_rewards for r in rollouts if r.turn_rewards is not None]
     turn_index = [r.turn_index for r in rollouts if r.turn_index is not None]
@@ -159,12 +166,20 @@ def to_experience(dealt: Sequence[ScoredRollout]) -> Experience:
         weight_versions=pad_right([r.weight_versions for r in rollouts], torch.int64)
         if any(r.later_versions for r in rollouts)
         else None,
+        parts=torch.tensor([_parts(scored, parts) for scored in dealt]).reshape(-1, len(parts))
+        if parts
+        else None,
         turn_rewards=pad_right(turn_rewards, torch.float32) if turn_rewards else None,
         turn_index=pad_right(turn_index, torch.int64) if turn_index else None,
         ref_log_probs=pad_right([_reference(s) for s in dealt], torch.float32)
         if with_reference
         else None,
     )
+
+
+def _parts(scored: ScoredRollout, names: Sequence[str]) -> list[float]:
+    given = {**scored.scores_by_source, **reward_parts(scored)}
+    return [float(given.get(name, math.nan)) for name in names]
 
 
 def _reference(scored: ScoredRollout) -> np.ndarray:

@@ -109,9 +109,22 @@ def learned(ppo: PPOSection, *, sign: float) -> float:
 
 CASES: list[dict[str, Any]] = [
     {"advantage": name}
-    for name in ("gae", "reinforce", "reinforce_baseline", "rloo", "grpo", "dr_grpo")
+    for name in (
+        "gae",
+        "reinforce",
+        "reinforce_baseline",
+        "rloo",
+        "grpo",
+        "dr_grpo",
+        "opo",
+        "maxrl",
+    )
 ]
-CASES += [{"advantage": "grpo", "policy_loss": name} for name in ("gspo", "cispo", "sapo")]
+CASES += [{"advantage": "pass_at_k", "pass_k": 2}]
+CASES += [
+    {"advantage": "grpo", "policy_loss": name}
+    for name in ("gspo", "cispo", "sapo", "dppo_tv", "vespo")
+]
 CASES += [{"advantage": "grpo", "aggregation": "constant", "correction": {"kind": "tis"}}]
 
 

@@ -35,9 +35,16 @@ def test_the_choices_are_those_that_the_mathematics_has():
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
-    section = PPOSection(advantage=kind)
+    parts = {"right": 1.0} if kind == "gdpo" else None
+    section = PPOSection.model_validate(
+        {"advantage": kind, "kl": {"coef": 0.0}, "part_weights": parts}
+    )
     assert section.needs_critic == ESTIMATORS[kind].needs_critic
-    assert section.needs_group == ESTIMATORS[kind].needs_group == (kind in GROUP_ADVANTAGES)
+    assert (
+        section.needs_group
+        == ESTIMATORS[kind].needs_group
+        == (kind in (*GROUP_ADVANTAGES, "gdpo", "gigpo"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,57 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             {"ppo__advantage": "rloo", "rollout__samples_per_prompt": 1},
             "rollout.samples_per_prompt (1): ppo.advantage: rloo compares the samples of a prompt. "
             "Set rollout.samples_per_prompt to 2 or more.",
+        ),
+        (
+            {"ppo__advantage": "pass_at_k", "ppo__pass_k": 9, "rollout__samples_per_prompt": 8},
+            "ppo.pass_k (9): the best of so many samples counts, and rollout.samples_per_prompt "
+            "is 8. Set ppo.pass_k to at most 8.",
+        ),
+        (
+            {"ppo__advantage": "grpo", "ppo__pass_k": 2},
+            "ppo.pass_k (2): has no effect, ppo.advantage is grpo.",
+        ),
+        (
+            {"ppo__advantage": "maxrl", "ppo__kl__coef": 0.1},
+            "ppo.kl.placement (reward): the KL may lower a score below 0, and ppo.advantage: maxrl "
+            "divides by a group's mean score, so scores must be at least 0.",
+        ),
+        (
+            {
+                "ppo__advantage": "maxrl",
+                "ppo__kl__coef": 0.0,
+                "ppo__shaping__overlong_buffer_tokens": 5,
+            },
+            "ppo.shaping.overlong_buffer_tokens (5): may lower a score below 0",
+        ),
+        (
+            {"ppo__advantage": "gdpo", "ppo__kl__coef": 0.0},
+            "ppo.part_weights (None): ppo.advantage: gdpo trains on the parts of the score. Set it "
+            "to their names and weights, such as {correct: 1, format: 0.5}.",
+        ),
+        (
+            {"ppo__advantage": "gdpo", "ppo__part_weights": {"right": 1.0}},
+            "ppo.kl.placement (reward): the KL would change the score",
+        ),
+        (
+            {
+                **{"ppo__advantage": "gdpo", "ppo__part_weights": {"right": 1.0}},
+                **{"ppo__kl__coef": 0.0, "ppo__shaping__clip_low": 0.0},
+            },
+            "ppo.shaping.clip_low (0.0): changes the score, and ppo.advantage: gdpo",
+        ),
+        (
+            {"ppo__part_weights": {"right": 1.0}},
+            "ppo.part_weights ({'right': 1.0}): has no effect, ppo.advantage is gae.",
+        ),
+        ({"ppo__part_weights": {"right": 0.0}}, "ppo.part_weights"),
+        (
+            {"ppo__advantage": "gigpo", "ppo__kl__coef": 0.0},
+            "ppo.advantage (gigpo): compares the turns of episodes with an environment.",
+        ),
+        (
+            {"ppo__advantage": "gigpo", "ppo__kl__coef": 0.1},
+            "ppo.kl.placement (reward): the KL would be in the scores of episodes and not in",
         ),
         (
             {"ppo__filter__enabled": True, "rollout__samples_per_prompt": 1},
@@ -210,6 +268,10 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             {"ppo__policy_loss": "cispo", "ppo__clip_low": 0.1},
             "ppo.clip_low (0.1): has no effect, ppo.policy_loss: cispo has no such clip.",
         ),
+        (
+            {"ppo__policy_loss": "vespo", "ppo__clip_low": 0.1},
+            "ppo.clip_low (0.1): has no effect, ppo.policy_loss: vespo has no such clip.",
+        ),
         ({"ppo__policy_loss": "sapo", "ppo__clip_high": 0.1}, "ppo.clip_high (0.1): has no effect"),
         (
             {"ppo__policy_loss": "kl_cov", "ppo__clip_low": 0.1},
@@ -362,7 +424,7 @@ def test_what_a_preset_set_and_another_key_idles_is_no_mistake():
 def test_the_presets_are_the_ones_that_can_be_chosen():
     assert set(PRESETS) == {
         "ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo",
-        "gmpo", "cispo", "sapo", "vapo",
+        "gmpo", "cispo", "sapo", "vapo", "opo", "pass_at_k", "dppo", "vespo",
     }  # fmt: skip
 
 
@@ -390,6 +452,10 @@ KL_FREE = ("k1", "reward", 0.0)
         ("cispo", "grpo", "cispo", "token_mean", (0.2, 4.0), KL_FREE),
         ("sapo", "grpo", "sapo", "sequence_mean", (0.2, 0.2), KL_FREE),
         ("vapo", "gae", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
+        ("opo", "opo", "ppo", "token_mean", (0.2, 0.2), KL_FREE),
+        ("pass_at_k", "pass_at_k", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
+        ("dppo", "dr_grpo", "dppo_tv", "constant", (0.15, 0.15), KL_FREE),
+        ("vespo", "grpo", "vespo", "token_mean", (0.2, 0.2), KL_FREE),
     ],
 )
 def test_a_preset_is_the_published_combination_and_nothing_else(
@@ -412,6 +478,8 @@ def test_a_preset_is_the_published_combination_and_nothing_else(
     if preset == "vapo":
         published |= {"gae_lambda": "adaptive", "critic_lambda": 1.0, "critic_warmup_steps": 50}
         published |= {"nll_coef": 0.1}
+    if preset == "dppo":
+        published |= {"old_log_probs": "engine"}
     usual = flatten(PPOSection().model_dump())
     assert usual["gamma"] == 1.0
     assert (usual["gae_lambda"], usual["value_clip"]) == (0.95, 0.2)

@@ -28,6 +28,7 @@ from raypo.models import lora as lora_module
 from raypo.models.networks import Policy
 from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
+from raypo.rewards.scoring import ScoreOfParts
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Experience, Rollout, ScoredRollout
@@ -173,7 +174,8 @@ def group(index: int) -> tuple[ScoredRollout, ...]:
         )
         alike = index % 3 == 2
         score = 0.5 if alike else float(generator.normal())
-        samples.append(ScoredRollout(rollout, score, {}, np.zeros(tokens, np.float32)))
+        parts = {"function": ScoreOfParts(score, {"right": float(number)}), "model": -float(number)}
+        samples.append(ScoredRollout(rollout, score, parts, np.zeros(tokens, np.float32)))
     return tuple(with_log_probs(samples, generator))
 
 
@@ -189,7 +191,7 @@ def with_log_probs(
         noise = generator.normal(0, 0.4, (2, tokens)).astype(np.float32)
         engine, reference = exact[row, :tokens] + noise
         rollout = Rollout(**{**each.rollout.__dict__, "log_probs": engine})
-        yield ScoredRollout(rollout, each.score, {}, reference)
+        yield ScoredRollout(rollout, each.score, each.scores_by_source, reference)
 
 
 @dataclass
@@ -244,7 +246,7 @@ def one_step(
         workers=workers,
         teams=roles.teams,
     )
-    experience = to_experience(dealt)
+    experience = to_experience(dealt, parts=ppo.part_names)
     if shuffled:  # in another order, and wider
         order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(3))
         experience = widened(experience.select(order))
@@ -340,7 +342,8 @@ def widened(experience: Experience) -> Experience:
     wide: dict[str, Any] = {}
     for name in (each.name for each in fields(experience)):
         value = getattr(experience, name)
-        if value is not None and value.dim() == 2 and not name.startswith("prompt_"):
+        is_by_token = name != "parts" and not name.startswith("prompt_")
+        if value is not None and value.dim() == 2 and is_by_token:
             value = pad(value, (0, 2))
         wide[name] = value
     return Experience(**wide)

@@ -41,6 +41,16 @@ LENGTH = "rollout/samples_trained"
 CASES = {
     "preset": Case({}, {"preset": "grpo"}, "policy"),
     "advantage": Case({}, GRPO, "advantages"),
+    "part_weights": Case(
+        {"advantage": "gdpo", "kl.coef": 0.0, "part_weights": {"right": 1.0}},
+        {"advantage": "gdpo", "kl.coef": 0.0, "part_weights": {"right": 1.0, "model": 2.0}},
+        "advantages",
+    ),
+    "pass_k": Case(
+        {"advantage": "pass_at_k", "pass_k": 2},
+        {"advantage": "pass_at_k", "pass_k": 3},
+        "advantages",
+    ),
     "policy_loss": Case({}, {"policy_loss": "cispo"}, "policy"),
     "old_log_probs": Case({}, {"old_log_probs": "engine"}, "policy"),
     "advantage_clip": Case({}, {"advantage_clip": 0.5}, "advantages", stays="critic"),

@@ -84,8 +84,8 @@ def test_the_engines_log_probs_take_no_pass_and_are_what_the_ratio_compares_with
 
 
 def test_a_token_whose_log_prob_the_engine_does_not_know_is_not_learned_from():
-    def forgetful(dealt: Any) -> Any:
-        experience = to_experience(dealt)
+    def forgetful(dealt: Any, **parts: Any) -> Any:
+        experience = to_experience(dealt, **parts)
         log_probs = experience.rollout_log_probs.clone()
         log_probs[0, 0] = float("nan")
         return experience.with_(rollout_log_probs=log_probs)

@@ -7,7 +7,8 @@ everything else is 0. Gradients are those on paper too, by the log-prob of each 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import combinations, pairwise
 
 Row = list[float]
 Table = list[list[float]]
@@ -42,6 +43,7 @@ def advantages(
     critic_lambda: float | None = None,
     advantage_clip: float | None = None,
     left_out: list[bool] | None = None,
+    pass_k: int = 1,
 ) -> tuple[Table, Table]:
     """Advantages and returns; a score that is NaN failed, and its row is in no statistic.
 
@@ -54,8 +56,11 @@ def advantages(
     if is_group:
         whole = {i: scores[i] - kl_coef * sum(kl[i][t] for t in tokens[i]) for i in alive}
         for i in alive:
-            mates = [whole[j] for j in alive if group[j] == group[i]]
-            compared[i] = compare(whole[i], mates, kind)
+            others = [j for j in alive if group[j] == group[i]]
+            mates, place = [whole[j] for j in others], others.index(i)
+            lengths = [len(tokens[j]) for j in others]
+            compared[i] = compare(place, mates, kind, lengths=lengths, pass_k=pass_k)
+    compared |= of_parts(kind, scores, alive, group)
     rewards, found, returns = zeros(mask), zeros(mask), zeros(mask)
     for i in alive:
         for t in tokens[i]:
@@ -114,9 +119,11 @@ def delta(rewards: Row, values: Row, tokens: list[int], k: int, gamma: float) ->
     return rewards[tokens[k]] + gamma * after - values[tokens[k]]
 
 
-def compare(score: float, mates: Row, kind: str) -> float:
-    """A score against those of its group, itself included."""
-    n = len(mates)
+def compare(
+    place: int, mates: Row, kind: str, *, lengths: list[int] | None = None, pass_k: int = 1
+) -> float:
+    """A score, by its place, against those of its group, itself included."""
+    n, score = len(mates), mates[place]
     if n < 2 or max(mates) == min(mates):
         return 0.0
     mean = sum(mates) / n
@@ -125,7 +132,51 @@ def compare(score: float, mates: Row, kind: str) -> float:
     if kind == "grpo":
         deviation = math.sqrt(sum((x - mean) ** 2 for x in mates) / (n - 1))
         return (score - mean) / (deviation + 1e-6)
+    if kind == "maxrl":
+        return (score - mean) / mean
+    if kind == "opo":
+        assert lengths is not None
+        weighted = sum(length * x for length, x in zip(lengths, mates, strict=True))
+        return score - weighted / sum(lengths)
+    if kind == "pass_at_k":
+        return best_of_choices(place, mates, pass_k)
     return score - mean
+
+
+def of_parts(kind: str, scores: Row, alive: list[int], group: list[int]) -> dict[int, float]:
+    """GDPO of two parts, which are the score and its square."""
+    if kind != "gdpo":
+        return {}
+    parts = [[scores[i], scores[i] ** 2] for i in alive]
+    found = parts_apart(parts, [group[i] for i in alive], weights=[1.0, 0.5])
+    return dict(zip(alive, found, strict=True))
+
+
+def parts_apart(parts: Table, group: list[int], *, weights: Row) -> Row:
+    """Each part against its group, and their weighted sum against the batch; NaN: no such part."""
+    total = [0.0] * len(parts)
+    for column, weight in enumerate(weights):
+        having = [i for i, each in enumerate(parts) if not math.isnan(each[column])]
+        for i in having:
+            others = [j for j in having if group[j] == group[i]]
+            mates = [parts[j][column] for j in others]
+            total[i] += weight * compare(others.index(i), mates, "grpo")
+    if len(total) < 2 or max(total) == min(total):
+        return [0.0] * len(total)
+    mean = sum(total) / len(total)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in total) / (len(total) - 1))
+    return [(x - mean) / (deviation + 1e-6) for x in total]
+
+
+def best_of_choices(place: int, mates: Row, k: int) -> float:
+    """The mean score of all choices of k samples with this one, against all choices."""
+    best = {choice: max(mates[i] for i in choice) for choice in combinations(range(len(mates)), k)}
+    if len(set(best.values())) < 2:
+        return 0.0
+    mean = sum(best.values()) / len(best)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in best.values()) / len(best))
+    own = [value for choice, value in best.items() if place in choice]
+    return (sum(own) / len(own) - mean) / deviation
 
 
 # Losses
@@ -186,18 +237,54 @@ def policy_loss(
                 tau = 1.0 if a > 0 else 1.05
                 gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
                 loss, slope = -a * 4 / tau * gate, -a * 4 * gate * (1 - gate) * ratio
+            elif kind in ("dppo_tv", "dppo_kl"):
+                pair = math.exp(old[i][t]), math.exp(log_probs[i][t])
+                held = too_far(pair, a, kind, clip_low, clip_high)
+                loss = slope = -ratio * a * (not held)
+            elif kind == "vespo":
+                slope = -kernel(change.values(), a) * a
+                loss = slope * log_probs[i][t]
             else:
-                clipped = min(max(ratio, 1 - clip_low), 1 + clip_high)
-                loss, slope = -ratio * a, -ratio * a
-                if clipped * a < ratio * a:
-                    loss, slope = -clipped * a, 0.0
-                if dual_clip is not None and a < 0 and loss > -dual_clip * a:
-                    loss, slope = -dual_clip * a, 0.0
+                loss, slope = clipped(ratio, a, clip_low, clip_high, dual_clip)
             counts = share[i] * (weights[i][t] if weights else 1.0)
             counts *= not (kind == "clip_cov" and covariant[i][t])
             total += counts * loss
             gradient[i][t] = counts * slope
     return total, gradient
+
+
+def clipped(
+    ratio: float, advantage: float, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[float, float]:
+    """PPO's loss of a token, and its slope."""
+    near = min(max(ratio, 1 - clip_low), 1 + clip_high)
+    loss = slope = -ratio * advantage
+    if near * advantage < ratio * advantage:
+        loss, slope = -near * advantage, 0.0
+    if dual_clip is not None and advantage < 0 and loss > -dual_clip * advantage:
+        loss, slope = -dual_clip * advantage, 0.0
+    return loss, slope
+
+
+def too_far(
+    pair: tuple[float, float], advantage: float, kind: str, clip_low: float, clip_high: float
+) -> bool:
+    """A token, before and now, against all others; a random step may have a probability above 1."""
+    before, now = pair
+    distance = abs(now - before)
+    if kind == "dppo_kl":
+        others = [max(1 - p, 1e-8) for p in pair]
+        distance = before * math.log(before / now) + (1 - before) * math.log(others[0] / others[1])
+    if advantage > 0:
+        return now > before and distance > clip_high
+    return now < before and distance > clip_low
+
+
+def kernel(change: Iterable[float], advantage: float) -> float:
+    """The weight of VESPO's gradient: a function of the product of a response's ratios."""
+    whole = math.prod(math.exp(each) for each in change)
+    c1, c2 = (2, 3) if advantage >= 0 else (3, 2)
+    return whole**c1 * math.exp(c2 * (1 - whole))
 
 
 def one_sided(moved: float, advantage: float, clip_low: float, clip_high: float) -> float:

@@ -130,10 +130,13 @@ def estimate(
 ) -> tuple[Tensor, Tensor]:
     """`estimate_advantages` of fields of an experience and keys of `ppo`, whether idle or not."""
     keys = {key: given.pop(key) for key in PPOSection.model_fields if key in given}
+    if kind == "gdpo":  # parts that follow from the score
+        given.setdefault("parts", torch.stack([scores, scores.square()], 1))
+        keys.setdefault("part_weights", {"plain": 1.0, "square": 0.5})
     if kl is not None:
         given |= {"old_log_probs": kl, "ref_log_probs": torch.zeros_like(kl)}
     section = KLSection(coef=float(kl is not None))
-    ppo = PPOSection.model_construct(advantage=kind, kl=section, **keys)
+    ppo = PPOSection.model_construct(advantage=kind, kl=section, **{"pass_k": 2} | keys)
     rows = experience(mask, scores=scores, **given)
     return estimate_advantages(rows, scores, ppo, workers or Workers(), kl_coef=kl_coef, step=1)
 

@@ -1,3 +1,6 @@
+import math
+from math import comb
+
 import pytest
 import torch
 from hypothesis import given
@@ -190,19 +193,26 @@ def test_empty_batches_pass_through(shape):
         ("reinforce_baseline", [-2.0, -1.0, 3.0]),
         ("rloo", [-3.0, -1.5, 4.5]),  # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
         ("grpo", [x / (7**0.5 + 1e-6) for x in (-2.0, -1.0, 3.0)]),  # (4 + 1 + 9) / (3 - 1) = 7
+        ("maxrl", [-2 / 3, -1 / 3, 1.0]),
+        ("opo", [-1.5, -0.5, 3.5]),  # (4 * 1 + 2 * 2 + 2 * 6) / 8 = 2.5
+        # pairs: best 2, 6, 6, of mean 14 / 3 and deviation (32 / 9) ** 0.5
+        ("pass_at_k", [x / (32 / 9) ** 0.5 for x in (4 - 14 / 3, 4 - 14 / 3, 6 - 14 / 3)]),
     ],
 )
 def test_group_baselines_by_hand(kind, expected):
     scores = torch.tensor([[1.0, 2.0, 6.0]])
+    lengths = torch.tensor([[4, 2, 2]])
 
-    torch.testing.assert_close(group_baseline(scores, kind=kind), torch.tensor([expected]))
+    found = group_baseline(scores, kind=kind, lengths=lengths, pass_k=2)
+
+    torch.testing.assert_close(found, torch.tensor([expected]))
     # a fourth sample that failed changes nothing
     failed = torch.tensor([[1.0, 2.0, NAN, 6.0]])
     valid = torch.tensor([[True, True, False, True]])
-    torch.testing.assert_close(
-        group_baseline(failed, kind=kind, valid=valid)[valid], torch.tensor(expected)
-    )
-    assert group_baseline(failed, kind=kind, valid=valid)[~valid].tolist() == [0.0]
+    lengths = torch.tensor([[4, 2, 9, 2]])
+    found = group_baseline(failed, kind=kind, valid=valid, lengths=lengths, pass_k=2)
+    torch.testing.assert_close(found[valid], torch.tensor(expected))
+    assert found[~valid].tolist() == [0.0]
 
 
 @pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
@@ -210,8 +220,10 @@ def test_group_baselines_by_hand(kind, expected):
 def test_equal_rewards_are_exactly_zero(kind, score):
     for n in range(2, 12):
         for dtype in (torch.float32, torch.float64):  # float64 is where rounding shows
-            scores = torch.full((2, n), score, dtype=dtype)
-            assert group_baseline(scores, kind=kind).abs().sum().item() == 0.0
+            scores = torch.full((2, n), abs(score) if kind == "maxrl" else score, dtype=dtype)
+            lengths = torch.arange(2 * n).view(2, n)
+            found = group_baseline(scores, kind=kind, lengths=lengths, pass_k=2)
+            assert found.abs().sum().item() == 0.0
 
 
 @pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
@@ -219,13 +231,93 @@ def test_fewer_than_two_valid_samples_teach_nothing(kind):
     scores = torch.tensor([[1.0, NAN], [NAN, NAN]])
     valid = torch.tensor([[True, False], [False, False]])
 
-    assert group_baseline(scores, kind=kind, valid=valid).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    found = group_baseline(scores, kind=kind, valid=valid, lengths=torch.ones(2, 2), pass_k=2)
+    assert found.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
 def test_a_group_of_one_is_refused_with_the_remedy(kind):
     with pytest.raises(ValueError, match="samples_per_prompt"):
         group_baseline(torch.zeros(3, 1), kind=kind)
+
+
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
+def test_the_scale_of_scores_scales_a_baseline_and_cancels_in_a_ratio(kind):
+    scores = torch.rand(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    lengths = torch.arange(1, 11).view(2, 5)
+    once, thrice = (
+        group_baseline(scale * scores, kind=kind, lengths=lengths, pass_k=3) for scale in (1, 3)
+    )
+
+    scale = 1 if kind in ("grpo", "maxrl", "pass_at_k") else 3
+    torch.testing.assert_close(thrice, scale * once, rtol=1e-5, atol=1e-9)  # grpo adds 1e-6
+
+
+@pytest.mark.parametrize("kind", GROUP_ADVANTAGES)
+def test_the_order_of_samples_and_the_place_of_failed_ones_change_nothing(kind):
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randint(0, 3, (4, 6), generator=generator).double()
+    valid = torch.rand(4, 6, generator=generator) < 0.8
+    lengths = torch.randint(1, 9, (4, 6), generator=generator)
+    order = torch.randperm(6, generator=generator)
+    plain = group_baseline(scores, kind=kind, valid=valid, lengths=lengths, pass_k=2)
+
+    found = group_baseline(
+        scores.masked_fill(~valid, NAN)[:, order],
+        kind=kind,
+        valid=valid[:, order],
+        lengths=lengths[:, order],
+        pass_k=2,
+    )
+
+    torch.testing.assert_close(found, plain[:, order])
+
+
+def test_maxrl_weighs_the_right_answers_of_a_prompt_by_one_over_its_success_rate():
+    scores = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+
+    found = group_baseline(scores, kind="maxrl")
+
+    # 1 / 0.25 - 1, 1 / 0.75 - 1; no right answer teaches nothing
+    expected = [[3.0, -1.0, -1.0, -1.0], [1 / 3, 1 / 3, 1 / 3, -1.0], [0.0, 0.0, 0.0, 0.0]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    with pytest.raises(ValueError, match=r"maxrl.*at least 0.*lowest of this step is -1"):
+        group_baseline(scores - 1.0, kind="maxrl")
+
+
+@pytest.mark.parametrize(("num_samples", "k"), [(8, 1), (8, 4), (5, 5), (32, 4), (300, 16)])
+def test_pass_at_k_of_right_and_wrong_has_the_papers_equations(num_samples, k):
+    right = torch.arange(num_samples + 1).unsqueeze(1)  # a group for each number of right ones
+    scores = (torch.arange(num_samples) < right).double()
+
+    found = group_baseline(scores, kind="pass_at_k", pass_k=k)
+
+    for num_right in range(num_samples + 1):
+        wrong = num_samples - num_right
+        missed = comb(wrong, k) / comb(num_samples, k)  # 1 - the mean of equation 11
+        deviation = math.sqrt((1 - missed) * missed)  # 12
+        up = down = 0.0
+        if num_right > 0 and wrong >= k:
+            up = missed / deviation  # 14
+            others = comb(wrong - 1, k - 1) / comb(num_samples - 1, k - 1)
+            down = (missed - others) / deviation  # 15
+        expected = scores[num_right] * up + (1 - scores[num_right]) * down
+        torch.testing.assert_close(found[num_right], expected, rtol=1e-9, atol=0)
+
+
+def test_pass_at_one_is_grpo_with_the_deviation_of_the_population():
+    scores = torch.randn(3, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected = (scores - scores.mean(1, keepdim=True)) / scores.std(1, correction=0, keepdim=True)
+
+    torch.testing.assert_close(group_baseline(scores, kind="pass_at_k", pass_k=1), expected)
+
+
+def test_pass_at_k_of_fewer_than_k_valid_samples_teaches_nothing():
+    scores = torch.tensor([[1.0, 0.0, NAN, 0.0]])
+
+    found = group_baseline(scores, kind="pass_at_k", valid=~scores.isnan(), pass_k=4)
+
+    assert found.tolist() == [[0.0, 0.0, 0.0, 0.0]]
 
 
 def test_unknown_group_kind_and_shapes_are_refused():

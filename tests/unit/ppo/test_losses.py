@@ -1,3 +1,4 @@
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -130,6 +131,58 @@ def test_sapo_by_hand():
     assert gradient == pytest.approx(-3.0 * 4.0 * gate * (1 - gate) * 2.0)
     down = 1 / (1 + math.exp(-1.05))  # a larger temperature for negative advantages
     assert one_token(LOG_TWO, -3.0, kind="sapo")[0] == pytest.approx(3.0 * 4.0 / 1.05 * down)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "advantage", "tv", "kl"),
+    [
+        (0.5, 0.68, 1.0, 0.18, 0.5 * math.log(0.5 / 0.68) + 0.5 * math.log(0.5 / 0.32)),
+        (0.9, 0.7, -1.0, 0.2, 0.9 * math.log(0.9 / 0.7) + 0.1 * math.log(0.1 / 0.3)),
+        (0.001, 0.1, 1.0, 0.099, 0.001 * math.log(0.01) + 0.999 * math.log(0.999 / 0.9)),
+    ],
+)
+def test_dppo_bounds_the_change_of_a_probability(old, new, advantage, tv, kl):
+    for kind, distance in (("dppo_tv", tv), ("dppo_kl", kl)):
+
+        def of(sign: float, bound: float, kind: str = kind) -> tuple[float, float, Any]:
+            log_probs = torch.tensor([[math.log(new)]], requires_grad=True, dtype=torch.float64)
+            loss, stats = policy_loss(
+                log_probs,
+                torch.tensor([[math.log(old)]], dtype=torch.float64),
+                torch.full((1, 1), sign * advantage, dtype=torch.float64),
+                ONE,
+                kind=kind,
+                clip_low=bound,
+                clip_high=bound,
+            )
+            (gradient,) = torch.autograd.grad(loss, log_probs)
+            return loss.item(), gradient.item(), stats
+
+        plain = pytest.approx(-advantage * new / old)
+        assert of(1.0, distance + 1e-6)[:2] == (plain, plain)  # within the bound, at any ratio
+        loss, gradient, stats = of(1.0, distance - 1e-6)
+        assert (loss, gradient, stats["clipped"]) == (0.0, 0.0, 1.0)
+        # back towards the old policy: never held
+        assert of(-1.0, distance - 1e-6)[1] == pytest.approx(advantage * new / old)
+
+
+def test_vespo_fades_on_both_sides_of_the_ratio_of_the_response():
+    old, mask = torch.full((1, 2), -1.0), torch.ones(1, 2, dtype=torch.bool)
+
+    def slopes(drift: float, advantage: float) -> torch.Tensor:
+        log_probs = (old + drift / 2).requires_grad_()
+        loss, _ = policy_loss(log_probs, old, torch.full((1, 2), advantage), mask, kind="vespo")
+        return torch.autograd.grad(loss, log_probs)[0]
+
+    # W ** 2 * e ** (3 (1 - W)) above 0, W ** 3 * e ** (2 (1 - W)) below, halved by the token mean
+    for drift, advantage in itertools.product((LOG_TWO, LOG_HALF), (1.0, -1.0)):
+        ratio, (power, decay) = math.exp(drift), (2, 3) if advantage > 0 else (3, 2)
+        kernel = ratio**power * math.exp(decay * (1 - ratio))
+        torch.testing.assert_close(
+            slopes(drift, advantage), torch.full((1, 2), -kernel * advantage / 2)
+        )
+    assert slopes(40.0, 1.0).abs().max() == 0.0  # however stale
+    assert slopes(-40.0, -1.0).abs().max() < 1e-15
 
 
 def test_gspo_has_one_ratio_a_response():
@@ -304,6 +357,9 @@ def test_only_the_current_log_probs_get_a_gradient():
         {"dual_clip": 1.0},
         {"kind": "cispo", "dual_clip": 3.0},
         {"kind": "sapo", "dual_clip": 3.0},
+        {"kind": "dppo_tv", "dual_clip": 3.0},
+        {"kind": "dppo_kl", "dual_clip": 3.0},
+        {"kind": "vespo", "dual_clip": 3.0},
     ],
 )
 def test_bounds_out_of_range_are_refused(knobs):

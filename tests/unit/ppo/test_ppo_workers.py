@@ -44,16 +44,17 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
             (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
             mine_of_all = loss.detach(), gradient, torch.stack(list(stats.values()))
             results += map(workers.sum, mine_of_all)
-    for kind in ESTIMATORS:
+    for kind in sorted({*ESTIMATORS} - {"gigpo"}):
+        at_least_0 = kind == "maxrl"
         advantages, returns = estimate(
-            mine.returns[:, 0],
+            mine.returns[:, 0].abs() if at_least_0 else mine.returns[:, 0],
             mine.mask,
             kind=kind,
             gae_lambda="adaptive",
             lambda_alpha=0.5,
             critic_lambda=0.9,
             kl=mine.old_values.square(),
-            kl_coef=0.1,
+            kl_coef=0.0 if at_least_0 else 0.1,
             values=mine.old_values,
             group_index=torch.arange(workers.rank, ROWS, workers.count) // 3,
             workers=workers,

@@ -37,7 +37,7 @@ def test_gae_by_turn_discounts_values_where_a_turn_ends():
 
 
 @pytest.mark.parametrize("discount_by", ["token", "turn"])
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gigpo"}))
 @given(seed=seeds, rubbish=st.sampled_from([0.0, 1e30, INF, -INF, NAN]))
 @few
 def test_what_an_environment_writes_and_how_much_changes_no_advantage(
@@ -57,6 +57,8 @@ def test_what_an_environment_writes_and_how_much_changes_no_advantage(
         return torch.cat(parts, 1)
 
     scores, kl, values, earned = normal(4), normal(4, 6), normal(4, 6), normal(4, 6)
+    if kind == "maxrl":  # its scores are at least 0
+        scores = scores.abs()
 
     def estimated(gaps: list[int], between: float) -> tuple[torch.Tensor, ...]:
         mask = laid_out(torch.ones(4, 6), gaps, 0.0).bool()
@@ -70,7 +72,7 @@ def test_what_an_environment_writes_and_how_much_changes_no_advantage(
                 gae_lambda=0.8,
                 discount_by=discount_by,
                 kl=laid_out(kl, gaps, between),
-                kl_coef=0.1,
+                kl_coef=0.0 if kind == "maxrl" else 0.1,
                 values=laid_out(values, gaps, between),
                 turn_rewards=laid_out(earned, gaps, between),
                 group_index=torch.tensor([0, 0, 1, 1]),
@@ -87,16 +89,23 @@ def test_the_rows_of_an_episode_count_once_in_its_group(kind):
     sample = torch.tensor([2, 0, 0, 0, 1, 3, 3])
     valid = ~scores.isnan()
 
-    found = baseline_by_index(scores, group, valid, sample, kind=kind)
+    lengths = torch.tensor([3, 1, 4, 1, 5, 9, 2])
+
+    found = baseline_by_index(scores, group, valid, sample, kind=kind, lengths=lengths, pass_k=2)
 
     alone = baseline_by_index(
-        torch.tensor([1.0, 2.0, 6.0]), group[:3], torch.ones(3, dtype=torch.bool), kind=kind
+        torch.tensor([1.0, 2.0, 6.0]),
+        group[:3],
+        torch.ones(3, dtype=torch.bool),
+        kind=kind,
+        lengths=torch.tensor([3, 6, 5]),
+        pass_k=2,
     )
     expected = [alone[0], alone[1], alone[1], alone[1], alone[2], 0.0, 0.0]
     torch.testing.assert_close(found, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("kind", sorted({*ESTIMATORS} - {"gigpo"}))
 @given(seed=seeds)
 @few
 def test_turns_that_nothing_stands_between_are_told_apart_by_their_numbers(kind, seed):
@@ -106,6 +115,8 @@ def test_turns_that_nothing_stands_between_are_told_apart_by_their_numbers(kind,
         torch.randn(shape, generator=generator, dtype=torch.float64)
         for shape in ((2,), (2, 6), (2, 6))
     )
+    if kind == "maxrl":  # its scores are at least 0
+        scores = scores.abs()
     apart = torch.tensor([True, True, False, True, True, False, True, True]).expand(2, 8)
 
     def estimated(

@@ -1,0 +1,86 @@
+"""Advantages of single turns of episodes, compared where the environment said the same (GiGPO).
+
+Notation: B rows, T response tokens, S turns of all rows. Every mask: True = keep.
+"""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+from torch import Tensor
+
+from raypo.collectives import Workers
+from raypo.ppo.advantages import discounted_returns, runs_of, token_rewards
+from raypo.ppo.groups import baseline_by_index
+from raypo.ppo.masked import keep
+from raypo.types import Experience
+
+
+def turn_advantages(
+    experience: Experience,
+    scores: Tensor,  # [B]
+    valid: Tensor,  # [B] bool
+    *,
+    gamma: float,
+    workers: Workers,
+) -> Tensor:
+    """Compare the returns of turns of one prompt that follow the same text of the environment.
+
+    The state before a turn is what the environment wrote since the policy's last turn, as tokens;
+    before the first turn it is the prompt. Turns of the same state, in any episode of the group and
+    at any place in it, form a group. A turn's return is the discounted sum of its reward and those
+    of later turns; what turns do not explain of the score is given in the last one. Returns are
+    compared like scores by `grpo`. All workers call it together.
+
+    Args:
+        experience: This worker's rows.
+        scores: Shaped score of each row.
+        valid: False leaves a row out.
+        gamma: Discount from one turn to the next.
+        workers: The workers that hold the groups.
+
+    Returns:
+        advantages: [B, T], the same on all tokens of a turn; 0 where masked, and for a turn whose
+            state no other turn of the group had.
+
+    Paper: Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 6 and 7.
+    """
+    mask = experience.response_mask
+    turns = runs_of(mask) if experience.turn_index is None else experience.turn_index
+    turns = torch.where(mask, turns, -1)
+    earned, at_the_end = experience.turn_rewards, scores
+    if earned is not None:
+        at_the_end = scores - keep(earned, mask).sum(1)
+    counted = mask & valid.unsqueeze(1)
+    rewards = token_rewards(at_the_end, None, counted, kl_coef=0.0, extra_rewards=earned)
+    returns = discounted_returns(rewards, counted, gamma=gamma, turns=turns)
+    begins = mask & (turns != torch.nn.functional.pad(turns[:, :-1], (1, 0), value=-1))
+    row, place = begins.nonzero(as_tuple=True)  # [S]
+    everyone, mine = workers.gather_rows(
+        returns[row, place],
+        experience.group_index[row],
+        _states(experience, row, place),
+        valid[row],
+    )
+    of_all, group, state, is_valid = everyone
+    _, place_of = torch.stack([group, state]).unique(dim=1, return_inverse=True)
+    compared = baseline_by_index(of_all, place_of, is_valid, kind="grpo")[mine].to(returns)
+    if len(compared) == 0:
+        return torch.zeros_like(returns)
+    number = (begins.flatten().cumsum(0) - 1).clamp(min=0).view(begins.shape)
+    return keep(compared[number], counted)
+
+
+def _states(experience: Experience, row: Tensor, place: Tensor) -> Tensor:
+    """Return a hash of the text before each turn, [S] int64, equal on all workers."""
+    ids, sampled = experience.response_ids.cpu().numpy(), experience.response_mask.cpu().numpy()
+    prompts, prompt_mask = experience.prompt_ids.cpu().numpy(), experience.prompt_mask.cpu().numpy()
+    hashes = []
+    for number, end in zip(row.tolist(), place.tolist(), strict=True):
+        begin = end
+        while begin > 0 and not sampled[number, begin - 1]:
+            begin -= 1
+        prompt = prompts[number][prompt_mask[number]].tobytes() if begin == 0 else b""
+        text = prompt + ids[number, begin:end].tobytes()
+        hashes.append(xxhash.xxh64_intdigest(text) >> 1)  # within int64
+    return torch.tensor(hashes, dtype=torch.int64)
