@@ -136,7 +136,8 @@ def estimate(
     if kl is not None:
         given |= {"old_log_probs": kl, "ref_log_probs": torch.zeros_like(kl)}
     section = KLSection(coef=float(kl is not None))
-    ppo = PPOSection.model_construct(advantage=kind, kl=section, **{"pass_k": 2} | keys)
+    keys.setdefault("pass_k", 2)
+    ppo = PPOSection.model_construct(advantage=kind, kl=section, **keys)
     rows = experience(mask, scores=scores, **given)
     return estimate_advantages(rows, scores, ppo, workers or Workers(), kl_coef=kl_coef, step=1)
 
