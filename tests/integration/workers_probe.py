@@ -166,7 +166,14 @@ def steps_of(case: Case, model: str, roles: Roles) -> dict[str, Any]:
         assert figures == update(stayed, step), (case, step)
     mine, theirs = (held_bytes_of(each) for each in (moved, stayed))
     assert mine.keys() == theirs.keys(), case
-    other = [name for name, each in mine.items() if not torch.equal(each, theirs[name])]
+    # The bias of the value head has one element and is the last parameter of a critic. At stage 3
+    # the second worker's part of it is padding, which DeepSpeed never fills.
+    padding = 4 if case.stage == 3 and not is_example else 0
+    other = {}
+    for name, each in mine.items():
+        differs = (each != theirs[name]).nonzero().flatten()
+        if len(differs) and int(differs[0]) < len(each) - padding:
+            other[name] = len(each), differs[:8].tolist()
     assert not other, (case, other)
     named = moved.named_weights() if roles.trains_policy else ()
     return {"figures": figures, "weights": {n: w.float().clone() for n, w in named}}

@@ -26,6 +26,13 @@ from raypo import PPOConfig, Rollout, SFTConfig
 
 CODE = Path(__file__).parents[2] / "examples" / "code"
 TASK = make_task("product", "a", "plus", 2)
+PATIENCE_S = 60.0
+"""Time limit of programs that end, in seconds, on a machine that is busy with other tests."""
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward, "LIMIT_S", PATIENCE_S)
 
 
 pytestmark = pytest.mark.usefixtures("python_sandbox")
@@ -58,7 +65,7 @@ def test_what_does_not_run_gets_nothing(body):
 def test_a_program_that_the_clock_has_ended_is_run_again(monkeypatch):
     monkeypatch.setattr(reward, "LIMIT_S", 0.0)
     assert judged("a*b+2+0") == [{"score": 0.0, "solved": 0.0, "runs": 0.0}]
-    monkeypatch.undo()
+    monkeypatch.setattr(reward, "LIMIT_S", PATIENCE_S)
     assert judged("a*b+2+0") == [{"score": 1.0, "solved": 1.0, "runs": 1.0}]
 
 
