@@ -108,7 +108,7 @@ class Family(NamedTuple):
     end_of_call: str = ""
     """End of a tool call. Empty if the template knows no tools."""
     rewrites: bool = False
-    """Whether the template writes an answer differently once other messages follow."""
+    """True if the template writes an answer differently once other messages follow."""
 
 
 _CALLS = "{% for c in m.tool_calls %}"

@@ -1,4 +1,4 @@
-"""What a step's update leaves for the next step: KL and entropy coefficients, and score moments.
+"""State of the update from step to step: KL and entropy coefficients, and score moments.
 
 Coefficients follow typed statistics of the step, never its metrics, so that a metric can be renamed
 or left out without an effect on training.

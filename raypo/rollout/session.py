@@ -135,7 +135,7 @@ class Row:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What all episodes of a run have in common."""
+    """Settings that all episodes of a run share."""
 
     section: RolloutSection
     tokenizer: Any

@@ -33,7 +33,7 @@ from raypo.types import Prompt
 
 @dataclass(frozen=True)
 class OnlineInputs:
-    """What is loaded before any model is. Bad data and bad functions raise here."""
+    """Inputs that are loaded before any model. Bad data and bad functions raise here."""
 
     tokenizer: Any
     prompts: Sequence[Prompt]

@@ -35,7 +35,7 @@ SUMMED = ("train/examples", "train/tokens", "train/skipped_updates")
 
 
 class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
-    """What a recipe does with a round's samples; all workers call every method."""
+    """Training on a round's samples, as a recipe does it; all workers call every method."""
 
     def __init__(self, run: Run[AnyRounds], inputs: OnlineInputs) -> None:
         """Keep the run and its inputs."""

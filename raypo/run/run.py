@@ -25,7 +25,7 @@ AnyConfig = TypeVar("AnyConfig", covariant=True)
 
 @dataclass(frozen=True)
 class Run(Generic[AnyConfig]):
-    """What every part of a run needs. The parts are opened by the recipe's page."""
+    """Context that every part of a run needs. The recipe's page opens the parts."""
 
     config: AnyConfig
     runtime: Runtime

@@ -16,7 +16,7 @@ from raypo.types import Experience
 B, P, T = 6, 5, 7  # responses, prompt tokens, response tokens
 LR, MAX_NORM = 1e-3, 0.5
 STAGES = [0, 3]
-"""Of a worker alone: raypo runs stages 1 and 2 as 0, because it shards nothing."""
+"""ZeRO stages of a single worker: raypo runs 1 and 2 as 0, because nothing is sharded."""
 
 
 def experience() -> Experience:

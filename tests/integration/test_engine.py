@@ -123,7 +123,7 @@ def make_pair(folder: str) -> Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Pair]:
-    """Of a model with a tied head; one with a head of its own: test_engine_architectures.py."""
+    """Check a model with a tied head; test_engine_architectures.py has one with its own head."""
     pair = make_pair(str(tiny_policy(tmp_path_factory.mktemp("tied"))))
     yield pair
     pair.engine.shutdown()

@@ -31,7 +31,7 @@ CASES = [("ppo", stage, False) for stage in (2, 3)] + [
 """Recipe, ZeRO stage, and whether `learner.deepspeed` says it; else raypo gives a worker alone its
 own stage. Each recipe at each stage: tests/slow/test_every_learner.py."""
 PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "float32"), (3, "bfloat16")]
-"""Of ZeRO stage and dtype: every class of DeepSpeed's optimizers."""
+"""ZeRO stages and dtypes: every class of DeepSpeed's optimizers."""
 
 
 def section_of(stage: int, *, is_told: bool) -> dict[str, Any]:

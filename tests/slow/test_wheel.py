@@ -10,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 LIGHT = "filelock numpy omegaconf pandas pyarrow pydantic rich safetensors typer xxhash"
-"""What `raypo config` and `raypo plan` import; torch and vLLM would be gigabytes."""
+"""Imports of `raypo config` and `raypo plan`; torch and vLLM would be gigabytes."""
 
 
 def run(*command: str | Path, cwd: Path) -> str:

@@ -1,4 +1,4 @@
-"""Whose turn it is to reserve, without Ray."""
+"""Turns to reserve, without Ray."""
 
 import time
 from types import SimpleNamespace
