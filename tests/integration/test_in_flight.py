@@ -185,8 +185,8 @@ def test_every_sample_is_trained_once_within_the_bound_and_long_ones_are_not_rar
     assert_none_lost_and_none_twice(run.trained)
     assert_every_token_keeps_the_bound(run.trained)
     assert of_one_distribution(lengths(rollouts), undisturbed) > SURELY
-    met = sum(bool(each.later_versions) for each in rollouts)
-    assert (met == 0) == (in_flight == "restart")
+    if in_flight == "restart":  # how many meet a push otherwise is a matter of timing: test_ahead
+        assert not any(each.later_versions for each in rollouts)
 
 
 def test_a_filters_batches_overlap_and_every_group_that_passes_is_trained_once(pair: Pair):
