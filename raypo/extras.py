@@ -6,12 +6,13 @@ from importlib.util import find_spec
 
 from raypo.config import ConfigError
 
+_REPORT = ("jinja2", "plotly", "scipy")
 EXTRAS = {
-    "report": ("jinja2", "plotly", "scipy"),
+    "report": _REPORT,
     "serve": ("httpx", "starlette", "tenacity", "uvicorn"),
-    "sweep": ("optuna",),
+    "sweep": ("optuna", *_REPORT),  # a sweep ends with its page
 }
-"""Extra -> the packages that it adds. Sweeps also need the extra report, for their page."""
+"""Extra -> the packages that it adds."""
 
 
 def require(extra: str, use: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import pandas as pd
 import ray
@@ -41,7 +41,7 @@ from raypo.cluster.resources import alive_nodes
 from raypo.cluster.run_monitor import start_monitor
 from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.concurrency import daemon_future
-from raypo.config import OnlineConfig, RecipeConfig
+from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
@@ -74,6 +74,15 @@ AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 POLL_S = 0.2
 """Interval at which the driver polls the monitor for events."""
+_HABITS = {
+    "train": "Call fit(): it runs or resumes, and returns Ray Train's Result.",
+    "save_model": "A run saves the model itself: its folder has policy/.",
+    "save_pretrained": "A run saves the model itself: its folder has policy/.",
+    "push_to_hub": "Upload the folder policy/ of the run: `hf upload NAME runs/.../policy`.",
+    "evaluate": "Set eval.prompts, or call `raypo eval` with the run's folder.",
+    "add_callback": "Give callbacks=[function] to the trainer.",
+}
+"""Method of Hugging Face's trainers -> what to use here."""
 
 
 class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
@@ -92,7 +101,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def __init__(  # noqa: PLR0913 - the names that Hugging Face and Ray users know
         self,
         config: AnyConfig | Mapping[str, Any] | str | Path | None = None,
-        *,
+        *others: Any,
         model: Any = None,
         args: AnyConfig | Mapping[str, Any] | str | Path | None = None,
         train_dataset: Rows | str | Path | None = None,
@@ -116,6 +125,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             config: The whole run config, a mapping of its keys (nested, or dotted like
                 `{"learner.policy_lr": 1e-6}`), or the path of a run file. The arguments from
                 `model` to `callbacks` set keys of it; nothing else need be given.
+            others: Other positional arguments are refused.
             model: `model.policy`: a folder or hub id, or a transformers model, which is saved into
                 the run's folder together with `processing_class`.
             args: Another name of `config`.
@@ -149,6 +159,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             ConfigError: a file, a key, an argument or a combination is wrong.
         """
         kind: Any = type(self).config_class
+        if others:
+            raise ConfigError(
+                f"{type(self).__name__} ({1 + len(others)} positional arguments): only the config "
+                "may have no name. Write model=..., reward_funcs=..., args=..., train_dataset=..."
+            )
         check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
         arguments = Arguments(
             model=model,
@@ -187,6 +202,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             run_config=self._run_config(run_config),
             **torch_trainer_arguments,
         )
+
+    if not TYPE_CHECKING:  # a type checker reports unknown attributes by itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse methods of Hugging Face's trainers with the counterpart."""
+            remedy = _HABITS.get(name, "There is no such attribute.")
+            raise AttributeError(f"{type(self).__name__}.{name}: {remedy}", name=name, obj=self)
 
     def fit(self) -> Result:
         """Run or resume training, or return the result of a finished run.

@@ -325,3 +325,22 @@ def test_config_of_a_wrong_key_names_the_right_one(capsys: pytest.CaptureFixture
         explain("dpo.beta")
     explain("dpo.beta", recipe="dpo")
     assert "Factor on the log-ratio" in capsys.readouterr().out
+    for wrong, remedy in (
+        ("ppo.kl.coef.x", "`raypo config ppo.kl.coef` prints ppo.kl.coef."),
+        ("quux", "`raypo config` prints the keys that matter first, and the sections."),
+    ):
+        capsys.readouterr()
+        with pytest.raises(typer.Exit):
+            explain(wrong)
+        told = capsys.readouterr().err
+        assert told == f"raypo: KEY ({wrong}): there is no such key. {remedy}\n"
+
+
+def test_config_takes_what_an_override_says_and_a_preset(capsys: pytest.CaptureFixture[str]):
+    from raypo.cli.explain import explain
+
+    explain("ppo.kl.coef=0.2")
+    assert capsys.readouterr().out.startswith("ppo.kl.coef ")
+    explain("dr_grpo")
+    told = capsys.readouterr().out
+    assert told.startswith("ppo.preset: dr_grpo sets below ppo\n  advantage: dr_grpo, ")
