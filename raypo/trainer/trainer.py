@@ -25,6 +25,7 @@ from ray.train import ControllerError, FailureConfig, Result, RunConfig, Scaling
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from raypo.checks.function_checks import check_reward_function
 from raypo.checks.input_checks import check_inputs
 from raypo.checks.model_checks import check_models
 from raypo.checks.resume_checks import check_run_folder, is_finished
@@ -186,6 +187,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         resolved = self._with_given(resolved)
         self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
         if self._reward_fn is not None:
+            check_reward_function(self._reward_fn, key="reward_funcs")
             check_columns(resolved, self._reward_fn, key="reward_funcs")
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
