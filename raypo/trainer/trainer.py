@@ -46,7 +46,7 @@ from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
-from raypo.ray_internals import is_driver, leave_out_callbacks
+from raypo.ray_internals import is_driver, leave_out_callbacks, without_worker_output
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
@@ -245,7 +245,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
             try:
-                return self._with_every_step(self._fit_watched())
+                with without_worker_output():
+                    return self._with_every_step(self._fit_watched())
             finally:
                 if connected_here:
                     ray.shutdown()
