@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed, remedy_for_unknown
@@ -100,8 +101,9 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
         named: dict[str, ast.expr] = {each.arg: each.value for each in node.keywords if each.arg}
         if match[2] == "Trainer":
             named |= dict(zip(("model", "reward_funcs"), node.args, strict=False))
-        for key in named.keys() - {"args", "processing_class", "peft_config"}:  # read by themselves
-            given[key] = _literal(named[key], constants)
+        for key in ("args", "processing_class", "peft_config"):  # objects, read by themselves
+            named.pop(key, None)
+        given |= {key: _literal(value, constants) for key, value in named.items()}
     if not recipe:
         which = ", ".join(f"{each}Trainer" for each in TRL_RECIPES)
         raise ConfigError(f"--from-trl: no {which} of TRL is made in it. Give a script with one.")
@@ -112,6 +114,10 @@ def read_command(text: str, project: str) -> dict[str, Any]:
     """Return the arguments of a shell command: `key=value` of verl, `--key value` of OpenRLHF."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     words = shlex.split("\n".join(lines).replace("\\\n", " "))
+    variables = {"HOME": str(Path.home())}
+    variables |= dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
+    for _ in variables:  # a variable may use others
+        words = [Template(word).safe_substitute(variables) for word in words]
     if project == "verl":
         pairs = [re.fullmatch(r"[+~]*(\w+(?:\.\w+)+)=(.*)", word) for word in words]
         return {pair[1]: parsed(pair[2]) for pair in pairs if pair}
@@ -210,7 +216,10 @@ def _verl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
     model = "actor_rollout_ref.model."
     _set_lora(get, done, rank=f"{model}lora_rank", alpha=f"{model}lora_alpha")
     _set_workers(get, done, gpus="trainer.n_gpus_per_node", nodes="trainer.nnodes")
-    return done, []
+    done["data.label_key"] = "reward_model", "verl's files have the ground truth there"
+    if any("custom_reward_function" in name for name in get.given):
+        return done, []
+    return done, ["verl chooses a score by data_source: set reward.function to file.py:name"]
 
 
 def _openrlhf(get: _Values, recipe: str) -> tuple[Settings, list[str]]:

@@ -43,7 +43,7 @@ def test_a_command_becomes_the_port_that_was_written_by_hand(
         "reward.function",
         *(["eval.prompts"] * ("verl" in file)),
     }
-    assert "# - " in text.split("name:")[0]
+    assert re.search(r"# - \S+(remote_url|reward_function.path) \(\S+\): reward\.", text)
 
 
 def test_a_script_of_trl_becomes_its_port(tmp_path: Path):
@@ -87,7 +87,7 @@ def test_a_value_that_raypo_refuses_is_left_out_with_its_reason():
 
 
 def test_verl_without_a_kl_has_none_here(tmp_path: Path):
-    command = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
+    command = "N=8\nM=$N\nrun algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$M"
     config = config_of(translate("verl", read_command(command, "verl")), tmp_path)
     assert config.ppo.kl.coef == 0
     assert config.ppo.minibatch_size == 256 * 8
