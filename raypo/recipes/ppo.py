@@ -63,10 +63,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         weights = WeightPusher(run, inputs, services, phases, roles)
         sampler, scorer = weights.sampler(), inputs.scorer(config, services)
         score = partial(sample_and_score, config, sampler, scorer, phases)
-        new_batch = partial(
-            StepBatch, config.rollout.prompts_per_step, config.ppo.filter, config.reward
-        )
-        ahead = AsyncRollouts.from_config(config, inputs.source, score, new_batch, workers)
+        ahead = AsyncRollouts.from_config(config, inputs.source, score, workers)
         rollouts = ahead or inputs.source
         learner = start_learner(run, inputs, roles, phases)  # 3. policy and critic
         checkpoints = Checkpoints(
@@ -91,7 +88,8 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             if ahead:  # 4. rollouts: its threads sample, score and filter ahead of the update
                 batch = ahead.take(step, clock)
             else:
-                batch = collect(new_batch(), inputs.source, score, clock, workers)
+                new_batch = StepBatch.from_config(config)
+                batch = collect(new_batch, inputs.source, score, clock, workers)
             dealt = shard(
                 batch.trained,
                 minibatch_size=config.ppo.minibatch_size,

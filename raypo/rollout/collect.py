@@ -10,16 +10,18 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
 
+from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
 from raypo.data.stop_tokens import without_end
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
-from raypo.rollout.dispatch import PushAgain, dispatch
+from raypo.rollout.dispatch import dispatch
 from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
@@ -132,6 +134,14 @@ def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> 
 
 
 @dataclass(frozen=True)
+class PushAgain:
+    """The push that all workers repeat together if no engine is left that holds the weights."""
+
+    push: Callable[[], object]
+    workers: Workers
+
+
+@dataclass(frozen=True)
 class Sampler:
     """Samples responses from the engines, with the sampling parameters of training or evaluation.
 
@@ -178,14 +188,25 @@ class Sampler:
         groups = _Groups(
             draws, sampling.samples_per_prompt, self.tokenizer, sampling.stop_token_ids, on_rollouts
         )
-        completions = dispatch(
-            requests,
-            self.engines,
+        send = partial(
+            dispatch,
+            engines=self.engines,
             sharing=workers if self.shares_engines else None,
-            push_again=self.push_again,
             on_completion=groups.add if on_rollouts else None,
         )
-        return groups.all_of(completions)
+        completions: list[Completion] | None = None
+        try:
+            completions = send(requests)
+        except NoReplicaLeft:
+            if self.push_again is None:
+                raise
+        again = self.push_again
+        if again is not None and again.workers.sum(as_tensor(completions is None)):
+            again.push()
+            # Workers that have their completions take part with no request: all dispatch together.
+            retried = send(requests if completions is None else [])
+            completions = retried if completions is None else completions
+        return groups.all_of(completions or [])
 
 
 @dataclass

@@ -7,22 +7,12 @@ values. The callback for early completions runs in other threads (`EngineClient`
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
-from raypo.cluster.actors import NoReplicaLeft
-from raypo.collectives import Workers, as_tensor
+from raypo.collectives import Workers
+from raypo.deployment.spec import SharedCall
 from raypo.serving.client import Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
-
-
-@dataclass(frozen=True)
-class PushAgain:
-    """The push that all workers repeat together if no engine is left that holds the weights."""
-
-    push: Callable[[], object]
-    workers: Workers
 
 
 def dispatch(
@@ -30,7 +20,6 @@ def dispatch(
     engines: Engines,
     *,
     sharing: Workers | None = None,
-    push_again: PushAgain | None = None,
     on_completion: OnCompletion | None = None,
 ) -> list[Completion]:
     """Split the requests evenly over this worker's engines, and wait for all completions.
@@ -41,62 +30,42 @@ def dispatch(
         sharing: Workers that may use the same engines. Each engine then samples the requests of all
             workers as one batch, and all of them call this together. None means one batch per
             worker.
-        push_again: Repeats the last push if any worker has no engine left; then the requests that
-            were lost are sent once more. If it is given, all workers call this together.
         on_completion: Gets completions that are ready before others of their engine's batch.
 
     Returns:
         One completion for each request, in the order given.
+
+    Raises:
+        NoReplicaLeft: no engine is left that holds the weights.
     """
-    completions: list[Completion] = []
-    is_lost = False
-    try:
-        completions = _results(_sent(requests, engines, sharing, on_completion))
-    except NoReplicaLeft:
-        if push_again is None:
-            raise
-        is_lost = True
-    if push_again is None or not push_again.workers.sum(as_tensor(is_lost)):
-        return completions
-    push_again.push()
-    # Workers that have their completions take part with no request, since all dispatch together.
-    lost = requests if is_lost else []
-    retried = _results(_sent(lost, engines, sharing, on_completion))
-    return retried if is_lost else completions
-
-
-def _sent(
-    requests: list[SamplingRequest],
-    engines: Engines,
-    sharing: Workers | None,
-    on_completion: OnCompletion | None,
-) -> list[Future[list[Completion]]]:
-    """Send the requests, and return the future of each engine's batch."""
     own = engines.per_engine()
     size = -(-len(requests) // len(own))
     batches = [requests[i * size : (i + 1) * size] for i in range(len(own))]
-    if sharing is None:
-        return [
-            one.generate(batch, _shifted(on_completion, i * size))
-            for i, (one, batch) in enumerate(zip(own, batches, strict=True))
-            if batch
-        ]
     # Each worker sends the whole batch under one id, and the engine samples it once, in the order
     # of ranks, whichever call arrives first. So each worker can detect a lost engine by itself, and
     # none has to forward completions to another.
-    by_engine = {one.preferred: batch for one, batch in zip(own, batches, strict=True)}
-    of_workers = sharing.gather((uuid.uuid4().hex, by_engine))
+    of_workers: list[tuple[str, dict[tuple[int, ...], list[SamplingRequest]]]] = []
+    if sharing is not None:
+        by_engine = {one.preferred: batch for one, batch in zip(own, batches, strict=True)}
+        of_workers = sharing.gather((uuid.uuid4().hex, by_engine))
     sent: list[Future[list[Completion]]] = []
-    for i, one in enumerate(own):
-        parts = [theirs.get(one.preferred, []) for _, theirs in of_workers]
-        if not parts[sharing.rank]:
+    for i, (one, batch) in enumerate(zip(own, batches, strict=True)):
+        if not batch:
             continue
-        first = sum(map(len, parts[: sharing.rank]))
-        part = range(first, first + len(parts[sharing.rank]))
-        shared = one.sharing_call(f"{of_workers[0][0]}:{one.preferred}", part)
-        whole = [each for part in parts for each in part]
-        sent.append(shared.generate(whole, _shifted(on_completion, i * size)))
-    return sent
+        whole, shared = batch, None
+        if sharing is not None:
+            parts = [theirs.get(one.preferred, []) for _, theirs in of_workers]
+            whole = [each for part in parts for each in part]
+            first = sum(map(len, parts[: sharing.rank]))
+            part = tuple(range(first, first + len(batch)))
+            shared = SharedCall(f"{of_workers[0][0]}:{one.preferred}", part)
+        sent.append(one.generate(whole, _shifted(on_completion, i * size), shared))
+    try:
+        return [completion for completions in sent for completion in completions.result()]
+    except BaseException:
+        for completions in sent:
+            completions.cancel()
+        raise
 
 
 def _shifted(on_completion: OnCompletion | None, first: int) -> OnCompletion | None:
@@ -104,13 +73,3 @@ def _shifted(on_completion: OnCompletion | None, first: int) -> OnCompletion | N
     if on_completion is None:
         return None
     return lambda index, completion: on_completion(first + index, completion)
-
-
-def _results(sent: Sequence[Future[list[Completion]]]) -> list[Completion]:
-    """Wait for all completions, in their order; if one batch fails, cancel the others."""
-    try:
-        return [completion for batch in sent for completion in batch.result()]
-    except BaseException:
-        for batch in sent:
-            batch.cancel()
-        raise

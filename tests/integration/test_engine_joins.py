@@ -354,7 +354,7 @@ def test_whole_batches_share_their_steps_with_nobody(engine: Engine):
 
 def test_health_and_load_do_not_wait_for_a_batch(engine: Engine):
     with ThreadPoolExecutor(2) as pool:
-        batch = engine.begin_generate([ask(300, seed) for seed in range(4)])
+        batch = engine.submit([ask(300, seed) for seed in range(4)], alone=True)
         until(lambda: engine.load().running == 4)
         engine.check_health()
         assert engine.load().kv_cache_use > 0.0

@@ -17,8 +17,7 @@ from ray.exceptions import ActorDiedError
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
-from raypo.deployment.handle import DeploymentHandle
-from raypo.deployment.replica_client import ReplicaClient
+from raypo.deployment.handle import DeploymentHandle, ReplicaClient
 from raypo.deployment.spec import Call, Deployment, Lost, Prerequisite, Unprepared
 from raypo.rollout.dispatch import dispatch
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
