@@ -34,6 +34,7 @@ from raypo.weight_sync.push import push_adapter
 from raypo.weight_sync.transport import ObjectTransport
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.manifest import WeightError
+from tests.engine_contract import runs, until
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -41,7 +42,6 @@ from tests.integration.test_engine import (
     gap,
     learner_log_probs,
 )
-from tests.integration.test_engine_joins import runs, until
 from tests.stand_ins import local_push, pack, versions_of
 from tests.tiny import tiny_policy
 

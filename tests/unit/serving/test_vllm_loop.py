@@ -1,20 +1,17 @@
 """The thread that owns vLLM, with a stand-in for vLLM: thousands of turns in a second.
 
-What vLLM does with requests that join, leave and see new weights: tests/integration/
-test_engine_joins.py. Here is what takes many interleavings, or a device, to be seen.
+What an engine promises is in tests/engine_contract.py. Here is what takes many interleavings, or a
+device, to be seen.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,136 +19,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.serving import gauges, vllm_loop
+from raypo.serving import gauges
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_loop import Serving, VllmLoop
 from raypo.serving.vllm_requests import completion_of
+from tests.stand_in_vllm import FlatLogprobs, Pause, StandIn, in_place_of_vllm
 from tests.stand_ins import versions_of
 
 SOON_S = 10.0
 PROMPT = np.array([1], dtype=np.int32)
 
 
-class Pause(IntEnum):
-    UNPAUSED, PAUSED_ALL = 0, 2
-
-
-@dataclass
-class FlatLogprobs:
-    """The fields of vLLM's class that are read; `test_vllm_sources` looks for them there."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def append(self, token: int, log_prob: float) -> None:
-        self.token_ids.append(token)
-        self.logprobs.append(log_prob)
-
-
-class Request:
-    """Of the stand-in: its tokens are 0, 1, 2, ..., each with its number as its log-prob."""
-
-    def __init__(self, name: str, length: int) -> None:
-        self.num_preemptions = 0
-        self.external_req_id, self.length = name, length
-        self.ids: list[int] = []
-        self.detokenizer = SimpleNamespace(
-            output_token_ids=self.ids, num_output_tokens=lambda: len(self.ids)
-        )
-        self.logprobs_processor = SimpleNamespace(logprobs=FlatLogprobs())
-
-    def sample(self) -> None:
-        number = len(self.ids)
-        self.ids.append(number)
-        self.logprobs_processor.logprobs.append(number, -number)
-
-
-class StandIn:
-    """What the thread asks of a `vllm.LLM`; every call fails in another thread than the first."""
-
-    def __init__(self, *, ahead: bool = False, max_num_seqs: int = 3) -> None:
-        self.numbers = itertools.count()
-        self.requests: dict[str, Request] = {}
-        self.entered: list[list[str]] = []
-        self.thread = threading.current_thread()
-        self.ahead = ahead
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs))
-        self.scheduler = SimpleNamespace(
-            requests={},
-            kv_cache_manager=SimpleNamespace(usage=0.0),
-            set_pause_state=lambda state: setattr(self, "pause", state),
-        )
-        self.core = SimpleNamespace(scheduler=self.scheduler, batch_queue=[] if ahead else None)
-        self.pause = Pause.UNPAUSED
-        self.llm_engine = SimpleNamespace(
-            vllm_config=config,
-            output_processor=SimpleNamespace(request_states=self.requests),
-            engine_core=SimpleNamespace(engine_core=self.core),
-            step=self.step,
-            abort_request=self.abort_request,
-        )
-
-    def enqueue(self, prompts: list, params: list[SamplingRequest], **_: Any) -> list[str]:
-        assert threading.current_thread() is self.thread
-        names = [str(next(self.numbers)) for _ in prompts]
-        self.entered.append(names)
-        for name, request in zip(names, params, strict=True):
-            self.requests[f"{name}-x"] = Request(name, request.max_new_tokens)
-            self.scheduler.requests[f"{name}-x"] = self.requests[f"{name}-x"]
-        return [f"{name}-x" for name in names]
-
-    def step(self) -> list[Any]:
-        """A token of each; where vLLM is ahead, of those that were there one step before."""
-        assert threading.current_thread() is self.thread
-        batch = [] if self.pause is Pause.PAUSED_ALL else list(self.requests)
-        if self.ahead:
-            self.core.batch_queue.insert(0, batch)
-            if len(self.core.batch_queue) < 2 and self.pause is Pause.UNPAUSED:
-                return []
-            batch = self.core.batch_queue.pop()
-            self.core.batch_queue = [each for each in self.core.batch_queue if each]
-        finished = []
-        for name in batch:
-            if name in self.requests:
-                request = self.requests[name]
-                request.sample()
-                if len(request.ids) == request.length:
-                    self.forget(name)
-                    said = SimpleNamespace(
-                        token_ids=request.ids,
-                        logprobs=request.logprobs_processor.logprobs,
-                        finish_reason="length",
-                    )
-                    output = SimpleNamespace(
-                        finished=True, request_id=request.external_req_id, outputs=[said]
-                    )
-                    finished.append(output)
-        return finished
-
-    def abort_request(self, names: list[str], internal: bool) -> None:
-        assert threading.current_thread() is self.thread
-        assert internal
-        for name in names:
-            self.forget(name)
-
-    def forget(self, name: str) -> None:
-        del self.requests[name], self.scheduler.requests[name]
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        if reset_running_requests:
-            self.preempt_all()
-        return reset_running_requests or not self.requests
-
-    def preempt_all(self) -> None:
-        for request in self.requests.values():
-            request.num_preemptions += 1
-
-
 @pytest.fixture(autouse=True)
-def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_loop, "sampling_params", lambda request: request)
-    interface = SimpleNamespace(PauseState=Pause)
-    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.interface", interface)
+def no_vllm() -> Iterator[None]:
+    with in_place_of_vllm():
+        yield
 
 
 @pytest.fixture
@@ -249,19 +131,6 @@ def test_what_a_pause_restarts_enters_again_at_its_place_while_others_still_run_
         assert set(versions_of(done)) <= {2}, "sampled from its first token"
         assert done.token_ids.tolist() == list(range(len(done.token_ids)))
     loop.close()
-
-
-def test_what_nobody_waits_for_any_more_is_given_back() -> None:
-    loop = VllmLoop(partial(StandIn, max_num_seqs=2), Serving(version=1), max_waiting=8)
-    asked = loop.submit([ask(10**9)] * 3, alone=False)
-    until(lambda: loop.call(lambda: len(loop._running)) == 2)
-    running, stays, waits = [each for each in asked]
-    for left in (waits, running):
-        assert not left.cancel(), "it is answered all the same"
-        assert left.result(SOON_S).finish_reason == "cancelled"
-    assert (len(waits.result().token_ids), stays.done()) == (0, False)
-    loop.close()
-    assert not stays.cancel()
 
 
 def test_a_probe_does_not_wait_for_a_response_to_end_where_all_places_are_taken() -> None:
