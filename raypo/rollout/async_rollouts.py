@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -139,8 +140,15 @@ class AsyncRollouts:
             workers=workers.beside(),
         )
 
-    def begin(self, *, last_step: int) -> None:
-        """Start to sample for the steps after `last_step`, whose weights the engines hold."""
+    def begin(self, *, last_step: int, at_end: ExitStack | None = None) -> None:
+        """Start to sample for the steps after `last_step`, whose weights the engines hold.
+
+        Args:
+            last_step: The last completed step.
+            at_end: Callbacks of the run's end, one of which stops sampling.
+        """
+        if at_end is not None:
+            at_end.callback(self.close)
         self._version = self._last_step = last_step
         self._filling = last_step + len(self._batches)
         self._front = self._drawn

@@ -21,7 +21,7 @@ from raypo.config import RewardSection, SamplingSection
 from raypo.data.stop_tokens import without_end
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
-from raypo.rollout.dispatch import dispatch
+from raypo.rollout.dispatch import all_completions, engine_batches
 from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
@@ -188,25 +188,31 @@ class Sampler:
         groups = _Groups(
             draws, sampling.samples_per_prompt, self.tokenizer, sampling.stop_token_ids, on_rollouts
         )
-        send = partial(
-            dispatch,
+        batches_of = partial(
+            engine_batches,
             engines=self.engines,
             sharing=workers if self.shares_engines else None,
             on_completion=groups.add if on_rollouts else None,
         )
-        completions: list[Completion] | None = None
-        try:
-            completions = send(requests)
-        except NoReplicaLeft:
-            if self.push_again is None:
-                raise
-        again = self.push_again
-        if again is not None and again.workers.sum(as_tensor(completions is None)):
+        left, again = requests, self.push_again
+        completions: list[Completion] = []
+        while True:
+            is_lost = False
+            try:
+                sent = [
+                    each.engine.generate(each.requests, each.on_completion, each.shared)
+                    for each in batches_of(left)
+                ]
+                completions = all_completions(sent) or completions
+            except NoReplicaLeft:
+                if again is None:
+                    raise
+                is_lost = True
+            if again is None or not again.workers.sum(as_tensor(is_lost)):
+                return groups.all_of(completions)
             again.push()
-            # Workers that have their completions take part with no request: all dispatch together.
-            retried = send(requests if completions is None else [])
-            completions = retried if completions is None else completions
-        return groups.all_of(completions or [])
+            # Workers that have their completions take part with no request: all sample together.
+            left = requests if is_lost else []
 
 
 @dataclass

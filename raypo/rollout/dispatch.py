@@ -1,28 +1,38 @@
-"""Dispatch sampling requests to engines, optionally as one batch that several workers share.
-
-Concurrency. The calling thread sends one call to each of this worker's engines and waits for the
-values. The callback for early completions runs in other threads (`EngineClient`).
-"""
+"""Split a worker's requests over its engines, optionally as batches that several workers share."""
 
 from __future__ import annotations
 
 import uuid
-from concurrent.futures import Future
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from raypo.collectives import Workers
 from raypo.deployment.spec import SharedCall
-from raypo.serving.client import Engines, OnCompletion
+from raypo.serving.client import Completions, Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 
 
-def dispatch(
-    requests: list[SamplingRequest],
+@dataclass(frozen=True)
+class EngineBatch:
+    """The requests that one engine samples together."""
+
+    engine: Engines
+    requests: Sequence[SamplingRequest]
+    """Those of all workers if the batch is shared, else this worker's."""
+    shared: SharedCall | None
+    on_completion: OnCompletion | None
+    """Callback for this worker's part of the batch."""
+
+
+def engine_batches(
+    requests: Sequence[SamplingRequest],
     engines: Engines,
     *,
     sharing: Workers | None = None,
     on_completion: OnCompletion | None = None,
-) -> list[Completion]:
-    """Split the requests evenly over this worker's engines, and wait for all completions.
+) -> list[EngineBatch]:
+    """Split the requests evenly over this worker's engines, in their order.
 
     Args:
         requests: This worker's requests.
@@ -30,46 +40,46 @@ def dispatch(
         sharing: Workers that may use the same engines. Each engine then samples the requests of all
             workers as one batch, and all of them call this together. None means one batch per
             worker.
-        on_completion: Gets completions that are ready before others of their engine's batch.
+        on_completion: Callback for early completions, by the index among `requests`.
 
     Returns:
-        One completion for each request, in the order given.
-
-    Raises:
-        NoReplicaLeft: no engine is left that holds the weights.
+        The batches in which this worker has requests.
     """
     own = engines.per_engine()
     size = -(-len(requests) // len(own))
-    batches = [requests[i * size : (i + 1) * size] for i in range(len(own))]
+    parts = [requests[i * size : (i + 1) * size] for i in range(len(own))]
     # Each worker sends the whole batch under one id, and the engine samples it once, in the order
     # of ranks, whichever call arrives first. So each worker can detect a lost engine by itself, and
     # none has to forward completions to another.
-    of_workers: list[tuple[str, dict[tuple[int, ...], list[SamplingRequest]]]] = []
+    of_workers: list[tuple[str, dict[tuple[int, ...], Sequence[SamplingRequest]]]] = []
     if sharing is not None:
-        by_engine = {one.preferred: batch for one, batch in zip(own, batches, strict=True)}
+        by_engine = {one.preferred: part for one, part in zip(own, parts, strict=True)}
         of_workers = sharing.gather((uuid.uuid4().hex, by_engine))
-    sent: list[Future[list[Completion]]] = []
-    for i, (one, batch) in enumerate(zip(own, batches, strict=True)):
-        if not batch:
+    batches = []
+    for i, (one, part) in enumerate(zip(own, parts, strict=True)):
+        if not part:
             continue
-        whole, shared = batch, None
+        whole, shared = part, None
         if sharing is not None:
-            parts = [theirs.get(one.preferred, []) for _, theirs in of_workers]
-            whole = [each for part in parts for each in part]
-            first = sum(map(len, parts[: sharing.rank]))
-            part = tuple(range(first, first + len(batch)))
-            shared = SharedCall(f"{of_workers[0][0]}:{one.preferred}", part)
-        sent.append(one.generate(whole, _shifted(on_completion, i * size), shared))
+            of_ranks = [theirs.get(one.preferred, []) for _, theirs in of_workers]
+            whole = [request for theirs in of_ranks for request in theirs]
+            first = sum(map(len, of_ranks[: sharing.rank]))
+            indices = tuple(range(first, first + len(part)))
+            shared = SharedCall(f"{of_workers[0][0]}:{one.preferred}", indices)
+        report = on_completion and partial(_shifted, on_completion, i * size)
+        batches.append(EngineBatch(one, whole, shared, report))
+    return batches
+
+
+def _shifted(on_completion: OnCompletion, first: int, index: int, completion: Completion) -> None:
+    on_completion(first + index, completion)
+
+
+def all_completions(sent: Sequence[Completions]) -> list[Completion]:
+    """Wait for all completions, in their order; if one batch fails, cancel the others."""
     try:
-        return [completion for completions in sent for completion in completions.result()]
+        return [completion for batch in sent for completion in batch.result()]
     except BaseException:
-        for completions in sent:
-            completions.cancel()
+        for batch in sent:
+            batch.cancel()
         raise
-
-
-def _shifted(on_completion: OnCompletion | None, first: int) -> OnCompletion | None:
-    """Return the callback for a batch whose first request has this index among all requests."""
-    if on_completion is None:
-        return None
-    return lambda index, completion: on_completion(first + index, completion)

@@ -14,7 +14,7 @@ from raypo.concurrency import daemon_future
 from raypo.data.stream import Draw
 from raypo.deployment.spec import SharedCall
 from raypo.rollout.collect import Sampler, Sampling
-from raypo.rollout.dispatch import dispatch
+from raypo.rollout.dispatch import all_completions, engine_batches
 from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
@@ -67,6 +67,13 @@ class Engines:
         raise AssertionError("a synchronous worker sends batches")
 
 
+def sampled(requests: list[SamplingRequest], engines: client.Engines, **options: Any):
+    batches = engine_batches(requests, engines, **options)
+    return all_completions(
+        [each.engine.generate(each.requests, each.on_completion, each.shared) for each in batches]
+    )
+
+
 def seeds(answers: Sequence[Completion]) -> list[int]:
     return [int(each.token_ids[0]) for each in answers]
 
@@ -74,7 +81,7 @@ def seeds(answers: Sequence[Completion]) -> list[int]:
 def together(workers: Workers, fleet: Fleet, own: Sequence[tuple[int, ...]], count: int):
     """Each worker asks for as many responses as its rank says, and `count` more."""
     requests = [request(10 * workers.rank + number) for number in range(workers.rank + count)]
-    answers = dispatch(requests, Engines(fleet, own[workers.rank]), sharing=workers)
+    answers = sampled(requests, Engines(fleet, own[workers.rank]), sharing=workers)
     assert seeds(answers) == [each.seed for each in requests]
     return len(answers)
 
@@ -151,4 +158,4 @@ def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_
 def test_who_does_not_listen_is_told_nothing_and_gets_all():
     engine = Slow(has_ended=threading.Event())
     engine.has_ended.set()
-    assert seeds(dispatch([request(n) for n in range(3)], engine)) == [200, 201, 202]
+    assert seeds(sampled([request(n) for n in range(3)], engine)) == [200, 201, 202]
