@@ -71,9 +71,17 @@ def check_inputs(
         check_labels(config)
     if isinstance(config, PPOConfig):
         notes += _notes_on_ppo(config)
+    _check_every_size(config)
     if on_this_machine:
         _check_cpus(config)
     return notes
+
+
+def _check_every_size(config: AnyConfig) -> None:
+    """Refuse an elastic run that could not go on with one of its numbers of workers."""
+    learner = config.learner
+    for count in range(learner.min_workers or learner.num_workers, learner.num_workers):
+        config.with_workers(count)
 
 
 def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) -> None:
@@ -123,7 +131,7 @@ def _check_cpus(config: Any) -> None:
     if config.cluster.address or os.environ.get("RAY_ADDRESS") or is_connected:
         return
     learner, cores = config.learner, cpu_count()
-    workers = worker_bundles(config, use_gpu=False)
+    workers = worker_bundles(config, use_gpu=False)[: learner.min_workers]
     if len(place(workers, [{"CPU": cores}], "PACK")) < len(workers):
         cores_needed = len(workers) * learner.cpus_per_worker
         raise ConfigError(
