@@ -71,17 +71,29 @@ def check_inputs(
         check_labels(config)
     if isinstance(config, PPOConfig):
         notes += _notes_on_ppo(config)
-    _check_every_size(config)
+    notes += _notes_on_elastic(config)
     if on_this_machine:
         _check_cpus(config)
     return notes
 
 
-def _check_every_size(config: AnyConfig) -> None:
-    """Refuse an elastic run that could not go on with one of its numbers of workers."""
+def _notes_on_elastic(config: AnyConfig) -> list[str]:
+    """Return a note if a lost worker ends an elastic run.
+
+    Raises:
+        ConfigError: the run could not go on with one of its numbers of workers.
+    """
     learner = config.learner
-    for count in range(learner.min_workers or learner.num_workers, learner.num_workers):
+    if learner.min_workers is None:
+        return []
+    for count in range(learner.min_workers, learner.num_workers):
         config.with_workers(count)
+    if config.max_failures:
+        return []
+    return [
+        f"learner.min_workers ({learner.min_workers}): the run goes on with fewer workers only if "
+        f"max_failures, which is 0, allows for as many losses; give it a number, or -1 for any"
+    ]
 
 
 def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from raypo.config import ConfigError
-from raypo.ray_internals import CHECKPOINTS
+from raypo.ray_internals import CHECKPOINTS, checkpoint_list
 from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import BEST, RunFiles
 
@@ -111,13 +111,57 @@ def no_whole_checkpoint(damaged: Mapping[str, str], run: RunFiles) -> DamagedChe
         run: The run that resumes.
     """
     lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())
-    names = [name for name in run.names() if name.startswith("checkpoint_")]
-    others = {below(run.location, name) for name in names} - damaged.keys()
+    others = {below(run.location, name) for name in _folders(run)} - damaged.keys()
     remedy = f"Set from_checkpoint to {max(others)}" if others else "Restore them from a copy"
     return DamagedCheckpointError(
         f"{run.location}: no checkpoint is whole:{lines}\n{remedy}, or start over (--fresh; in "
         f"Python fresh=True)."
     )
+
+
+def mend_list(files: RunFiles) -> str | None:
+    """Rewrite Ray Train's list of checkpoints if it is cut short or names folders that are gone.
+
+    Ray Train writes the list in place, so a kill or a full disk may cut it short. It would not
+    start with such a list, nor with one that names a missing folder.
+
+    Args:
+        files: Folder of a run that is about to resume.
+
+    Returns:
+        A message if the list was rewritten.
+
+    Raises:
+        DamagedCheckpointError: no checkpoint is left.
+    """
+    if (content := files.read(CHECKPOINTS)) is None:
+        return None
+    found = _folders(files)
+    try:
+        results = json.loads(content)["checkpoint_results"]
+        listed = [(each["checkpoint_dir_name"], each["metrics"]) for each in results]
+        kept = [(name, metrics) for name, metrics in listed if name in found]
+        if len(kept) == len(listed):
+            return None
+        gone = ", ".join(sorted({name for name, _ in listed} - found))
+        problem = f"checkpoints of it are missing: {gone}"
+    except ValueError:
+        states = {name: checkpoint_state(below(files.location, name)) for name in found}
+        steps = {name: state["step"] for name, state in states.items() if "step" in state}
+        kept = [
+            (name, {**states[name]["metrics"], "step": steps[name]})
+            for name in sorted(steps, key=lambda name: steps[name])
+        ]
+        problem = "it is cut short"
+    if not kept:
+        raise no_whole_checkpoint({CHECKPOINTS: problem}, files)
+    files.write(CHECKPOINTS, checkpoint_list(kept))
+    files.sync()
+    return f"warning: {CHECKPOINTS} was written anew, because {problem}"
+
+
+def _folders(run: RunFiles) -> set[str]:
+    return {name for name in run.names() if name.startswith("checkpoint_")} - {CHECKPOINTS}
 
 
 def checkpoint_state(checkpoint: str) -> dict[str, Any]:

@@ -240,6 +240,10 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
     run = given or RunConfig()
     failure = run.failure_config or FailureConfig()
     limit = failure.controller_failure_limit
+    # Up to 20 s after a node is lost, Ray's elastic policy counts its devices. A start on them ends
+    # after a minute, and the next one has fewer workers: so starts of an elastic run may fail.
+    if limit < 0 and not config.learner.is_elastic:
+        limit = CONTROLLER_FAILURE_LIMIT
     return dataclasses.replace(
         run,
         name=config.name,
@@ -251,7 +255,7 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
         failure_config=dataclasses.replace(
             failure,
             max_failures=config.max_failures,
-            controller_failure_limit=CONTROLLER_FAILURE_LIMIT if limit < 0 else limit,
+            controller_failure_limit=limit,
         ),
     )
 

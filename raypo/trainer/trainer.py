@@ -49,6 +49,7 @@ from raypo.ray_internals import is_driver, leave_out_callbacks
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
+from raypo.storage.checkpoints import mend_list
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
@@ -264,6 +265,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 dashboard_token(),
                 self._files.metrics(),
             )
+            if resumes and (mended := mend_list(self._files)):
+                console.message(mended)
             for change in accepted:
                 console.message(f"changed input, accepted: {change}")
             dedicated = self._start_dedicated(monitor, console.message)

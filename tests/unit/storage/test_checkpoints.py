@@ -1,11 +1,25 @@
 """Damage of a checkpoint's files is found; the checkpoint before it is the one to go on from."""
 
+import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from ray.train import Checkpoint, CheckpointConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from raypo.storage.checkpoints import MANIFEST, damages, digests, no_whole_checkpoint
+from raypo.ray_internals import CHECKPOINTS
+from raypo.storage.checkpoints import (
+    MANIFEST,
+    DamagedCheckpointError,
+    damages,
+    digests,
+    mend_list,
+    no_whole_checkpoint,
+)
 from raypo.storage.run_files import RunFiles
 
 NAMES = ["learner_0.pt", "policy_0.pt", "policy_1.pt", "run.json"]
@@ -71,3 +85,44 @@ def test_a_run_without_a_whole_checkpoint_is_told_which_and_what_to_do(tmp_path:
     assert f"Set from_checkpoint to {places[0]}, or start over (--fresh" in told
     told = str(no_whole_checkpoint(dict.fromkeys(places, "cut"), files))
     assert "Restore them from a copy, or start over (--fresh" in told
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("damage", ["cut short", "a folder is gone", "the newest is gone"])
+def test_ray_train_starts_with_what_is_left_of_its_list(tmp_path: Path, damage: str):
+    storage = StorageContext(str(tmp_path), "run")
+    files = RunFiles(str(tmp_path), "run")
+
+    async def save() -> None:
+        manager = CheckpointManager(CheckpointConfig(), storage)  # type: ignore[arg-type]
+        for step in (1, 2, 3):
+            folder = tmp_path / "run" / f"checkpoint_{4 - step}"
+            folder.mkdir(parents=True)
+            state = {"step": step, "metrics": {"x": 0.5}}
+            (folder / "run.json").write_text(json.dumps(state))
+            saved = Checkpoint(str(folder), storage.storage_filesystem)
+            metrics = {"step": step, "x": 0.5}
+            manager.register_checkpoint(_TrainingReport(saved, metrics, False))
+
+    asyncio.run(save())
+    assert mend_list(files) is None
+    if damage == "cut short":
+        files.write(CHECKPOINTS, (files.read(CHECKPOINTS) or b"")[:200])
+    else:
+        shutil.rmtree(tmp_path / "run" / f"checkpoint_{1 if damage == 'the newest is gone' else 2}")
+    told = mend_list(files)
+    assert told is not None
+    assert f"warning: {CHECKPOINTS} was written anew, because" in told
+    assert mend_list(files) is None
+
+    left = CheckpointManager(CheckpointConfig(), storage)  # type: ignore[arg-type]
+    latest = left.latest_checkpoint_result
+    assert latest is not None
+    wanted = 2 if damage == "the newest is gone" else 3
+    assert (latest.metrics["step"], latest.metrics["x"]) == (wanted, 0.5)
+    assert len(left.best_checkpoint_results) == (3 if damage == "cut short" else 2)
+
+    for folder in (tmp_path / "run").glob("checkpoint_?"):
+        shutil.rmtree(folder)
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint is whole"):
+        mend_list(files)
