@@ -235,7 +235,7 @@ def _has_gpus(config: RecipeConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
+def run_config_of(config: Any, given: RunConfig | None) -> RunConfig:
     """Return Ray's run config for the resolved config; other fields of `given` are kept."""
     run = given or RunConfig()
     failure = run.failure_config or FailureConfig()

@@ -253,9 +253,9 @@ def elastic() -> dict[str, Any]:
     messages: list[str] = []
     show = Console.message
 
-    def heard(console: Console, message: str) -> None:
-        messages.append(message)
-        show(console, message)
+    def heard(self: Console, text: str) -> None:
+        messages.append(text)
+        show(self, text)
 
     def wait_for(text: str, count: int) -> None:
         deadline = time.monotonic() + 150
@@ -299,11 +299,12 @@ def elastic() -> dict[str, Any]:
 
 def announce(node: str) -> None:
     """Tell Ray that the node goes in half a minute, as a provider of spot machines does."""
-    from ray._raylet import GcsClient
+    from ray import _raylet
     from ray.core.generated import autoscaler_pb2
 
-    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
-    reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    core: Any = _raylet
+    gcs = core.GcsClient(address=ray.get_runtime_context().gcs_address)
+    reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
     deadline_ms = int((time.time() + 30) * 1000)
     gcs.drain_node(node, reason, "a spot machine", deadline_ms)
 
