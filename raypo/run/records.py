@@ -216,20 +216,23 @@ class Records:
         # A reported checkpoint counts, so its rollouts must be stored first. Its models are
         # uploaded together with it.
         run.files.sync(models=False)
+        is_local = run.files.is_local
+        # Ray Train reports in order, so a synchronous report would wait for the upload before it.
+        # Trials report synchronously, or they would be ahead of Tune's decisions.
+        is_sync = is_local or run.runtime.is_trial
         if to_ray or checkpoint is not None:
-            told, is_local = metrics | clock.laps, run.files.is_local
             ray.train.report(
-                report_for_ray(step, told, run.config.checkpoint),
+                report_for_ray(step, metrics | clock.laps, run.config.checkpoint),
                 checkpoint=checkpoint,
-                # Ray Train reports in order: a synchronous report would wait for the upload.
                 checkpoint_upload_mode=CheckpointUploadMode.SYNC
-                if is_local
+                if is_sync
                 else CheckpointUploadMode.ASYNC,
                 checkpoint_upload_fn=_move_into_place
                 if is_local
                 else checkpoint and self.uploads.begin(step),
+                delete_local_checkpoint_after_upload=not is_local,
             )
-        if checkpoint is not None and run.files.is_local:
+        if checkpoint is not None and is_local:  # folders that are empty now
             shutil.rmtree(checkpoint.path, ignore_errors=True)
         clock.lap("time/report_s")
         write_spans(run.files, run.workers.rank, step, clock.spans, spans)
