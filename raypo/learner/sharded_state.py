@@ -19,8 +19,6 @@ from torch import Tensor
 from raypo.collectives import Workers
 from raypo.learner.state import write_tensors
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True)
 class Fragment:
@@ -94,13 +92,12 @@ def save_fragments(
     for index, fragment in enumerate(held):
         if fragment.is_on_every_worker and index % workers.count != workers.rank:
             continue
-        state = optimizer.state.get(fragment.owner, {})
         saved[fragment.name] = {
             "numel": fragment.numel,
             "start": fragment.start,
             "weight": fragment.of(fragment.owner),
-            **{key: fragment.of(state[key]) for key in _MOMENTS if key in state},
-            **({"step": state["step"]} if state else {}),
+            "moments": {key: fragment.of(moment) for key, moment in _moments(optimizer, fragment)},
+            "step": optimizer.state.get(fragment.owner, {}).get("step"),
         }
     write_tensors(path, saved)
 
@@ -132,21 +129,23 @@ def load_fragments(
             here = slice(first - fragment.start, last - fragment.start)
             there = slice(first - part["start"], last - part["start"])
             fragment.of(fragment.owner)[here].copy_(part["weight"][there])
-            if "step" not in part:  # AdamW has not updated it yet
+            if part["step"] is None:  # it has not been updated yet
                 continue
-            state = _state(optimizer, fragment.owner)
-            state["step"].fill_(max(state["step"].item(), part["step"].item()))
-            for key in _MOMENTS:
-                fragment.of(state[key])[here].copy_(part[key][there])
+            state = optimizer.state[fragment.owner]
+            # As AdamW creates it. A flat owner has one count for fragments that have one each.
+            count = state.setdefault("step", torch.zeros((), device=fragment.owner.device))
+            count.fill_(max(count.item(), part["step"].item()))
+            for key, moment in part["moments"].items():
+                whole = state.setdefault(key, torch.zeros_like(fragment.owner))
+                fragment.of(whole)[here].copy_(moment[there])
         if missing:
             raise RuntimeError(f"the state of {fragment.name} is missing or has another shape")
 
 
-def _state(optimizer: torch.optim.Optimizer, owner: Tensor) -> dict[str, Tensor]:
-    """Return AdamW's state of a tensor, created as AdamW itself creates it."""
-    state = optimizer.state[owner]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=owner.device)
-        for key in _MOMENTS:
-            state[key] = torch.zeros_like(owner, memory_format=torch.preserve_format)
-    return state
+def _moments(optimizer: torch.optim.Optimizer, fragment: Fragment) -> Iterator[tuple[str, Tensor]]:
+    for key, value in optimizer.state.get(fragment.owner, {}).items():
+        if key == "step":
+            continue
+        if value.numel() != fragment.owner.numel():
+            raise RuntimeError(f"{key} of {fragment.name} does not have the shape of its weights")
+        yield key, value

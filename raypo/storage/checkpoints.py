@@ -28,7 +28,7 @@ def find_checkpoint(place: str) -> str:
             checkpoint.
 
     Raises:
-        ConfigError: there is no checkpoint.
+        ConfigError: there is no checkpoint, or the run's list of them is cut short.
     """
     files = RunFiles.at(place)
     if files.read(STATE) is not None:
@@ -36,7 +36,13 @@ def find_checkpoint(place: str) -> str:
     run, step = files, None
     if files.name == BEST and (best := files.read(BEST_STEP)) is not None:
         run, step = RunFiles.at(parent_and_name(files.location)[0]), json.loads(best)["step"]
-    snapshot = json.loads(run.read(CHECKPOINTS) or b"{}")
+    try:
+        snapshot = json.loads(run.read(CHECKPOINTS) or b"{}")
+    except ValueError:
+        raise ConfigError(
+            f"from_checkpoint ({place}): {CHECKPOINTS} of it is cut short. Name one of its "
+            f"folders: {', '.join(sorted(_folders(run)))}."
+        ) from None
     listed: list[dict[str, Any]] = snapshot.get("checkpoint_results", [])
     wanted = [snapshot.get("latest_checkpoint_result")]
     if step is not None:

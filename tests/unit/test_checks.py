@@ -340,6 +340,9 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
     (best / "best.json").write_text('{"step": 2}')
     with pytest.raises(ConfigError, match="the checkpoint of step 2 is gone"):
         beginning(values, best)
+    (checkpoint.parent / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_res')
+    with pytest.raises(ConfigError, match=r"is cut short. Name one of its folders: checkpoint_a\."):
+        beginning(values, checkpoint.parent)
     with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): no checkpoint is there"):
         beginning(values, checkpoint.parent.parent / "nowhere")
 
