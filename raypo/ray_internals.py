@@ -74,6 +74,36 @@ def checkpoint_folder(storage: Any, name: str) -> str:
     return storage.build_checkpoint_path_from_name(name)
 
 
+def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
+    """Return the content of `CHECKPOINTS` for these checkpoints; the last step's is the newest.
+
+    Args:
+        kept: Name of the folder and reported metrics, with `step`, in ascending order of score.
+    """
+    from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+        _CheckpointManagerState,
+        _TrainingResultState,
+    )
+
+    results = [
+        _TrainingResultState(checkpoint_dir_name=name, metrics=dict(metrics))
+        for name, metrics in kept
+    ]
+    by_step = sorted(results, key=lambda each: each.metrics["step"])
+    state = _CheckpointManagerState(
+        checkpoint_results=results,
+        checkpoint_report_indices=[by_step.index(each) for each in results],
+        latest_checkpoint_result=by_step[-1],
+        pending_training_results=[],
+        pending_validation_specs=[],
+        current_report_index=len(results),
+        validated_checkpoint_dir_names=[],
+        timed_out_validation_checkpoint_dir_names=[],
+        failed_validation_checkpoint_dir_names=[],
+    )
+    return state.json().encode()
+
+
 def check_shared(storage: Any) -> None:
     """Refuse a run's folder that this node does not share with the others, as Ray Train does.
 

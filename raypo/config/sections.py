@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
@@ -243,7 +243,12 @@ class WorkersSection(Config):
     section = "learner."
 
     num_workers: int = Field(default=1, ge=1)
-    """Number of Ray Train workers."""
+    """Number of Ray Train workers. `[low, high]` makes the run elastic: it sets `min_workers` to
+    low and this key to high."""
+    min_workers: int | None = Field(default=None, ge=1)
+    """Fewest workers with which the run starts, and goes on when nodes are lost. It grows up to
+    `num_workers` as soon as there is room. Each change restarts the workers from the last
+    checkpoint. null means that all `num_workers` are needed."""
     use_gpu: bool | Literal["auto"] = "auto"
     """Use GPUs. auto: if the cluster has any."""
     cpus_per_worker: int = Field(default=1, ge=1)
@@ -285,6 +290,19 @@ class WorkersSection(Config):
     several workers with GPUs. `zero_optimization.offload_optimizer` needs stage 1 to 3 and
     `zero_optimization.offload_param` stage 3; their device is cpu."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _split_range(cls, values: Any) -> Any:
+        count = values.get("num_workers") if isinstance(values, Mapping) else None
+        if isinstance(count, list | tuple) and len(count) == 2:
+            return {**values, "min_workers": count[0], "num_workers": count[1]}
+        return values
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the number of workers may change during the run."""
+        return self.min_workers is not None
+
     @property
     def microbatch_tokens(self) -> int:
         """`max_tokens_per_microbatch` in tokens; 4096 while it is auto."""
@@ -297,6 +315,11 @@ class WorkersSection(Config):
         return self.num_workers
 
     def _problems(self) -> Iterator[str]:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            yield (
+                f"learner.min_workers ({self.min_workers}): must be at most learner.num_workers "
+                f"({self.num_workers}). Set it lower."
+            )
         if self.lr_schedule == "constant":
             why = "learner.lr_schedule is constant"
             yield from self._idle("lr_floor", why, "set learner.lr_schedule to linear or cosine")
@@ -390,6 +413,14 @@ class LearnerSection(WorkersSection):
     def total_workers(self) -> int:
         """Number of all learner workers, of the policy and of the critic."""
         return self.num_workers + self.critic_workers
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.is_elastic and self.critic_workers:
+            yield (
+                f"learner.critic_workers ({self.critic_workers}): needs a fixed number of workers, "
+                f"and learner.min_workers is {self.min_workers}. Set one of them to its default."
+            )
 
 
 class Periodic(Config):

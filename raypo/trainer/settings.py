@@ -80,13 +80,6 @@ def check_arguments(
         raise ConfigError(
             "ScalingConfig.use_tpu (True): raypo runs on CPUs and GPUs. Leave it out."
         )
-    if scaling is not None and scaling.elasticity_enabled:
-        raise ConfigError(
-            f"ScalingConfig.num_workers ({scaling.num_workers}): a run keeps its number of "
-            f"workers, because a checkpoint is of as many, so elastic training does not work. Set "
-            f"it to one number, like {max(scaling.max_workers, 1)}; with max_failures a run whose "
-            f"worker is lost goes on by itself, once there is room for all of them."
-        )
     if run is not None and run.storage_filesystem is not None:
         raise ConfigError(
             f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): metrics and "
@@ -150,7 +143,10 @@ def resolve(
     """Merge Python's arguments into the config, and validate it again as a whole."""
     values: dict[str, Any] = config.model_dump()
     if scaling is not None:
-        values["learner"]["num_workers"] = _without_the_critics(scaling.num_workers, config)
+        values["learner"]["num_workers"] = _without_the_critics(scaling.max_workers, config)
+        values["learner"]["min_workers"] = (
+            scaling.min_workers if scaling.elasticity_enabled else None
+        )
         values["learner"]["use_gpu"] = scaling.use_gpu
         if scaling.placement_strategy != ScalingConfig().placement_strategy:
             values["placement"]["strategy"] = scaling.placement_strategy
@@ -177,7 +173,7 @@ def resolve(
     return type(config).parse(values, origin="trainer")
 
 
-def _without_the_critics(count: Any, config: Any) -> int:
+def _without_the_critics(count: int, config: Any) -> int:
     """Return `learner.num_workers`; Ray's scaling config also counts the critic's own workers."""
     apart = config.learner.total_workers - config.learner.num_workers
     if count <= apart:
@@ -203,7 +199,9 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
     use_gpu = _has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
     if learner.use_gpu is True and not _has_cluster(config):
         check_driver(gpus=this_machine()[0].gpus, use_gpu=True)
-    scaling = given or ScalingConfig(num_workers=learner.total_workers, use_gpu=use_gpu)
+    count = learner.total_workers
+    wanted = (learner.min_workers, count) if learner.is_elastic else count
+    scaling = given or ScalingConfig(num_workers=wanted, use_gpu=use_gpu)
     return dataclasses.replace(
         scaling,
         resources_per_worker=scaling.resources_per_worker
@@ -230,11 +228,15 @@ def _has_gpus(config: RecipeConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
+def run_config_of(config: Any, given: RunConfig | None) -> RunConfig:
     """Return Ray's run config for the resolved config; other fields of `given` are kept."""
     run = given or RunConfig()
     failure = run.failure_config or FailureConfig()
     limit = failure.controller_failure_limit
+    # Up to 20 s after a node is lost, Ray's elastic policy counts its devices. A start on them ends
+    # after a minute, and the next one has fewer workers: so starts of an elastic run may fail.
+    if limit < 0 and not config.learner.is_elastic:
+        limit = CONTROLLER_FAILURE_LIMIT
     return dataclasses.replace(
         run,
         name=config.name,
@@ -246,6 +248,6 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
         failure_config=dataclasses.replace(
             failure,
             max_failures=config.max_failures,
-            controller_failure_limit=CONTROLLER_FAILURE_LIMIT if limit < 0 else limit,
+            controller_failure_limit=limit,
         ),
     )

@@ -49,6 +49,7 @@ from raypo.ray_internals import is_driver, leave_out_callbacks
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
+from raypo.storage.checkpoints import mend_list
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
@@ -129,9 +130,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             peft_config: `model.lora`: peft's LoraConfig, or a mapping of these keys.
             ref_model: `model.reference`, like `model`.
             callbacks: Functions of a `StepView` that are called after each step, or `file.py:name`.
-            scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` override
-                the `learner` section, its strategy overrides `placement.strategy`. Ray's default is
-                `use_gpu=False`: pass True for GPUs, or leave the argument out.
+            scaling_config: Its `num_workers` (a number, or the lowest and the highest one),
+                `use_gpu` and CPUs of `resources_per_worker` override the `learner` section, its
+                strategy overrides `placement.strategy`. Ray's default is `use_gpu=False`: pass True
+                for GPUs, or leave the argument out.
             run_config: Its `name`, `storage_path`, `failure_config` (`max_failures`) and
                 `checkpoint_config` (`num_to_keep`: `checkpoint.keep`, `checkpoint_score_attribute`
                 and `_order`: `checkpoint.best_by` and `best_mode`) override the config's. Values
@@ -266,6 +268,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 dashboard_token(),
                 self._files.metrics(),
             )
+            if resumes and (mended := mend_list(self._files)):
+                console.message(mended)
             for change in accepted:
                 console.message(f"changed input, accepted: {change}")
             dedicated = self._start_dedicated(monitor, console.message)
@@ -419,8 +423,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """The config, typed for the plan, which accepts all recipes."""
-        return self.config
+        """The config with the fewest workers, typed for the plan, which accepts all recipes."""
+        config: Any = self.config
+        fewest = config.learner.min_workers
+        return config if fewest is None else config.with_workers(fewest)
 
     @property
     def _worker_resources(self) -> dict[str, float]:
