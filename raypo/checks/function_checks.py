@@ -23,7 +23,11 @@ def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
     check_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
-    serving = {"reward.url": config.reward.url, "rollout.agent": config.rollout.agent}
+    serving = {
+        "reward.url": config.reward.url,
+        "reward.judge": config.reward.judge and config.reward.judge.model,
+        "rollout.agent": config.rollout.agent,
+    }
     for key in filter(serving.get, serving):
         require("serve", f"{key} ({serving[key]})")
     for key, spec in config.own_functions.items():
@@ -41,14 +45,15 @@ def _check_judged(config: OnlineConfig) -> None:
     """
     if config.reward.function is not None:
         check_function(config.reward.function)
-    judges = config.reward.function or config.model.reward or config.reward.url
+    reward = config.reward
+    judges = reward.function or config.model.reward or reward.url or reward.judge
     if judges or functions_of(config.data.prompts) or config.rollout.is_episodic:
         return
     if not isinstance(config, DistillationConfig):
         raise ConfigError(
             "reward.function (None): nothing judges the responses. Set it to file.py:name or "
-            "package.module:name, set model.reward or reward.url, or pass reward_fn to the "
-            "trainer."
+            "package.module:name, set model.reward, reward.url or reward.judge, or pass reward_fn "
+            "to the trainer."
         )
     if config.eval.prompts and not (config.eval.function or functions_of(config.eval.prompts)):
         raise ConfigError(

@@ -190,6 +190,7 @@ class OnlineConfig(RecipeConfig):
         judges = {
             "reward.function": self.reward.function,
             "reward.url": self.reward.url,
+            "reward.judge": self.reward.judge and self.reward.judge.model,
             "model.reward": self.model.reward,
             "data.prompts.function": next(iter(of_sources.values()), None),
         }
