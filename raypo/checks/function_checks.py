@@ -14,6 +14,7 @@ from raypo.config import (
     source_name,
 )
 from raypo.custom.loader import check_class, check_function
+from raypo.data.verifiers_environment import check_verifiers
 from raypo.extras import require
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 
@@ -27,14 +28,19 @@ def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
         "reward.url": config.reward.url,
         "reward.judge": config.reward.judge and config.reward.judge.model,
         "rollout.agent": config.rollout.agent,
+        "rollout.environment": config.rollout.verifiers,
     }
+    rollout = config.rollout
     for key in filter(serving.get, serving):
         require("serve", f"{key} ({serving[key]})")
     for key, spec in config.own_functions.items():
         check_function(spec, key=key)
+    if rollout.verifiers is not None:
+        key = "rollout.environment"
+        check_verifiers(rollout.verifiers, rollout.environment_args, key=key)
     for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
-        if (spec := getattr(config.rollout, key)) is not None:
-            arguments = getattr(config.rollout, f"{key}_args")
+        if (spec := getattr(rollout, key)) is not None and rollout.verifiers is None:
+            arguments = getattr(rollout, f"{key}_args")
             check_class(spec, methods, arguments, optional=OPTIONAL, key=f"rollout.{key}")
 
 
