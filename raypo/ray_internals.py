@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,21 @@ def check_shared(storage: Any) -> None:
         RuntimeError: this node does not see the folder's files.
     """
     storage._check_validation_file()
+
+
+@contextmanager
+def without_worker_output() -> Iterator[None]:
+    """Do not print the output of Ray's workers in this process, as with `log_to_driver=False`.
+
+    After the user's own `ray.init()`, Ray would print each line of them.
+    """
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+    handlers, dispatcher.handlers = dispatcher.handlers, []
+    try:
+        yield
+    finally:
+        dispatcher.handlers = handlers
 
 
 def leave_out_callbacks(trainer: TorchTrainer, names: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import pandas as pd
 import ray
@@ -25,6 +25,7 @@ from ray.train import ControllerError, FailureConfig, Result, RunConfig, Scaling
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from raypo.checks.function_checks import check_reward_function
 from raypo.checks.input_checks import check_inputs
 from raypo.checks.model_checks import check_models
 from raypo.checks.resume_checks import check_run_folder, is_finished
@@ -41,11 +42,11 @@ from raypo.cluster.resources import alive_nodes
 from raypo.cluster.run_monitor import start_monitor
 from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.concurrency import daemon_future
-from raypo.config import OnlineConfig, RecipeConfig
+from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
-from raypo.ray_internals import is_driver, leave_out_callbacks
+from raypo.ray_internals import is_driver, leave_out_callbacks, without_worker_output
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
@@ -74,6 +75,15 @@ AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 POLL_S = 0.2
 """Interval at which the driver polls the monitor for events."""
+_HABITS = {
+    "train": "Call fit(): it runs or resumes, and returns Ray Train's Result.",
+    "save_model": "A run saves the model itself: its folder has policy/.",
+    "save_pretrained": "A run saves the model itself: its folder has policy/.",
+    "push_to_hub": "Upload the folder policy/ of the run: `hf upload NAME runs/.../policy`.",
+    "evaluate": "Set eval.prompts, or call `raypo eval` with the run's folder.",
+    "add_callback": "Give callbacks=[function] to the trainer.",
+}
+"""Method of Hugging Face's trainers -> what to use here."""
 
 
 class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
@@ -92,7 +102,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def __init__(  # noqa: PLR0913 - the names that Hugging Face and Ray users know
         self,
         config: AnyConfig | Mapping[str, Any] | str | Path | None = None,
-        *,
+        *others: Any,
         model: Any = None,
         args: AnyConfig | Mapping[str, Any] | str | Path | None = None,
         train_dataset: Rows | str | Path | None = None,
@@ -117,6 +127,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             config: The whole run config, a mapping of its keys (nested, or dotted like
                 `{"learner.policy_lr": 1e-6}`), or the path of a run file. The arguments from
                 `model` to `callbacks` set keys of it; nothing else need be given.
+            others: Other positional arguments are refused.
             model: `model.policy`: a folder or hub id, or a transformers model, which is saved into
                 the run's folder together with `processing_class`.
             args: Another name of `config`.
@@ -153,6 +164,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             ConfigError: a file, a key, an argument or a combination is wrong.
         """
         kind: Any = type(self).config_class
+        if others:
+            raise ConfigError(
+                f"{type(self).__name__} ({1 + len(others)} positional arguments): only the config "
+                "may have no name. Write model=..., reward_funcs=..., args=..., train_dataset=..."
+            )
         check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
         arguments = Arguments(
             model=model,
@@ -176,6 +192,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         resolved = self._with_given(resolved)
         self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
         if self._reward_fn is not None:
+            check_reward_function(self._reward_fn, key="reward_funcs")
             check_columns(resolved, self._reward_fn, key="reward_funcs")
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
@@ -192,6 +209,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             run_config=self._run_config(run_config),
             **torch_trainer_arguments,
         )
+
+    if not TYPE_CHECKING:  # a type checker reports unknown attributes by itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse methods of Hugging Face's trainers with the counterpart."""
+            remedy = _HABITS.get(name, "There is no such attribute.")
+            raise AttributeError(f"{type(self).__name__}.{name}: {remedy}", name=name, obj=self)
 
     def fit(self) -> Result:
         """Run or resume training, or return the result of a finished run.
@@ -226,7 +250,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
             try:
-                return self._with_every_step(self._fit_watched())
+                with without_worker_output():
+                    return self._with_every_step(self._fit_watched())
             finally:
                 if connected_here:
                     ray.shutdown()

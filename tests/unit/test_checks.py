@@ -205,6 +205,22 @@ def test_a_reward_function_that_is_not_there_is_named(values: dict, tmp_path: Pa
     assert "Did you mean exact?" in refusal(values)
 
 
+def test_an_attribute_that_rollouts_lack_is_refused_with_its_line(values: dict, tmp_path: Path):
+    source = "def judge(rollouts):\n    return [float(len(each.completion)) for each in rollouts]\n"
+    (tmp_path / "judge.py").write_text(source)
+    values["reward"] = {"function": f"{tmp_path}/judge.py:judge"}
+    said = refusal(values)
+    assert "line 2 reads each.completion, and a rollout has no completion. It has prompt" in said
+    for accepted in (
+        source.replace("completion", "response"),
+        source.replace("\n", "\n    rollouts = mine(rollouts)\n", 1),
+        "import mine\n@mine.rows\n" + source,
+        source.replace("each.completion", "getattr(each, 'completion', each.completion)"),
+    ):
+        (tmp_path / "judge.py").write_text(accepted)
+        check_inputs(PPOConfig.parse(values))
+
+
 def test_more_workers_than_cores_are_refused_with_the_sum(values: dict):
     cores = cpu_count()
     values["learner"] = {"num_workers": 2, "cpus_per_worker": cores}
