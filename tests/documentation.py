@@ -52,6 +52,7 @@ NOT_RUN = {
     "raypo serve HuggingFaceTB": "it needs the hub",
     "raypo train examples/smollm2_judge": "it needs the hub",
     "raypo monitor": "it needs a Ray; a unit test runs it, and `raypo monitor --dashboard` is run",
+    "raypo monitor runs/": "it serves a page until Ctrl-C; unit tests and a slow one read the page",
     "ray metrics launch-prometheus": "it downloads Prometheus",
     "sbatch": "it needs Slurm",
     "kubectl": "it needs Kubernetes",
