@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
+from ray.autoscaler._private.fake_multi_node.node_provider import (
+    FAKE_HEAD_NODE_ID,
+    FakeMultiNodeProvider,
+)
 
 from tests.integration.task import REPOSITORY
 
@@ -83,13 +86,13 @@ def started_cluster(
         folder = Path(nodes.enter_context(short_folder()))
         # Ray keeps the address of what was started last below this folder.
         own = {"RAY_TMPDIR": str(folder)} | ({"HOME": str(home)} if home else WITHOUT_TOKEN)
-        arguments = [*head_arguments, f"--temp-dir={folder}/ray"]
+        arguments, of_head = [*head_arguments, f"--temp-dir={folder}/ray"], dict[str, str]()
         if autoscaler is not None:
             config = folder / "autoscaler.json"
             config.write_text(json.dumps(_autoscaler(autoscaler, address)))
             arguments.append(f"--autoscaling-config={config}")
-            own |= FAKE_NODES | (AUTOSCALER_V2 if version == "v2" else {})
-        nodes.enter_context(_node(head, arguments, folder / "head.log", own))
+            of_head |= FAKE_NODES | (AUTOSCALER_V2 if version == "v2" else {})
+        nodes.enter_context(_node(head, arguments, folder / "head.log", own | of_head))
         _wait_for(dashboard, head)
         for number, host in enumerate(others):
             log = folder / f"node_{number}.log"
@@ -108,13 +111,22 @@ def _autoscaler(node_types: Mapping[str, Any], address: str) -> dict[str, Any]:
         "max_workers": 8,
         "idle_timeout_minutes": 10,
         "provider": {
-            "type": "fake_multinode",
+            "type": "external",  # Ray's wheel lacks the default config of type fake_multinode
+            "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
             "gcs_address": address,
             "head_node_id": FAKE_HEAD_NODE_ID,
             "launch_multiple": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
         },
         "available_node_types": {"ray.head.default": head, **node_types},
         "head_node_type": "ray.head.default",
+        "upscaling_speed": 1.0,
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        "initialization_commands": [],
+        **{f"{who}setup_commands": [] for who in ("", "head_", "worker_")},
+        **{f"{who}_start_ray_commands": [] for who in ("head", "worker")},
     }
 
 

@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy(run: Path, prompt: str) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(run / "policy")
+    model: Any = AutoModelForCausalLM.from_pretrained(run / "policy")
     ids = AutoTokenizer.from_pretrained(run / "policy")(prompt, return_tensors="pt").input_ids
     with torch.no_grad():
         whole = model.generate(ids, max_new_tokens=6, do_sample=False)
