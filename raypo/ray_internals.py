@@ -7,6 +7,7 @@ imported inside functions, so that reading a run's files does not import it.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -162,6 +163,33 @@ def dashboard_address() -> str | None:
     if given := os.environ.get("RAY_OVERRIDE_DASHBOARD_URL"):
         return given
     return get_webui_url_from_internal_kv() or None
+
+
+def has_autoscaler() -> bool:
+    """Return whether the connected cluster has an autoscaler, which can add nodes.
+
+    Every Ray has the autoscaler's process; without a config it only mirrors the nodes, and names
+    the type of each after the node.
+    """
+    import ray
+    from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+    from ray.autoscaler._private.util import format_readonly_node_type
+    from ray.autoscaler.v2.sdk import get_cluster_status
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    types: Iterable[str]
+    if is_autoscaler_v2(fetch_from_server=True):
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        nodes = [*status.active_nodes, *status.idle_nodes]
+        types = [each.ray_node_type_name for each in nodes]
+    else:
+        report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
+        summary = report.get("autoscaler_report") or {}
+        types = [*summary.get("active_nodes", ()), *(summary.get("idle_nodes") or ())]
+    return not {*filter(None, types)} <= {
+        format_readonly_node_type(node["NodeID"]) for node in ray.nodes()
+    }
 
 
 def is_driver() -> bool:

@@ -56,6 +56,7 @@ NOT_RUN = {
     "python -m examples.verifiers_game": "it needs the package verifiers; a slow test runs it",
     "raypo train examples/verifiers_game": "it needs the package verifiers; a slow test runs it",
     "raypo monitor": "it needs a Ray; a unit test runs it, and `raypo monitor --dashboard` is run",
+    "raypo monitor runs/": "it serves a page until Ctrl-C; unit tests and a slow one read the page",
     "ray metrics launch-prometheus": "it downloads Prometheus",
     "sbatch": "it needs Slurm",
     "kubectl": "it needs Kubernetes",

@@ -358,6 +358,23 @@ class RunFiles:
             lock.release()
 
 
+def policy_of(model: str) -> tuple[str, Path | None]:
+    """Resolve a model's folder and its run's config.
+
+    Args:
+        model: Folder of a run, or of its best step, or of a model; or a hub id.
+
+    Returns:
+        policy: Folder or hub id of the model.
+        config: Path of the run's config, or None if `model` names no run.
+    """
+    run = Path(model).expanduser()
+    of_run = run.parent if run.name == BEST else run
+    if (of_run / "config.yaml").is_file() and (run / "policy").is_dir():
+        return str(run / "policy"), of_run / "config.yaml"
+    return model, None
+
+
 def _rollouts_name(step: int, held_out: bool) -> str:
     return f"{_ROLLOUTS}/{'held_out' if held_out else 'step'}_{step:05d}.parquet"
 

@@ -28,6 +28,9 @@ AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 CONTROLLER_FAILURE_LIMIT = 2
 """Limit on retries of a failed start. Ray's default retries without end."""
 
+ACCELERATOR_LABEL = "ray.io/accelerator-type"
+"""Label that Ray gives to nodes with accelerators."""
+
 RAY_RUN_NAME = "ray_train_run-"
 """Prefix of the names that RunConfig generates."""
 
@@ -150,6 +153,7 @@ def resolve(
         values["learner"]["use_gpu"] = scaling.use_gpu
         if scaling.placement_strategy != ScalingConfig().placement_strategy:
             values["placement"]["strategy"] = scaling.placement_strategy
+        values["placement"]["label_selector"] = _labels(config, scaling)
         resources: Any = scaling.resources_per_worker or {}
         cpus = resources.get("CPU")
         values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
@@ -171,6 +175,25 @@ def resolve(
     if reward_fn is not None:
         values["reward"]["function"] = _function_name(reward_fn)
     return type(config).parse(values, origin="trainer")
+
+
+def _labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
+    """Return `placement.label_selector` with the labels of Ray's scaling config."""
+    configured = vars(config)["placement"].label_selector
+    given = scaling.label_selector or {}
+    each = given if isinstance(given, list) else [given]
+    if any(selector != each[0] for selector in each):
+        raise ConfigError(
+            f"ScalingConfig.label_selector ({given}): Ray Train numbers its workers by node, so no "
+            f"selector can be for a certain worker. Give one mapping for all workers; by role "
+            f"placement.label_selector has one for each."
+        )
+    kind = scaling.accelerator_type
+    labels = {**each[0], **({ACCELERATOR_LABEL: kind} if kind else {})}
+    if not labels:
+        return configured
+    is_by_role = any(isinstance(selector, dict) for selector in configured.values())
+    return {**configured, "learner": labels} if is_by_role else labels
 
 
 def _without_the_critics(count: int, config: Any) -> int:
@@ -207,6 +230,8 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
         resources_per_worker=scaling.resources_per_worker
         or worker_resources(config, use_gpu=use_gpu),
         placement_strategy=config.placement.strategy,
+        label_selector=config.placement.labels_of("learner") or None,
+        accelerator_type=None,  # a label by now, which dedicated roles can have too
     )
 
 

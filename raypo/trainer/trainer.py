@@ -36,7 +36,7 @@ from raypo.cluster.connect import (
     dashboard_url,
     untold_environment,
 )
-from raypo.cluster.placement import lay_out, worker_bundles
+from raypo.cluster.placement import PlacementError, lay_out, worker_bundles
 from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.cluster.resources import alive_nodes
 from raypo.cluster.run_monitor import start_monitor
@@ -46,7 +46,12 @@ from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
-from raypo.ray_internals import is_driver, leave_out_callbacks, without_worker_output
+from raypo.ray_internals import (
+    has_autoscaler,
+    is_driver,
+    leave_out_callbacks,
+    without_worker_output,
+)
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
@@ -144,7 +149,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             scaling_config: Its `num_workers` (a number, or the lowest and the highest one),
                 `use_gpu` and CPUs of `resources_per_worker` override the `learner` section, its
                 strategy overrides `placement.strategy`. Ray's default is `use_gpu=False`: pass True
-                for GPUs, or leave the argument out.
+                for GPUs, or leave the argument out. Its `label_selector` and `accelerator_type`
+                override `placement.label_selector`.
             run_config: Its `name`, `storage_path`, `failure_config` (`max_failures`) and
                 `checkpoint_config` (`num_to_keep`: `checkpoint.keep`, `checkpoint_score_attribute`
                 and `_order`: `checkpoint.best_by` and `best_mode`) override the config's. Values
@@ -426,10 +432,21 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return False
 
     def _check_cluster(self) -> None:
-        """Refuse a run that the cluster can never place; Ray itself would wait without end."""
-        lay_out(
-            self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self._worker_resources
-        )
+        """Refuse a run that the cluster can never place; Ray itself would wait without end.
+
+        A cluster with an autoscaler may add nodes: there the reservation waits for them.
+        """
+        nodes = alive_nodes()
+        try:
+            lay_out(self._recipe, nodes, use_gpu=self._use_gpu, each_worker=self._worker_resources)
+        except PlacementError:
+            if not has_autoscaler():
+                raise
+            Console().message(
+                f"The nodes that the cluster has now ({len(nodes)}) do not hold this run. It waits "
+                f"until Ray's autoscaler has added nodes, up to "
+                f"{self.config.placement.timeout_s:g} s (placement.timeout_s)."
+            )
 
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
         """Wait until the learner workers' placement group fits, by reserving and removing one.

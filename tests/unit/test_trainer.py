@@ -93,6 +93,30 @@ def test_workers_of_a_critic_are_counted_by_ray_with_the_others():
         resolve(apart, ScalingConfig(num_workers=2), None)
 
 
+def test_labels_and_accelerator_types_from_python_reach_the_learners_bundles():
+    given = ScalingConfig(
+        num_workers=2,
+        use_gpu=True,
+        label_selector={"tier": "gold"},
+        accelerator_type="H100",
+        resources_per_worker={"CPU": 1, "GPU": 1},
+    )
+    labels = {"tier": "gold", "ray.io/accelerator-type": "H100"}
+    resolved = resolve(config(), given, None)
+    assert resolved.placement.label_selector == labels, "recorded, and for dedicated roles too"
+    scaling = scaling_of(resolved, given)
+    assert scaling.label_selector == labels
+    assert scaling.additional_resources_per_worker == {}, "the type is asked for once, as a label"
+    values = config().model_dump()
+    values["placement"] |= {"mode": "dedicated", "label_selector": {"engine": {"tier": "silver"}}}
+    apart = resolve(PPOConfig.parse(values), given, None).placement
+    assert apart.labels_of("learner") == labels
+    assert apart.labels_of("engine") == {"tier": "silver"}
+    each = ScalingConfig(num_workers=2, label_selector=[{"tier": "gold"}, {"tier": "silver"}])
+    with pytest.raises(ConfigError, match=r"^ScalingConfig.label_selector \(.*Give one mapping"):
+        resolve(config(), each, None)
+
+
 def test_elastic_workers_of_python_and_of_a_file_are_the_same():
     given = ScalingConfig(num_workers=(1, 4), elastic_resize_monitor_interval_s=5.0)
     of_python = resolve(config(), given, None)
