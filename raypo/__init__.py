@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RewardModelTrainer,
         SFTTrainer,
     )
+    from raypo.tuning.tuner import Tuner
     from raypo.types import Rollout
 
 _HOMES = {
@@ -41,6 +42,7 @@ _HOMES = {
     "raypo.run.callbacks": "StepView",
     "raypo.trainer": "DPOTrainer DistillationTrainer GRPOTrainer IterativeDPOTrainer PPOTrainer "
     "RejectionSamplingTrainer RewardModelTrainer SFTTrainer",
+    "raypo.tuning.tuner": "Tuner",
     "raypo.types": "Rollout",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

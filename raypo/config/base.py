@@ -298,7 +298,10 @@ def _values_set(config: RunFile) -> Iterator[tuple[str, Any]]:
     for name, field in type(config).model_fields.items():
         section = getattr(config, name)
         if not isinstance(section, Config):
-            if section != field.get_default(call_default_factory=True) or field.is_required():
+            default = field.get_default(call_default_factory=True)
+            if name == "recipe":
+                default = "ppo"  # the recipe of a file without the key
+            if section != default or field.is_required():
                 yield name, plain[name]
             continue
         for key in _leaves(section):
