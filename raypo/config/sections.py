@@ -139,10 +139,11 @@ class DataSection(Config):
 
     prompts: TrainedSources = Field(min_length=1)
     """Source of prompts, or a list of sources. A source is a file (jsonl, json, parquet, csv) by
-    path, pattern (data/*.jsonl, in the order of the names) or URI (s3://, gs://, file://, anything
-    that pyarrow opens), a folder that `save_to_disk` of `datasets` wrote, the id of a Hugging Face
-    data set, or a reasoning-gym task like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a
-    path, a source can be a mapping with the keys below, like {path, weight}."""
+    path, pattern (data/*.jsonl, in the order of the names) or URI (s3://, gs://, abfs://, hdfs://,
+    hf://, file://, and fsspec+ before a scheme of fsspec, like fsspec+sftp://), a folder that
+    `save_to_disk` of `datasets` wrote, the id of a Hugging Face data set, or a reasoning-gym task
+    like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a path, a source can be a mapping
+    with the keys below, like {path, weight}."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages, to which the chat template is
     applied. The list may be JSON text (in a csv file it must be)."""

@@ -52,6 +52,11 @@ _WRITTEN = re.compile(
 _ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
 
 
+def is_given(path: str) -> bool:
+    """Return whether a path or URI is a file of rows that were passed to a trainer in Python."""
+    return parent_and_name(parent_and_name(path)[0])[1] == GIVEN_ROWS
+
+
 class RunFiles:
     """Reads and writes the files of one run.
 

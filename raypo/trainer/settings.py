@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
-import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import ray
-import xxhash
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from raypo.cluster.connect import cluster_address, connect
@@ -25,16 +22,11 @@ from raypo.custom.loader import check_callable, imported_now, source_files
 from raypo.inputs import functions_of_user
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.checkpoints import SCORE
-from raypo.storage.folder import TEMPORARY, below
-from raypo.storage.run_files import GIVEN_ROWS, RunFiles
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 CONTROLLER_FAILURE_LIMIT = 2
 """Limit on retries of a failed start. Ray's default retries without end."""
-
-Rows = Any
-"""Sized iterable of mappings: a `datasets.Dataset`, a list of dicts."""
 
 RAY_RUN_NAME = "ray_train_run-"
 """Prefix of the names that RunConfig generates."""
@@ -43,10 +35,11 @@ _REFUSED = {
     "train_loop_per_worker": "the recipe is the loop. For a loop of your own use Ray's "
     "TorchTrainer; raypo.train_loop_per_worker runs under it.",
     "train_loop_config": "the first argument is the config of the loop. Change that one.",
-    "dataset_config": "no loop of raypo reads Ray Data. How prompts are drawn stands under data "
-    "and rollout.",
-    "validation_config": "no loop of raypo asks Ray Train for a validation. Held-out prompts are "
-    "judged by eval.prompts, eval.function and eval.every.",
+    "dataset_config": "every worker draws from whole data sets, in an order that depends on the "
+    "seed alone. Leave it out.",
+    "validation_config": "Ray Train validates a checkpoint apart from the run, and raypo's loops "
+    "evaluate the present weights between two steps. Set eval.every, and give held-out rows as "
+    "datasets={'eval': ...} or eval.prompts.",
     "metadata": "Ray Train has no place for it. Keep it beside the run folder.",
     "resume_from_checkpoint": "a run goes on by itself from the last checkpoint in its folder. "
     "Give the storage_path and name of the run.",
@@ -256,85 +249,3 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
             controller_failure_limit=CONTROLLER_FAILURE_LIMIT if limit < 0 else limit,
         ),
     )
-
-
-def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
-    """Refuse rows for an unknown key, and rows that can be read only once.
-
-    Raises:
-        ConfigError: a key or its rows are refused.
-    """
-    known = [key for key in kind.paths if key.startswith(("data.", "eval."))]
-    for key, rows in given.items():
-        if key not in known:
-            raise ConfigError(
-                f"datasets ({key}): its keys are those of the config whose place rows take: "
-                f"{', '.join(known)}."
-            )
-        if type(rows).__module__.startswith("ray.data"):
-            raise ConfigError(
-                f"datasets ({key}: ray.data.{type(rows).__name__}): rows are a datasets.Dataset or "
-                f"a list of dicts. Give rows.take_all(), or write it by write_parquet and name the "
-                f"files in {key}."
-            )
-        if isinstance(rows, str | Mapping) or not hasattr(rows, "__len__"):
-            raise ConfigError(
-                f"datasets ({key}: {type(rows).__name__}): rows are a datasets.Dataset or a list "
-                f"of dicts. What streams is written to files first (save_to_disk, write_parquet), "
-                f"and {key} names them."
-            )
-
-
-def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
-    """Write Python's rows into the run's folder, and return the config that names the files.
-
-    A file's name contains a hash of its content, so a run that resumes with other rows is refused.
-
-    Raises:
-        ConfigError: a row is no mapping, or JSON cannot represent it.
-    """
-    if not given:
-        return config
-    files = RunFiles(config.storage_path, config.name)
-    values = config.model_dump()
-    for key, rows in given.items():
-        section, _, name = key.partition(".")
-        values[section][name] = _write(key, rows, files)
-    files.sync()
-    return type(config).parse(values, origin="trainer")
-
-
-def _write(key: str, rows: Rows, files: RunFiles) -> str:
-    """Write rows as JSON lines, and return the path or URI."""
-    folder = files.folder / GIVEN_ROWS
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
-    content = xxhash.xxh3_64()
-    try:
-        with temporary.open("wb") as file:
-            for line in _lines(key, rows):
-                file.write(line)
-                content.update(line)
-        name = f"{key}-{content.hexdigest()}.jsonl"
-        os.replace(temporary, folder / name)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return below(files.location, GIVEN_ROWS, name)
-
-
-def _lines(key: str, rows: Rows) -> Iterator[bytes]:
-    for number, row in enumerate(rows, start=1):
-        try:
-            yield json.dumps(dict(row), ensure_ascii=False, default=_plain).encode() + b"\n"
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"datasets ({key}): row {number} cannot be written as JSON: {error}. Rows are "
-                f"mappings of texts, numbers, lists and mappings; leave other columns out."
-            ) from None
-
-
-def _plain(value: Any) -> Any:
-    """Convert NumPy values to lists and numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is in it")

@@ -53,14 +53,13 @@ from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
 from raypo.trainer.arguments import Arguments, Given, read_arguments, with_models
+from raypo.trainer.given_rows import Rows, with_rows
 from raypo.trainer.settings import (
-    Rows,
     check_arguments,
     check_not_started_by_import,
     resolve,
     run_config_of,
     scaling_of,
-    with_rows,
 )
 from raypo.trainer.watch import (
     advice,
@@ -107,6 +106,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         run_config: RunConfig | None = None,
         reward_fn: RewardFunction | None = None,
         datasets: Mapping[str, Rows] | None = None,
+        rows: Mapping[str, Rows] | None = None,
         fresh: bool = False,
         **torch_trainer_arguments: Any,
     ) -> None:
@@ -138,9 +138,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 equal to Ray's defaults count as not set.
             reward_fn: Reward function, for recipes that sample: (list[Rollout]) -> list[float], a
                 function or an object with `__call__`. Overrides `reward.function`.
-            datasets: Config key -> rows that replace its files, a `datasets.Dataset` or a list of
-                dicts: `{"data.prompts": rows, "eval.prompts": held_out}`. The rows are written into
-                the run's folder, and the resolved config names the files.
+            datasets: `{"train": rows, "eval": rows}`, as in Ray Train: a `ray.data.Dataset`, a
+                `datasets.Dataset` or a list of dicts, for `data.prompts` and `eval.prompts` (of DPO
+                `eval.pairs`). The rows are written into the run's folder one after the other, and
+                the resolved config names the files. A Ray Data set is executed once for that.
+            rows: Config key -> rows, like `datasets`: `{"eval.prompts": rows}`.
             fresh: Whether `fit` starts over and removes an existing run.
             torch_trainer_arguments: `torch_config`. Other arguments of TorchTrainer have no effect
                 and are refused.
@@ -163,6 +165,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             ref_model=ref_model,
             callbacks=callbacks,
             datasets=datasets,
+            rows=rows,
         )
         given: Given[Any] = read_arguments(kind, config, arguments, preset=type(self).preset)
         self._given, self._fresh = given, fresh
@@ -205,7 +208,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         with self._files.lock():
             if self._fresh:
                 self._files.remove()
-                self._with_given(self.config)  # `remove` has deleted these files too
+                self.config = self._with_given(self.config)  # `remove` has deleted these too
             self._check_folder()
             if is_finished(self._files, self.config):
                 Console().message(
@@ -234,7 +237,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _fit_watched(self) -> Result:
         self._check_cluster()
         # Each of these callbacks starts a process that imports ray.train, which takes seconds on a
-        # small machine. They are not needed: no recipe reads Ray Data, and `self._group_gc` removes
+        # small machine. They are not needed: no worker reads Ray Data, and `self._group_gc` removes
         # the placement groups of a run that was killed.
         leave_out_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
         self._tell_workers()
