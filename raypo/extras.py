@@ -11,8 +11,10 @@ EXTRAS = {
     "report": _REPORT,
     "serve": ("httpx", "starlette", "tenacity", "uvicorn"),
     "sweep": ("optuna", *_REPORT),  # a sweep ends with its page
+    "verifiers": ("verifiers", "openai"),
 }
-"""Extra -> the packages that it adds."""
+"""Extra -> the packages that it adds. Environments of verifiers also need the extra serve, for
+their endpoint."""
 
 
 def require(extra: str, use: str) -> None:

@@ -19,6 +19,7 @@ from raypo.config import (
     source_name,
 )
 from raypo.custom.loader import check_class, check_function, function_name, source_files
+from raypo.data.verifiers_environment import check_verifiers
 from raypo.extras import require
 from raypo.rewards.scoring import WeightedSum
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
@@ -30,14 +31,23 @@ def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
     check_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
-    serving = {"reward.url": config.reward.url, "rollout.agent": config.rollout.agent}
+    serving = {
+        "reward.url": config.reward.url,
+        "reward.judge": config.reward.judge and config.reward.judge.model,
+        "rollout.agent": config.rollout.agent,
+        "rollout.environment": config.rollout.verifiers,
+    }
+    rollout = config.rollout
     for key in filter(serving.get, serving):
         require("serve", f"{key} ({serving[key]})")
     for key, spec in config.own_functions.items():
         check_function(spec, key=key)
+    if rollout.verifiers is not None:
+        key = "rollout.environment"
+        check_verifiers(rollout.verifiers, rollout.environment_args, key=key)
     for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
-        if (spec := getattr(config.rollout, key)) is not None:
-            arguments = getattr(config.rollout, f"{key}_args")
+        if (spec := getattr(rollout, key)) is not None and rollout.verifiers is None:
+            arguments = getattr(rollout, f"{key}_args")
             check_class(spec, methods, arguments, optional=OPTIONAL, key=f"rollout.{key}")
 
 
@@ -48,14 +58,15 @@ def _check_judged(config: OnlineConfig) -> None:
     """
     if config.reward.function is not None:
         check_reward_function(config.reward.function)
-    judges = config.reward.function or config.model.reward or config.reward.url
+    reward = config.reward
+    judges = reward.function or config.model.reward or reward.url or reward.judge
     if judges or functions_of(config.data.prompts) or config.rollout.is_episodic:
         return
     if not isinstance(config, DistillationConfig):
         raise ConfigError(
             "reward.function (None): nothing judges the responses. Set it to file.py:name or "
-            "package.module:name, set model.reward or reward.url, or pass reward_fn to the "
-            "trainer."
+            "package.module:name, set model.reward, reward.url or reward.judge, or pass reward_fn "
+            "to the trainer."
         )
     if config.eval.prompts and not (config.eval.function or functions_of(config.eval.prompts)):
         raise ConfigError(

@@ -96,6 +96,8 @@ def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
             lines += [Text(f"  {words}", style="dim") for words in turn.tools]
     if error := (rows[0]["episode"] or {}).get("error"):
         lines.append(Text(f"failed: {error}", style="bold"))
+    for name, text in rows[0].get("reward_texts") or ():
+        lines.append(Text(f"{name}: {text}", style="dim"))
     if rows[0]["label"] is not None:
         lines.append(Text(f"label: {rows[0]['label']}", style="dim"))
     return Group(*lines)
