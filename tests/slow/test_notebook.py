@@ -22,16 +22,16 @@ def test_the_notebook_trains_compares_and_exports(tmp_path: Path, monkeypatch: p
     client.execute(cwd=str(file.parent))
 
     weak, strong = (
-        pd.read_json(run / "metrics.jsonl", lines=True).iloc[-1]
+        pd.read_json(run / "metrics.jsonl", lines=True)
         for run in sorted((tmp_path / "runs").glob("notebook-kl-*"))
     )
-    assert weak["eval/score_mean"] > weak["eval/initial_score_mean"] + 0.05
-    assert weak["eval/score_mean"] > strong["eval/score_mean"]
-    assert weak["kl/ref_response_mean"] > 2 * strong["kl/ref_response_mean"]
+    start = weak["eval/initial_score_mean"].iloc[0]
+    assert weak["eval/score_mean"].iloc[-1] > start + 0.05
+    assert weak["kl/ref_response_mean"].iloc[-1] > strong["kl/ref_response_mean"].iloc[-1]
     shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     texts = "".join(output.get("text", "") for output in shown)
     assert "raypo: notebook-kl-" in texts
-    assert f"{tmp_path}/runs/notebook.html" in texts or (tmp_path / "runs/notebook.html").exists()
+    assert (tmp_path / "runs/notebook.html").exists()
     assert any("image/png" in output.get("data", {}) for output in shown)
     assert shown[-1]["data"]["text/plain"].strip("'").startswith("9174=")
     assert os.listdir(tmp_path / "runs/notebook-policy")
