@@ -36,6 +36,7 @@ from raypo.config.sections import (
     OVERLAPPED_STAGE,
     CheckpointSection,
     ClusterSection,
+    CurriculumSection,
     DataSection,
     EvalSection,
     LearnerSection,

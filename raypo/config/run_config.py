@@ -16,11 +16,13 @@ from raypo.config.rollout_section import EngineSection, RolloutSection
 from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
+    CurriculumSection,
     DataSection,
     EvalSection,
     LearnerSection,
     LoggingSection,
     ModelSection,
+    RatedDataSection,
     RewardModelEntry,
     RewardSection,
     SampledModelSection,
@@ -206,6 +208,19 @@ class OnlineConfig(RecipeConfig):
         return False
 
     @property
+    def curriculum(self) -> CurriculumSection | None:
+        """How prompts are chosen by their pass rates; None means shuffled epochs."""
+        return None
+
+    @property
+    def draws_in_flight(self) -> int:
+        """Maximum number of draws before a step's whose samples may still be missing when its
+        prompts are drawn.
+        """
+        steps = self.rollout.staleness + 1 if self.rollout.has_requests_in_flight else 0
+        return max(steps, int(self.is_refilled)) * self.rollout.prompts_per_step
+
+    @property
     def trained_temperature(self) -> float:
         """Temperature of the log-probs that learner and reference compute."""
         return self.rollout.temperature
@@ -325,6 +340,7 @@ class PPOConfig(OnlineConfig):
 
     recipe: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: RatedDataSection  # pyright: ignore[reportIncompatibleVariableOverride]
     ppo: PPOSection = PPOSection()
     learner: LearnerSection = LearnerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -347,6 +363,11 @@ class PPOConfig(OnlineConfig):
         if not self.ppo.needs_reference or self.model.is_own_reference:
             return None
         return self.model.reference or self.model.policy
+
+    @property
+    def curriculum(self) -> CurriculumSection | None:
+        """How prompts are chosen by their pass rates; None means shuffled epochs."""
+        return self.data.curriculum
 
     @property
     def needs_critic(self) -> bool:

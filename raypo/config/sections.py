@@ -176,6 +176,29 @@ class DataSection(Config):
         return value
 
 
+class CurriculumSection(Config):
+    """Choice of prompts by their predicted pass rate.
+
+    Paper: Qu et al. 2025 (MoPPS), arXiv:2507.04632.
+    """
+
+    target: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Pass rate to aim at: a step takes the prompts whose predicted pass rates are closest."""
+    pass_score: float = 1.0
+    """Lowest score of a sample that passes. The default suits verifiers that return 0 or 1."""
+    memory: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Weight of what was known of a prompt when it is sampled again. 1: all samples count alike;
+    less: recent ones count more, because the policy changes."""
+
+
+class RatedDataSection(DataSection):
+    """Prompt data of a run that may choose its prompts by their difficulty."""
+
+    curriculum: CurriculumSection | None = None
+    """Choose prompts by their predicted pass rate instead of in shuffled epochs; {} means the
+    defaults. It helps if prompts come several times. null means shuffled epochs."""
+
+
 class RewardWeights(Config):
     """Weights of the kinds of reward. The score is the weighted sum."""
 

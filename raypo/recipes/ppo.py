@@ -112,7 +112,9 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                     step=step,
                     clock=clock,
                 )
-            metrics |= batch_metrics(run, batch, rollouts.counts(batch), inputs.sampling, step=step)
+            metrics |= rollouts.pass_rates(batch, workers) | batch_metrics(
+                run, batch, rollouts.counts(batch), inputs.sampling, step=step
+            )
             rates = utilization.rates(batch, services, step=step)
             rows = partial(rollout_rows, dealt, experience) if roles.trains_policy else list
             records.write_samples(step, rows)
@@ -159,7 +161,9 @@ def collect(
     """
     while batch.num_wanted:
         draws = prompts.draw(batch.num_wanted, workers)
-        batch.add(score(draws, clock, workers), workers)
+        scored = score(draws, clock, workers)
+        prompts.learn(prompts.outcomes(scored, workers))
+        batch.add(scored, workers)
     return batch.collected(workers)
 
 
