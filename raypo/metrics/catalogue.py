@@ -198,6 +198,9 @@ MEANINGS = {
     "sampled so far: [Curriculum](methods.md#curriculum)",
     "curriculum/step_pass_rate": "share of a step's samples that passed",
     "curriculum/seen_fraction": "share of the prompts that were sampled so far",
+    "selection/responses": "samples that a round learns from",
+    "selection/prompts_too_long": "samples that are not learned because their teacher's prompt is "
+    "too long: [Self-distillation](recipes.md#self-distillation)",
     "rollout/score_mean/<source>": "the same by "
     "[source](your-own-run.md#prompts-and-examples), where there are several; also of `eval/`",
     "reward/<name>": "a named part of a reward function's answers",
