@@ -99,6 +99,12 @@ class RecipeConfig(RunFile):
         learner, steps = getattr(self, "learner", None), self.scheduled_steps
         if isinstance(learner, WorkersSection) and steps:
             yield from learner.endless_warmup(*steps)
+        has_lora = getattr(getattr(self, "model", None), "lora", None) is not None
+        if has_lora and isinstance(learner, WorkersSection) and learner.optimizer == "muon":
+            yield (
+                "learner.optimizer (muon): updates whole matrices, and model.lora trains two thin "
+                "factors of each. Remove model.lora, or set learner.optimizer to adamw."
+            )
         watched = {"checkpoint.best_by": self.checkpoint.best_by}
         watched["stop.metric"] = self.stop.metric if self.stop.watches else None
         for key, metric in watched.items():

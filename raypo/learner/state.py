@@ -61,7 +61,7 @@ def load_worker_state(
     """Restore what `save_worker_state` wrote.
 
     Raises:
-        ValueError: the number of workers or the ZeRO stage differs.
+        ValueError: the number of workers, the ZeRO stage or the optimizer differs.
     """
     first = torch.load(directory / "learner_0.pt", weights_only=True)
     layout = _layout(workers, section)
@@ -69,15 +69,20 @@ def load_worker_state(
         raise ValueError(
             f"{directory}: was saved with {json.dumps(first['layout'])}, this run has "
             f"{json.dumps(layout)}. Resume with the same learner.num_workers, "
-            f"learner.critic_workers and learner.zero_stage, or start over (--fresh; in Python "
-            f"fresh=True)."
+            f"learner.critic_workers, learner.zero_stage and learner.optimizer, or start over "
+            f"(--fresh; in Python fresh=True)."
         )
     state = torch.load(directory / f"learner_{workers.rank}.pt", weights_only=True)
     torch.set_rng_state(state["torch"])
     skipped.in_a_row = state["skipped_in_a_row"]
 
 
-def _layout(workers: Workers, section: WorkersSection) -> dict[str, int]:
+def _layout(workers: Workers, section: WorkersSection) -> dict[str, int | str]:
     apart = section.total_workers - section.num_workers
-    layout = {"num_workers": workers.count - apart, "zero_stage": section.zero_stage}
+    layout: dict[str, int | str] = {
+        "num_workers": workers.count - apart,
+        "zero_stage": section.zero_stage,
+    }
+    if section.optimizer != "adamw":
+        layout["optimizer"] = section.optimizer
     return layout | ({"critic_workers": apart} if apart else {})

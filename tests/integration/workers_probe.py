@@ -73,7 +73,12 @@ def scored_rollouts() -> list[ScoredRollout]:
 
 
 def new_learner(
-    model: str, dtype: str, stage: int, roles: Roles, zero: dict[str, Any] | None = None
+    model: str,
+    dtype: str,
+    stage: int,
+    roles: Roles,
+    zero: dict[str, Any] | None = None,
+    section: dict[str, Any] | None = None,
 ) -> Learner:
     return Learner(
         ModelSection.model_validate({"policy": model, "dtype": dtype}),
@@ -88,6 +93,7 @@ def new_learner(
                 "deepspeed": {
                     "zero_optimization": {"stage3_param_persistence_threshold": 0, **(zero or {})}
                 },
+                **(section or {}),
             }
         ),
         temperature=1.0,
@@ -193,7 +199,7 @@ def main() -> None:
     roles = Roles.of(workers, task["critic_workers"])
     results = {}
     for dtype, stage in task["cases"]:
-        case = (task["model"], dtype, stage, roles)
+        case = (task["model"], dtype, stage, roles, None, task["learner"])
         before = held_bytes()
         learner = new_learner(*case)
         off_and_back(learner)

@@ -551,6 +551,27 @@ def test_a_curriculum_waits_for_the_steps_that_may_still_be_sampled(keys: dict, 
     assert config.draws_in_flight == 8 * steps
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"learner__max_grad_norm": 0.5}, "learner.max_grad_norm (0.5): has no effect"),
+        ({"model__lora": {}}, "learner.optimizer (muon): updates whole matrices"),
+        ({"learner__critic_workers": 1}, "learner.critic_workers (1): is not supported"),
+        (
+            {
+                "learner__deepspeed": {
+                    "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "stage": 2}
+                }
+            },
+            "learner.deepspeed.zero_optimization.offload_optimizer",
+        ),
+    ],
+)
+def test_what_muon_cannot_have_is_refused(keys: dict, words: str):
+    assert PPOConfig.parse(with_keys(learner__optimizer="muon")).learner.optimizer == "muon"
+    assert words in refused(learner__optimizer="muon", **keys)
+
+
 def test_a_curriculum_is_off_has_bounds_and_is_a_key_of_ppo():
     assert PPOConfig.parse(with_keys()).curriculum is None
     assert_refused("data.curriculum.target", 1.0)
