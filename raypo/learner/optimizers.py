@@ -98,7 +98,7 @@ def compiled_only_on_gpus() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def _matrices(networks: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+def _matrices(networks: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     for network in networks:
         for module in network.base_model.modules():  # type: ignore[union-attr, operator]
             if isinstance(module, nn.Linear):
