@@ -213,8 +213,8 @@ class AsyncRollouts:
             workers: Process group of the main thread; all call it together.
         """
         with self._changed:
-            before = self._begins.get(self._last_step + 1, self._front)
-            return self.prompts.pass_rates(batch, workers, before=before)
+            rates = self.prompts.settled(self._begins.get(self._last_step + 1, self._front))
+        return rates | self.prompts.step_pass_rate(batch, workers)
 
     def tell_unused(self, tell: Callable[[str], None], workers: Workers) -> None:
         """Report how many samples were requested ahead and are not trained, if there are any."""

@@ -96,9 +96,11 @@ class CurriculumStream(ShuffledStream[Prompt]):
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
         """Return the next (position, prompt) pairs, and remember them until `learn`."""
-        first = self.state_dict()["position"]
-        self._open |= {draw: self._place(draw) for draw in range(first, first + count)}
-        return super().take(count)
+        draws = range(self._position, self._position + count)
+        places = {draw: self._place(draw) for draw in draws}
+        self._open |= places
+        self._position += count
+        return [(draw, self.items[place]) for draw, place in places.items()]
 
     def learn(self, outcomes: Mapping[int, Outcome], until: int) -> None:
         """Record the outcomes of all draws before `until`; without samples there is no change.
@@ -183,9 +185,6 @@ class CurriculumStream(ShuffledStream[Prompt]):
                 if draw < at
             ],
         }
-
-    def _at(self, position: int) -> Prompt:
-        return self.items[self._place(position)]
 
     def _block_of(self, draw: int) -> int:
         """Return the first draw of the block of a draw."""

@@ -71,24 +71,27 @@ class PromptSource:
         if self.curriculum:
             self.curriculum.learn(outcomes, self.drawn if until is None else until)
 
-    def pass_rates(
-        self, batch: Collected, workers: Workers, *, before: int | None = None
-    ) -> dict[str, float]:
+    def pass_rates(self, batch: Collected, workers: Workers) -> dict[str, float]:
         """Return metrics of the curriculum after a step; empty without one.
 
         Args:
             batch: This worker's rollouts of the step.
             workers: All workers, which call it together.
-            before: The first draw after those of the step. None means the next draw.
         """
+        return self.settled(self.drawn) | self.step_pass_rate(batch, workers)
+
+    def settled(self, draw: int) -> dict[str, float]:
+        """Return the curriculum's metrics of the draws before this one, the first after a step."""
+        return self.curriculum.settled(draw) if self.curriculum else {}
+
+    def step_pass_rate(self, batch: Collected, workers: Workers) -> dict[str, float]:
+        """Return the pass rate of a step's samples, if there is a curriculum (`pass_rates`)."""
         if self.curriculum is None:
             return {}
         outcomes = self.curriculum.outcomes(batch.scored).values()
-        passed, failed = (sum(each) for each in zip(*outcomes, strict=True)) if outcomes else (0, 0)
-        passed, failed = workers.sum(as_tensor(passed, failed)).tolist()
-        metrics = self.curriculum.settled(self.drawn if before is None else before)
-        step = {"curriculum/step_pass_rate": passed / (passed + failed)} if passed + failed else {}
-        return metrics | step
+        counts = sum(each.passed for each in outcomes), sum(each.failed for each in outcomes)
+        passed, failed = workers.sum(as_tensor(*counts)).tolist()
+        return {"curriculum/step_pass_rate": passed / (passed + failed)} if passed + failed else {}
 
     def position(self, at: int | None = None) -> dict[str, Any]:
         """Return the position of the stream, for a checkpoint.

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.curriculum [--seeds 0 1 2] [--only uniform curriculum] [--steps 40]
 
 First: examples/arithmetic/make_data.py. Every run starts from the same SFT policy. Runs that are
-finished are not run again, so that several calls can share the work. Prints a table.
+finished are not run again, and others go on, so that several calls can share the work. Prints a
+table.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def main() -> None:
                 "rollout.prompts_per_step": arguments.prompts,
                 "ppo.minibatch_size": arguments.prompts * 4,
                 "eval.every": 2,
+                "checkpoint.every": 4,
                 **ARMS[arm],
             }
             PPOTrainer(PPOConfig.load(EXAMPLE / "grpo.yaml", overrides=overrides)).fit()
