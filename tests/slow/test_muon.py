@@ -9,6 +9,12 @@ from tests.tiny import tiny_policy
 
 CASES = [("float32", 0), ("float32", 1), ("float32", 2), ("float32", 3)]
 CASES += [("bfloat16", 0), ("bfloat16", 2), ("bfloat16", 3)]
+RESUMED = [
+    ("float32_0_1", "float32", 2),
+    ("float32_2_1", "float32", 3),
+    ("float32_3_1", "float32", 1),
+]
+"""Checkpoints of one worker that two workers read, and their ZeRO stage."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +26,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, An
         "learner": {"optimizer": "muon", "weight_decay": 0.1},
         "checkpoints": str(folder / "checkpoints"),
     }
-    return {count: run_workers(folder, count, CASES, **more) for count in (1, 2)}
+    one = run_workers(folder, 1, CASES, **more)
+    return {1: one, 2: run_workers(folder, 2, CASES, resume=RESUMED, **more)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -30,3 +37,11 @@ def test_two_workers_agree_with_one_also_after_a_resume(
     one, two = outcomes[1][case], outcomes[2][case]
     assert_agrees_with_one_worker(one, two, *case)
     assert_agrees_with_one_worker(one["second"], two["second"], *case)
+
+
+@pytest.mark.parametrize(("name", "dtype", "stage"), RESUMED)
+def test_two_workers_go_on_from_a_checkpoint_of_one_at_another_stage(
+    outcomes: dict[int, dict[Any, Any]], name: str, dtype: str, stage: int
+):
+    one = outcomes[1][dtype, int(name.split("_")[1])]["second"]
+    assert_agrees_with_one_worker(one, outcomes[2][name], dtype, stage)

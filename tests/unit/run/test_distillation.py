@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from raypo.collectives import Workers
-from raypo.concurrency import completed
 from raypo.config import DistillationConfig
 from raypo.data.stream import ShuffledStream
 from raypo.learner.distillation_task import DistillationTask
 from raypo.recipes.distillation import DistillationRecipe
 from raypo.rollout.teacher_prompts import teacher_prompts
 from raypo.types import Example, ScoredRollout, Taught
+from tests.stand_ins import completed
 from tests.unit.learner.plain import on_workers
 from tests.unit.run.test_rejection_sampling import scored
 
