@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RewardModelTrainer,
         SFTTrainer,
     )
+    from raypo.tuning.tuner import Tuner
     from raypo.types import Rollout
 
 _HOMES = {
@@ -43,6 +44,7 @@ _HOMES = {
     "raypo.serving.ray_serve": "llm_config",
     "raypo.trainer": "DPOTrainer DistillationTrainer GRPOTrainer IterativeDPOTrainer PPOTrainer "
     "RejectionSamplingTrainer RewardModelTrainer SFTTrainer",
+    "raypo.tuning.tuner": "Tuner",
     "raypo.types": "Rollout",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.train import Result
     from ray.train.torch import TorchTrainer
+    from ray.tune import ResultGrid
     from ray.tune.experiment import Trial
     from ray.tune.schedulers import TrialScheduler
 
@@ -203,6 +204,22 @@ def is_driver() -> bool:
 def forget_failed(controller: Any, trial: Trial) -> None:
     """Remove a failed trial from a Tune controller's live trials, at which schedulers look."""
     controller.get_live_trials().discard(trial)
+
+
+def with_runs(results: ResultGrid, result_of: Callable[[str, Any], Any]) -> ResultGrid:
+    """Return Tune's results with each trial's result replaced.
+
+    Args:
+        results: Results of `Tuner.fit`.
+        result_of: Function that gets a trial's name and Tune's result, and returns another result.
+    """
+    from ray.tune import ResultGrid
+
+    class Runs(ResultGrid):
+        def _trial_to_result(self, trial: Trial) -> Any:
+            return result_of(str(trial), super()._trial_to_result(trial))
+
+    return Runs(results._experiment_analysis)
 
 
 class PastTrial:

@@ -30,7 +30,7 @@ SLOW = (
     "raypo train first.yaml name=",
     "raypo train runs/",
 )
-PYTHON_SLOW = ("README.md",)
+PYTHON_SLOW = ("README.md", "docs/ray-tune.md")
 """Pages whose Python is run by the slow tier, because it trains."""
 NOT_RUN = {
     "python -m examples.quickstart.demo": "a slow test runs its pipeline with three seeds",

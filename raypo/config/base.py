@@ -298,9 +298,10 @@ def _values_set(config: RunFile) -> Iterator[tuple[str, Any]]:
     for name, field in type(config).model_fields.items():
         section = getattr(config, name)
         if not isinstance(section, Config):
-            # A file without `recipe` is one of ppo, whatever the class.
-            is_needed = field.is_required() or (name == "recipe" and section != "ppo")
-            if is_needed or section != field.get_default(call_default_factory=True):
+            default = field.get_default(call_default_factory=True)
+            if name == "recipe":
+                default = "ppo"  # the recipe of a file without the key
+            if section != default or field.is_required():
                 yield name, plain[name]
             continue
         for key in _leaves(section):

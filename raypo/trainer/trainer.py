@@ -194,6 +194,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         given: Given[Any] = read_arguments(kind, config, arguments, preset=type(self).preset)
         self._given, self._fresh = given, fresh
         self._reward_fn = given.reward_fn
+        self.arguments_of_trials: dict[str, Any] = {
+            "reward_fn": given.reward_fn,
+            "callbacks": given.callbacks,
+            "scaling_config": scaling_config,
+        }
+        """Arguments that a trainer of another config needs to run with the same Python objects."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
         resolved = self._with_given(resolved)
         self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
@@ -277,7 +283,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._files.write_config(self.config.model_dump(mode="json"))
         resumes = self._files.last_step() > 0
         accepted = record_inputs(
-            self.config, self._files, resumes=resumes, given=self._given_functions
+            self.config, self._files, resumes=resumes, given=self.given_functions
         )
         self._files.sync()
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
@@ -337,11 +343,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return None if is_driver() else start_placement_group_gc(until=monitor)
 
     def _check_folder(self) -> None:
-        given = self._given_functions
+        given = self.given_functions
         check_run_folder(self.config, self._files, start_over="fresh=True", given=given)
 
     @property
-    def _given_functions(self) -> dict[str, RewardFunction]:
+    def given_functions(self) -> dict[str, RewardFunction]:
+        """Functions that were passed in Python, by config key."""
         return {} if self._reward_fn is None else {"reward.function": self._reward_fn}
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
@@ -438,7 +445,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """
         nodes = alive_nodes()
         try:
-            lay_out(self._recipe, nodes, use_gpu=self._use_gpu, each_worker=self._worker_resources)
+            lay_out(self._recipe, nodes, use_gpu=self._use_gpu, each_worker=self.worker_resources)
         except PlacementError:
             if not has_autoscaler():
                 raise
@@ -454,7 +461,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Ray Train then creates its own. It would not say which bundle waits for which resources.
         """
         group = reserve(
-            worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self._worker_resources),
+            worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
             "the learner workers' group",
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,
@@ -471,7 +478,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return config if fewest is None else config.with_workers(fewest)
 
     @property
-    def _worker_resources(self) -> dict[str, float]:
+    def worker_resources(self) -> dict[str, float]:
         """Resources of a learner worker, including custom ones of the scaling config."""
         scaling = self.scaling_config
         resources: dict[str, Any] = {

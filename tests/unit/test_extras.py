@@ -26,7 +26,7 @@ def without_extras(name, globals=None, *arguments, **named):
 
 builtins.__import__ = without_extras
 names = "checks cli config custom learner metrics recipes rewards.functions rollout.episodes run "
-names += "storage tracking trainer"
+names += "storage tracking trainer tuning.tuner"
 for name in names.split():
     module = importlib.import_module(f"raypo.{{name}}")
     for each in pkgutil.iter_modules(getattr(module, "__path__", [])):

@@ -4,6 +4,7 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
 )
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.storage import StorageContext
+from ray.tune import ResultGrid
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import MedianStoppingRule
@@ -40,6 +42,7 @@ from raypo.ray_internals import (
     leave_out_callbacks,
     read_environment_again,
     run_controllers_here,
+    with_runs,
     without_worker_output,
 )
 
@@ -152,6 +155,29 @@ def test_schedulers_are_handed_what_they_and_raypo_ask_of_tune():
     assert "return self._live_trials" in source
     assert (Trial.RUNNING, Trial.PAUSED) == ("RUNNING", "PAUSED")
     assert isinstance(inspect.getattr_static(Trial, "error_file"), property)
+
+
+class EndedTrial:
+    """What ResultGrid reads of a trial."""
+
+    status, trial_id, path = Trial.TERMINATED, "id", "path"
+
+    def __init__(self, name: str) -> None:
+        self.name, self.last_result = name, {"x": 3}
+        kept = SimpleNamespace(latest_checkpoint_result=None, best_checkpoint_results=[])
+        self.run_metadata = SimpleNamespace(checkpoint_manager=kept)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def test_each_result_of_a_grid_is_replaced():
+    trials = [EndedTrial("one"), EndedTrial("two")]
+    analysis: Any = SimpleNamespace(trials=trials, trial_dataframes={}, _fs=None)
+    results = with_runs(ResultGrid(analysis), lambda name, result: (name, result.metrics["x"]))
+    assert [results[0], results[1]] == [("one", 3), ("two", 3)]
+    analysis.trials = trials[:1]
+    assert results.get_best_result() == ("one", 3)
 
 
 def test_the_median_rule_keeps_those_that_it_has_stopped():

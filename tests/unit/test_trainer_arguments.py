@@ -20,7 +20,7 @@ import yaml
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from raypo.config import ConfigError, PPOConfig
+from raypo.config import ConfigError, PPOConfig, parse_run_config
 from raypo.custom.loader import check_function
 from raypo.data.prompts import load_prompts
 from raypo.inputs import inputs_of
@@ -96,6 +96,12 @@ def test_the_shown_config_is_a_run_file_that_makes_the_same_config(policy: str, 
     assert yaml.safe_load(text)["ppo"] == {"preset": "grpo", "kl": {"coef": 0.01}}
     (tmp_path / "same.yaml").write_text(text)
     assert PPOConfig.load(tmp_path / "same.yaml") == made.config
+
+
+def test_the_shown_config_names_its_recipe(policy: str):
+    rows = [{"prompt": "a", "response": "b"}]
+    made = SFTTrainer(model=policy, train_dataset=rows, args={"num_steps": 3}).config
+    assert parse_run_config(yaml.safe_load(made.to_yaml()), origin="shown") == made
 
 
 def test_a_file_or_a_config_takes_the_arguments_too(policy: str, tmp_path: Path):
@@ -256,7 +262,7 @@ def test_reward_functions_by_import_path_are_imported_by_each_process(policy: st
 def test_other_weights_of_the_same_functions_are_noticed(policy: str):
     def recorded(weights: list[float]) -> Any:
         made = grpo(policy, reward_funcs=[exact, short], reward_weights=weights)
-        return inputs_of(made.config, made._given_functions)["reward.function"]
+        return inputs_of(made.config, made.given_functions)["reward.function"]
 
     assert recorded([1, 1]) == recorded([1.0, 1.0])
     assert recorded([1, 1]) != recorded([1, 2])
