@@ -133,6 +133,6 @@ def test_without_gvisor_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch,
     """Ray's own runtime, on a node that has neither runsc nor mkfs.erofs."""
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "image.tar").touch()
-    with pytest.raises(SandboxError, match=r"needs gVisor \(runsc.*PythonSandbox") as caught:
+    with pytest.raises(SandboxError, match=r"needs gVisor \(a runsc.*PythonSandbox") as caught:
         ran(ContainerSandbox(str(tmp_path / "image.tar")), "true")
     assert "mkfs.erofs" in str(caught.value.__cause__)
