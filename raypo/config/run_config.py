@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field
 from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
 from raypo.config.paths import is_uri
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
-from raypo.config.ppo_section import MAX_KL_ERROR, PPOSection
+from raypo.config.ppo_section import PPOSection
+from raypo.config.ppo_subsections import MAX_KL_ERROR
 from raypo.config.rollout_section import EngineSection, RolloutSection
 from raypo.config.sections import (
     CheckpointSection,
@@ -32,8 +33,12 @@ from raypo.config.sources import functions_of, one_or_many
 NUMBERS_DO_NOT_DEPEND_ON = (
     "checkpoint",
     "cluster",
+    "learner.critic_workers",
     "learner.max_skipped_updates",
+    "learner.min_workers",
+    "learner.num_workers",
     "learner.save_critic",
+    "learner.zero_stage",
     "logging",
     "max_failures",
     "placement",
@@ -41,7 +46,7 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "storage_path",
 )
 """Sections and keys that may change when a run is resumed. `num_steps` may change too if no
-learning rate depends on it."""
+learning rate depends on it. Numbers of workers and the ZeRO stage change sums only in rounding."""
 
 
 class RecipeConfig(RunFile):
@@ -110,6 +115,18 @@ class RecipeConfig(RunFile):
                 f"placement.mode (dedicated): the recipe {self.recipe} has nothing that could live "
                 f"in a group of its own. Set placement.mode to colocated."
             )
+
+    def with_workers(self, count: int) -> Self:
+        """Return the config of an elastic run while it has this number of workers.
+
+        Raises:
+            ConfigError: a rule does not hold with so many.
+        """
+        values = self.model_dump()
+        low, high = values["learner"]["min_workers"], values["learner"]["num_workers"]
+        values["learner"] |= {"num_workers": count, "min_workers": None}
+        origin = f"learner.num_workers ([{low}, {high}]) with {count}"
+        return type(self).parse(values, origin=origin)
 
     def with_dtype(self, *, use_gpu: bool) -> Self:
         """Return the config with `model.dtype: auto` resolved: bfloat16 on GPUs, float32 on CPUs.
@@ -228,6 +245,12 @@ class OnlineConfig(RecipeConfig):
         yield from super()._problems()
         yield from self._problems_of_engines()
         yield from self._problems_of_replicas()
+        if self.learner.is_elastic and self.placement.is_dedicated:
+            yield (
+                f"learner.min_workers ({self.learner.min_workers}): Ray Train decides how many "
+                f"workers there is room for, and takes the devices of the dedicated group for free "
+                f"ones. Set it to null, or placement.mode to colocated."
+            )
         reference, temperature = self.placement.frozen.reference, self.trained_temperature
         if reference.backend == "vllm" and temperature != 1.0 and self.references:
             yield (

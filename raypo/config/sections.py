@@ -139,10 +139,11 @@ class DataSection(Config):
 
     prompts: TrainedSources = Field(min_length=1)
     """Source of prompts, or a list of sources. A source is a file (jsonl, json, parquet, csv) by
-    path, pattern (data/*.jsonl, in the order of the names) or URI (s3://, gs://, file://, anything
-    that pyarrow opens), a folder that `save_to_disk` of `datasets` wrote, the id of a Hugging Face
-    data set, or a reasoning-gym task like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a
-    path, a source can be a mapping with the keys below, like {path, weight}."""
+    path, pattern (data/*.jsonl, in the order of the names) or URI (s3://, gs://, abfs://, hdfs://,
+    hf://, file://, and fsspec+ before a scheme of fsspec, like fsspec+sftp://), a folder that
+    `save_to_disk` of `datasets` wrote, the id of a Hugging Face data set, or a reasoning-gym task
+    like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a path, a source can be a mapping
+    with the keys below, like {path, weight}."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages, to which the chat template is
     applied. The list may be JSON text (in a csv file it must be)."""
@@ -342,7 +343,12 @@ class WorkersSection(Config):
     section = "learner."
 
     num_workers: int = Field(default=1, ge=1)
-    """Number of Ray Train workers."""
+    """Number of Ray Train workers. `[low, high]` makes the run elastic: it sets `min_workers` to
+    low and this key to high."""
+    min_workers: int | None = Field(default=None, ge=1)
+    """Fewest workers with which the run starts, and goes on when nodes are lost. It grows up to
+    `num_workers` as soon as there is room. Each change restarts the workers from the last
+    checkpoint. null means that all `num_workers` are needed."""
     use_gpu: bool | Literal["auto"] = "auto"
     """Use GPUs. auto: if the cluster has any."""
     cpus_per_worker: int = Field(default=1, ge=1)
@@ -384,6 +390,19 @@ class WorkersSection(Config):
     several workers with GPUs. `zero_optimization.offload_optimizer` needs stage 1 to 3 and
     `zero_optimization.offload_param` stage 3; their device is cpu."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _split_range(cls, values: Any) -> Any:
+        count = values.get("num_workers") if isinstance(values, Mapping) else None
+        if isinstance(count, list | tuple) and len(count) == 2:
+            return {**values, "min_workers": count[0], "num_workers": count[1]}
+        return values
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the number of workers may change during the run."""
+        return self.min_workers is not None
+
     @property
     def microbatch_tokens(self) -> int:
         """`max_tokens_per_microbatch` in tokens; 4096 while it is auto."""
@@ -396,6 +415,11 @@ class WorkersSection(Config):
         return self.num_workers
 
     def _problems(self) -> Iterator[str]:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            yield (
+                f"learner.min_workers ({self.min_workers}): must be at most learner.num_workers "
+                f"({self.num_workers}). Set it lower."
+            )
         if self.lr_schedule == "constant":
             why = "learner.lr_schedule is constant"
             yield from self._idle("lr_floor", why, "set learner.lr_schedule to linear or cosine")
@@ -489,6 +513,14 @@ class LearnerSection(WorkersSection):
     def total_workers(self) -> int:
         """Number of all learner workers, of the policy and of the critic."""
         return self.num_workers + self.critic_workers
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.is_elastic and self.critic_workers:
+            yield (
+                f"learner.critic_workers ({self.critic_workers}): needs a fixed number of workers, "
+                f"and learner.min_workers is {self.min_workers}. Set one of them to its default."
+            )
 
 
 class Periodic(Config):

@@ -13,7 +13,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -101,23 +101,6 @@ class BadRows:
             )
 
 
-class RowsOnDisk:
-    """Rows of a `datasets.Dataset`, read from disk on each access."""
-
-    def __init__(self, source: PromptSource, rows: Any) -> None:
-        self._source, self._rows = source, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        for number, values in enumerate(self._rows, start=1):
-            yield Row(f"{self._source}, row {number}", dict(values), number - 1)
-
-    def __getitem__(self, place: int) -> Row:
-        return Row(f"{self._source}, row {place + 1}", dict(self._rows[place]), place)
-
-
 def is_data_set(source: PromptSource) -> bool:
     """Return whether a source is loaded with the package `datasets`, like the id `openai/gsm8k`.
 
@@ -149,8 +132,10 @@ def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> 
         ConfigError: a file is missing, has no rows, is of an unknown kind or cannot be read.
     """
     path = path_of(source)
-    if (on_disk := rows_on_disk(source, key=key)) is not None:
-        rows = iter(on_disk)
+    if is_data_set(source):
+        rows = _rows_of(_data_set(source, key), source)
+    elif is_saved(path):
+        rows = _rows_of(_saved(source, key), source)
     elif path.startswith(GYM):
         rows = _reasoning_gym(path, key)
     elif path.startswith(VERIFIERS):
@@ -164,23 +149,6 @@ def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> 
         yield row._replace(number=number)
     if number < 0 and not (bad and bad.count):
         raise _no_rows(source, key)
-
-
-def rows_on_disk(source: PromptSource, *, key: str) -> RowsOnDisk | None:
-    """Return the rows of a source with random access; None if the source has none.
-
-    Raises:
-        ConfigError: the source cannot be read, or has no rows.
-    """
-    if is_data_set(source):
-        rows = _data_set(source, key)
-    elif is_saved(path_of(source)):
-        rows = _saved(source, key)
-    else:
-        return None
-    if not len(rows):
-        raise _no_rows(source, key)
-    return RowsOnDisk(source, rows)
 
 
 def files_of(path: str, key: str) -> list[str]:
@@ -320,6 +288,12 @@ def _parquet(source: str, key: str, _: BadRows) -> Iterator[Row]:
                     yield Row(f"{source}, row {number}", values)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(source, str(error), key) from None
+
+
+def _rows_of(rows: Iterable[Mapping[str, Any]], source: PromptSource) -> Iterator[Row]:
+    """Yield the rows of a `datasets.Dataset`."""
+    for number, values in enumerate(rows, start=1):
+        yield Row(f"{source}, row {number}", dict(values))
 
 
 def _saved(source: PromptSource, key: str) -> Any:

@@ -156,7 +156,8 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
 class WeightedSum:
     """Reward function that adds the weighted scores of several, each of which becomes a metric.
 
-    A function may leave samples out by None; a sample without any score has failed.
+    A function may leave samples out by None; a sample without any score has failed. Named parts of
+    a function's scores stay, as `<function>/<part>`.
     """
 
     def __init__(self, functions: Sequence[RewardFunction | str], weights: Sequence[float]) -> None:
@@ -195,7 +196,10 @@ class WeightedSum:
         ]
         answers: list[Any] = []
         for scores in zip(*by_function, strict=True):
-            parts = {n: s for n, s in zip(names, scores, strict=True) if math.isfinite(s)}
+            parts: dict[str, float] = {}
+            for name, value in zip(names, scores, strict=True):
+                parts |= {f"{name}/{part}": each for part, each in parts_of(value).items()}
+                parts |= {name: float(value)} if math.isfinite(value) else {}
             total = sum(
                 w * s for w, s in zip(self.weights, scores, strict=True) if math.isfinite(s)
             )

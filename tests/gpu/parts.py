@@ -639,8 +639,8 @@ def _pushed_in_between(pair: Any, how: Any, found: Figures) -> dict[str, float]:
     """Gaps of tokens to the version that they say sampled them, where weights come meanwhile."""
     import numpy as np
 
+    from tests.engine_contract import results, runs, until
     from tests.integration.test_engine import PROMPTS, disturb, learner_log_probs, probes
-    from tests.integration.test_engine_joins import results, runs, until
     from tests.stand_ins import versions_of
 
     old, before = pair.version, copy.deepcopy(pair.learner)
