@@ -21,10 +21,11 @@ from typing import Any, BinaryIO
 import xxhash
 
 from raypo.config import AnyConfig, RecipeConfig, SourceEntry, is_import_path
-from raypo.config.paths import is_uri
+from raypo.config.paths import VERIFIERS, is_uri
 from raypo.config.sources import path_of
 from raypo.custom.loader import source_files
 from raypo.data.rows import GYM, files_of, is_data_set, is_saved
+from raypo.data.verifiers_environment import factory_of
 from raypo.rewards.scoring import WeightedSum
 from raypo.storage.folder import open_storage
 from raypo.storage.run_files import RunFiles, is_given
@@ -188,11 +189,12 @@ def _digests_below(folder: Path, files: Sequence[Path]) -> Files:
 
 def _data_files(key: str, source: str | SourceEntry) -> Files:
     path = path_of(source)
-    if path.startswith(GYM):
-        try:
-            return {"reasoning-gym": version("reasoning-gym")}
-        except PackageNotFoundError:
-            return {}
+    for prefix, package in ((GYM, "reasoning-gym"), (VERIFIERS, "verifiers")):
+        if path.startswith(prefix):
+            try:
+                return {package: version(package)}
+            except PackageNotFoundError:
+                return {}
     folder = Path(path).expanduser()
     if is_saved(path) or (is_data_set(source) and folder.is_dir()):
         # `datasets` writes its cache files next to the data.
@@ -213,6 +215,8 @@ def _python_files(spec: str) -> Files:
 
     Functions of raypo itself are left out, because `summary.json` has raypo's version.
     """
+    if spec.startswith(VERIFIERS):
+        spec = factory_of(spec.removeprefix(VERIFIERS))
     found = source_files(spec)
     if not found or spec.startswith("raypo."):
         return {}

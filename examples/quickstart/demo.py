@@ -91,6 +91,10 @@ class Pipeline:
         overrides = self._overrides(paths) | overrides
         return RewardModelConfig.load(HERE / "reward_model.yaml", overrides=overrides)
 
+    def hasty_reward_model_config(self) -> RewardModelConfig:
+        """A reward model of a tenth of the steps, which a policy can game: sweeps/kl_coef.yaml."""
+        return self.reward_model_config(name="quickstart-hasty-reward-model", num_steps=60)
+
     def ppo_config(self, **overrides: Any) -> PPOConfig:
         paths = {
             "model.policy": self.sft / "policy",
@@ -107,7 +111,12 @@ class Pipeline:
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to run."""
-        stages = (self.sft_config(), self.reward_model_config(), self.ppo_config())
+        stages = (
+            self.sft_config(),
+            self.reward_model_config(),
+            self.hasty_reward_model_config(),
+            self.ppo_config(),
+        )
         return all(is_finished(RunFiles(each.storage_path, each.name), each) for each in stages)
 
     def run_to_pairs(self) -> None:
@@ -122,8 +131,9 @@ class Pipeline:
         fit(RewardModelTrainer(self.reward_model_config()))
 
     def run(self) -> None:
-        """All stages."""
+        """All stages, and the reward model of the sweep over the KL coefficient."""
         self.run_to_reward_model()
+        fit(RewardModelTrainer(self.hasty_reward_model_config()))
         fit(PPOTrainer(self.ppo_config()))
 
     def conditions(self) -> "list[Condition]":

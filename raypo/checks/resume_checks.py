@@ -132,9 +132,6 @@ _OF_A_CHECKPOINT = (
     "model.policy",
     "model.dtype",
     "model.lora",
-    "learner.num_workers",
-    "learner.critic_workers",
-    "learner.zero_stage",
     "ppo.advantage",
 )
 """Keys and sections on which the content of a checkpoint depends."""

@@ -50,20 +50,20 @@ class PlacementGroupGC:
         with self._lock:
             self._held.append((lease, group))
 
-    def take_turn(self, run: str, lease: ActorHandle) -> bool:
+    def take_turn(self, run: str, lease: ActorHandle) -> str | None:
         """Try to start a run's turn to reserve. Groups of dead leases are removed before.
 
         The turn lasts until `end_turn`, or until the run's lease dies.
 
         Returns:
-            False if another run is reserving.
+            Name of the run that is reserving. None if the turn has started.
         """
         self._remove_dead()
         with self._lock:
-            is_taken = self._turn is not None and is_alive(self._turn[1])
-            if not is_taken:
-                self._turn = run, lease
-            return not is_taken
+            if self._turn is not None and is_alive(self._turn[1]):
+                return self._turn[0]
+            self._turn = run, lease
+            return None
 
     def end_turn(self, run: str) -> None:
         """End the run's turn: it holds all its groups."""

@@ -43,6 +43,7 @@ SET_BY_THE_SWEEP = (
     "num_steps",
     "num_epochs",
     "learner.num_workers",
+    "learner.min_workers",
     "learner.critic_workers",
     "learner.cpus_per_worker",
     "learner.use_gpu",
@@ -255,7 +256,7 @@ class SweepConfig(RunFile):
         if not isinstance(base, OnlineConfig):
             _check_examples(self, base)
         for key in self.space:
-            _check_key(key, type(base))
+            check_key(key, type(base))
         for words, trial in self.trials():
             _check_metrics(self, trial, words)
             _check_stop(trial, words)
@@ -295,19 +296,29 @@ def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str
     return tree
 
 
-def _check_key(key: str, kind: type[AnyConfig]) -> None:
+def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:
+    """Refuse a key that a search space cannot contain.
+
+    Args:
+        key: Dotted key.
+        kind: Class of the run config.
+        space: Name of the space, for messages.
+
+    Raises:
+        ConfigError: the run config has no such key, or it is the same for all trials.
+    """
     keys = known_keys(kind)
     if key not in keys:
         hint = remedy_in(kind, key)
-        raise ConfigError(f"space.{key}: the run config has no such key. {hint}")
+        raise ConfigError(f"{space}.{key}: the run config has no such key. {hint}")
     below = [known for known in keys if known.startswith(f"{key}.")]
     if below:
         raise ConfigError(
-            f"space.{key}: is a section of the run config. Name one of its keys, like "
-            f"space.{below[0]}."
+            f"{space}.{key}: is a section of the run config. Name one of its keys, like "
+            f"{space}.{below[0]}."
         )
     if any(key == fixed or key.startswith(f"{fixed}.") for fixed in SET_BY_THE_SWEEP):
-        raise ConfigError(f"space.{key}: is the same for all trials. Remove it from the space.")
+        raise ConfigError(f"{space}.{key}: is the same for all trials. Remove it from the space.")
 
 
 def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import glob, has_magic
@@ -26,8 +26,9 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 from urllib.parse import parse_qsl
 
 from raypo.config import ConfigError, PromptSource, SourceEntry
-from raypo.config.paths import is_uri
+from raypo.config.paths import VERIFIERS, is_uri
 from raypo.config.sources import DATA_FILES, path_of
+from raypo.data.verifiers_environment import load_verifiers
 from raypo.storage.folder import open_storage
 
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -137,6 +138,8 @@ def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> 
         rows = _rows_of(_saved(source, key), source)
     elif path.startswith(GYM):
         rows = _reasoning_gym(path, key)
+    elif path.startswith(VERIFIERS):
+        rows = _verifiers(path, key)
     else:
         kinds = {file: _kind_of(file, key) for file in files_of(path, key)}
         bad = bad or BadRows("refuse")
@@ -362,6 +365,27 @@ def _reasoning_gym(source: str, key: str) -> Iterator[Row]:
         yield Row(f"{source}, row {number}", values)
 
 
+def _verifiers(source: str, key: str) -> Iterator[Row]:
+    """Yield the rows of an environment's data set; their prompts are chat messages."""
+    name, _, query = source.removeprefix(f"{VERIFIERS}//").partition("?")
+    given: dict[str, Any] = dict(parse_qsl(query))
+    split = given.pop("split", "train")
+    if split not in ("train", "eval"):
+        raise ConfigError(f"{key} ({source}): the split is {split}. Set it to train or eval.")
+    for argument, value in given.items():
+        with suppress(ValueError):  # a text needs no quotes
+            given[argument] = json.loads(value)
+    environment = load_verifiers(name, given, key=key)
+    try:
+        rows = environment.get_eval_dataset() if split == "eval" else environment.get_dataset()
+    except Exception as error:
+        raise ConfigError(
+            f"{key} ({source}): the environment has no rows: {type(error).__name__}: {error}."
+        ) from error
+    for number, values in enumerate(rows, start=1):
+        yield Row(f"{source}, row {number}", dict(values))
+
+
 _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
 
 
@@ -387,7 +411,7 @@ def _storage_answers(uri: str, key: str) -> Iterator[None]:
 def _is_pattern(path: str) -> bool:
     """Return whether a path is a glob pattern; in a URI, `?` begins the options instead."""
     if is_uri(path):
-        return "*" in path.partition("?")[0] and not path.startswith(GYM)
+        return "*" in path.partition("?")[0] and not path.startswith((GYM, VERIFIERS))
     return has_magic(path) and not Path(path).exists()
 
 

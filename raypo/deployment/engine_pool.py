@@ -83,6 +83,10 @@ class EnginePool:
         with self._lock:
             self._slots[number].holders.append(holder)
 
+    def runs(self) -> list[str]:
+        """Return the names of the runs that have leased a slot last."""
+        return sorted({slot.run for slot in self._slots if slot.run is not None})
+
     def __repr__(self) -> str:
         return f"EnginePool({len(self._slots)} slots)"
 

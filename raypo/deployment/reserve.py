@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 import ray.util
@@ -64,7 +65,13 @@ def reserve(
             and the free resources.
     """
     resources = [dict(bundle.resources) for bundle in bundles]
-    group = ray.util.placement_group(resources, placement.strategy, name=name)
+    labels = [dict(bundle.labels) for bundle in bundles]
+    group = ray.util.placement_group(
+        resources,
+        placement.strategy,
+        name=name,
+        bundle_label_selector=labels if any(labels) else None,  # pyright: ignore[reportArgumentType]
+    )
     began, is_said = time.monotonic(), False
     try:
         on_asked(group)
@@ -94,6 +101,15 @@ def nodes_of(group: PlacementGroup) -> list[str]:
     return [placed[index] for index in range(group.bundle_count)]
 
 
+def waiting_groups() -> dict[str, str]:
+    """Return what each placement group waits for and who holds it, by the name of the group."""
+    return {
+        info["name"]: f"{words(_held(info))} are not free. {_holders(info['placement_group_id'])}"
+        for info in placement_group_table().values()
+        if info["state"] == "PENDING"
+    }
+
+
 def _why_it_waits(
     bundles: Sequence[Bundle], what: str, group: PlacementGroup, placement: PlacementSection
 ) -> str:
@@ -106,19 +122,24 @@ def _why_it_waits(
     return (
         f"bundle {first} of {what} ({bundles[first]}) is not free; the group asks for "
         f"{len(bundles)} bundles under placement.strategy {placement.strategy}, free are "
-        f"{words(free)}. {_holders(group)}"
+        f"{words(free)}. {_holders(group.id.hex())}"
     )
 
 
-def _holders(group: PlacementGroup) -> str:
-    """Return a sentence with the other placement groups and their resources."""
+def _holders(waiting: str) -> str:
+    """Return a sentence with the other placement groups than `waiting`, and their resources."""
     names = []
     for info in placement_group_table().values():
-        if info["state"] == "CREATED" and info["placement_group_id"] != group.id.hex():
-            held: Resources = {}
-            for bundle in info["bundles"].values():
-                held |= {name: held.get(name, 0.0) + each for name, each in bundle.items()}
-            names.append(f"{info['name'] or info['placement_group_id'][:8]} ({words(held)})")
+        if info["state"] == "CREATED" and info["placement_group_id"] != waiting:
+            names.append(f"{info['name'] or info['placement_group_id'][:8]} ({words(_held(info))})")
     if not names:
         return "No placement group holds the rest: actors or tasks of other programs do."
     return f"Placement groups that hold the rest: {', '.join(names)}."
+
+
+def _held(info: dict[str, Any]) -> Resources:
+    """Return the resources of a placement group, from its entry in Ray's table."""
+    held: Resources = {}
+    for bundle in info["bundles"].values():
+        held |= {name: held.get(name, 0.0) + each for name, each in bundle.items()}
+    return held

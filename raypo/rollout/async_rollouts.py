@@ -32,6 +32,7 @@ from raypo.metrics.clock import Clock, Span
 from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
+from raypo.storage.retries import retried
 from raypo.types import ScoredRollout
 
 SampleAndScore = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
@@ -240,8 +241,8 @@ class AsyncRollouts:
                 "stream": self._before(following),
                 "ledger": replace(counts, lost=counts.carried - num_kept),
             }
-        with _file(directory, workers.rank).open("wb") as file:
-            pickle.dump(state, file)
+        path, content = _file(directory, workers.rank), pickle.dumps(state)
+        retried(lambda: path.write_bytes(content), f"writing {path.name}")
 
     def position(self) -> dict[str, Any]:
         """Return the position of the prompt stream before the first batch that was not trained."""

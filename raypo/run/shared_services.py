@@ -14,11 +14,12 @@ from raypo.config import OnlineConfig
 from raypo.config.auto_values import with_auto_of
 from raypo.deployment.deployment import DeploymentHandle, Place, start_deployment
 from raypo.deployment.engine_pool import Lease
-from raypo.deployment.reserve import Dedicated
+from raypo.deployment.reserve import SAY_AFTER_S, Dedicated
 from raypo.run.dedicated_services import start_dedicated
 from raypo.run.served_roles import class_and_arguments, deployment_of
 from raypo.run.setup import Shared
 from raypo.serving.client import EngineClient
+from raypo.tracking.console import Console
 
 
 def start_shared(
@@ -108,7 +109,14 @@ def borrow(
     this_worker = ray.get_runtime_context().current_actor
     lease: Lease | None = None
     if workers.rank == 0:
-        lease = ray.get(engine_pool.lease.remote(run_name, this_worker, timeout_s))
+        leased = engine_pool.lease.remote(run_name, this_worker, timeout_s)
+        if not ray.wait([leased], timeout=SAY_AFTER_S)[0]:
+            users = ", ".join(ray.get(engine_pool.runs.remote()))
+            Console().message(
+                f"waiting for engines, up to {timeout_s:g} s (placement.timeout_s): {users} use "
+                f"those of the sweep"
+            )
+        lease = ray.get(leased)
         if lease is not None and shared.pool and lease.before is not None:
             # Make room for this run's adapter. Lost replicas do not matter: a restarted one never
             # had the old adapter.

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -29,8 +30,8 @@ from raypo.cluster.actors import ReplicaLost
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, InFlight, LoraSection
 from raypo.config.paths import short_name
+from raypo.deployment.gauges import export_gauges
 from raypo.serving.adapters import Adapters, lora_arguments
-from raypo.serving.gauges import tell_load
 from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.requests import (
     Completion,
@@ -182,7 +183,7 @@ class Engine:
             )
         self._stop = weakref.finalize(self, self._loop.close)
         loop, ended = self._loop, threading.Event()
-        tell_load(lambda: loop.load, ended)
+        export_gauges("engine", lambda: asdict(loop.load), ended)
         self._no_more_gauges = weakref.finalize(self, ended.set)
         self._loop.adapters = self._adapters
         self._llm = self._loop.llm

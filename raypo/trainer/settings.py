@@ -28,6 +28,9 @@ AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 CONTROLLER_FAILURE_LIMIT = 2
 """Limit on retries of a failed start. Ray's default retries without end."""
 
+ACCELERATOR_LABEL = "ray.io/accelerator-type"
+"""Label that Ray gives to nodes with accelerators."""
+
 RAY_RUN_NAME = "ray_train_run-"
 """Prefix of the names that RunConfig generates."""
 
@@ -79,13 +82,6 @@ def check_arguments(
     if scaling is not None and scaling.use_tpu:
         raise ConfigError(
             "ScalingConfig.use_tpu (True): raypo runs on CPUs and GPUs. Leave it out."
-        )
-    if scaling is not None and scaling.elasticity_enabled:
-        raise ConfigError(
-            f"ScalingConfig.num_workers ({scaling.num_workers}): a run keeps its number of "
-            f"workers, because a checkpoint is of as many, so elastic training does not work. Set "
-            f"it to one number, like {max(scaling.max_workers, 1)}; with max_failures a run whose "
-            f"worker is lost goes on by itself, once there is room for all of them."
         )
     if run is not None and run.storage_filesystem is not None:
         raise ConfigError(
@@ -150,10 +146,14 @@ def resolve(
     """Merge Python's arguments into the config, and validate it again as a whole."""
     values: dict[str, Any] = config.model_dump()
     if scaling is not None:
-        values["learner"]["num_workers"] = _without_the_critics(scaling.num_workers, config)
+        values["learner"]["num_workers"] = _without_the_critics(scaling.max_workers, config)
+        values["learner"]["min_workers"] = (
+            scaling.min_workers if scaling.elasticity_enabled else None
+        )
         values["learner"]["use_gpu"] = scaling.use_gpu
         if scaling.placement_strategy != ScalingConfig().placement_strategy:
             values["placement"]["strategy"] = scaling.placement_strategy
+        values["placement"]["label_selector"] = _labels(config, scaling)
         resources: Any = scaling.resources_per_worker or {}
         cpus = resources.get("CPU")
         values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
@@ -177,7 +177,26 @@ def resolve(
     return type(config).parse(values, origin="trainer")
 
 
-def _without_the_critics(count: Any, config: Any) -> int:
+def _labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
+    """Return `placement.label_selector` with the labels of Ray's scaling config."""
+    configured = vars(config)["placement"].label_selector
+    given = scaling.label_selector or {}
+    each = given if isinstance(given, list) else [given]
+    if any(selector != each[0] for selector in each):
+        raise ConfigError(
+            f"ScalingConfig.label_selector ({given}): Ray Train numbers its workers by node, so no "
+            f"selector can be for a certain worker. Give one mapping for all workers; by role "
+            f"placement.label_selector has one for each."
+        )
+    kind = scaling.accelerator_type
+    labels = {**each[0], **({ACCELERATOR_LABEL: kind} if kind else {})}
+    if not labels:
+        return configured
+    is_by_role = any(isinstance(selector, dict) for selector in configured.values())
+    return {**configured, "learner": labels} if is_by_role else labels
+
+
+def _without_the_critics(count: int, config: Any) -> int:
     """Return `learner.num_workers`; Ray's scaling config also counts the critic's own workers."""
     apart = config.learner.total_workers - config.learner.num_workers
     if count <= apart:
@@ -203,12 +222,16 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
     use_gpu = _has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
     if learner.use_gpu is True and not _has_cluster(config):
         check_driver(gpus=this_machine()[0].gpus, use_gpu=True)
-    scaling = given or ScalingConfig(num_workers=learner.total_workers, use_gpu=use_gpu)
+    count = learner.total_workers
+    wanted = (learner.min_workers, count) if learner.is_elastic else count
+    scaling = given or ScalingConfig(num_workers=wanted, use_gpu=use_gpu)
     return dataclasses.replace(
         scaling,
         resources_per_worker=scaling.resources_per_worker
         or worker_resources(config, use_gpu=use_gpu),
         placement_strategy=config.placement.strategy,
+        label_selector=config.placement.labels_of("learner") or None,
+        accelerator_type=None,  # a label by now, which dedicated roles can have too
     )
 
 
@@ -230,11 +253,15 @@ def _has_gpus(config: RecipeConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
+def run_config_of(config: Any, given: RunConfig | None) -> RunConfig:
     """Return Ray's run config for the resolved config; other fields of `given` are kept."""
     run = given or RunConfig()
     failure = run.failure_config or FailureConfig()
     limit = failure.controller_failure_limit
+    # Up to 20 s after a node is lost, Ray's elastic policy counts its devices. A start on them ends
+    # after a minute, and the next one has fewer workers: so starts of an elastic run may fail.
+    if limit < 0 and not config.learner.is_elastic:
+        limit = CONTROLLER_FAILURE_LIMIT
     return dataclasses.replace(
         run,
         name=config.name,
@@ -246,6 +273,6 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
         failure_config=dataclasses.replace(
             failure,
             max_failures=config.max_failures,
-            controller_failure_limit=CONTROLLER_FAILURE_LIMIT if limit < 0 else limit,
+            controller_failure_limit=limit,
         ),
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import pandas as pd
 import ray
@@ -25,6 +25,7 @@ from ray.train import ControllerError, FailureConfig, Result, RunConfig, Scaling
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from raypo.checks.function_checks import check_reward_function
 from raypo.checks.input_checks import check_inputs
 from raypo.checks.model_checks import check_models
 from raypo.checks.resume_checks import check_run_folder, is_finished
@@ -35,20 +36,26 @@ from raypo.cluster.connect import (
     dashboard_url,
     untold_environment,
 )
-from raypo.cluster.placement import lay_out, worker_bundles
+from raypo.cluster.placement import PlacementError, lay_out, worker_bundles
 from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.cluster.resources import alive_nodes
 from raypo.cluster.run_monitor import start_monitor
 from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.concurrency import daemon_future
-from raypo.config import OnlineConfig, RecipeConfig
+from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
-from raypo.ray_internals import is_driver, leave_out_callbacks
+from raypo.ray_internals import (
+    has_autoscaler,
+    is_driver,
+    leave_out_callbacks,
+    without_worker_output,
+)
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
+from raypo.storage.checkpoints import mend_list
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
@@ -73,6 +80,15 @@ AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 POLL_S = 0.2
 """Interval at which the driver polls the monitor for events."""
+_HABITS = {
+    "train": "Call fit(): it runs or resumes, and returns Ray Train's Result.",
+    "save_model": "A run saves the model itself: its folder has policy/.",
+    "save_pretrained": "A run saves the model itself: its folder has policy/.",
+    "push_to_hub": "Upload the folder policy/ of the run: `hf upload NAME runs/.../policy`.",
+    "evaluate": "Set eval.prompts, or call `raypo eval` with the run's folder.",
+    "add_callback": "Give callbacks=[function] to the trainer.",
+}
+"""Method of Hugging Face's trainers -> what to use here."""
 
 
 class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
@@ -91,7 +107,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def __init__(  # noqa: PLR0913 - the names that Hugging Face and Ray users know
         self,
         config: AnyConfig | Mapping[str, Any] | str | Path | None = None,
-        *,
+        *others: Any,
         model: Any = None,
         args: AnyConfig | Mapping[str, Any] | str | Path | None = None,
         train_dataset: Rows | str | Path | None = None,
@@ -116,6 +132,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             config: The whole run config, a mapping of its keys (nested, or dotted like
                 `{"learner.policy_lr": 1e-6}`), or the path of a run file. The arguments from
                 `model` to `callbacks` set keys of it; nothing else need be given.
+            others: Other positional arguments are refused.
             model: `model.policy`: a folder or hub id, or a transformers model, which is saved into
                 the run's folder together with `processing_class`.
             args: Another name of `config`.
@@ -129,9 +146,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             peft_config: `model.lora`: peft's LoraConfig, or a mapping of these keys.
             ref_model: `model.reference`, like `model`.
             callbacks: Functions of a `StepView` that are called after each step, or `file.py:name`.
-            scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` override
-                the `learner` section, its strategy overrides `placement.strategy`. Ray's default is
-                `use_gpu=False`: pass True for GPUs, or leave the argument out.
+            scaling_config: Its `num_workers` (a number, or the lowest and the highest one),
+                `use_gpu` and CPUs of `resources_per_worker` override the `learner` section, its
+                strategy overrides `placement.strategy`. Ray's default is `use_gpu=False`: pass True
+                for GPUs, or leave the argument out. Its `label_selector` and `accelerator_type`
+                override `placement.label_selector`.
             run_config: Its `name`, `storage_path`, `failure_config` (`max_failures`) and
                 `checkpoint_config` (`num_to_keep`: `checkpoint.keep`, `checkpoint_score_attribute`
                 and `_order`: `checkpoint.best_by` and `best_mode`) override the config's. Values
@@ -151,6 +170,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             ConfigError: a file, a key, an argument or a combination is wrong.
         """
         kind: Any = type(self).config_class
+        if others:
+            raise ConfigError(
+                f"{type(self).__name__} ({1 + len(others)} positional arguments): only the config "
+                "may have no name. Write model=..., reward_funcs=..., args=..., train_dataset=..."
+            )
         check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
         arguments = Arguments(
             model=model,
@@ -170,10 +194,17 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         given: Given[Any] = read_arguments(kind, config, arguments, preset=type(self).preset)
         self._given, self._fresh = given, fresh
         self._reward_fn = given.reward_fn
+        self.arguments_of_trials: dict[str, Any] = {
+            "reward_fn": given.reward_fn,
+            "callbacks": given.callbacks,
+            "scaling_config": scaling_config,
+        }
+        """Arguments that a trainer of another config needs to run with the same Python objects."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
         resolved = self._with_given(resolved)
         self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
         if self._reward_fn is not None:
+            check_reward_function(self._reward_fn, key="reward_funcs")
             check_columns(resolved, self._reward_fn, key="reward_funcs")
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
@@ -190,6 +221,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             run_config=self._run_config(run_config),
             **torch_trainer_arguments,
         )
+
+    if not TYPE_CHECKING:  # a type checker reports unknown attributes by itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse methods of Hugging Face's trainers with the counterpart."""
+            remedy = _HABITS.get(name, "There is no such attribute.")
+            raise AttributeError(f"{type(self).__name__}.{name}: {remedy}", name=name, obj=self)
 
     def fit(self) -> Result:
         """Run or resume training, or return the result of a finished run.
@@ -224,7 +262,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
             try:
-                return self._with_every_step(self._fit_watched())
+                with without_worker_output():
+                    return self._with_every_step(self._fit_watched())
             finally:
                 if connected_here:
                     ray.shutdown()
@@ -244,7 +283,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self._files.write_config(self.config.model_dump(mode="json"))
         resumes = self._files.last_step() > 0
         accepted = record_inputs(
-            self.config, self._files, resumes=resumes, given=self._given_functions
+            self.config, self._files, resumes=resumes, given=self.given_functions
         )
         self._files.sync()
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
@@ -266,6 +305,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 dashboard_token(),
                 self._files.metrics(),
             )
+            if resumes and (mended := mend_list(self._files)):
+                console.message(mended)
             for change in accepted:
                 console.message(f"changed input, accepted: {change}")
             dedicated = self._start_dedicated(monitor, console.message)
@@ -302,11 +343,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return None if is_driver() else start_placement_group_gc(until=monitor)
 
     def _check_folder(self) -> None:
-        given = self._given_functions
+        given = self.given_functions
         check_run_folder(self.config, self._files, start_over="fresh=True", given=given)
 
     @property
-    def _given_functions(self) -> dict[str, RewardFunction]:
+    def given_functions(self) -> dict[str, RewardFunction]:
+        """Functions that were passed in Python, by config key."""
         return {} if self._reward_fn is None else {"reward.function": self._reward_fn}
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
@@ -397,10 +439,21 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return False
 
     def _check_cluster(self) -> None:
-        """Refuse a run that the cluster can never place; Ray itself would wait without end."""
-        lay_out(
-            self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self._worker_resources
-        )
+        """Refuse a run that the cluster can never place; Ray itself would wait without end.
+
+        A cluster with an autoscaler may add nodes: there the reservation waits for them.
+        """
+        nodes = alive_nodes()
+        try:
+            lay_out(self._recipe, nodes, use_gpu=self._use_gpu, each_worker=self.worker_resources)
+        except PlacementError:
+            if not has_autoscaler():
+                raise
+            Console().message(
+                f"The nodes that the cluster has now ({len(nodes)}) do not hold this run. It waits "
+                f"until Ray's autoscaler has added nodes, up to "
+                f"{self.config.placement.timeout_s:g} s (placement.timeout_s)."
+            )
 
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
         """Wait until the learner workers' placement group fits, by reserving and removing one.
@@ -408,7 +461,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Ray Train then creates its own. It would not say which bundle waits for which resources.
         """
         group = reserve(
-            worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self._worker_resources),
+            worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
             "the learner workers' group",
             name=f"raypo:{self.config.name}:workers",
             placement=self.config.placement,
@@ -419,11 +472,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """The config, typed for the plan, which accepts all recipes."""
-        return self.config
+        """The config with the fewest workers, typed for the plan, which accepts all recipes."""
+        config: Any = self.config
+        fewest = config.learner.min_workers
+        return config if fewest is None else config.with_workers(fewest)
 
     @property
-    def _worker_resources(self) -> dict[str, float]:
+    def worker_resources(self) -> dict[str, float]:
         """Resources of a learner worker, including custom ones of the scaling config."""
         scaling = self.scaling_config
         resources: dict[str, Any] = {

@@ -11,8 +11,7 @@ from ray.tune import Callback
 from ray.tune.experiment import Trial
 
 from raypo.tuning.goal import STEP, VALUE
-from raypo.tuning.record import TrialRecord
-from raypo.tuning.search import POINT
+from raypo.tuning.record import POINT, TrialRecord
 from raypo.tuning.view import SweepView
 
 WRITE_EVERY_S = 10.0

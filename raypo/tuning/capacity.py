@@ -6,8 +6,8 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from raypo.cluster.placement import (
     Bundle,
@@ -21,7 +21,7 @@ from raypo.cluster.placement import (
     worker_bundles,
 )
 from raypo.config import AnyConfig, ConfigError
-from raypo.config.sweep_config import SweepConfig
+from raypo.config.sweep_config import SharedRole, SweepConfig
 from raypo.metrics.clock import duration
 from raypo.storage.folder import below
 from raypo.storage.run_files import RunFiles
@@ -52,6 +52,15 @@ class SweepPlan:
         return _amount(self.device, self.bundles)
 
 
+def _check_fixed(base: AnyConfig) -> None:
+    if base.learner.is_elastic:
+        raise ConfigError(
+            f"learner.min_workers ({base.learner.min_workers}): every trial of a sweep holds its "
+            f"resources from start to end. Set learner.num_workers to one number in the base, or "
+            f"by overrides.learner.num_workers."
+        )
+
+
 def plan_sweep(
     sweep: SweepConfig, base: AnyConfig, nodes: Sequence[Resources], *, use_gpu: bool
 ) -> SweepPlan:
@@ -67,9 +76,9 @@ def plan_sweep(
         use_gpu: Whether a learner worker takes a GPU.
 
     Raises:
-        ConfigError: not even one trial fits, or pbt cannot run all trials concurrently.
+        ConfigError: not even one trial fits, pbt cannot run all trials concurrently, or a trial is
+            elastic.
     """
-    strategy = base.placement.strategy
     try:
         lay_out(base, nodes, use_gpu=use_gpu)
     except PlacementError as error:
@@ -77,27 +86,18 @@ def plan_sweep(
             f"{error} These are keys of {sweep.base}: in the sweep file learner.num_workers is "
             f"overrides.learner.num_workers."
         ) from error
-    trial = [dedicated_bundles(base, use_gpu=use_gpu), worker_bundles(base, use_gpu=use_gpu)]
     at_once = sweep.num_trials if sweep.max_concurrent == "auto" else sweep.max_concurrent
-    wanted = min(sweep.num_trials, at_once)
-    num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)
-    sharing = Sharing.of(sweep, base, use_gpu=use_gpu)
-    if sharing.bundles:
-        placed = place(sharing.bundles, nodes, strategy)
-        left = without(nodes, sharing.bundles, placed)
-        beside = groups_side_by_side(trial, left, strategy, at_most=wanted)
-        if len(placed) < len(sharing.bundles):
-            beside = 0
-        if sweep.share == "auto" and beside < num_slots:
-            sharing = Sharing()
-        elif not beside:
-            raise ConfigError(
-                f"share ({', '.join(sharing.roles)}): with these in "
-                f"{len(sharing.bundles)} bundles of their own, no trial fits. Set share to []."
-            )
-        else:
-            num_slots = beside
-    bundles = tuple(bundle for group in trial for bundle in group)
+    plan = plan_trials(
+        base,
+        [trial for _, trial in sweep.trials()],
+        nodes,
+        num_trials=sweep.num_trials,
+        at_most=at_once,
+        share=sweep.share,
+        share_batches=sweep.share_batches,
+        use_gpu=use_gpu,
+    )
+    bundles, num_slots = plan.bundles, plan.num_slots
     for key, name in (("cpus", "CPU"), ("gpus", "GPU")):
         limit, asked = getattr(sweep.resources, key), _amount(name, bundles)
         if limit is None or not asked:
@@ -114,7 +114,63 @@ def plan_sweep(
             f"{num_slots} of {_words(bundles)} fit here. Set num_samples to "
             f"{max(2, num_slots)}, or have a trial take less (overrides.learner.cpus_per_worker)."
         )
-    return SweepPlan(sweep.num_trials, bundles, num_slots, sharing)
+    return replace(plan, num_slots=num_slots)
+
+
+def plan_trials(
+    base: AnyConfig,
+    trials: Sequence[AnyConfig],
+    nodes: Sequence[Resources],
+    *,
+    num_trials: int,
+    at_most: int,
+    share: Sequence[SharedRole] | Literal["auto"],
+    share_batches: bool = False,
+    use_gpu: bool,
+    each: Resources | None = None,
+) -> SweepPlan:
+    """Plan as many concurrent trials as fit beside the deployments that they share.
+
+    Args:
+        base: Run config of a trial, without the values of the space.
+        trials: Run configs that represent all trials.
+        nodes: Resources of each node of the cluster, which has room for one trial.
+        num_trials: Number of trials.
+        at_most: Maximum number of concurrent trials.
+        share: Roles to share. `auto` shares all, on GPUs only if as many trials fit beside them.
+        share_batches: Whether trials that share engines also sample in the same batches.
+        use_gpu: Whether a learner worker takes a GPU.
+        each: Resources of a learner worker. None means those of the config.
+
+    Raises:
+        ConfigError: no trial fits beside the shared deployments, or a trial is elastic.
+    """
+    _check_fixed(base)
+    strategy = base.placement.strategy
+    trial = [
+        dedicated_bundles(base, use_gpu=use_gpu),
+        worker_bundles(base, use_gpu=use_gpu, each=each),
+    ]
+    wanted = min(num_trials, at_most)
+    num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)
+    sharing = Sharing.of(base, trials, share=share, share_batches=share_batches, use_gpu=use_gpu)
+    if sharing.bundles:
+        placed = place(sharing.bundles, nodes, strategy)
+        left = without(nodes, sharing.bundles, placed)
+        beside = groups_side_by_side(trial, left, strategy, at_most=wanted)
+        if len(placed) < len(sharing.bundles):
+            beside = 0
+        if share == "auto" and beside < num_slots:
+            sharing = Sharing()
+        elif not beside:
+            raise ConfigError(
+                f"share ({', '.join(sharing.roles)}): with these in "
+                f"{len(sharing.bundles)} bundles of their own, no trial fits. Set share to []."
+            )
+        else:
+            num_slots = beside
+    bundles = tuple(bundle for group in trial for bundle in group)
+    return SweepPlan(num_trials, bundles, num_slots, sharing)
 
 
 def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:

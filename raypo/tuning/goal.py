@@ -138,15 +138,16 @@ def scored_step(known: Metrics) -> int:
     return int(known.get(SCORED_STEP, 0))
 
 
-def known_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
+def known_metrics(rows: Iterable[Metrics], goal: Goal | None) -> dict[str, float]:
     """Return the last value of each metric; the initial evaluation counts as its first value.
 
     Args:
         rows: Metrics by step; earlier known metrics may come first.
-        goal: Its first metric is the one whose last step is returned as SCORED_STEP.
+        goal: Its first metric is the one whose last step is returned as SCORED_STEP. None adds no
+            such entry.
     """
     known: dict[str, float] = {}
-    score = goal.metrics[0]
+    score = goal.metrics[0] if goal else None
     for row in rows:
         if score in row:
             known[SCORED_STEP] = row.get(SCORED_STEP, row.get(STEP, 0))
@@ -158,6 +159,6 @@ def known_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
     return known
 
 
-def as_report(known: Metrics, goal: Goal) -> dict[str, float]:
-    """Return the metrics for a report to Tune, with the value that schedulers compare."""
-    return {**known, VALUE: goal.value(known)}
+def as_report(known: Metrics, goal: Goal | None) -> dict[str, float]:
+    """Return the metrics for a report to Tune, with the value that a sweep's scheduler compares."""
+    return {**known, VALUE: goal.value(known)} if goal else {**known}

@@ -31,7 +31,7 @@ from raypo.ray_internals import forget_failed
 from raypo.storage.folder import below, link_tree, open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP
-from raypo.tuning.search import POINT
+from raypo.tuning.record import POINT
 
 SEGMENT = "segment.json"
 COPIED = "copied"

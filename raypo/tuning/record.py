@@ -13,6 +13,10 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, SCORED_STEP, Goal, scored_step
 
 TRIALS = "trials.parquet"
+Point = dict[str, Any]
+"""Dotted key of the run config -> value of a trial."""
+NUMBER, POINT = "number", "point"
+"""Keys of the Tune config of a sweep's trial."""
 Status = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
 ENDED: tuple[Status, ...] = ("finished", "stopped")
 
@@ -23,8 +27,7 @@ class TrialRecord:
 
     number: int
     name: str
-    point: dict[str, Any]
-    """Dotted key of the run config -> tried value."""
+    point: Point
     status: Status = "waiting"
     """State of the trial. The scheduler ended a stopped one; an interrupted or failed one goes on
     when the sweep resumes."""

@@ -17,7 +17,8 @@ from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP, VALUE, Goal, as_report, known_metrics
 from raypo.tuning.population import Population, inside
-from raypo.tuning.search import POINT, as_tune
+from raypo.tuning.record import POINT
+from raypo.tuning.search import as_tune
 
 _JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
 

@@ -21,12 +21,7 @@ from raypo.config.space import Domain
 from raypo.config.sweep_config import SweepConfig
 from raypo.tuning.capacity import grid_points
 from raypo.tuning.goal import INFEASIBLE, Goal, Metrics
-from raypo.tuning.record import TrialRecord
-
-Point = dict[str, Any]
-"""Dotted key of the run config -> value of a trial."""
-NUMBER, POINT = "number", "point"
-"""Keys of a trial's Tune config."""
+from raypo.tuning.record import NUMBER, POINT, Point, TrialRecord
 
 
 def listed_space(

@@ -5,16 +5,16 @@ On small machines start-up dominates the cost of a trial, and most of it is load
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import ray
 
 from raypo.cluster.placement import Bundle, dedicated_bundles, with_dedicated
 from raypo.config import AnyConfig, OnlineConfig
-from raypo.config.sweep_config import SharedRole, SweepConfig
+from raypo.config.sweep_config import SharedRole
 from raypo.run.setup import Shared
 
 
@@ -34,19 +34,34 @@ class Sharing:
     """Bundles of the placement group of models and pool; empty on CPUs, where they share cores."""
 
     @classmethod
-    def of(cls, sweep: SweepConfig, base: AnyConfig, *, use_gpu: bool) -> Sharing:
-        """Share those roles of `share` that the base has and that no key of the space changes.
+    def of(
+        cls,
+        base: AnyConfig,
+        trials: Iterable[AnyConfig],
+        *,
+        share: Sequence[SharedRole] | Literal["auto"],
+        share_batches: bool,
+        use_gpu: bool,
+    ) -> Sharing:
+        """Share those roles that the base has and that no trial's values change.
 
         Dedicated roles are never shared: each trial has them in its own placement group.
+
+        Args:
+            base: Run config of a trial, without the values of the space.
+            trials: Run configs that represent all trials.
+            share: Roles to share. `auto` means all.
+            share_batches: Whether trials that share engines also sample in the same batches.
+            use_gpu: Whether a learner worker takes a GPU.
         """
         if not isinstance(base, OnlineConfig):
             return cls()
         from raypo.run.shared_services import roles_apart  # model code
 
-        roles = get_args(SharedRole) if sweep.share == "auto" else sweep.share
+        roles = get_args(SharedRole) if share == "auto" else share
         wanted = [role for role in roles if base.placement.group_of(role) == "colocated"]
         apart = set[str]()
-        for _, trial in sweep.trials():
+        for trial in trials:
             assert isinstance(trial, OnlineConfig), "the recipe is the base's"
             apart |= roles_apart(trial, base)
         by_kind = {"reference": base.references, "reward": base.reward_models}
@@ -61,8 +76,7 @@ class Sharing:
         engines = shares_engine and not base.pushes_adapter and not use_gpu
         placed = with_dedicated(base, [*models, "engine"] if pool else models)
         bundles = dedicated_bundles(placed, use_gpu=True) if use_gpu else ()
-        share_batches = pool and sweep.share_batches
-        return cls(tuple(models), engines, pool, share_batches, tuple(bundles))
+        return cls(tuple(models), engines, pool, pool and share_batches, tuple(bundles))
 
     @property
     def roles(self) -> tuple[str, ...]:

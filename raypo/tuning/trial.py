@@ -26,7 +26,7 @@ from ray.train import Checkpoint, RunConfig, UserCallback
 from raypo.checks.resume_checks import check_recorded_inputs, is_finished
 from raypo.config import AnyConfig, parse_run_config
 from raypo.config.sweep_config import with_values
-from raypo.deployment.reserve import Dedicated
+from raypo.deployment.reserve import SAY_AFTER_S, Dedicated
 from raypo.inputs import learn_digests
 from raypo.ray_internals import run_controllers_here
 from raypo.run.setup import Runtime, Shared
@@ -35,7 +35,7 @@ from raypo.trainer import RecipeTrainer, trainer_class
 from raypo.tuning.capacity import trial_name
 from raypo.tuning.goal import Goal, as_report, known_metrics
 from raypo.tuning.population import Segment
-from raypo.tuning.search import POINT, Point
+from raypo.tuning.record import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
 """Maximum wait for the stopped process of the same trial; Tune kills it well before."""
@@ -57,13 +57,18 @@ class TrialSetup:
     """Storage path of the trials' runs."""
     working_dir: str
     """Working directory of the driver, where relative paths start."""
-    goal: Goal
+    goal: Goal | None = None
+    """Objective whose value is added to reports. None adds nothing: Tune has the objective."""
     is_population: bool = False
     """True if trials copy each other's checkpoints (pbt)."""
     group_gc: ActorHandle | None = None
     shared: Shared | None = None
     digests: Mapping[tuple[str, int, int, int], str] = field(default_factory=dict)
     """Digests of shared inputs, so that files are hashed once and not once per trial."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of each trial's trainer besides its config and run config."""
+    train_callbacks: tuple[UserCallback, ...] = ()
+    """Ray Train callbacks of each trial's run."""
 
     def config(self, name: str, point: Point) -> AnyConfig:
         """Return the run config of a trial."""
@@ -77,10 +82,20 @@ class TrialSetup:
 
 
 def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
-    """Start or resume the run of a trial. Tune calls this function in the trial's actor."""
+    """Run a trial of a sweep file. Tune calls this function in the trial's actor."""
+    run_point(config[POINT], setup)
+
+
+def run_point(point: Point, setup: TrialSetup) -> None:
+    """Start or resume the run of the trial that this process belongs to.
+
+    Args:
+        point: The trial's values by dotted key of the run config.
+        setup: Settings of all trials.
+    """
     name = tune.get_context().get_trial_name()
     assert name is not None
-    run, files = setup.config(name, config[POINT]), RunFiles(setup.storage_path, name)
+    run, files = setup.config(name, point), RunFiles(setup.storage_path, name)
     _wait_for_predecessor(files)
     learn_digests(setup.digests)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
@@ -126,7 +141,8 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         segment: Segment | None,
     ) -> None:
         self._setup, self._reports, self._segment = setup, reports, segment
-        super().__init__(config, run_config=RunConfig(callbacks=[reports]))
+        callbacks = [reports, *setup.train_callbacks]
+        super().__init__(config, run_config=RunConfig(callbacks=callbacks), **setup.arguments)
         run_controllers_here(self)
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:
@@ -134,6 +150,7 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         return dataclasses.replace(
             runtime,
             shared=self._setup.shared,
+            is_trial=True,
             resume_from=self._segment.resume_from if self._segment else None,
         )
 
@@ -143,7 +160,11 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
     def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
         if self.config.placement.is_dedicated and self._group_gc is not None:
             take_turn = self._group_gc.take_turn
-            while not ray.get(take_turn.remote(self.config.name, monitor)):
+            began, is_said = time.monotonic(), False
+            while reserves := ray.get(take_turn.remote(self.config.name, monitor)):
+                if time.monotonic() - began > SAY_AFTER_S and not is_said:
+                    is_said = True
+                    say(f"waiting until {reserves} has reserved its resources and started")
                 time.sleep(TURN_S)
         return super()._start_dedicated(monitor, say)
 
@@ -170,12 +191,16 @@ class TrialReports(UserCallback):
     """
 
     def __init__(
-        self, goal: Goal, known: Mapping[str, float], files: RunFiles, segment: Segment | None
+        self,
+        goal: Goal | None,
+        known: Mapping[str, float],
+        files: RunFiles,
+        segment: Segment | None,
     ) -> None:
         """Start from the metrics known so far.
 
         Args:
-            goal: Objective of the sweep.
+            goal: Objective of the sweep, or None.
             known: Last known metrics of the trial.
             files: Files of the trial.
             segment: Segment of a pbt trial, to whose checkpoint the reports point.

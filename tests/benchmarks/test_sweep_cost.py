@@ -5,7 +5,7 @@ Ratios of device-seconds, wall time and peak memory are printed (`-s` shows them
 are what trials hold, a core each: a run of its own has the machine's other cores for its engine and
 models besides, trials side by side have not. What a sweep spends before its first trial and after
 its last is in the wall time alone. RAYPO_BENCHMARK_TRIALS=2 makes it short; the published figures
-are of 8.
+are of 8, and with early stopping of 16.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from statistics import median
 
 import psutil
 import pytest
+import yaml
 
 from tests.integration.task import numbers, raypo, read_metrics, write_task
 from tests.integration.test_vllm_frozen import tiny_reward_model
@@ -131,6 +132,63 @@ def test_a_sweep_takes_at_most_half_as_long_as_separate_runs(
         assert all(other == first for other in others), found
     assert sweeps["shared"].wall_s <= 0.5 * alone.wall_s
     assert sweeps["shared"].device_s <= alone.device_s
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_sixteen_trials_for_the_price_of_four(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+):
+    """ASHA stops trials early; a held-out verifier names the winner under a bound on the KL.
+
+    Device-seconds are the machine's cores times the seconds of a command, from its start to its
+    end: a run of its own has the machine for itself, as the whole sweep has.
+    """
+    import pyarrow.parquet as pq
+
+    num_trials = int(os.environ.get("RAYPO_BENCHMARK_TRIALS", "16"))
+    num_steps = 2 * num_trials
+    write_task(tmp_path)
+    rates = [10 ** (-5 + 3 * place / (num_trials - 1)) for place in range(num_trials)]
+    rates = rates[1::2] + rates[::2]  # from all of the range, as a searcher would
+    base = {"num_steps": num_steps, "seed": seed, "eval.every": 2, "checkpoint.every": num_steps}
+    given = [f"{key}={value}" for key, value in base.items()]
+    path = tmp_path / "many.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "many",
+                "base": f"{tmp_path}/ppo.yaml",
+                "storage_path": f"{tmp_path}/runs",
+                "overrides": base,
+                "space": {"learner.policy_lr": {"grid": rates}},
+                "searcher": "grid",
+                "scheduler": {"kind": "asha", "grace_steps": 2, "reduction_factor": 4},
+                "constraint": "kl/ref_response_mean <= 5",
+            }
+        )
+    )
+    sweep_s, _ = run("sweep", path)
+    best, *others = pq.read_table(tmp_path / "runs" / "many" / "trials.parquet").to_pylist()
+    alone_s = []
+    for trial in (best, others[-1]):  # one that survived, and one that was stopped
+        rate = trial["space/learner.policy_lr"]
+        name = f"alone-{trial['name']}"
+        overrides = [f"name={name}", f"learner.policy_lr={rate}", *given]
+        alone_s.append(run("train", tmp_path / "ppo.yaml", *overrides)[0])
+        alone = numbers(read_metrics(tmp_path / "runs" / name))
+        tried = numbers(read_metrics(tmp_path / "runs" / "many" / "trials" / trial["name"]))
+        assert tried == alone[: len(tried)]
+    separate_s = num_trials * sum(alone_s) / len(alone_s)
+    steps = [trial["step"] for trial in (best, *others)]
+    with capsys.disabled():
+        print(f"\nseed {seed}: {num_trials} trials of at most {num_steps} steps: {sorted(steps)}")
+        print(f"the winner: {best['space/learner.policy_lr']:.2g}, {best['eval/score_mean']:.3f}")
+        print(f"device-seconds: {os.cpu_count() or 1} times {sweep_s:.0f} s of the sweep, and")
+        print(f"{separate_s:.0f} s of {num_trials} runs, at {alone_s}")
+        print(f"the sweep / separate runs: {sweep_s / separate_s:.2f}")
+    assert best["status"] == "finished"
+    assert best["feasible"]
+    assert num_trials < 16 or sweep_s <= 0.25 * separate_s
 
 
 def generate_s(folder: Path, name: str) -> float:

@@ -52,8 +52,8 @@ def test_messages_in_blocks_of_pandas_and_files_of_parquet(values: dict[str, Any
     rows = ray.data.from_items(ROWS, override_num_blocks=3).map_batches(
         as_messages, batch_format="pandas"
     )
-    values = values | {"data": {"messages_key": "messages", "max_response_tokens": 99}}
-    values["eval"] = {}
+    data = {"messages_key": "messages", "max_prompt_tokens": 16, "max_response_tokens": 16}
+    values = values | {"data": data, "eval": {}}
     made = SFTTrainer(values, train_dataset=rows).config
     rows.write_parquet(str(tmp_path / "rows"))
     again = SFTTrainer(values, train_dataset=ray.data.read_parquet(str(tmp_path / "rows"))).config

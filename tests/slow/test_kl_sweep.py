@@ -16,8 +16,6 @@ from raypo.cluster.connect import connect
 from raypo.config import ClusterSection
 from tests.integration.task import REPOSITORY, raypo, read_metrics
 
-HASTY = {"name": "quickstart-hasty-reward-model", "num_steps": 60}
-"""As the comment in the sweep file says."""
 NUM_CORES = 2
 """That a run of the demo's PPO holds."""
 KILL_AFTER = 3
@@ -27,7 +25,7 @@ KILL_AFTER = 3
 def prepared(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Models for a seed; the sweep as in its file, and its base, with this folder's paths."""
     pipeline = Pipeline(seed, folder / "data", folder / "runs")
-    hasty = pipeline.reward_model_config(**HASTY)
+    hasty = pipeline.hasty_reward_model_config()
     connect(ClusterSection())
     try:
         pipeline.run_to_pairs()
@@ -36,7 +34,8 @@ def prepared(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         ray.shutdown()
     reward_model = str(pipeline.runs / hasty.name / "reward_model")
     sweep = yaml.safe_load((REPOSITORY / "sweeps" / "kl_coef.yaml").read_text())
-    assert set(sweep["overrides"]) == {"model.reward", "model.critic"}
+    by_the_demo = f"runs/{hasty.name}/reward_model"
+    assert sweep["overrides"] == {"model.reward": by_the_demo, "model.critic": by_the_demo}
     models = dict.fromkeys(sweep["overrides"], reward_model)
     base = pipeline.ppo_config(**models).model_dump(mode="json")
     (folder / "ppo.yaml").write_text(yaml.safe_dump(base))

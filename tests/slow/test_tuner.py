@@ -1,5 +1,9 @@
-"""Ray Tune around a trainer, as a user of Ray writes it, without `raypo sweep`."""
+"""Ray Tune around runs as a user of Ray writes it, by `raypo.Tuner` and without it."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +12,30 @@ import ray
 from ray import tune
 from ray.train import RunConfig
 from ray.tune.integration.ray_train import TuneReportCallback
-from ray.tune.schedulers import ASHAScheduler
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
+from ray.tune.search.optuna import OptunaSearch
 from ray.util.state import list_actors
+from transformers import AutoModelForCausalLM
 
-from raypo import SFTConfig, SFTTrainer
-from tests.integration.pipeline import sft_values, write_examples
+from raypo import PPOConfig, PPOTrainer, Rollout, SFTConfig, SFTTrainer, Tuner
+from raypo.run.callbacks import StepView
+from raypo.storage.checkpoints import STATE
+from tests.integration.pipeline import (
+    dpo_values,
+    reward_model_values,
+    rounds_values,
+    sft_values,
+    write_examples,
+)
+from tests.integration.task import REPOSITORY, numbers, read_metrics
 
-pytestmark = pytest.mark.usefixtures("local_ray")
+
+def alive_names() -> list[str]:
+    alive: list[Any] = list_actors(filters=[("state", "=", "ALIVE")], limit=1000)
+    return [actor.name or actor.class_name for actor in alive]
 
 
-def test_a_trial_that_asha_stops_leaves_its_room_to_the_next_one(tmp_path: Path):
+def test_a_trial_that_asha_stops_leaves_its_room_to_the_next_one(tmp_path: Path, local_ray: None):
     """Tune kills the trial's process, so nothing in it can give back its placement group."""
     write_examples(tmp_path)
     values = sft_values(tmp_path) | {"num_steps": 40, "placement": {"timeout_s": 60.0}}
@@ -36,10 +54,12 @@ def test_a_trial_that_asha_stops_leaves_its_room_to_the_next_one(tmp_path: Path)
 
     results = tune.Tuner(
         tune.with_resources(trial, tune.PlacementGroupFactory([{"memory": 1}])),
-        param_space={"lr": tune.grid_search([1e-3, 1e-4])},
+        param_space={"lr": tune.loguniform(1e-4, 1e-3)},
         tune_config=tune.TuneConfig(
             metric="train/loss",
             mode="min",
+            num_samples=2,
+            search_alg=OptunaSearch(seed=0),
             scheduler=ASHAScheduler(time_attr="step", max_t=2, grace_period=1),
             max_concurrent_trials=1,
         ),
@@ -47,6 +67,170 @@ def test_a_trial_that_asha_stops_leaves_its_room_to_the_next_one(tmp_path: Path)
     ).fit()
     assert [result.error for result in results] == [None, None]
     assert all((result.metrics or {})["step"] >= 1 for result in results)
-    alive: list[Any] = list_actors(filters=[("state", "=", "ALIVE")])
-    left = [actor.class_name for actor in alive]
-    assert "PlacementGroupCleaner" not in left
+    assert "PlacementGroupCleaner" not in alive_names()
+
+
+def digits(rollouts: list[Rollout]) -> list[float]:
+    return [float(sum(c.isdigit() for c in each.response)) for each in rollouts]
+
+
+def half_step(view: StepView) -> dict[str, float]:
+    return {"half_step": view.step / 2}
+
+
+class Watched(tune.Callback):
+    """Names of what lives while trials run, and the trials' reports."""
+
+    def __init__(self) -> None:
+        self.names, self.reports = set[str](), dict[str, list[dict[str, Any]]]()
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict, **_: Any
+    ) -> None:
+        self.names |= set(alive_names())
+        self.reports.setdefault(str(trial), []).append(dict(result))
+
+
+def test_trials_share_engines_and_are_the_runs_that_they_would_be_alone(
+    task: Path, local_ray: None
+):
+    """Optuna proposes, ASHA stops; the reward function and the callback are Python's."""
+    base = PPOConfig.load(task, overrides={"num_steps": 4, "name": "tuned"})
+    trainer = PPOTrainer(base, reward_fn=digits, callbacks=[half_step])
+    before, watched = set(alive_names()), Watched()
+    results = Tuner(
+        trainer,
+        param_space={"learner": {"policy_lr": tune.loguniform(1e-4, 1e-2)}},
+        tune_config=tune.TuneConfig(
+            metric="eval/score_mean",
+            mode="max",
+            num_samples=3,
+            search_alg=OptunaSearch(seed=0),
+            scheduler=ASHAScheduler(time_attr="step", max_t=4, grace_period=2, reduction_factor=2),
+        ),
+        run_config=tune.RunConfig(name="shared", callbacks=[watched], verbose=0),
+    ).fit()
+    assert not results.errors
+    assert {name for name in watched.names if ":reference:" in name} == {
+        "raypo:shared-shared:reference:0"
+    }
+    assert not any(":engine:" in name and "-lent-" not in name for name in watched.names)
+    assert set(alive_names()) <= before
+
+    best = results.get_best_result()
+    assert best.metrics is not None
+    assert best.metrics["half_step"] == best.metrics["step"] / 2
+    assert best.metrics_dataframe is not None
+    assert list(best.metrics_dataframe["step"]) == [1, 2, 3, 4]
+    AutoModelForCausalLM.from_pretrained(Path(best.path) / "policy")
+    assert best.checkpoint is not None
+    kept = Path(best.checkpoint.path)
+    assert (kept / STATE).exists()
+    assert "policy/" in (kept / "README.txt").read_text()
+
+    lr = best.metrics["config"]["learner"]["policy_lr"]
+    values: dict[str, Any] = base.model_dump() | {"name": "tuned-alone"}
+    values["learner"]["policy_lr"] = lr
+    PPOTrainer(PPOConfig.parse(values), reward_fn=digits, callbacks=[half_step]).fit()
+    alone = read_metrics(Path(base.storage_path) / "tuned-alone")
+    assert numbers(alone) == numbers(read_metrics(Path(best.path)))
+
+
+RECIPES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "dpo": dpo_values,
+    "reward_model": reward_model_values,
+    "rejection_sampling": lambda folder: rounds_values(folder, "rejection_sampling"),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe(recipe: str, tmp_path: Path, local_ray: None):
+    write_examples(tmp_path)
+    values: dict[str, Any] = RECIPES[recipe](tmp_path) | {"num_steps": 2}
+    values["eval"]["every"] = values["checkpoint"]["every"] = 1
+    results = Tuner(
+        values,
+        param_space={"learner.lr": tune.grid_search([1e-4, 5e-3])},
+        run_config=tune.RunConfig(name="all", stop={"step": 1}, verbose=0),
+    ).fit()
+    assert [result.error for result in results] == [None, None]
+    assert all((result.metrics or {})["step"] == 1 for result in results)
+    losses = {read_metrics(Path(result.path))[0]["train/loss"] for result in results}
+    assert len(losses) == 1, "of one batch before the first update"
+
+
+def test_rays_population_based_training(tmp_path: Path, local_ray: None):
+    """The worse trial goes on from the better one's checkpoint, with another learning rate."""
+    write_examples(tmp_path)
+    values: dict[str, Any] = sft_values(tmp_path) | {"num_steps": 4}
+    del values["eval"]["function"]
+    values["eval"]["every"] = values["checkpoint"]["every"] = 2
+    watched = Watched()
+    results = Tuner(
+        values,
+        param_space={"learner.lr": tune.grid_search([1e-6, 5e-3])},
+        tune_config=tune.TuneConfig(
+            metric="eval/loss",
+            mode="min",
+            scheduler=PopulationBasedTraining(
+                time_attr="step",
+                perturbation_interval=2,
+                quantile_fraction=0.5,
+                hyperparam_mutations={"learner.lr": tune.loguniform(1e-6, 1e-2)},
+                synch=True,
+            ),
+        ),
+        run_config=tune.RunConfig(name="population", callbacks=[watched], verbose=0),
+    ).fit()
+    assert not results.errors
+    worse, better = (watched.reports[name] for name in sorted(watched.reports))
+    assert worse[-1]["step"] == better[-1]["step"] == 4
+    assert worse[1]["eval/loss"] > better[1]["eval/loss"] > worse[-1]["eval/loss"]
+    assert worse[-1]["config"]["learner.lr"] != 1e-6
+
+
+SCRIPT = """
+import ray
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search.optuna import OptunaSearch
+
+from raypo import Tuner
+
+if __name__ == "__main__":
+    ray.init(num_cpus=2, include_dashboard=False)
+    results = Tuner(
+        "{config}",
+        param_space={{"learner.policy_lr": tune.loguniform(1e-4, 1e-2)}},
+        tune_config=tune.TuneConfig(
+            metric="eval/score_mean",
+            mode="max",
+            num_samples=3,
+            search_alg=OptunaSearch(seed=0),
+            scheduler=ASHAScheduler(time_attr="step", max_t=4, grace_period=2),
+        ),
+        run_config=tune.RunConfig(name="script", storage_path="{storage}"),
+    ).fit()
+    assert ray.is_initialized()
+    print("BEST", results.get_best_result().path, [result.error for result in results])
+"""
+
+
+def test_a_script_that_has_connected_to_ray_itself(task: Path, tmp_path: Path):
+    """Relative paths start where the script does, although Tune starts trials elsewhere."""
+    script = tmp_path / "tuned.py"
+    storage = os.path.relpath(tmp_path, REPOSITORY)
+    script.write_text(SCRIPT.format(config=os.path.relpath(task, REPOSITORY), storage=storage))
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("BEST"))
+    assert line.endswith("[None, None, None]")
+    assert line.split()[1].startswith(str(tmp_path / "script" / "trials"))

@@ -22,6 +22,7 @@ from examples.quickstart.make_data import (
 from examples.quickstart.make_pairs import make_pairs, pairs_of, sample
 from examples.quickstart.reward import exact
 from raypo import PPOConfig, RewardModelConfig, Rollout, SFTConfig
+from raypo.config.sweep_config import SweepConfig
 from raypo.data.prompts import peek
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -229,6 +230,19 @@ def test_pipeline_of_seed_0_is_what_the_files_say():
     assert pipeline.sft_config() == SFTConfig.load(named / "sft.yaml")
     assert pipeline.reward_model_config() == RewardModelConfig.load(named / "reward_model.yaml")
     assert pipeline.ppo_config() == PPOConfig.load(named / "ppo.yaml")
+
+
+@pytest.mark.parametrize("file", sorted((EXAMPLES.parent / "sweeps").glob("*.yaml")), ids=str)
+def test_sweeps_run_as_they_are_after_the_demo(file: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every model of a trial is one that a stage of the demo writes."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    pipeline = Pipeline.of_seed(0)
+    rewards = (pipeline.reward_model_config(), pipeline.hasty_reward_model_config())
+    written = {f"runs/{each.name}/reward_model" for each in rewards}
+    for _, trial in SweepConfig.load(file).trials():
+        assert isinstance(trial, PPOConfig)
+        assert trial.model.policy == f"{pipeline.sft}/policy"
+        assert {trial.model.critic, *(each.path for each in trial.model.reward or ())} <= written
 
 
 def test_pipelines_of_other_seeds_have_folders_of_their_own():

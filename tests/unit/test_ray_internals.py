@@ -4,9 +4,12 @@ import ast
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._private import worker
+from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.core.generated import gcs_service_pb2
 from ray.exceptions import RayActorError
@@ -20,6 +23,7 @@ from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
 )
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.storage import StorageContext
+from ray.tune import ResultGrid
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import MedianStoppingRule
@@ -38,6 +42,8 @@ from raypo.ray_internals import (
     leave_out_callbacks,
     read_environment_again,
     run_controllers_here,
+    with_runs,
+    without_worker_output,
 )
 
 
@@ -151,6 +157,29 @@ def test_schedulers_are_handed_what_they_and_raypo_ask_of_tune():
     assert isinstance(inspect.getattr_static(Trial, "error_file"), property)
 
 
+class EndedTrial:
+    """What ResultGrid reads of a trial."""
+
+    status, trial_id, path = Trial.TERMINATED, "id", "path"
+
+    def __init__(self, name: str) -> None:
+        self.name, self.last_result = name, {"x": 3}
+        kept = SimpleNamespace(latest_checkpoint_result=None, best_checkpoint_results=[])
+        self.run_metadata = SimpleNamespace(checkpoint_manager=kept)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def test_each_result_of_a_grid_is_replaced():
+    trials = [EndedTrial("one"), EndedTrial("two")]
+    analysis: Any = SimpleNamespace(trials=trials, trial_dataframes={}, _fs=None)
+    results = with_runs(ResultGrid(analysis), lambda name, result: (name, result.metrics["x"]))
+    assert [results[0], results[1]] == [("one", 3), ("two", 3)]
+    analysis.trials = trials[:1]
+    assert results.get_best_result() == ("one", 3)
+
+
 def test_the_median_rule_keeps_those_that_it_has_stopped():
     assert isinstance(vars(MedianStoppingRule())["_stopped_trials"], set)
 
@@ -173,3 +202,15 @@ def test_the_dashboard_is_that_of_the_cluster_and_not_the_default_port(
     assert dashboard_address() is None
     monkeypatch.setenv("RAY_OVERRIDE_DASHBOARD_URL", "https://ours/ray")
     assert dashboard_address() == "https://ours/ray"
+
+
+def test_output_of_workers_is_not_printed_for_a_while(capsys: pytest.CaptureFixture[str]):
+    dispatcher.add_handler("ray_print_logs", lambda data: print(data["lines"]))
+    try:
+        with without_worker_output():
+            dispatcher.emit({"lines": "of a run"})
+        dispatcher.emit({"lines": "later"})
+    finally:
+        dispatcher.remove_handler("ray_print_logs")
+    assert capsys.readouterr().out == "later\n"
+    assert "global_worker_stdstream_dispatcher.add_handler(" in inspect.getsource(worker.connect)

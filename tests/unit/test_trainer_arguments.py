@@ -20,7 +20,7 @@ import yaml
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from raypo.config import ConfigError, PPOConfig
+from raypo.config import ConfigError, PPOConfig, parse_run_config
 from raypo.custom.loader import check_function
 from raypo.data.prompts import load_prompts
 from raypo.inputs import inputs_of
@@ -96,6 +96,12 @@ def test_the_shown_config_is_a_run_file_that_makes_the_same_config(policy: str, 
     assert yaml.safe_load(text)["ppo"] == {"preset": "grpo", "kl": {"coef": 0.01}}
     (tmp_path / "same.yaml").write_text(text)
     assert PPOConfig.load(tmp_path / "same.yaml") == made.config
+
+
+def test_the_shown_config_names_its_recipe(policy: str):
+    rows = [{"prompt": "a", "response": "b"}]
+    made = SFTTrainer(model=policy, train_dataset=rows, args={"num_steps": 3}).config
+    assert parse_run_config(yaml.safe_load(made.to_yaml()), origin="shown") == made
 
 
 def test_a_file_or_a_config_takes_the_arguments_too(policy: str, tmp_path: Path):
@@ -256,7 +262,7 @@ def test_reward_functions_by_import_path_are_imported_by_each_process(policy: st
 def test_other_weights_of_the_same_functions_are_noticed(policy: str):
     def recorded(weights: list[float]) -> Any:
         made = grpo(policy, reward_funcs=[exact, short], reward_weights=weights)
-        return inputs_of(made.config, made._given_functions)["reward.function"]
+        return inputs_of(made.config, made.given_functions)["reward.function"]
 
     assert recorded([1, 1]) == recorded([1.0, 1.0])
     assert recorded([1, 1]) != recorded([1, 2])
@@ -322,6 +328,26 @@ def test_rows_of_python_count_as_given_before_the_config_is_checked(policy: str)
     best = CheckpointConfig(checkpoint_score_attribute="eval/score_mean")
     made = grpo(policy, eval_dataset=ROWS, run_config=RunConfig(checkpoint_config=best))
     assert made.config.checkpoint.best_by == "eval/score_mean"
+
+
+def test_habits_of_hugging_face_get_the_counterpart(policy: str):
+    trainer = grpo(policy)
+    with pytest.raises(AttributeError, match=r"GRPOTrainer.train: Call fit\(\)"):
+        trainer.train()  # type: ignore[attr-defined]
+    assert not hasattr(trainer, "quux")
+    said = refusal(lambda: GRPOTrainer(policy, [exact], {}, ROWS))
+    assert said == (
+        "GRPOTrainer (4 positional arguments): only the config may have no name. Write model=..., "
+        "reward_funcs=..., args=..., train_dataset=..."
+    )
+
+
+def test_a_function_of_python_is_read_too(policy: str):
+    def judge(rollouts: list[Any]) -> list[float]:
+        return [float(each.text == "2") for each in rollouts]
+
+    said = refusal(lambda: grpo(policy, reward_funcs=[exact, judge]))
+    assert "reads each.text, and a rollout has no text." in said
 
 
 def test_a_config_class_explains_wrong_values_itself():
@@ -427,6 +453,15 @@ def test_a_sum_has_named_parts_and_skips_samples_without_a_score():
     assert (second, second.parts) == (1.0, {"short": -1.0, "some": 3.0})  # type: ignore[attr-defined]
     (failed,) = score(WeightedSum([some], [1.0]), [rollout(1)])
     assert np.isnan(failed)
+
+
+def test_parts_of_a_function_stay_parts_of_the_sum():
+    def judge(rollouts: list[Rollout]) -> list[dict[str, float]]:
+        return [{"score": 2.0, "format": 0.5, "score_of": 1.0} for _ in rollouts]
+
+    (total,) = score(WeightedSum([short, judge], [1.0, 3.0]), [rollout(1)])
+    named = {"short": -1.0, "judge": 2.0, "judge/format": 0.5, "judge/score_of": 1.0}
+    assert (total, total.parts) == (5.0, named)  # type: ignore[attr-defined]
 
 
 def test_a_part_never_takes_the_place_of_the_sum():

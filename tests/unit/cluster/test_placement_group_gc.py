@@ -29,12 +29,12 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_one_run_at_a_time_reserves_its_groups(dead: set[str], removed: list[str]):
     gc: Any = PlacementGroupGC()
-    assert gc.take_turn("one", "lease of one")
-    assert not gc.take_turn("two", "lease of two")
+    assert gc.take_turn("one", "lease of one") is None
+    assert gc.take_turn("two", "lease of two") == "one"
     gc.end_turn("two")  # of a run that has gone on without one
-    assert not gc.take_turn("two", "lease of two")
+    assert gc.take_turn("two", "lease of two") == "one"
     gc.end_turn("one")
-    assert gc.take_turn("two", "lease of two")
+    assert gc.take_turn("two", "lease of two") is None
     assert not removed
 
 
@@ -63,10 +63,10 @@ def test_a_run_that_dies_in_its_turn_leaves_neither_turn_nor_group(
     dead: set[str], removed: list[str]
 ):
     gc: Any = PlacementGroupGC()
-    assert gc.take_turn("one", "lease of one")
+    assert gc.take_turn("one", "lease of one") is None
     gc.hold("lease of one", "the dedicated group of one")
     gc.hold("lease of two", "what two holds")
     dead.add("lease of one")
-    assert gc.take_turn("one", "its second lease")
+    assert gc.take_turn("one", "its second lease") is None
     assert removed == ["the dedicated group of one"]
     assert repr(gc) == "PlacementGroupGC(1 placement groups)"

@@ -50,7 +50,9 @@ def test_a_seat_is_free_when_all_that_held_it_are_dead(dead: set[str]):
     holder: Any = "worker 2"
     assert slots.lease("two", holder, 0.05) is None
     dead.add("worker 1")
+    assert slots.runs() == ["one"]
     assert request_lease(slots, "two", holder).before == "one"
+    assert slots.runs() == ["two"]
 
 
 def test_a_deployment_that_is_lost_is_not_lent(dead: set[str]):

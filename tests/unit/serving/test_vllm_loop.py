@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.serving import gauges
+from raypo.deployment import gauges
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_loop import Serving, VllmLoop
 from raypo.serving.vllm_requests import completion_of
@@ -317,7 +317,7 @@ def test_outside_of_an_actor_no_gauge_is_set(monkeypatch: pytest.MonkeyPatch) ->
     context = SimpleNamespace(get_actor_name=lambda: None)
     of_a_driver = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
     monkeypatch.setattr(gauges, "ray", of_a_driver)
-    gauges.tell_load(load, threading.Event())
+    gauges.export_gauges("engine", load, threading.Event())
 
 
 def test_no_call_is_overlooked_that_comes_while_others_are_taken(loop: VllmLoop) -> None:

@@ -58,6 +58,12 @@ def base_of(changes: dict[str, Any] | None = None) -> PPOConfig:
     return PPOConfig.parse(values)
 
 
+def sharing_of(sweep: SweepConfig, base: PPOConfig, *, use_gpu: bool = False) -> Sharing:
+    trials = [trial for _, trial in sweep.trials()]
+    share, batches = sweep.share, sweep.share_batches
+    return Sharing.of(base, trials, share=share, share_batches=batches, use_gpu=use_gpu)
+
+
 def plan_of(node: dict[str, float], *, use_gpu: bool, **changes: Any) -> SweepPlan:
     return plan_sweep(sweep_of(num_samples=99, **changes), base_of(), [node], use_gpu=use_gpu)
 
@@ -96,8 +102,7 @@ def test_models_are_shared_where_all_trials_fit_beside_them():
 
 def test_what_the_space_changes_is_each_trials_own():
     def shared(key: str, *values: Any, **changes: Any) -> Sharing:
-        sweep = sweep_of({key: {"choice": list(values)}}, **changes)
-        return Sharing.of(sweep, base_of(), use_gpu=False)
+        return sharing_of(sweep_of({key: {"choice": list(values)}}, **changes), base_of())
 
     assert shared("rollout.temperature", 0.5, 1.0) == Sharing((REWARD,), engines=True)
     assert shared("rollout.engine.prefix_caching", True, False) == Sharing((REFERENCE, REWARD))
@@ -111,7 +116,7 @@ def test_trials_that_push_adapters_use_the_same_engines():
     base = base_of({"model.lora": lora, "placement.gpus": {"engine": 1}})
 
     def sharing(space: Any = None, *, use_gpu: bool = False, **changes: Any) -> Sharing:
-        return Sharing.of(sweep_of(space, **changes), base, use_gpu=use_gpu)
+        return sharing_of(sweep_of(space, **changes), base, use_gpu=use_gpu)
 
     assert sharing() == Sharing((REWARD,), pool=True), "the reference is the base below"
     assert "  all trials share reward_0, engine" in sharing().lines()

@@ -1,0 +1,204 @@
+"""Tune experiment whose trials are runs: the code that `raypo sweep` and `raypo.Tuner` share.
+
+Processes: Tune runs each trial in an actor (`raypo.tuning.trial`). This process owns the shared
+deployments, their pool, and the collector of the trials' placement groups.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray import tune
+from ray.actor import ActorHandle
+from ray.tune import Callback, ResultGrid, Stopper
+from ray.tune.experiment import Trial
+from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
+
+from raypo.cluster.connect import connect
+from raypo.cluster.placement_group_gc import start_placement_group_gc
+from raypo.config import AnyConfig
+from raypo.deployment.reserve import SAY_AFTER_S, waiting_groups
+from raypo.storage.run_files import RunFiles
+from raypo.tracking.console import Console
+from raypo.trainer.watch import stop_on_signal
+from raypo.tuning.capacity import SweepPlan
+from raypo.tuning.shared import started
+from raypo.tuning.trial import TrialSetup
+
+TUNE_FOLDER = "tune"
+"""Folder of Tune's own files, relative to the sweep's folder."""
+DRIVER_RESOURCES: dict[str, float] = {"memory": 1}
+"""Resources of a trial's actor: almost nothing, otherwise trials could wait for each other. Learner
+workers reserve theirs in placement groups of their own."""
+LOOK_EVERY_S = 2.0
+"""Interval at which the placement groups of waiting trials are looked at."""
+TUNE_ENVIRONMENT = {
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `stop_on_signal` handles signals
+    # A metric of an evaluation is not in the report of every step.
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # keep the working directory, where relative paths start
+}
+"""Variables that have to be set before Ray starts."""
+
+
+@dataclass
+class StopOnRequest(Stopper):
+    """Tune stopper that ends all trials on request, around a rule of the user's."""
+
+    rule: Any = None
+    """`tune.RunConfig.stop`: a mapping, a function, or a stopper."""
+    is_wanted: bool = False
+
+    def __call__(self, trial_id: str, result: dict) -> bool:
+        """Return True if the user's rule stops this trial."""
+        if isinstance(self.rule, Mapping):
+            return any(result.get(name, -float("inf")) >= at for name, at in self.rule.items())
+        return self.rule is not None and bool(self.rule(trial_id, result))
+
+    def stop_all(self) -> bool:
+        """Return True if all trials are to stop."""
+        return self.is_wanted or (isinstance(self.rule, Stopper) and self.rule.stop_all())
+
+
+class RoomWatch(Callback):
+    """Tune callback that says which trial waits for resources, and who holds them.
+
+    A run says so itself, but Tune's actors print to their log files.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+        """Time at which each waiting group was seen first, by its name."""
+        self._looked = -math.inf
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune pickles callbacks for its own restore
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
+        """Look at the placement groups; Tune calls this after each iteration of its loop."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = now
+        names = tuple(f"raypo:{trial}:" for trial in trials)
+        waiting = {name: why for name, why in waiting_groups().items() if name.startswith(names)}
+        self._since = {name: self._since.get(name, now) for name in waiting}
+        for name, since in self._since.items():
+            if since <= now - SAY_AFTER_S:
+                self._since[name] = math.inf  # said
+                Console().message(f"{name.split(':')[1]} waits for room: {waiting[name]}")
+
+
+@contextmanager
+def connected(base: AnyConfig, stop: StopOnRequest, *, said: str) -> Iterator[None]:
+    """Connect to Ray, and disconnect at the end if no caller had connected before.
+
+    The first Ctrl-C or SIGTERM stops all trials, and the second raises KeyboardInterrupt. A signal
+    to the whole process group also ends a local Ray. So the watch over its head covers the end,
+    too: Ray itself would try to reach the head for a minute, and abort with a C++ error.
+
+    Args:
+        base: Run config of a trial.
+        stop: Stopper of the experiment.
+        said: Message at the first signal.
+    """
+    for name, value in TUNE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    is_own = connect(base.cluster)
+
+    def stop_all() -> None:
+        stop.is_wanted = True
+        Console().message(said)
+
+    with stop_on_signal(stop_all):
+        try:
+            yield
+        finally:
+            if is_own:
+                ray.shutdown()
+
+
+def fit_trials(
+    trainable: Callable[..., None],
+    setup: TrialSetup,
+    base: AnyConfig,
+    files: RunFiles,
+    plan: SweepPlan,
+    *,
+    param_space: dict[str, Any] | None,
+    tune_config: tune.TuneConfig,
+    run_config: tune.RunConfig,
+    stop: StopOnRequest,
+) -> ResultGrid:
+    """Start the shared deployments, and run trials with them until Tune ends.
+
+    Args:
+        trainable: Function `(config, setup)` that runs a trial.
+        setup: Settings of the trials, without the handles that this function adds.
+        base: Run config of a trial, without the values of the space.
+        files: The sweep's folder.
+        plan: Concurrency, and the deployments to share.
+        param_space: As in `tune.Tuner`.
+        tune_config: Its concurrency, and whether actors are reused, are the plan's.
+        run_config: Its name and storage path become the sweep's, and its stop rule `stop`. A
+            callback is added that says who holds the resources that a trial waits for.
+        stop: Stopper of the experiment.
+
+    Raises:
+        PlacementError: the resources of the shared models were not free in time.
+    """
+    sharing = started(
+        plan.sharing,
+        base.with_absolute_paths(setup.working_dir),
+        files.name,
+        num_slots=plan.num_slots,
+        logs_dir=str(files.logs_dir),
+    )
+    with _group_gc() as group_gc, sharing as shared:
+        setup = replace(setup, group_gc=group_gc, shared=shared)
+        return tune.Tuner(
+            tune.with_resources(
+                tune.with_parameters(trainable, setup=setup),
+                tune.PlacementGroupFactory([DRIVER_RESOURCES]),
+            ),
+            param_space=param_space,
+            tune_config=replace(
+                tune_config,
+                max_concurrent_trials=None
+                if limits_itself(tune_config.search_alg)
+                else plan.num_slots,
+                # A reused actor finishes its step first. On GPUs a stopped trial is killed at once,
+                # to free them.
+                reuse_actors=plan.device == "CPU" and not setup.is_population,
+            ),
+            run_config=replace(
+                run_config,
+                name=TUNE_FOLDER,
+                storage_path=files.location,
+                stop=stop,
+                callbacks=[*(run_config.callbacks or ()), RoomWatch()],
+            ),
+        ).fit()
+
+
+@contextmanager
+def _group_gc() -> Iterator[ActorHandle]:
+    group_gc = start_placement_group_gc()
+    try:
+        yield group_gc
+    finally:
+        ray.get(group_gc.close.remote())  # removes groups of trials that were stopped at the end
+        ray.kill(group_gc)
+
+
+def limits_itself(searcher: object) -> bool:
+    """Return True if Tune leaves the number of concurrent trials to a search algorithm."""
+    return isinstance(searcher, ConcurrencyLimiter | BasicVariantGenerator)

@@ -1,0 +1,284 @@
+"""Ray Tune's Tuner for runs of any recipe: the user's own spaces, searchers, schedulers, callbacks.
+
+`raypo sweep` is the same for a sweep file, with records that resume and a page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from ray import tune
+from ray.tune import ResultGrid
+from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.search import BasicVariantGenerator
+from ray.tune.search.variant_generator import generate_variants
+
+from raypo.cluster.placement import lay_out
+from raypo.cluster.resources import alive_nodes
+from raypo.config import AnyConfig, ConfigError, load_run_config, parse_run_config
+from raypo.config.base import flatten
+from raypo.config.sweep_config import MAX_TEST_POINTS, SharedRole, check_key, with_values
+from raypo.inputs import known_digests, record_inputs
+from raypo.ray_internals import with_runs
+from raypo.storage.checkpoints import find_checkpoint
+from raypo.storage.folder import below
+from raypo.storage.run_files import RunFiles
+from raypo.tracking.console import Console
+from raypo.trainer import RecipeTrainer, trainer_for
+from raypo.tuning.capacity import plan_trials
+from raypo.tuning.experiment import StopOnRequest, connected, fit_trials, limits_itself
+from raypo.tuning.record import Point
+from raypo.tuning.sweep_folder import TRIALS_FOLDER
+from raypo.tuning.trial import TrialSetup, run_point
+
+RANDOM_POINTS = 20
+"""Points of a random space that are validated against the run config before any trial starts."""
+
+
+class Tuner:
+    """Ray Tune's `Tuner`, whose trials are runs of one config with other values.
+
+    Trials share the reference model, the reward models and the engines, as those of `raypo sweep`
+    do, and give the numbers of runs of their own.
+    """
+
+    def __init__(
+        self,
+        config: AnyConfig | Mapping[str, Any] | str | Path | RecipeTrainer[Any],
+        *,
+        param_space: Mapping[str, Any] | None = None,
+        tune_config: tune.TuneConfig | None = None,
+        run_config: tune.RunConfig | None = None,
+        share: Sequence[SharedRole] | Literal["auto"] = "auto",
+    ) -> None:
+        """Check the input, without starting anything.
+
+        Args:
+            config: What each trial starts from: the config of any recipe, a mapping of its keys,
+                the path of a run file, or a trainer, whose reward function, callbacks, rows and
+                `ScalingConfig` come along.
+            param_space: Key of the run config, nested or dotted like `learner.policy_lr` -> Ray
+                Tune's search space or a value. None if the searcher has the space.
+            tune_config: Ray Tune's own. `metric` is a metric of a run, like eval/score_mean. Not
+                more trials run at the same time than the cluster has room for.
+            run_config: Ray Tune's own. The trials' runs are in `<storage_path>/<name>/trials`.
+                `storage_path` defaults to that of the config.
+            share: Roles that are started once for all trials (reward, reference, engine), as
+                `share` of a sweep file.
+
+        Raises:
+            ConfigError: a file, a key, a value or an argument is wrong.
+        """
+        trainer = config if isinstance(config, RecipeTrainer) else _trainer(config)
+        self._trainer, self._base = trainer, trainer.config
+        self._values: dict[str, Any] = trainer.config.model_dump()
+        self._space = None if param_space is None else dict(param_space)
+        self._tune_config = tune_config or tune.TuneConfig()
+        self._run_config = run_config or tune.RunConfig()
+        self._share: Sequence[SharedRole] | Literal["auto"] = share
+        _check_run_config(self._run_config)
+        storage = self._run_config.storage_path
+        is_default = storage in (None, tune.RunConfig().storage_path)
+        self._files = RunFiles(
+            self._base.storage_path if is_default else str(storage),
+            self._run_config.name or f"{self._base.name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}",
+        )
+        self.trials = list(self._checked_trials())
+        """Run configs that represent all trials: those of a grid, and random draws."""
+
+    def fit(self) -> ResultGrid:
+        """Run all trials.
+
+        Returns:
+            Ray Tune's results. The `path` of each is the folder of the trial's run, with the
+            model in `policy/` (or `reward_model/`); its `metrics_dataframe` has every step. Its
+            `checkpoint` is the run's training state, for `from_checkpoint`, and loads as no model.
+
+        Raises:
+            ConfigError: no trial fits the cluster, or the folder holds another experiment.
+            KeyboardInterrupt: a second Ctrl-C or SIGTERM; the first one ends all trials.
+        """
+        stop = StopOnRequest(self._run_config.stop)
+        said = f"Stopping all trials; their runs are in {self.location}/{TRIALS_FOLDER}"
+        with self._files.lock(), connected(self._base, stop, said=said):
+            self._check_folder()
+            return with_runs(self._fit(stop), self._result)
+
+    def _fit(self, stop: StopOnRequest) -> ResultGrid:
+        trainer, base, nodes = self._trainer, self._base, alive_nodes()
+        use_gpu, each = bool(trainer.scaling_config.use_gpu), trainer.worker_resources
+        lay_out(base, nodes, use_gpu=use_gpu, each_worker=each)
+        plan = plan_trials(
+            base,
+            self.trials,
+            nodes,
+            num_trials=self.num_trials,
+            at_most=self.max_concurrent,
+            share=self._share,
+            use_gpu=use_gpu,
+            each=each,
+        )
+        searcher = self._tune_config.search_alg
+        if limits_itself(searcher) and plan.num_slots < self.max_concurrent:
+            raise ConfigError(
+                f"search_alg ({type(searcher).__name__}): would start {self.max_concurrent} trials "
+                f"at a time, and the cluster has room for {plan.num_slots}. Set its max_concurrent "
+                f"to {plan.num_slots}, or give a searcher without a limit of its own."
+            )
+        record_inputs(base, self._files, resumes=False, given=trainer.given_functions)
+        scheduler = self._tune_config.scheduler
+        setup = TrialSetup(
+            sweep=self._files.name,
+            base=self._values,
+            storage_path=below(self._files.location, TRIALS_FOLDER),
+            working_dir=os.getcwd(),
+            is_population=isinstance(scheduler, PopulationBasedTraining),
+            digests=known_digests(),
+            arguments=trainer.arguments_of_trials,
+            train_callbacks=tuple(trainer.run_config.callbacks or ()),
+        )
+        console = Console()
+        console.message(
+            f"{self._files.name}: {plan.num_slots} trials at a time; files in "
+            f"{self._files.location}"
+        )
+        for line in plan.sharing.lines():
+            console.message(line)
+        named = self._tune_config.trial_name_creator or partial(_name_of, self._files.name)
+        return fit_trials(
+            run_tuned,
+            setup,
+            base,
+            self._files,
+            plan,
+            param_space=self._space,
+            tune_config=replace(self._tune_config, trial_name_creator=named),
+            run_config=self._run_config,
+            stop=stop,
+        )
+
+    @property
+    def location(self) -> str:
+        """Folder of the experiment: a path or a URI."""
+        return self._files.location
+
+    @property
+    def num_trials(self) -> int:
+        """Number of trials, at most: a stopping rule may end the experiment before."""
+        count = self._tune_config.num_samples
+        if count < 0:
+            return sys.maxsize
+        searcher = self._tune_config.search_alg
+        if searcher is None or isinstance(searcher, BasicVariantGenerator):
+            count *= sum(1 for _ in generate_variants(self._space or {}))
+        return count
+
+    @property
+    def max_concurrent(self) -> int:
+        """Maximum number of concurrent trials, without regard to the cluster."""
+        searcher: Any = self._tune_config.search_alg
+        given = self._tune_config.max_concurrent_trials
+        limit = searcher.max_concurrent if limits_itself(searcher) else given
+        return min(limit or self.num_trials, self.num_trials)
+
+    def _checked_trials(self) -> Iterator[AnyConfig]:
+        """Yield run configs that represent all trials: each value of a grid, and random draws."""
+        space = self._space or {}
+        draws = (
+            point
+            for seed in range(RANDOM_POINTS)
+            for _, point in generate_variants(space, random_state=seed)
+        )
+        seen: list[Point] = []
+        for variant in itertools.islice(draws, MAX_TEST_POINTS):
+            point = point_of(variant)
+            if point in seen:
+                continue
+            seen.append(point)
+            if "ppo.preset" in point:
+                raise ConfigError(
+                    f"param_space.ppo.preset ({point['ppo.preset']}): the config already has the "
+                    f"values of its own preset, which would hide those of another. Search the keys "
+                    f"themselves, like ppo.advantage, or search the preset by `raypo sweep`."
+                )
+            for key in point:
+                check_key(key, type(self._base), space="param_space")
+            words = ", ".join(f"{key}={value}" for key, value in point.items())
+            trial = with_values(self._values, {**point, "name": self._files.name})
+            yield parse_run_config(trial, origin=f"a trial with {words}" if words else "a trial")
+
+    def _check_folder(self) -> None:
+        taken = self._files.names()
+        if taken:
+            raise ConfigError(
+                f"RunConfig.name ({self._files.name}): {self._files.location} holds {taken[0]}. "
+                f"Choose another name, or leave it out for one of its own. (`raypo sweep` goes on "
+                f"with a sweep that was stopped.)"
+            )
+
+    def _result(self, trial: str, result: Any) -> Any:
+        """Return a trial's result with its run's folder, every step and the last checkpoint."""
+        files = RunFiles(below(self._files.location, TRIALS_FOLDER), trial)
+        rows = files.metrics()
+        if not rows:
+            return result
+        try:
+            checkpoint = tune.Checkpoint(find_checkpoint(files.location))
+        except ConfigError:  # it was stopped before its first one
+            checkpoint = result.checkpoint
+        return replace(
+            result,
+            path=files.location,
+            checkpoint=checkpoint,
+            metrics_dataframe=pd.DataFrame(rows),
+        )
+
+
+def run_tuned(config: dict[str, Any], setup: TrialSetup) -> None:
+    """Run a trial of a `Tuner`. Tune calls this function in the trial's actor."""
+    run_point(point_of(config), setup)
+
+
+def point_of(config: Mapping[str, Any]) -> Point:
+    """Return the values of a trial by dotted key, as plain Python values."""
+    return {
+        key: value.item() if isinstance(value, np.generic) else value
+        for key, value in flatten(config).items()
+    }
+
+
+def _name_of(experiment: str, trial: Any) -> str:
+    return f"{experiment}-{trial.trial_id}"
+
+
+def _trainer(config: AnyConfig | Mapping[str, Any] | str | Path) -> RecipeTrainer[Any]:
+    if isinstance(config, str | Path):
+        return trainer_for(load_run_config(config))
+    if isinstance(config, Mapping):
+        nested = with_values({}, flatten(config))
+        return trainer_for(parse_run_config(nested, origin="config"))
+    return trainer_for(config)
+
+
+def _check_run_config(run: tune.RunConfig) -> None:
+    """Refuse what has no effect on runs."""
+    if run.storage_filesystem is not None:
+        raise ConfigError(
+            f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): runs write "
+            f"through storage_path. Give it as a URI, like s3://bucket/folder."
+        )
+    if run.checkpoint_config is not None and run.checkpoint_config != tune.CheckpointConfig():
+        raise ConfigError(
+            "RunConfig.checkpoint_config: trials keep the checkpoints of their runs. Set the "
+            "config keys checkpoint.every, checkpoint.keep and checkpoint.best_by."
+        )

@@ -1,0 +1,142 @@
+"""What `raypo.Tuner` refuses and counts before any trial starts."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
+from ray.tune.search.optuna import OptunaSearch
+from ray.tune.stopper import MaximumIterationStopper
+
+from raypo import ConfigError, SFTConfig, SFTTrainer, Tuner
+from raypo.deployment import reserve
+from raypo.tuning import experiment
+from raypo.tuning.experiment import RoomWatch, StopOnRequest
+from raypo.tuning.tuner import point_of
+from tests.integration.pipeline import sft_values, write_examples
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    write_examples(tmp_path)
+    return sft_values(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"learner.rate": tune.uniform(0, 1)}, r"param_space\.learner\.rate: .* no such key"),
+        ({"learner": {"rate": 0.1}}, r"param_space\.learner\.rate: .* no such key"),
+        ({"num_steps": tune.grid_search([1, 2])}, r"param_space\.num_steps: is the same for all"),
+        ({"name": tune.choice(["a"])}, r"param_space\.name: is the same for all"),
+        ({"learner.lr": tune.grid_search([0.1, -1.0])}, r"a trial with learner.lr=-1.0"),
+        ({"learner.batch_size": tune.choice([8, "x"])}, r"a trial with learner.batch_size=x"),
+    ],
+)
+def test_a_space_that_a_run_would_refuse(values: dict[str, Any], space: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Tuner(values, param_space=space)
+
+
+def test_what_has_no_effect_is_refused(values: dict[str, Any]):
+    kept = tune.CheckpointConfig(num_to_keep=1)
+    with pytest.raises(ConfigError, match=r"checkpoint_config.*checkpoint\.keep"):
+        Tuner(values, run_config=tune.RunConfig(checkpoint_config=kept))
+    with pytest.raises(ConfigError, match=r"a trial: name \('my sweep'\)"):
+        Tuner(values, run_config=tune.RunConfig(name="my sweep"))
+
+
+def test_a_config_in_any_form_and_a_space_in_either(values: dict[str, Any], tmp_path: Path):
+    from_trainer = Tuner(SFTTrainer(SFTConfig.parse(values)), param_space={"learner.lr": 0.1})
+    nested = Tuner({**values}, param_space={"learner": {"lr": tune.grid_search([0.1, 0.2])}})
+
+    def rates(tuner: Tuner) -> list[float]:
+        return [trial.model_dump()["learner"]["lr"] for trial in tuner.trials]
+
+    assert rates(from_trainer) == [0.1]
+    assert rates(nested) == [0.1, 0.2]
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(values))
+    of_file = Tuner(tmp_path / "sft.yaml", run_config=tune.RunConfig(name="mine"))
+    assert of_file.location == f"{tmp_path}/runs/mine"
+
+
+def test_the_number_of_trials(values: dict[str, Any]):
+    def count(space: Any, **arguments: Any) -> tuple[int, int]:
+        tuner = Tuner(values, param_space=space, tune_config=tune.TuneConfig(**arguments))
+        return tuner.num_trials, tuner.max_concurrent
+
+    grid = {"learner.lr": tune.grid_search([0.1, 0.2]), "seed": tune.randint(0, 9)}
+    assert count(grid, num_samples=3) == (6, 6)
+    assert count(grid, num_samples=3, max_concurrent_trials=2) == (6, 2)
+    space = {"learner.lr": tune.loguniform(1e-4, 1e-2)}
+    searcher = OptunaSearch(metric="eval/loss", mode="min")
+    assert count(space, search_alg=searcher, num_samples=5) == (5, 5)
+    limited = ConcurrencyLimiter(searcher, max_concurrent=4)
+    assert count(space, search_alg=limited, num_samples=5, scheduler=ASHAScheduler()) == (5, 4)
+    assert count(space, search_alg=limited, num_samples=3) == (3, 3)
+    assert count(grid, search_alg=BasicVariantGenerator(max_concurrent=1)) == (2, 1)
+    assert count(space, num_samples=-1, time_budget_s=9)[0] > 10**6
+
+
+def test_values_are_plain():
+    point = point_of({"learner": {"lr": np.float64(0.5)}, "learner.batch_size": np.int64(3)})
+    assert point == {"learner.lr": 0.5, "learner.batch_size": 3}
+    assert [type(value) for value in point.values()] == [float, int]
+
+
+def test_the_users_stop_rule_stays_beside_the_signals():
+    at_loss = StopOnRequest({"loss": 2.0})
+    assert at_loss("trial", {"loss": 2.5})
+    assert not at_loss("trial", {"loss": 1.5})
+    assert not at_loss("trial", {})
+    assert StopOnRequest(lambda trial, result: trial == "one")("one", {})
+    third = StopOnRequest(MaximumIterationStopper(2))
+    assert [third("one", {}) for _ in range(2)] == [False, True]
+    assert not third.stop_all()
+    third.is_wanted = True
+    assert third.stop_all()
+    assert not StopOnRequest()("one", {"loss": 1.0})
+
+
+def test_a_waiting_trial_is_told_once_with_who_holds_the_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def group(name: str, state: str, cpus: float) -> dict[str, Any]:
+        bundles = {0: {"CPU": cpus}, 1: {"CPU": cpus}}
+        return {"name": name, "state": state, "placement_group_id": name, "bundles": bundles}
+
+    table = [
+        group("raypo:mine-1:workers", "PENDING", 2.0),
+        group("raypo:others-1:workers", "PENDING", 2.0),
+        group("raypo:mine-0:workers", "CREATED", 4.0),
+    ]
+    now = [100.0]
+    monkeypatch.setattr(reserve, "placement_group_table", lambda: dict(enumerate(table)))
+    monkeypatch.setattr(experiment.time, "monotonic", lambda: now[0])
+    watch, trials = RoomWatch(), ["mine-0", "mine-1"]
+    said = []
+    for _ in range(6):
+        watch.on_step_end(1, trials)  # pyright: ignore[reportArgumentType]
+        said.append(capsys.readouterr().out)
+        now[0] += 3.0
+    assert said == [
+        "",
+        "",
+        "mine-1 waits for room: 4 CPU are not free. Placement groups that hold the rest: "
+        "raypo:mine-0:workers (8 CPU).\n",
+        "",
+        "",
+        "",
+    ]
+    table.pop(0)
+    now[0] += 3.0
+    watch.on_step_end(1, trials)  # pyright: ignore[reportArgumentType]
+    table.append(group("raypo:mine-1:workers", "PENDING", 2.0))
+    for _ in range(3):
+        now[0] += 3.0
+        watch.on_step_end(1, trials)  # pyright: ignore[reportArgumentType]
+    assert capsys.readouterr().out.count("waits for room") == 1, "it waits again"
