@@ -29,6 +29,7 @@ from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.prompt_source import PromptSource
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
 from tests.integration.test_engine import Pair
 from tests.stand_ins import Lossy
@@ -147,7 +148,7 @@ def undisturbed(pair: Pair) -> list[int]:
     pair.engine.load_weights(pair.push())
     draws = next_draws(ShuffledStream(PROMPTS, seed=1), STEPS * PROMPTS_PER_STEP, Workers())
     other = Sampling(SAMPLES, LONGEST, 1.0, 1.0, (END,), seed=4)
-    engines = EnginesInFlight(Here(pair.engine), Pushes())
+    engines = EnginesInFlight(EngineClient(local_handle(pair.engine)), Pushes())
     return lengths(Sampler(engines, Lossy(), other).sample(draws))
 
 
