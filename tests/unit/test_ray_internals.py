@@ -42,8 +42,8 @@ from raypo.ray_internals import (
     leave_out_callbacks,
     read_environment_again,
     run_controllers_here,
-    without_worker_output,
     with_runs,
+    without_worker_output,
 )
 
 
