@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field
 from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
 from raypo.config.paths import is_uri
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
-from raypo.config.ppo_section import MAX_KL_ERROR, PPOSection
+from raypo.config.ppo_section import PPOSection
+from raypo.config.ppo_subsections import MAX_KL_ERROR
 from raypo.config.rollout_section import EngineSection, RolloutSection
 from raypo.config.sections import (
     CheckpointSection,

@@ -129,12 +129,11 @@ def load_fragments(
             here = slice(first - fragment.start, last - fragment.start)
             there = slice(first - part["start"], last - part["start"])
             fragment.of(fragment.owner)[here].copy_(part["weight"][there])
-            if part["step"] is None:  # it has not been updated yet
-                continue
             state = optimizer.state[fragment.owner]
-            # As AdamW creates it. A flat owner has one count for fragments that have one each.
-            count = state.setdefault("step", torch.zeros((), device=fragment.owner.device))
-            count.fill_(max(count.item(), part["step"].item()))
+            if part["step"] is not None:
+                # As AdamW creates it. A flat owner has one count for fragments that have one each.
+                count = state.setdefault("step", torch.zeros((), device=fragment.owner.device))
+                count.fill_(max(count.item(), part["step"].item()))
             for key, moment in part["moments"].items():
                 whole = state.setdefault(key, torch.zeros_like(fragment.owner))
                 fragment.of(whole)[here].copy_(moment[there])

@@ -262,7 +262,7 @@ def test_reward_functions_by_import_path_are_imported_by_each_process(policy: st
 def test_other_weights_of_the_same_functions_are_noticed(policy: str):
     def recorded(weights: list[float]) -> Any:
         made = grpo(policy, reward_funcs=[exact, short], reward_weights=weights)
-        return inputs_of(made.config, made._given_functions)["reward.function"]
+        return inputs_of(made.config, made.given_functions)["reward.function"]
 
     assert recorded([1, 1]) == recorded([1.0, 1.0])
     assert recorded([1, 1]) != recorded([1, 2])
