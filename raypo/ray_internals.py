@@ -181,7 +181,7 @@ def has_autoscaler() -> bool:
     if is_autoscaler_v2(fetch_from_server=True):  # it knows each node by its id in the cloud
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         return any(each.instance_id for each in [*status.active_nodes, *status.idle_nodes])
-    # The first version has a config of node types. Without a config it names a type after each node.
+    # The first version names node types by its config, and without one after the nodes.
     report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
     summary = report.get("autoscaler_report") or {}
     types = {*summary.get("active_nodes", ()), *(summary.get("idle_nodes") or ())}
