@@ -51,7 +51,7 @@ docs: setup ## Write docs/configuration.md, and the tables in docs/outputs.md an
 
 docs-site: setup ## Write build/site: the pages and an API reference (installs the extra docs)
 	uv pip install --quiet -e '.[docs]'
-	python -m mkdocs build
+	python -m mkdocs build --strict
 
 fix: setup ## Format, and repair what ruff can repair
 	ruff check --fix

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raypo.recipes.ppo import train_loop_per_worker
     from raypo.rollout.interface import Agent, Environment
     from raypo.run.callbacks import StepView
+    from raypo.serving.ray_serve import llm_config
     from raypo.trainer import (
         DistillationTrainer,
         DPOTrainer,
@@ -40,6 +41,7 @@ _HOMES = {
     "raypo.recipes.ppo": "train_loop_per_worker",
     "raypo.rollout.interface": "Agent Environment",
     "raypo.run.callbacks": "StepView",
+    "raypo.serving.ray_serve": "llm_config",
     "raypo.trainer": "DPOTrainer DistillationTrainer GRPOTrainer IterativeDPOTrainer PPOTrainer "
     "RejectionSamplingTrainer RewardModelTrainer SFTTrainer",
     "raypo.tuning.tuner": "Tuner",

@@ -51,13 +51,6 @@ def settle(answer: Future[T], function: Callable[[], T]) -> None:
         answer.set_result(value)
 
 
-def completed(value: T) -> Future[T]:
-    """Return a future that has this value already."""
-    future: Future[T] = Future()
-    future.set_result(value)
-    return future
-
-
 def background_future(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     """Run a coroutine on the background event loop of this process; cancel it with the future."""
     with _starting:  # `cache` alone would start a loop for each thread that calls it first

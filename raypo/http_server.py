@@ -5,7 +5,10 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+from collections.abc import Callable
+from typing import Any
 
+import uvicorn
 from starlette.datastructures import Headers
 
 from raypo.config import ConfigError
@@ -13,8 +16,12 @@ from raypo.config import ConfigError
 
 def has_token(headers: Headers, token: str) -> bool:
     """Return whether a request has the bearer token."""
-    given = headers.get("Authorization", "").removeprefix("Bearer ")
-    return hmac.compare_digest(given.encode(), token.encode())
+    return is_secret(headers.get("Authorization", "").removeprefix("Bearer "), token)
+
+
+def is_secret(given: str, secret: str) -> bool:
+    """Return whether a text is the secret, in a time that does not depend on the text."""
+    return hmac.compare_digest(given.encode(), secret.encode())
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -36,3 +43,21 @@ def listen(host: str, port: int) -> socket.socket:
 def address(host: str, port: int) -> str:
     """Return the URL of a server."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_server(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve an ASGI application until SIGINT or SIGTERM.
+
+    Args:
+        app: The ASGI application.
+        host: Address to listen on.
+        port: Port to listen on.
+        ready: Callback `(address)`, called once the socket listens.
+
+    Raises:
+        ConfigError: the port cannot be opened.
+    """
+    with listen(host, port) as listening:
+        ready(address(host, listening.getsockname()[1]))
+        config = uvicorn.Config(app, log_level="warning", access_log=False)
+        uvicorn.Server(config).run(sockets=[listening])

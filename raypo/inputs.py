@@ -21,18 +21,22 @@ from typing import Any, BinaryIO
 import xxhash
 
 from raypo.config import AnyConfig, RecipeConfig, SourceEntry, is_import_path
-from raypo.config.paths import is_uri
+from raypo.config.paths import VERIFIERS, is_uri
+from raypo.config.sources import path_of
 from raypo.custom.loader import source_files
 from raypo.data.rows import GYM, files_of, is_data_set, is_saved
+from raypo.data.verifiers_environment import factory_of
 from raypo.rewards.scoring import WeightedSum
 from raypo.storage.folder import open_storage
-from raypo.storage.run_files import RunFiles
+from raypo.storage.run_files import RunFiles, is_given
 
 Files = dict[str, str]
 """File name -> digest. Empty if the files are unknown."""
 Inputs = dict[str, dict[str, Files]]
 """Config key -> source as the config names it -> its files."""
 
+GIVEN = "given in Python"
+"""Source of rows that were passed to a trainer."""
 LARGE_BYTES = 64 << 20
 _BLOCKS, _BLOCK_BYTES = 256, 64 << 10
 _HUB_TIMEOUT_S = 5.0
@@ -54,7 +58,7 @@ def inputs_of(
     found: Inputs = {}
     for key in config.paths:
         read = _model_files if key.startswith("model.") else partial(_data_files, key)
-        found[key] = {str(source): read(source) for source in _values(config, key)}
+        found[key] = {_name_of(source): read(source) for source in _values(config, key)}
     for key, spec in functions_of_user(config):
         found.setdefault(key, {})[spec] = _python_files(spec)
     for key, function in (given or {}).items():
@@ -157,6 +161,11 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def _name_of(source: str | SourceEntry) -> str:
+    """Return the source as the config names it. The names of given rows change with the rows."""
+    return GIVEN if is_given(path_of(source)) else str(source)
+
+
 def _model_files(path: str) -> Files:
     """Digest the files that transformers reads from a folder, or return a hub id's commit."""
     folder = Path(path).expanduser()
@@ -179,12 +188,13 @@ def _digests_below(folder: Path, files: Sequence[Path]) -> Files:
 
 
 def _data_files(key: str, source: str | SourceEntry) -> Files:
-    path = source if isinstance(source, str) else source.path
-    if path.startswith(GYM):
-        try:
-            return {"reasoning-gym": version("reasoning-gym")}
-        except PackageNotFoundError:
-            return {}
+    path = path_of(source)
+    for prefix, package in ((GYM, "reasoning-gym"), (VERIFIERS, "verifiers")):
+        if path.startswith(prefix):
+            try:
+                return {package: version(package)}
+            except PackageNotFoundError:
+                return {}
     folder = Path(path).expanduser()
     if is_saved(path) or (is_data_set(source) and folder.is_dir()):
         # `datasets` writes its cache files next to the data.
@@ -193,7 +203,9 @@ def _data_files(key: str, source: str | SourceEntry) -> Files:
     if is_data_set(source):
         return _commit(path, "dataset")
     return {
-        name: _remote_digest(name, key) if is_uri(name) else _digest(Path(name), whole=True)
+        "the data set" if is_given(name) else name: (
+            _remote_digest(name, key) if is_uri(name) else _digest(Path(name), whole=True)
+        )
         for name in files_of(path, key)
     }
 
@@ -203,6 +215,8 @@ def _python_files(spec: str) -> Files:
 
     Functions of raypo itself are left out, because `summary.json` has raypo's version.
     """
+    if spec.startswith(VERIFIERS):
+        spec = factory_of(spec.removeprefix(VERIFIERS))
     found = source_files(spec)
     if not found or spec.startswith("raypo."):
         return {}

@@ -7,8 +7,10 @@ imported inside functions, so that reading a run's files does not import it.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -75,6 +77,36 @@ def checkpoint_folder(storage: Any, name: str) -> str:
     return storage.build_checkpoint_path_from_name(name)
 
 
+def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
+    """Return the content of `CHECKPOINTS` for these checkpoints; the last step's is the newest.
+
+    Args:
+        kept: Name of the folder and reported metrics, with `step`, in ascending order of score.
+    """
+    from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
+        _CheckpointManagerState,
+        _TrainingResultState,
+    )
+
+    results = [
+        _TrainingResultState(checkpoint_dir_name=name, metrics=dict(metrics))
+        for name, metrics in kept
+    ]
+    by_step = sorted(results, key=lambda each: each.metrics["step"])
+    state = _CheckpointManagerState(
+        checkpoint_results=results,
+        checkpoint_report_indices=[by_step.index(each) for each in results],
+        latest_checkpoint_result=by_step[-1],
+        pending_training_results=[],
+        pending_validation_specs=[],
+        current_report_index=len(results),
+        validated_checkpoint_dir_names=[],
+        timed_out_validation_checkpoint_dir_names=[],
+        failed_validation_checkpoint_dir_names=[],
+    )
+    return state.json().encode()
+
+
 def check_shared(storage: Any) -> None:
     """Refuse a run's folder that this node does not share with the others, as Ray Train does.
 
@@ -82,6 +114,21 @@ def check_shared(storage: Any) -> None:
         RuntimeError: this node does not see the folder's files.
     """
     storage._check_validation_file()
+
+
+@contextmanager
+def without_worker_output() -> Iterator[None]:
+    """Do not print the output of Ray's workers in this process, as with `log_to_driver=False`.
+
+    After the user's own `ray.init()`, Ray would print each line of them.
+    """
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+    handlers, dispatcher.handlers = dispatcher.handlers, []
+    try:
+        yield
+    finally:
+        dispatcher.handlers = handlers
 
 
 def leave_out_callbacks(trainer: TorchTrainer, names: Iterable[str]) -> None:
@@ -117,6 +164,33 @@ def dashboard_address() -> str | None:
     if given := os.environ.get("RAY_OVERRIDE_DASHBOARD_URL"):
         return given
     return get_webui_url_from_internal_kv() or None
+
+
+def has_autoscaler() -> bool:
+    """Return whether the connected cluster has an autoscaler, which can add nodes.
+
+    Every Ray has the autoscaler's process; without a config it only mirrors the nodes, and names
+    the type of each after the node.
+    """
+    import ray
+    from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+    from ray.autoscaler._private.util import format_readonly_node_type
+    from ray.autoscaler.v2.sdk import get_cluster_status
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    types: Iterable[str]
+    if is_autoscaler_v2(fetch_from_server=True):
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        nodes = [*status.active_nodes, *status.idle_nodes]
+        types = [each.ray_node_type_name for each in nodes]
+    else:
+        report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
+        summary = report.get("autoscaler_report") or {}
+        types = [*summary.get("active_nodes", ()), *(summary.get("idle_nodes") or ())]
+    return not {*filter(None, types)} <= {
+        format_readonly_node_type(node["NodeID"]) for node in ray.nodes()
+    }
 
 
 def is_driver() -> bool:

@@ -11,6 +11,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve the other processes
 
+pytest.register_assert_rewrite("tests.engine_contract")
+
 FOLDERS = {
     "unit": "unit",
     "integration": "integration",

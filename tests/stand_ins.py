@@ -1,4 +1,4 @@
-"""Stand-ins for engines, reference, reward models, a tokenizer and a transport.
+"""Stand-ins for engines, reference, reward models and a tokenizer.
 
 Pushes to an engine in the test's own process are made here too.
 """
@@ -8,45 +8,50 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from raypo.collectives import Workers
-from raypo.concurrency import completed
+from raypo.deployment.spec import SharedCall
 from raypo.serving.client import Completions, Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
-from raypo.weight_sync.transport import NamedTensors, Transport
 from raypo.weights.buckets import Bucket, as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, checksums
 from raypo.weights.messages import WeightPush
-from raypo.weights.store import WeightSnapshot
+
+T = TypeVar("T")
+
+
+def completed(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 @dataclass
-class Engine(Engines):
-    """One engine whose completions a test makes; every push has arrived."""
+class Engine:
+    """One engine, as its callers see it, whose completions a test makes."""
 
     answers: Callable[[list[SamplingRequest]], list[Completion]]
-
-    def generate(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Completions:
-        return completed(self.answers(list(requests)))
-
-    submit = generate
+    preferred: tuple[int, ...] = ()
 
     def per_engine(self) -> Sequence[Engines]:
         return [self]
 
-    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> list[Completions]:
-        return [self.generate(requests)]
+    def generate(
+        self,
+        requests: Sequence[SamplingRequest],
+        on_completion: OnCompletion | None = None,
+        shared: SharedCall | None = None,
+    ) -> Completions:
+        return completed(self.answers(list(requests)))
 
-    submit_on_all = generate_on_all
-
-    def require(self, *pushes: WeightSnapshot) -> None:
-        pass
+    def submit(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Completions:
+        return self.generate(requests)
 
 
 @dataclass
@@ -70,15 +75,6 @@ class Lossy:
 
     def batch_decode(self, ids: list[np.ndarray], /, *, skip_special_tokens: bool) -> list[str]:
         return ["?"] * len(ids)
-
-
-class NoTransport(Transport):
-    """Weights never get anywhere."""
-
-    def push(
-        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
-    ) -> None:
-        pass
 
 
 def pack(named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from raypo.config import (
     ConfigError,
@@ -13,9 +18,12 @@ from raypo.config import (
     functions_of,
     source_name,
 )
-from raypo.custom.loader import check_class, check_function
+from raypo.custom.loader import check_class, check_function, function_name, source_files
+from raypo.data.verifiers_environment import check_verifiers
 from raypo.extras import require
+from raypo.rewards.scoring import WeightedSum
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
+from raypo.types import Rollout
 
 
 def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
@@ -23,14 +31,23 @@ def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
     check_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
-    serving = {"reward.url": config.reward.url, "rollout.agent": config.rollout.agent}
+    serving = {
+        "reward.url": config.reward.url,
+        "reward.judge": config.reward.judge and config.reward.judge.model,
+        "rollout.agent": config.rollout.agent,
+        "rollout.environment": config.rollout.verifiers,
+    }
+    rollout = config.rollout
     for key in filter(serving.get, serving):
         require("serve", f"{key} ({serving[key]})")
     for key, spec in config.own_functions.items():
         check_function(spec, key=key)
+    if rollout.verifiers is not None:
+        key = "rollout.environment"
+        check_verifiers(rollout.verifiers, rollout.environment_args, key=key)
     for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
-        if (spec := getattr(config.rollout, key)) is not None:
-            arguments = getattr(config.rollout, f"{key}_args")
+        if (spec := getattr(rollout, key)) is not None and rollout.verifiers is None:
+            arguments = getattr(rollout, f"{key}_args")
             check_class(spec, methods, arguments, optional=OPTIONAL, key=f"rollout.{key}")
 
 
@@ -40,15 +57,16 @@ def _check_judged(config: OnlineConfig) -> None:
     Distillation needs no reward function for training, but one for held-out prompts.
     """
     if config.reward.function is not None:
-        check_function(config.reward.function)
-    judges = config.reward.function or config.model.reward or config.reward.url
+        check_reward_function(config.reward.function)
+    reward = config.reward
+    judges = reward.function or config.model.reward or reward.url or reward.judge
     if judges or functions_of(config.data.prompts) or config.rollout.is_episodic:
         return
     if not isinstance(config, DistillationConfig):
         raise ConfigError(
             "reward.function (None): nothing judges the responses. Set it to file.py:name or "
-            "package.module:name, set model.reward or reward.url, or pass reward_fn to the "
-            "trainer."
+            "package.module:name, set model.reward, reward.url or reward.judge, or pass reward_fn "
+            "to the trainer."
         )
     if config.eval.prompts and not (config.eval.function or functions_of(config.eval.prompts)):
         raise ConfigError(
@@ -69,9 +87,9 @@ def check_functions(
     trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
     for key, functions in (("data.prompts", trained), ("eval.prompts", held_out)):
         for spec in functions.values():
-            check_function(spec, key=f"{key}.function")
+            check_reward_function(spec, key=f"{key}.function")
     if config.eval.function is not None:
-        check_function(config.eval.function, key="eval.function")
+        check_reward_function(config.eval.function, key="eval.function")
     if trained and not common:
         _require_functions("data.prompts", config.data.prompts, trained, "reward.function")
     if config.eval.function:
@@ -94,3 +112,87 @@ def _require_functions(
                 f"of {key} has none. Give it one, or set {common}, which judges all sources that "
                 f"have none."
             )
+
+
+def check_reward_function(function: Any, *, key: str = "reward.function") -> None:
+    """Check that a reward function exists, and that rollouts have the attributes that it reads.
+
+    Only the source is read. A wrong name would otherwise show after the engines have started.
+
+    Args:
+        function: Import path, function, or a sum of both.
+        key: Config key or argument that it comes from.
+
+    Raises:
+        ConfigError: as `check_function`, or a rollout lacks an attribute.
+    """
+    if isinstance(function, WeightedSum):
+        for each in function.functions:
+            check_reward_function(each, key=key)
+        return
+    if isinstance(function, str):
+        check_function(function, key=key)
+    for line, name, attribute in _unknown_attributes(_definition(function)):
+        called = function if isinstance(function, str) else function_name(function)
+        raise ConfigError(
+            f"{key} ({called}): line {line} reads {name}.{attribute}, and a rollout has no "
+            f"{attribute}. It has {', '.join(Rollout.__dataclass_fields__)}."
+        )
+
+
+def _definition(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return the definition of a function or import path; None if its source is not found.
+
+    A decorator may pass other arguments, so a decorated function counts as not found.
+    """
+    with suppress(OSError, TypeError, SyntaxError, ValueError, IndexError, AttributeError):
+        if isinstance(function, str):
+            name = function.rpartition(":")[2]
+            tree = ast.parse(source_files(function)[0].read_bytes())
+        else:
+            name = function.__name__
+            lines, first = inspect.getsourcelines(function)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+            ast.increment_lineno(tree, first - 1)
+        for each in tree.body:
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == name:
+                return None if each.decorator_list else each
+    return None
+
+
+def _unknown_attributes(
+    function: ast.FunctionDef | ast.AsyncFunctionDef | None,
+) -> Iterator[tuple[int, str, str]]:
+    """Yield line, variable and attribute of what a function reads that rollouts lack.
+
+    Variables are those of loops over the only argument: `for rollout in rollouts`.
+    """
+    arguments = [] if function is None else function.args.posonlyargs + function.args.args
+    if function is None or len(arguments) != 1:
+        return
+    nodes = list(ast.walk(function))
+    loops = [
+        each.target
+        for each in nodes
+        if isinstance(each, ast.For | ast.comprehension)
+        and isinstance(each.iter, ast.Name)
+        and each.iter.id == arguments[0].arg
+    ]
+    others = {
+        each.id
+        for each in nodes
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each not in loops
+    }
+    if arguments[0].arg in others:
+        return
+    names = {each.id for each in loops if isinstance(each, ast.Name)} - others
+    texts = {each.value for each in nodes if isinstance(each, ast.Constant)}  # as in hasattr
+    for each in nodes:
+        if (
+            isinstance(each, ast.Attribute)
+            and isinstance(each.value, ast.Name)
+            and each.value.id in names
+            and not (each.attr in Rollout.__dataclass_fields__ or hasattr(Rollout, each.attr))
+            and each.attr not in texts
+        ):
+            yield each.lineno, each.value.id, each.attr

@@ -14,7 +14,13 @@ from raypo.checks.model_checks import (
     check_shards,
     models_of,
 )
-from raypo.checks.row_checks import check_columns, check_first_rows, check_labels, check_rows
+from raypo.checks.row_checks import (
+    check_columns,
+    check_first_rows,
+    check_judge_columns,
+    check_labels,
+    check_rows,
+)
 from raypo.cluster.hardware import cpu_count
 from raypo.cluster.placement import place, worker_bundles
 from raypo.config import (
@@ -64,6 +70,7 @@ def check_inputs(
         check_labels(config, has_reward_fn=has_reward_fn)
         if config.reward.function and not has_reward_fn:
             check_columns(config, config.reward.function)
+        check_judge_columns(config)
         note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
         notes += [note] if note else []
     elif isinstance(config, PolicyExamplesConfig):
@@ -71,9 +78,29 @@ def check_inputs(
         check_labels(config)
     if isinstance(config, PPOConfig):
         notes += _notes_on_ppo(config)
+    notes += _notes_on_elastic(config)
     if on_this_machine:
         _check_cpus(config)
     return notes
+
+
+def _notes_on_elastic(config: AnyConfig) -> list[str]:
+    """Return a note if a lost worker ends an elastic run.
+
+    Raises:
+        ConfigError: the run could not go on with one of its numbers of workers.
+    """
+    learner = config.learner
+    if learner.min_workers is None:
+        return []
+    for count in range(learner.min_workers, learner.num_workers):
+        config.with_workers(count)
+    if config.max_failures:
+        return []
+    return [
+        f"learner.min_workers ({learner.min_workers}): the run goes on with fewer workers only if "
+        f"max_failures, which is 0, allows for as many losses; give it a number, or -1 for any"
+    ]
 
 
 def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) -> None:
@@ -123,7 +150,7 @@ def _check_cpus(config: Any) -> None:
     if config.cluster.address or os.environ.get("RAY_ADDRESS") or is_connected:
         return
     learner, cores = config.learner, cpu_count()
-    workers = worker_bundles(config, use_gpu=False)
+    workers = worker_bundles(config, use_gpu=False)[: learner.min_workers]
     if len(place(workers, [{"CPU": cores}], "PACK")) < len(workers):
         cores_needed = len(workers) * learner.cpus_per_worker
         raise ConfigError(

@@ -14,10 +14,10 @@ from raypo.config import (
 )
 from raypo.config.auto_values import decided_as
 from raypo.config.base import RECORDED_BASE
-from raypo.inputs import changes, inputs_of, recorded_inputs
+from raypo.inputs import GIVEN, changes, inputs_of, recorded_inputs
 from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
 from raypo.storage.folder import parent_and_name
-from raypo.storage.run_files import RunFiles
+from raypo.storage.run_files import RunFiles, is_given
 
 
 def check_run_folder(
@@ -51,7 +51,8 @@ def check_run_folder(
         return
     earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
     config = decided_as(config, earlier.model_dump())
-    may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs")  # num_steps is compared instead
+    # num_steps is compared instead of num_epochs, and rows given in Python by their digest
+    may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs", *_given_rows(config, files))
     if config.may_change_length:
         may_change = (*may_change, "num_steps")
         if config.num_steps < done:
@@ -74,6 +75,16 @@ def check_run_folder(
             f"{files.location} it begins where that run is), or start over with {start_over}."
         )
     check_recorded_inputs(config, files, given=given, start_over=start_over)
+
+
+def _given_rows(config: RecipeConfig, files: RunFiles) -> list[str]:
+    """Return the config keys whose rows are given in Python, now and when the run began."""
+    now = flatten(config.model_dump(mode="json"))
+    return [
+        key
+        for key, sources in recorded_inputs(files).items()
+        if GIVEN in sources and all(is_given(str(path)) for path in now.get(key) or [""])
+    ]
 
 
 def check_recorded_inputs(
@@ -121,9 +132,6 @@ _OF_A_CHECKPOINT = (
     "model.policy",
     "model.dtype",
     "model.lora",
-    "learner.num_workers",
-    "learner.critic_workers",
-    "learner.zero_stage",
     "ppo.advantage",
 )
 """Keys and sections on which the content of a checkpoint depends."""

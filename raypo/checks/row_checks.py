@@ -158,6 +158,29 @@ def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.fun
             )
 
 
+def check_judge_columns(config: OnlineConfig) -> None:
+    """Refuse a judge whose template names a label or a column that rows of `data.prompts` lack."""
+    if config.reward.judge is None:
+        return
+    columns = config.reward.judge.columns
+    if config.data.label_key is None and "{label}" in config.reward.judge.template:
+        raise ConfigError(
+            "data.label_key (None): reward.judge.template names {label}. Set data.label_key to the "
+            "column of the answers."
+        )
+    for source in config.data.prompts:
+        if not columns or is_data_set(source):
+            continue
+        bad = BadRows(config.data.on_error)
+        for row in islice(read_rows(source, key="data.prompts", bad=bad), COLUMN_ROWS):
+            if missing := [name for name in columns if name not in row.values]:
+                raise ConfigError(
+                    f"reward.judge.template: names {{{missing[0]}}}, and {row.where} has no such "
+                    f"column, it has {', '.join(row.values)}. Add the column, or correct the "
+                    "template."
+                )
+
+
 def with_steps_of_epochs(config: Run) -> Run:
     """Return the config with `num_steps` computed from `num_epochs`, if that is set.
 

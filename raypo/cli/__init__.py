@@ -6,6 +6,7 @@ import typer
 
 from raypo.cli.evaluate import evaluate, export
 from raypo.cli.explain import explain
+from raypo.cli.init import init
 from raypo.cli.monitor import monitor
 from raypo.cli.plan import plan
 from raypo.cli.report import report
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Align language models with PPO on Ray Train, vLLM and DeepSpeed.",
 )
+app.command()(init)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command("config")(explain)

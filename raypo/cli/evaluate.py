@@ -27,6 +27,7 @@ def evaluate(
 ) -> None:
     """Score a policy on held-out prompts: mean, pass@k, by data source."""
     from raypo.config import ConfigError, OnlineConfig, PolicyExamplesConfig, load_run_config
+    from raypo.storage.run_files import policy_of
 
     policy, run_config = policy_of(model)
     source = config or run_config
@@ -91,25 +92,6 @@ def export(
         raise ConfigError(f"--to ({to}): it exists. Name a new folder, or remove this one.")
     shutil.copytree(found[0], to)
     typer.echo(f"raypo: {found[0]} -> {to}")
-
-
-def policy_of(model: str) -> tuple[str, Path | None]:
-    """Resolve a model's folder and its run's config.
-
-    Args:
-        model: Folder of a run, or of its best step, or of a model; or a hub id.
-
-    Returns:
-        policy: Folder or hub id of the model.
-        config: Path of the run's config, or None if `model` names no run.
-    """
-    from raypo.storage.run_files import BEST
-
-    run = Path(model).expanduser()
-    of_run = run.parent if run.name == BEST else run
-    if (of_run / "config.yaml").is_file() and (run / "policy").is_dir():
-        return str(run / "policy"), of_run / "config.yaml"
-    return model, None
 
 
 def _print(results: dict[str, dict[str, Any]]) -> None:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 @exit_status()
 def explain(
     key: Annotated[
-        str | None, typer.Argument(help="Like ppo.kl.coef, or a section; default: the first keys.")
+        str | None,
+        typer.Argument(help="Like ppo.kl.coef; a section; a preset. Default: the first keys."),
     ] = None,
     recipe: Annotated[str, typer.Option(help="ppo, sft, dpo, ..., or sweep.")] = "ppo",
 ) -> None:
@@ -29,6 +30,10 @@ def explain(
     if recipe not in roots:
         raise ConfigError(f"--recipe ({recipe}): must be one of {', '.join(roots)}.")
     root = roots[recipe]
+    key = key and key.partition("=")[0].strip(". ")  # as in an override
+    if key in PRESETS:
+        typer.echo(f"ppo.preset: {key} sets below ppo\n  {preset_text(key)}")
+        return
     if key is None and recipe == "ppo":
         found = [keys_at(each, root)[0] for each in FIRST_KEYS]
     else:

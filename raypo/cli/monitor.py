@@ -1,26 +1,108 @@
-"""`raypo monitor`: write raypo's Grafana dashboard next to Ray's."""
+"""`raypo monitor`: a live page of a run, or raypo's Grafana dashboard next to Ray's."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from raypo.cli.exit_status import exit_status
 
+if TYPE_CHECKING:
+    from raypo.report.page import Page
+
 
 @exit_status()
 def monitor(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(help="Run folders or URIs, or one of a sweep. Default: for Grafana."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     session: Annotated[
-        Path, typer.Option(help="Folder of the Ray session on this machine.")
+        Path, typer.Option(help="Grafana: folder of the Ray session on this machine.")
     ] = Path("/tmp/ray/session_latest"),
     dashboard: Annotated[
-        Path | None, typer.Option(help="Only write the dashboard's JSON there.")
+        Path | None, typer.Option(help="Grafana: only write the dashboard's JSON there.")
     ] = None,
 ) -> None:
-    """Write raypo's dashboard for Grafana, and say how to start Prometheus and Grafana."""
+    """Serve a live page of a run; without one, write raypo's dashboard for Grafana."""
+    if runs:
+        _serve_page(runs, host, port)
+    else:
+        _write_dashboard(session, dashboard)
+
+
+def _serve_page(runs: Sequence[str], host: str, port: int) -> None:
+    import secrets
+
+    from raypo.extras import require
+
+    require("report", "raypo monitor RUN")
+    require("serve", "raypo monitor RUN")
+    from raypo.http_server import run_server
+    from raypo.report.live_page import make_app
+
+    make_page, version = page_of(runs)
+    make_page()  # refuse a folder without a run before the server starts
+    token = secrets.token_urlsafe()
+
+    def ready(address: str) -> None:
+        typer.echo(f"raypo: live page of {' '.join(runs)} at {address}/?token={token}")
+        typer.echo("raypo: whoever has this address can read the run; Ctrl-C ends the page only.")
+
+    try:
+        run_server(make_app(make_page, version, token=token), host=host, port=port, ready=ready)
+    except KeyboardInterrupt:
+        typer.echo("raypo: ended.")
+
+
+def page_of(runs: Sequence[str]) -> tuple[Callable[[], Page], Callable[[], str]]:
+    """Return a function that makes the page of runs or of a sweep, and one for its version."""
+    import time
+    from dataclasses import replace
+
+    from raypo.report.page import Section, Table
+    from raypo.report.run_page import load_run, run_page
+    from raypo.storage.folder import below
+    from raypo.storage.run_files import RunFiles
+    from raypo.storage.run_state import facts, progress, run_status
+    from raypo.tuning.sweep_folder import TRIALS_FOLDER, sweep_status
+    from raypo.tuning.sweep_page import load_sweep, sweep_page
+
+    watched = [RunFiles.at(run) for run in runs]
+
+    def make_page() -> Page:
+        files = watched[0]
+        sweep = load_sweep(files) if len(runs) == 1 else None
+        page = sweep_page(sweep) if sweep else run_page([load_run(run) for run in runs])
+        page.subtitle = f"as of {time.strftime('%H:%M:%S')}; reload the page for new samples"
+        now = time.time()
+        if len(runs) == 1 and (status := sweep_status(files, now) or run_status(files, now)):
+            status = replace(status, age_s=None)  # the page is made only if a file has changed
+            rows = [("progress", progress(status)), *facts(status)]
+            page.sections.insert(0, Section("Now").add(Table(["", ""], rows)))
+        return page
+
+    def version() -> str:
+        trials = [
+            RunFiles(below(files.location, TRIALS_FOLDER), name)
+            for files in watched
+            for name in RunFiles(files.location, TRIALS_FOLDER).names()
+            if not name.startswith(".")
+        ]
+        names = "config.yaml", "metrics.jsonl", "summary.json", "trials.parquet"
+        written = [files.written_at(name) for files in [*watched, *trials] for name in names]
+        return f"{hash((*written, *(files.is_running() for files in watched))):x}"
+
+    return make_page, version
+
+
+def _write_dashboard(session: Path, dashboard: Path | None) -> None:
     from raypo.config import ConfigError
     from raypo.tracking.grafana import UID, grafana_dashboard
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from raypo.cli.evaluate import policy_of
 from raypo.cli.exit_status import exit_status, tell
 from raypo.cli.serve_reward import token_for
 
@@ -41,15 +41,21 @@ def serve(
         float, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory.")
     ] = 0.9,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="By Ray Serve, on the cluster of RAY_ADDRESS or a new one")
+    ] = False,
 ) -> None:
-    """Serve a policy to OpenAI clients by vLLM's server until Ctrl-C."""
+    """Serve a policy to OpenAI clients by vLLM's server, or Ray Serve's, until Ctrl-C."""
     from raypo.extras import require
 
     require("serve", "raypo serve")
     from raypo.checks.model_checks import check_model
     from raypo.config import EngineSection, load_run_config
     from raypo.http_server import listen
+    from raypo.storage.run_files import policy_of
 
+    if ray:
+        _check_open(host, further or ())
     token_for(host, "RAYPO_API_KEY", ", which clients bring as their API key")
     policy, run_config = policy_of(model)
     check_model("MODEL", policy)
@@ -62,6 +68,17 @@ def serve(
     with listen(host, port) as listening:  # fail early: vLLM would notice a taken port after 20 s
         port = listening.getsockname()[1]
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if ray:
+        set_here = {
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "kv_cache_memory_bytes": kv_cache_gb and int(kv_cache_gb * 1e9),
+            "gpu_memory_utilization": gpu_memory_fraction,
+            "tensor_parallel_size": tensor_parallel,
+        }
+        kwargs = {key: value for key, value in set_here.items() if value is not None}
+        _serve_on_ray(model, name, kwargs, host, port)
+        return
     from raypo.serving.openai_server import run_openai_server
 
     name = name or Path(model).name
@@ -77,3 +94,48 @@ def serve(
         further=further or (),
         ready=lambda url: typer.echo(f"raypo: serves {name} at {url}/v1"),
     )
+
+
+def _check_open(host: str, further: Sequence[str]) -> None:
+    """Refuse what Ray Serve would not do."""
+    from raypo.config import ConfigError
+
+    if host not in ("127.0.0.1", "::1", "localhost") or os.environ.get("RAYPO_API_KEY"):
+        raise ConfigError(
+            f"--ray (--host {host}): Ray Serve asks clients for no API key. Leave --host and "
+            f"RAYPO_API_KEY out and put a proxy that asks for one in front, or leave --ray out."
+        )
+    if further:
+        raise ConfigError(
+            f"-- ({' '.join(further)}): --ray passes no command line to vLLM. Give these to "
+            f"raypo.llm_config(engine_kwargs=...) in a script, or leave --ray out."
+        )
+
+
+def _serve_on_ray(
+    model: str, name: str | None, engine_kwargs: dict[str, Any], host: str, port: int
+) -> None:
+    import signal
+
+    import ray
+
+    from raypo.cluster.connect import connect
+    from raypo.config import ClusterSection
+    from raypo.serving.ray_serve import llm_config, serve_on_ray
+
+    # Ray Serve would outlive this command on a cluster of others.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    connect(ClusterSection())
+    has_gpus = bool(ray.cluster_resources().get("GPU"))
+    config = llm_config(model, name=name, use_gpu=has_gpus, engine_kwargs=engine_kwargs)
+    tell("starting Ray Serve")
+
+    def ready(address: str) -> None:
+        typer.echo(f"raypo: serves {config.model_id} at {address}/v1")
+
+    try:
+        serve_on_ray(config, host=host, port=port, ready=ready)
+    except KeyboardInterrupt:
+        typer.echo("raypo: ended.")
+    finally:
+        ray.shutdown()

@@ -19,10 +19,12 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypo.cluster.gpus import GPUS, Gpu, gpu_of
+from raypo.cluster.placement import LabelledResources, Resources
 from raypo.config import ConfigError
 
 GB = 10**9
@@ -61,11 +63,17 @@ class Node:
     """The kind of its GPUs."""
     network_gbs: float | None = None
     """GB/s to other nodes."""
+    labels: Mapping[str, str] | None = None
+    """Ray's labels."""
 
     @property
-    def resources(self) -> dict[str, float]:
+    def resources(self) -> Resources:
         """Resources as Ray counts them; unknown CPUs are unlimited."""
-        return {"CPU": math.inf if self.cpus is None else self.cpus, "GPU": self.gpus}
+        known: Resources = {
+            "CPU": math.inf if self.cpus is None else self.cpus,
+            "GPU": self.gpus,
+        }
+        return known if self.labels is None else LabelledResources(known, self.labels)
 
 
 def parse_cluster(text: str) -> list[Node]:

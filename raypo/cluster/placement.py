@@ -11,7 +11,8 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raypo.config import (
@@ -26,12 +27,24 @@ from raypo.config import (
 from raypo.config.placement_section import Group, RoleKind
 
 Resources = dict[str, float]
+"""Ray's resources of a node or a bundle."""
+
+
+class LabelledResources(Resources):
+    """Resources of a node whose labels are known. Other nodes match every label selector."""
+
+    def __init__(self, resources: Resources, labels: Mapping[str, str]) -> None:
+        super().__init__(resources)
+        self.labels = labels
+
 
 LEARNER = "learner worker"
 CRITIC = "critic worker"
 """A worker that trains only the critic (`learner.critic_workers`)."""
 LEARNERS = (LEARNER, CRITIC)
 """Names of the learner's roles; served roles are engine, reference, reward_0, reward_1, ..."""
+NODE_ID_LABEL = "ray.io/node-id"
+"""Label that Ray gives to every node."""
 _ROUNDING = 1e-9
 """Tolerance for sums of fractional GPU shares."""
 
@@ -93,6 +106,8 @@ class Bundle:
 
     resources: Resources
     occupants: tuple[Occupant, ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Label selector of its node."""
 
     @property
     def gpus(self) -> int:
@@ -100,7 +115,10 @@ class Bundle:
         return round(self.resources.get("GPU", 0.0))
 
     def __str__(self) -> str:
-        return f"{words(self.resources)} for {', '.join(map(str, self.occupants))}"
+        return (
+            f"{words(self.resources)}{with_labels(self.labels)} for "
+            f"{', '.join(map(str, self.occupants))}"
+        )
 
 
 @dataclass(frozen=True)
@@ -132,6 +150,11 @@ def words(resources: Resources) -> str:
     named = sorted(resources.items())
     bounded = [f"{amount:g} {name}" for name, amount in named if math.isfinite(amount)]
     return ", ".join(bounded) or "enough"
+
+
+def with_labels(selector: Mapping[str, str]) -> str:
+    """Format a label selector, like ` with ray.io/accelerator-type=H100`; empty if it is empty."""
+    return f" with {', '.join(f'{k}={v}' for k, v in selector.items())}" if selector else ""
 
 
 def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[ServedRole]:
@@ -168,26 +191,31 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
 def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
     """Return the bundles of the dedicated group, engines first; empty if everything is colocated.
 
-    Replicas share a bundle as long as their GPU shares fit into it. On CPU all frozen models share
-    the cores of the first bundle, but each engine has its own.
+    Replicas with the same label selector share a bundle as long as their GPU shares fit into it. On
+    CPU all frozen models share the cores of the first bundle, but each engine has its own.
     """
-    bundles: list[tuple[int, list[Occupant]]] = []
+    bundles: list[tuple[int, dict[str, str], list[Occupant]]] = []
     for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
         if role.group != "dedicated":
             continue
         share = role.gpu_share * role.num_devices if use_gpu else 0.0
         takes_cores = role.name == "engine" and not use_gpu
+        labels = config.placement.labels_of(role.kind)
         for index in range(1 if role.num_replicas == "auto" else role.num_replicas):
             occupant = Occupant(role.name, index, share, processes=role.num_devices)
-            for gpus, occupants in bundles:
+            for gpus, selector, occupants in bundles:
                 taken = sum(each.gpus for each in occupants)
-                if not takes_cores and taken + share <= gpus + _ROUNDING:
+                fits = selector == labels and taken + share <= gpus + _ROUNDING
+                if not takes_cores and fits:
                     occupants.append(occupant)
                     break
             else:
-                bundles.append((max(1, round(share)) if use_gpu else 0, [occupant]))
+                bundles.append((max(1, round(share)) if use_gpu else 0, labels, [occupant]))
     cpus = config.placement.cpus_per_bundle
-    return [Bundle(_resources(cpus, gpus), tuple(occupants)) for gpus, occupants in bundles]
+    return [
+        Bundle(_resources(cpus, gpus), tuple(occupants), labels)
+        for gpus, labels, occupants in bundles
+    ]
 
 
 def worker_bundles(
@@ -199,9 +227,11 @@ def worker_bundles(
         each: Resources of a worker. None means those of the config.
     """
     resources = each or worker_resources(config, use_gpu=use_gpu)
-    learner = config.learner
+    learner, labels = config.learner, config.placement.labels_of("learner")
     return [
-        Bundle(resources, (Occupant(LEARNER if rank < learner.num_workers else CRITIC, rank),))
+        Bundle(
+            resources, (Occupant(LEARNER if rank < learner.num_workers else CRITIC, rank),), labels
+        )
         for rank in range(learner.total_workers)
     ]
 
@@ -342,7 +372,7 @@ def lay_out(
         ("dedicated", index, bundle, placed[index]) for index, bundle in enumerate(dedicated)
     ]
     for rank, (bundle, node) in enumerate(zip(workers, ranks, strict=True)):
-        spots.append(("workers", rank, Bundle(bundle.resources, tuple(occupants[rank])), node))
+        spots.append(("workers", rank, replace(bundle, occupants=tuple(occupants[rank])), node))
     result: list[PlacedBundle] = []
     for group, index, bundle, node in spots:
         first = sum(each.bundle.gpus for each in result if each.node == node)
@@ -363,7 +393,10 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
         order = sorted(range(len(nodes)), key=lambda node: (-len(on_one[node]), -rooms[node]))
         return {bundle: order[0] for bundle in on_one[order[0]]} if order else {}
     left, placed = list(nodes), dict[int, int]()
-    sizes = [(bundle.gpus, bundle.resources.get("CPU", 0.0)) for bundle in bundles]
+    # Bundles with a label selector go first, or others might take the only nodes that match.
+    sizes = [
+        (bool(bundle.labels), bundle.gpus, bundle.resources.get("CPU", 0.0)) for bundle in bundles
+    ]
     opened: dict[int, int] = {}
     """Node -> number of nodes that were in use before it."""
     for index in sorted(range(len(bundles)), key=lambda index: sizes[index], reverse=True):
@@ -388,7 +421,7 @@ def without(
     nodes: Sequence[Resources], bundles: Sequence[Bundle], placed: Mapping[int, int]
 ) -> list[Resources]:
     """Return the nodes' resources minus those of the placed bundles."""
-    left = [dict(node) for node in nodes]
+    left = [copy(node) for node in nodes]
     for index, node in placed.items():
         for name, amount in bundles[index].resources.items():
             left[node][name] = left[node].get(name, 0.0) - amount
@@ -409,8 +442,26 @@ def groups_side_by_side(
     return at_most
 
 
+def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
+    """Return whether a node's labels match a selector. As in Ray, `!v` matches no label too."""
+    for key, text in selector.items():
+        value = text.removeprefix("!")
+        is_list = value.startswith("in(")
+        wanted = [each.strip() for each in value[3:-1].split(",")] if is_list else [value]
+        if (labels.get(key) in wanted) == text.startswith("!"):
+            return False
+    return True
+
+
+def _allows(bundle: Bundle, node: Resources) -> bool:
+    """Return whether a node's labels, if they are known, match the bundle's selector."""
+    return not isinstance(node, LabelledResources) or matches(bundle.labels, node.labels)
+
+
 def _room(bundle: Bundle, node: Resources) -> int:
     """Return how many copies of a bundle fit on a node, at most a million."""
+    if not _allows(bundle, node):
+        return 0
     parts = [node.get(name, 0.0) / each for name, each in bundle.resources.items() if each]
     return int(min(1e6, *parts) + _ROUNDING)
 
@@ -421,8 +472,15 @@ def _refusal(
     nodes: Sequence[Resources],
     strategy: str,
 ) -> str:
-    """Return a sentence if not even the learner workers fit, else a table of all groups."""
+    """Return a sentence if no node matches a label selector or not even the learner workers fit,
+    else a table of all groups.
+    """
+    for bundle in (*dedicated, *workers):
+        if not any(_allows(bundle, node) for node in nodes):
+            return _no_such_labels(bundle, nodes)
     names = sorted({name for bundle in (*dedicated, *workers) for name in bundle.resources})
+    if len(place(workers, nodes, strategy)) < len(workers):
+        nodes = [node for node in nodes if _allows(workers[0], node)]
     total = {name: sum(node.get(name, 0.0) for node in nodes) for name in names}
     largest = {name: max((node.get(name, 0.0) for node in nodes), default=0.0) for name in names}
     count = _count(len(nodes), "node")
@@ -430,12 +488,13 @@ def _refusal(
         return (
             f"learner.num_workers ({len(workers)}): asks for {_count(len(workers), 'bundle')} of "
             f"{words(workers[0].resources)}, each on one node; the cluster has {words(total)} on "
-            f"{count}, the largest has {words(largest)}: under placement.strategy {strategy} there "
-            f"is room for {fits}. {_change(workers, nodes, strategy)}, or use a larger cluster."
+            f"{count}{with_labels(workers[0].labels)}, the largest has {words(largest)}: under "
+            f"placement.strategy {strategy} there is room for {fits}. "
+            f"{_change(workers, nodes, strategy)}, or use a larger cluster."
         )
     alike: dict[str, list[Bundle]] = {}
     for bundle in dedicated:
-        alike.setdefault(words(bundle.resources), []).append(bundle)
+        alike.setdefault(f"{bundle.resources} {bundle.labels}", []).append(bundle)
     named = {
         f"dedicated {', '.join(str(who) for each in bundles for who in each.occupants)}": bundles
         for bundles in alike.values()
@@ -451,9 +510,9 @@ def _refusal(
         change = _change(workers, left, strategy)
     rows = [("", "bundles", "each", "in all")]
     for name, bundles in {**named, "learner workers": workers}.items():
-        each = bundles[0].resources
+        each, labels = bundles[0].resources, with_labels(bundles[0].labels)
         whole = {resource: len(bundles) * amount for resource, amount in each.items()}
-        rows.append((name, str(len(bundles)), words(each), words(whole)))
+        rows.append((name, str(len(bundles)), f"{words(each)}{labels}", words(whole)))
     rows += [(f"the cluster ({count})", "", "", words(total))]
     rows += [("its largest node", "", "", words(largest))]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -463,6 +522,24 @@ def _refusal(
         f"placement.mode: {what} under placement.strategy {strategy}:\n  {table}\n{change}, lower "
         f"rollout.engine.count, placement.gpus or placement.cpus_per_bundle, or set placement.mode "
         f"to colocated."
+    )
+
+
+def _no_such_labels(bundle: Bundle, nodes: Sequence[Resources]) -> str:
+    """Return the refusal of a bundle whose label selector no node matches."""
+    has = {key for node in nodes for key in getattr(node, "labels", ()) if key != NODE_ID_LABEL}
+    found = Counter(
+        with_labels({key: node.labels[key] for key in sorted(has & node.labels.keys())})
+        for node in nodes
+        if isinstance(node, LabelledResources)
+    )
+    nodes_found = "; ".join(
+        f"{_count(number, 'node')}{labels or ' without labels'}" for labels, number in found.items()
+    )
+    return (
+        f"placement.label_selector ({dict(bundle.labels)}): no node matches it, for "
+        f"{bundle.occupants[0]}; the cluster has {nodes_found}. Correct it, or add nodes that were "
+        f"started with these labels (ray start --labels)."
     )
 
 

@@ -7,13 +7,17 @@ import ray
 from raypo.cluster.connect import connect
 from raypo.cluster.gpus import gpu_of
 from raypo.cluster.hardware import GB, Node
-from raypo.cluster.placement import Resources
+from raypo.cluster.placement import LabelledResources, Resources
 from raypo.config import ClusterSection
 
 
-def alive_nodes() -> list[Resources]:
-    """Return the resources of each node that is alive in the connected cluster."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def alive_nodes() -> list[LabelledResources]:
+    """Return the resources and labels of each node that is alive in the connected cluster."""
+    return [
+        LabelledResources(node["Resources"], node["Labels"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def cluster_nodes(section: ClusterSection) -> list[Node]:
@@ -42,4 +46,5 @@ def describe(name: str, resources: Resources) -> Node:
         gpu=gpu,
         cpus=int(resources.get("CPU", 0.0)),
         ram_bytes=int(ram) or None,
+        labels=getattr(resources, "labels", None),
     )

@@ -16,6 +16,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypo.cluster.actors import start_named
 
@@ -102,7 +103,10 @@ def start_monitor(run: str, *, about: Mapping[str, Any] | None = None) -> ActorH
         about: `recipe`, `location` and `num_steps` of the run, for status queries.
     """
     name, kwargs = f"{_PREFIX}{run}{_SUFFIX}", {"about": dict(about or {})}
-    return start_named(Monitor, name, options={"num_cpus": 0}, kwargs=kwargs)
+    # On the driver's node, as Ray Train's controller: another one may go while the run stays.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "scheduling_strategy": here}
+    return start_named(Monitor, name, options=options, kwargs=kwargs)
 
 
 def runs_under_way() -> list[tuple[str, dict[str, Any]]]:

@@ -178,7 +178,7 @@ class RunFile(Config):
     def to_yaml(self) -> str:
         """Return the config as a run file, with the keys that differ from their defaults."""
         flat = dict(_values_set(self))
-        return OmegaConf.to_yaml(OmegaConf.create(_nested(escaped(flat))))
+        return OmegaConf.to_yaml(OmegaConf.create(nested(escaped(flat))))
 
     def with_absolute_paths(self, base: str | Path | None = None) -> Self:
         """Return the config with the paths that exist below `base` made absolute, for use
@@ -281,7 +281,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Undo `flatten`."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
@@ -425,9 +425,14 @@ def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, 
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"{text!r} is no override. Write key=value, like ppo.kl.coef=0.02.")
-        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
-        assert isinstance(read, dict)
-        yield key.strip(), read["value"]
+        yield key.strip(), parsed(value)
+
+
+def parsed(text: str) -> Any:
+    """Return the value that a text has in YAML, or as an override."""
+    read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    assert isinstance(read, dict)
+    return read["value"]
 
 
 def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:

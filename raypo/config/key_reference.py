@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from raypo.config.base import ConfigError, remedy_in
+from raypo.config.base import ConfigError, known_keys, remedy_in
 from raypo.config.presets import PRESETS
 from raypo.config.sweep_config import Constraint
 
@@ -92,7 +92,14 @@ def explain(key: str, root: type[BaseModel]) -> list[Key]:
     if (section := find_section(root, key)) is not None:
         found += keys_of(section, key)
     if not found and section is None:
-        raise ConfigError(f"KEY ({key}): there is no such key. {remedy_in(root, key)}")
+        remedy = remedy_in(root, key)
+        if remedy == "Remove it.":  # advice for a run file
+            parts = key.split(".")
+            above = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+            near = next((each for each in above if each in known_keys(root)), "")
+            shown = near or "the keys that matter first, and the sections"
+            remedy = f"`{f'raypo config {near}'.strip()}` prints {shown}."
+        raise ConfigError(f"KEY ({key}): there is no such key. {remedy}")
     return found
 
 

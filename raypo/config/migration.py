@@ -23,6 +23,8 @@ class Counterpart(NamedTuple):
     """Keys of raypo that take its place. Each recipe uses the first entry whose keys it has."""
     note: str
     """Unit or difference; without keys the reason why there is no counterpart."""
+    is_same: bool
+    """True if the keys take the value as it is."""
 
     def keys_in(self, known: Sequence[str]) -> tuple[str, ...]:
         """Return the keys that take its place in a config with the keys `known`."""
@@ -43,63 +45,69 @@ class Counterpart(NamedTuple):
 
 
 # Columns: names, newest first | default there | keys here | unit or difference.
-# `a + b`: both keys take its place; `a, b`: the second one in recipes that lack the first.
+# `a + b`: both keys take its place; `a, b`: the second one in recipes that lack the first;
+# `= a`: a takes the value as it is.
 _TABLES = {
     "TRL": """
-model_name_or_path | | model.policy | A Hugging Face folder or a hub id.
-ref_model | | model.reference |
-reward_model_path | | model.reward | A model that scores; a function is `reward.function`.
+model_name_or_path | | = model.policy | A Hugging Face folder or a hub id.
+ref_model | | = model.reference |
+reward_model_path | | = model.reward | A model that scores; a function is `reward.function`.
 train_dataset, dataset_name | | data.prompts | Files or a hub id. Rows from Python: `train_dataset=` of the trainers.
 eval_dataset | | eval.prompts |
 reward_funcs | | reward.function | `file.py:name`. Functions from Python: `reward_funcs=` of the trainers.
 peft_config, use_peft | | model.lora | `{rank: 16, alpha: 32}`.
-num_generations | 8 | rollout.samples_per_prompt | Responses per prompt.
+num_generations | 8 | = rollout.samples_per_prompt | Responses per prompt.
 generation_batch_size | | rollout.prompts_per_step | TRL counts responses, raypo prompts: divide by `num_generations`.
 steps_per_generation | | rollout.prompts_per_step | A step of raypo samples `prompts_per_step` x `samples_per_prompt` responses and makes one update per `ppo.minibatch_size` of them.
 per_device_train_batch_size | 8 | ppo.minibatch_size, learner.batch_size | TRL counts responses (in SFT, DPO and reward models: examples) per device, raypo over all workers: multiply by the number of processes and `gradient_accumulation_steps`.
 gradient_accumulation_steps | 1 | ppo.minibatch_size, learner.batch_size | Part of the minibatch, which raypo cuts by `learner.max_tokens_per_microbatch`; the cut changes no number.
-max_prompt_length | | data.max_prompt_tokens | Tokens. Longer prompts are skipped, not cut.
-max_completion_length, response_length | 512 | rollout.max_new_tokens, data.max_response_tokens | Tokens.
+max_prompt_length | | = data.max_prompt_tokens | Tokens. Longer prompts are skipped, not cut.
+max_completion_length, response_length | 512 | = rollout.max_new_tokens, data.max_response_tokens | Tokens.
 max_length | 1024 | data.max_prompt_tokens + data.max_response_tokens | Tokens. TRL cuts the sum of both; raypo skips longer rows.
 beta | 0.0 | ppo.kl.coef, dpo.beta | For GRPO's KL also `ppo.preset: grpo`, which puts it into the loss. DPO: 0.1 in both.
-epsilon, cliprange | 0.2 | ppo.clip_low + ppo.clip_high | Clip range below and above 1.
-epsilon_high | | ppo.clip_high |
-delta | | ppo.dual_clip | Bound on the ratio of tokens with a negative advantage.
-num_iterations, num_ppo_epochs | 1 | ppo.num_epochs | Passes over the responses of a step.
+epsilon, cliprange | 0.2 | = ppo.clip_low + ppo.clip_high | Clip range below and above 1.
+epsilon_high | | = ppo.clip_high |
+delta | | = ppo.dual_clip | Bound on the ratio of tokens with a negative advantage.
+num_iterations, num_ppo_epochs | 1 | = ppo.num_epochs | Passes over the responses of a step.
 num_mini_batches | 1 | ppo.minibatch_size | TRL counts minibatches; raypo the responses of one.
 loss_type | dapo | ppo.preset, dpo.loss | `grpo`, `dr_grpo`, `dapo`, `cispo`, `sapo`, `vespo` are presets; TRL's `bnpo` is `ppo.aggregation: token_mean`.
 scale_rewards | group | ppo.advantage | `group`: grpo; `none`: dr_grpo.
 importance_sampling_level | token | ppo.policy_loss | `sequence`: gspo, with its own clip range.
-mask_truncated_completions | false | ppo.mask_truncated |
-entropy_coef_delta | 0.005 | ppo.entropy_delta |
+mask_truncated_completions | false | = ppo.mask_truncated |
+entropy_coef_delta | 0.005 | = ppo.entropy_delta |
 use_adaptive_entropy | false | ppo.entropy_target | A target turns the controller on.
-kl_coef | 0.05 | ppo.kl.coef |
-cliprange_value | 0.2 | ppo.value_clip |
-lam | 0.95 | ppo.gae_lambda |
+kl_coef | 0.05 | = ppo.kl.coef |
+cliprange_value | 0.2 | = ppo.value_clip |
+lam | 0.95 | = ppo.gae_lambda |
 vf_coef | 0.1 | | The critic is a model of its own with its own rate, `learner.critic_lr`.
 repetition_penalty | 1.0 | | Tokens would not come from the policy's own distribution, which the ratios compare.
 use_vllm | false | | Responses are always sampled by vLLM.
 vllm_mode | colocate | placement.mode | `server`: dedicated.
-vllm_gpu_memory_utilization | 0.3 | rollout.engine.gpu_memory_fraction |
-vllm_tensor_parallel_size | 1 | rollout.engine.tensor_parallel |
+vllm_gpu_memory_utilization | 0.3 | = rollout.engine.gpu_memory_fraction |
+vllm_tensor_parallel_size | 1 | = rollout.engine.tensor_parallel |
 vllm_enable_sleep_mode | false | rollout.engine.sleep |
 vllm_importance_sampling_correction | true | ppo.correction.kind | raypo's default is none; `tis` truncates as TRL's `token_truncate`.
-vllm_importance_sampling_clip_max, vllm_importance_sampling_cap | 3.0 | ppo.correction.cap |
+vllm_importance_sampling_clip_max, vllm_importance_sampling_cap | 3.0 | = ppo.correction.cap |
 reward_weights | 1 each | reward.weights | TRL weighs functions; raypo the sum of functions, of models and of servers. Weights of functions: `reward_weights=` of the trainers.
-learning_rate | 1e-6 | learner.policy_lr, learner.lr |
-lr_scheduler_type | linear | learner.lr_schedule | constant, linear or cosine; raypo's PPO has constant.
+learning_rate | 1e-6 | = learner.policy_lr, learner.lr |
+lr_scheduler_type | linear | = learner.lr_schedule | constant, linear or cosine; raypo's PPO has constant.
 warmup_steps, warmup_ratio | 0 | learner.lr_warmup_steps | Steps of raypo: of recipes that sample, rollout batches and not optimizer steps.
 adam_beta1, adam_beta2 | 0.9, 0.999 | learner.adam_betas | `[0.9, 0.999]`.
-adam_epsilon | 1e-8 | learner.adam_eps |
-gradient_checkpointing | true | learner.activation_checkpointing |
+adam_epsilon | 1e-8 | = learner.adam_eps |
+gradient_checkpointing | true | = learner.activation_checkpointing |
 bf16 | | model.dtype | `bfloat16`.
+temperature | 1.0 | = rollout.temperature |
+top_p | 1.0 | = rollout.top_p |
+weight_decay | 0.0 | = learner.weight_decay |
+max_grad_norm | 1.0 | = learner.max_grad_norm |
+seed | 42 | = seed |
 max_steps | -1 | num_steps | TRL counts optimizer steps; a step of PPO is a rollout batch with all of its updates.
 num_train_epochs | 3 | num_epochs, num_steps | Recipes that sample count steps: rows / `rollout.prompts_per_step` are an epoch.
-label_smoothing | 0.0 | dpo.label_smoothing |
-center_rewards_coefficient | | reward_model.centering_coef |
+label_smoothing | 0.0 | = dpo.label_smoothing |
+center_rewards_coefficient | | = reward_model.centering_coef |
 output_dir, run_name | | storage_path + name | The run's folder is storage_path/name.
 save_steps | 500 | checkpoint.every | Steps of raypo.
-save_total_limit | | checkpoint.keep |
+save_total_limit | | = checkpoint.keep |
 metric_for_best_model | | checkpoint.best_by |
 eval_steps | as logging_steps | eval.every | Steps of raypo. TRL evaluates only with `eval_strategy`.
 report_to | | logging.wandb | `logging.wandb: {}`, `logging.mlflow: {}`, `logging.tensorboard`.
@@ -107,144 +115,145 @@ logging_steps | 10 | | Every step is logged.
 resume_from_checkpoint | | from_checkpoint | A run resumes by itself; `from_checkpoint` starts from another run.
 """,
     "peft": """
-r, lora_r, lora_rank | 8 | model.lora.rank | TRL's command line has `lora_r`, 16.
-lora_alpha | 8 | model.lora.alpha | The scale is alpha / rank in both.
+r, lora_r, lora_rank | 8 | = model.lora.rank | TRL's command line has `lora_r`, 16.
+lora_alpha | 8 | = model.lora.alpha | The scale is alpha / rank in both.
 lora_dropout | 0.0 | | raypo has no dropout: old and new log-probs must come from the same function.
-target_modules, lora_target_modules | | model.lora.target_modules | `all-linear` or names.
+target_modules, lora_target_modules | | = model.lora.target_modules | `all-linear` or names.
 """,
     "verl": """
-actor_rollout_ref.model.path | | model.policy |
-critic.model.path | | model.critic |
-reward.reward_model.model_path, reward_model.model.path | | model.reward |
+actor_rollout_ref.model.path | | = model.policy |
+critic.model.path | | = model.critic |
+reward.reward_model.model_path, reward_model.model.path | | = model.reward |
 actor_rollout_ref.model.lora_rank | 0 | model.lora.rank | 0 there: leave out `model.lora`.
 actor_rollout_ref.model.lora_alpha | 16 | model.lora.alpha |
-actor_rollout_ref.model.enable_gradient_checkpointing | true | learner.activation_checkpointing |
-data.train_files | | data.prompts |
-data.val_files | | eval.prompts |
-data.train_batch_size | 1024 | rollout.prompts_per_step, learner.batch_size | Prompts, in both.
-data.max_prompt_length | 512 | data.max_prompt_tokens | Tokens. Longer prompts are skipped; `data.too_long: error` stops as verl's `truncation: error`.
-data.max_response_length | 512 | rollout.max_new_tokens, data.max_response_tokens | Tokens.
+actor_rollout_ref.model.enable_gradient_checkpointing | true | = learner.activation_checkpointing |
+data.train_files | | = data.prompts |
+data.val_files | | = eval.prompts |
+data.train_batch_size | 1024 | = rollout.prompts_per_step, learner.batch_size | Prompts, in both.
+data.max_prompt_length | 512 | = data.max_prompt_tokens | Tokens. Longer prompts are skipped; `data.too_long: error` stops as verl's `truncation: error`.
+data.max_response_length | 512 | = rollout.max_new_tokens, data.max_response_tokens | Tokens.
 data.filter_overlong_prompts | false | data.too_long | `skip`.
 data.reward_fn_key | data_source | data.prompts | A source has its own `function` instead: `{path, function}`.
 reward.custom_reward_function.path, custom_reward_function.path | | reward.function | `file.py:name`. verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` gets one response; raypo's function a list of rollouts.
-actor_rollout_ref.rollout.n | 1 | rollout.samples_per_prompt | Responses per prompt.
-actor_rollout_ref.rollout.temperature | 1.0 | rollout.temperature |
-actor_rollout_ref.rollout.gpu_memory_utilization | 0.5 | rollout.engine.gpu_memory_fraction |
-actor_rollout_ref.rollout.tensor_model_parallel_size | 2 | rollout.engine.tensor_parallel |
+actor_rollout_ref.rollout.n | 1 | = rollout.samples_per_prompt | Responses per prompt.
+actor_rollout_ref.rollout.temperature | 1.0 | = rollout.temperature |
+actor_rollout_ref.rollout.gpu_memory_utilization | 0.5 | = rollout.engine.gpu_memory_fraction |
+actor_rollout_ref.rollout.tensor_model_parallel_size | 2 | = rollout.engine.tensor_parallel |
 actor_rollout_ref.rollout.free_cache_engine | true | rollout.engine.sleep |
-actor_rollout_ref.rollout.multi_turn.max_assistant_turns | | rollout.max_turns |
-actor_rollout_ref.rollout.val_kwargs.n | 1 | eval.samples_per_prompt |
-actor_rollout_ref.rollout.val_kwargs.temperature | 0 | eval.temperature |
+actor_rollout_ref.rollout.multi_turn.max_assistant_turns | | = rollout.max_turns |
+actor_rollout_ref.rollout.val_kwargs.n | 1 | = eval.samples_per_prompt |
+actor_rollout_ref.rollout.val_kwargs.temperature | 0 | = eval.temperature |
 actor_rollout_ref.actor.ppo_mini_batch_size | 256 | ppo.minibatch_size | verl counts prompts, raypo responses: multiply by `rollout.samples_per_prompt`.
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.actor.ppo_micro_batch_size | | learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
-actor_rollout_ref.actor.ppo_max_token_len_per_gpu | 16384 | learner.max_tokens_per_microbatch | Tokens.
-actor_rollout_ref.actor.ppo_epochs | 1 | ppo.num_epochs | Passes over the responses of a step.
-actor_rollout_ref.actor.clip_ratio | 0.2 | ppo.clip_low + ppo.clip_high |
-actor_rollout_ref.actor.clip_ratio_low | 0.2 | ppo.clip_low |
-actor_rollout_ref.actor.clip_ratio_high | 0.2 | ppo.clip_high |
-actor_rollout_ref.actor.clip_ratio_c | 3.0 | ppo.dual_clip | raypo's default is null, no bound.
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu | 16384 | = learner.max_tokens_per_microbatch | Tokens.
+actor_rollout_ref.actor.ppo_epochs | 1 | = ppo.num_epochs | Passes over the responses of a step.
+actor_rollout_ref.actor.clip_ratio | 0.2 | = ppo.clip_low + ppo.clip_high |
+actor_rollout_ref.actor.clip_ratio_low | 0.2 | = ppo.clip_low |
+actor_rollout_ref.actor.clip_ratio_high | 0.2 | = ppo.clip_high |
+actor_rollout_ref.actor.clip_ratio_c | 3.0 | = ppo.dual_clip | raypo's default is null, no bound.
 actor_rollout_ref.actor.loss_agg_mode | token-mean | ppo.aggregation | `seq-mean-token-mean`: sequence_mean; `seq-mean-token-sum-norm`: constant.
 actor_rollout_ref.actor.policy_loss.loss_mode | vanilla | ppo.policy_loss | `vanilla`: ppo; `geo_mean`: gmpo; gspo, cispo, sapo, clip_cov, kl_cov, dppo_tv and dppo_kl have the same names.
-actor_rollout_ref.actor.entropy_coeff | 0 | ppo.entropy_coef |
+actor_rollout_ref.actor.entropy_coeff | 0 | = ppo.entropy_coef |
 actor_rollout_ref.actor.use_kl_loss | false | ppo.kl.placement | true: `loss`, with `ppo.kl.estimator` k2 or k3.
 actor_rollout_ref.actor.kl_loss_coef | 0.001 | ppo.kl.coef | With `ppo.kl.placement: loss`.
 actor_rollout_ref.actor.kl_loss_type | low_var_kl | ppo.kl.estimator | `low_var_kl`: k3; `mse`: k2; `kl`: k1, in the reward only.
-actor_rollout_ref.actor.optim.lr | 1e-6 | learner.policy_lr, learner.lr |
-actor_rollout_ref.actor.optim.lr_warmup_steps | -1 | learner.lr_warmup_steps | Steps of raypo, rollout batches.
-actor_rollout_ref.actor.grad_clip | 1.0 | learner.max_grad_norm |
-critic.optim.lr | 1e-5 | learner.critic_lr |
-critic.cliprange_value | 0.5 | ppo.value_clip |
-trainer.critic_warmup | 0 | ppo.critic_warmup_steps |
+actor_rollout_ref.actor.optim.lr | 1e-6 | = learner.policy_lr, learner.lr |
+actor_rollout_ref.actor.optim.lr_warmup_steps | -1 | = learner.lr_warmup_steps | Steps of raypo, rollout batches.
+actor_rollout_ref.actor.optim.weight_decay | 0.01 | = learner.weight_decay |
+actor_rollout_ref.actor.grad_clip | 1.0 | = learner.max_grad_norm |
+critic.optim.lr | 1e-5 | = learner.critic_lr |
+critic.cliprange_value | 0.5 | = ppo.value_clip |
+trainer.critic_warmup | 0 | = ppo.critic_warmup_steps |
 algorithm.adv_estimator | gae | ppo.advantage | `reinforce_plus_plus`: reinforce; `reinforce_plus_plus_baseline`: reinforce_baseline; gae, grpo, rloo, opo, gdpo have the same names.
 algorithm.norm_adv_by_std_in_grpo | true | ppo.advantage | false: dr_grpo.
-algorithm.lam | 1.0 | ppo.gae_lambda |
-algorithm.gamma | 1.0 | ppo.gamma |
+algorithm.lam | 1.0 | = ppo.gae_lambda |
+algorithm.gamma | 1.0 | = ppo.gamma |
 algorithm.use_kl_in_reward | false | ppo.kl.placement | true: `reward`. Without a KL anywhere: `ppo.kl.coef: 0`.
 algorithm.kl_ctrl.kl_coef | 0.001 | ppo.kl.coef | With `ppo.kl.placement: reward`.
 algorithm.kl_ctrl.target_kl | 0.1 | ppo.kl.target | Nats per response.
-algorithm.filter_groups.enable | false | ppo.filter.enabled |
-algorithm.filter_groups.max_num_gen_batches | 0 | ppo.filter.max_refills |
-trainer.total_training_steps | | num_steps | Rollout batches, in both.
+algorithm.filter_groups.enable | false | = ppo.filter.enabled |
+algorithm.filter_groups.max_num_gen_batches | 0 | = ppo.filter.max_refills |
+trainer.total_training_steps | | = num_steps | Rollout batches, in both.
 trainer.total_epochs | 30 | num_epochs, num_steps | Recipes that sample count steps: rows / `rollout.prompts_per_step` are an epoch.
-trainer.experiment_name | gsm8k | name |
+trainer.experiment_name | gsm8k | = name |
 trainer.project_name | verl_examples | logging.wandb.project |
-trainer.default_local_dir | | storage_path |
-trainer.save_freq | -1 | checkpoint.every |
-trainer.max_actor_ckpt_to_keep | | checkpoint.keep |
-trainer.test_freq | -1 | eval.every |
-trainer.n_gpus_per_node, trainer.nnodes | 8, 1 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
+trainer.default_local_dir | | = storage_path |
+trainer.save_freq | -1 | = checkpoint.every |
+trainer.max_actor_ckpt_to_keep | | = checkpoint.keep |
+trainer.test_freq | -1 | = eval.every |
+trainer.n_gpus_per_node | 8 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
 trainer.logger | console, wandb | logging.wandb |
 """,
     "OpenRLHF": """
-actor.model_name_or_path, pretrain | | model.policy |
-critic.model_name_or_path, critic_pretrain | | model.critic |
-reward.model_name_or_path, reward_pretrain | | model.reward |
+actor.model_name_or_path, pretrain | | = model.policy |
+critic.model_name_or_path, critic_pretrain | | = model.critic |
+reward.model_name_or_path, reward_pretrain | | = model.reward |
 reward.remote_url, remote_rm_url | | reward.url | A server. A Python file with `reward_func` is `reward.function: file.py:name`.
 train.agent_func_path | | rollout.agent |
 ds.lora.rank | 0 | model.lora.rank | 0 there: leave out `model.lora`.
 ds.lora.alpha | 16 | model.lora.alpha |
-data.prompt_dataset, prompt_data | | data.prompts |
-data.dataset | | data.prompts |
-eval.dataset | | eval.prompts |
-data.input_key | input | data.prompt_key |
-data.label_key | | data.label_key |
-data.apply_chat_template | false | | Chat messages are always rendered with the chat template, and texts never.
-data.prompt_max_len, prompt_max_len | | data.max_prompt_tokens | Tokens.
+data.prompt_dataset, prompt_data | | = data.prompts |
+data.dataset | | = data.prompts |
+eval.dataset | | = eval.prompts |
+data.input_key, input_key | input | = data.prompt_key |
+data.label_key | | = data.label_key |
+data.apply_chat_template, apply_chat_template | false | | Chat messages are always rendered with the chat template, and texts never.
+data.prompt_max_len, prompt_max_len | | = data.max_prompt_tokens | Tokens.
 data.max_len | 2048 | data.max_prompt_tokens + rollout.max_new_tokens, data.max_prompt_tokens + data.max_response_tokens | OpenRLHF limits the sum of both.
-rollout.max_new_tokens, generate_max_len | | rollout.max_new_tokens | Tokens.
-rollout.batch_size, rollout_batch_size | 1024 | rollout.prompts_per_step | Prompts, in both.
-rollout.n_samples_per_prompt, n_samples_per_prompt | 1 | rollout.samples_per_prompt | Responses per prompt.
-train.batch_size, train_batch_size | 128 | ppo.minibatch_size, learner.batch_size | Responses (examples) per optimizer step over all workers, in both.
+rollout.max_new_tokens, generate_max_len | | = rollout.max_new_tokens | Tokens.
+rollout.batch_size, rollout_batch_size | 1024 | = rollout.prompts_per_step | Prompts, in both.
+rollout.n_samples_per_prompt, n_samples_per_prompt | 1 | = rollout.samples_per_prompt | Responses per prompt.
+train.batch_size, train_batch_size | 128 | = ppo.minibatch_size, learner.batch_size | Responses (examples) per optimizer step over all workers, in both.
 train.micro_batch_size, rollout.micro_batch_size, micro_train_batch_size, micro_rollout_batch_size | 1 | learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
-train.max_tokens_per_gpu | 16192 | learner.max_tokens_per_microbatch | Tokens.
-train.max_epochs, max_epochs | 1 | ppo.num_epochs, num_epochs | Passes over the responses of a step.
+train.max_tokens_per_gpu | 16192 | = learner.max_tokens_per_microbatch | Tokens.
+train.max_epochs, max_epochs | 1 | = ppo.num_epochs, num_epochs | Passes over the responses of a step.
 train.num_episodes, num_episodes | 1 | num_steps | OpenRLHF counts passes over the prompts; rows / `rollout.prompts_per_step` are one.
 train.async_enable, async_train | false | rollout.mode | `async`, with engines of their own (`placement.mode: dedicated`).
-train.async_queue_size | 1 | rollout.max_staleness | Weight versions.
+train.async_queue_size | 1 | = rollout.max_staleness | Weight versions.
 train.colocate_all, colocate_all_models | false | placement.mode | `colocated`, raypo's default.
-train.seed | 42 | seed |
-actor.eps_clip, eps_clip | 0.2 | ppo.clip_low + ppo.clip_high |
+train.seed | 42 | = seed |
+actor.eps_clip, eps_clip | 0.2 | = ppo.clip_low + ppo.clip_high |
 actor.eps_clip_low_high, eps_clip_low_high | | ppo.clip_low + ppo.clip_high |
-actor.dual_clip | | ppo.dual_clip |
-actor.policy_loss_type | ppo | ppo.policy_loss |
-actor.entropy_coef, entropy_loss_coef | | ppo.entropy_coef |
-critic.value_clip | 0.5 | ppo.value_clip |
-actor.adam.lr, actor_learning_rate | 1e-6 | learner.policy_lr |
-critic.adam.lr, critic_learning_rate | 9e-6 | learner.critic_lr |
-adam.lr | | learner.lr |
-actor.adam.betas, adam_betas | 0.9, 0.95 | learner.adam_betas | raypo's default is 0.9, 0.999.
+actor.dual_clip | | = ppo.dual_clip |
+actor.policy_loss_type | ppo | = ppo.policy_loss |
+actor.entropy_coef, entropy_loss_coef | | = ppo.entropy_coef |
+critic.value_clip | 0.5 | = ppo.value_clip |
+actor.adam.lr, actor_learning_rate | 1e-6 | = learner.policy_lr |
+critic.adam.lr, critic_learning_rate | 9e-6 | = learner.critic_lr |
+adam.lr | | = learner.lr |
+actor.adam.betas, adam_betas | [0.9, 0.95] | = learner.adam_betas | raypo's default is 0.9, 0.999.
 actor.lr_scheduler | cosine_with_min_lr | learner.lr_schedule | `cosine`, with `learner.lr_floor: 0.1`; raypo's PPO has constant.
 actor.lr_warmup_ratio, lr_warmup_ratio | 0.03 | learner.lr_warmup_steps | Steps, not a share.
-actor.max_norm, max_norm | 1.0 | learner.max_grad_norm |
-actor.gradient_checkpointing_enable | false | learner.activation_checkpointing |
-ds.zero_stage | 2 | learner.zero_stage |
+actor.max_norm, max_norm | 1.0 | = learner.max_grad_norm |
+actor.gradient_checkpointing_enable, gradient_checkpointing | false | = learner.activation_checkpointing |
+ds.zero_stage, zero_stage | 2 | = learner.zero_stage |
 ds.param_dtype | bf16 | model.dtype | `bfloat16`.
-ds.packing_samples | false | | Rows are always packed.
-actor.num_gpus_per_node, actor.num_nodes | 8, 1 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
-vllm.num_engines, vllm_num_engines | | rollout.engine.count |
-vllm.tensor_parallel_size | 1 | rollout.engine.tensor_parallel |
-vllm.gpu_memory_utilization | 0.95 | rollout.engine.gpu_memory_fraction |
+ds.packing_samples, packing_samples | false | | Rows are always packed.
+actor.num_gpus_per_node, actor_num_gpus_per_node | 8 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
+vllm.num_engines, vllm_num_engines | | = rollout.engine.count |
+vllm.tensor_parallel_size | 1 | = rollout.engine.tensor_parallel |
+vllm.gpu_memory_utilization | 0.95 | = rollout.engine.gpu_memory_fraction |
 vllm.enable_sleep | false | rollout.engine.sleep |
-vllm.sync_backend, vllm_sync_backend | nccl | rollout.engine.transport |
+vllm.sync_backend, vllm_sync_backend | nccl | = rollout.engine.transport |
 algo.advantage.estimator, advantage_estimator | gae | ppo.advantage | `group_norm`: grpo; the others have the same names.
-algo.advantage.lambd, lambd | 1 | ppo.gae_lambda |
-algo.advantage.gamma | 1 | ppo.gamma |
+algo.advantage.lambd, lambd | 1 | = ppo.gae_lambda |
+algo.advantage.gamma | 1 | = ppo.gamma |
 algo.advantage.is_correction_enable | false | ppo.correction.kind | `tis`.
-algo.kl.init_coef, init_kl_coef | 0.01 | ppo.kl.coef | Score per nat.
-algo.kl.target, kl_target | | ppo.kl.target | Nats per response, with `ppo.kl.controller: adaptive`.
-algo.kl.horizon, kl_horizon | 10000 | ppo.kl.horizon | Responses.
-algo.kl.estimator, kl_estimator | k1 | ppo.kl.estimator |
+algo.kl.init_coef, init_kl_coef | 0.01 | = ppo.kl.coef | Score per nat.
+algo.kl.target, kl_target | | = ppo.kl.target | Nats per response, with `ppo.kl.controller: adaptive`.
+algo.kl.horizon, kl_horizon | 10000 | = ppo.kl.horizon | Responses.
+algo.kl.estimator, kl_estimator | k1 | = ppo.kl.estimator |
 algo.kl.use_loss, use_kl_loss | false | ppo.kl.placement | true: `loss`.
-algo.dynamic_filtering_enable, dynamic_filtering | false | ppo.filter.enabled |
-reward.normalize_enable, normalize_reward | false | ppo.shaping.normalize |
+algo.dynamic_filtering_enable, dynamic_filtering | false | = ppo.filter.enabled |
+reward.normalize_enable, normalize_reward | false | = ppo.shaping.normalize |
 reward.clip_range | -10, 10 | ppo.shaping.clip_low + ppo.shaping.clip_high | raypo's default is no clip.
-model.beta | 0.1 | dpo.beta |
-critic.save_value_network | false | learner.save_critic |
+model.beta | 0.1 | = dpo.beta |
+critic.save_value_network | false | = learner.save_critic |
 ckpt.output_dir, save_path | ./ckpt | storage_path + name | The run's folder is storage_path/name.
-ckpt.save_steps | -1 | checkpoint.every | Steps of raypo.
-ckpt.max_num | 3 | checkpoint.keep |
-eval.steps | -1 | eval.every |
-logger.wandb.project, wandb_project | openrlhf_train_ppo | logging.wandb.project |
+ckpt.save_steps | -1 | = checkpoint.every | Steps of raypo.
+ckpt.max_num | 3 | = checkpoint.keep |
+eval.steps | -1 | = eval.every |
+logger.wandb.project, wandb_project | openrlhf_train_ppo | = logging.wandb.project |
 """,
 }
 PROJECTS = tuple(_TABLES)
@@ -257,10 +266,12 @@ def counterparts() -> tuple[Counterpart, ...]:
     for project, table in _TABLES.items():
         for line in table.strip().splitlines():
             names, default, keys, note = (cell.strip() for cell in line.split("|"))
-            alternatives = [tuple(each.strip().split(" + ")) for each in keys.split(",") if keys]
-            rows.append(
-                Counterpart(project, tuple(names.split(", ")), default, tuple(alternatives), note)
+            is_same, keys = keys.startswith("= "), keys.removeprefix("= ")
+            alternatives = tuple(
+                tuple(each.strip().split(" + ")) for each in keys.split(",") if keys
             )
+            named = tuple(names.split(", "))
+            rows.append(Counterpart(project, named, default, alternatives, note, is_same))
     return tuple(rows)
 
 
@@ -271,7 +282,12 @@ def remedy_for_foreign(key: str, known: Sequence[str]) -> str | None:
         key: An unknown dotted key of a run file.
         known: The keys that the run file may have.
     """
-    fitting = [row for row in counterparts() if row.matches(key) and _applies(row, known)]
+    last = key.rpartition(".")[2]
+    fitting = [
+        row
+        for row in counterparts()
+        if row.matches(key) > (last in _own_names(row)) and _applies(row, known)
+    ]
     if not fitting:
         return None
     best = max(fitting, key=lambda row: row.matches(key))
@@ -279,6 +295,11 @@ def remedy_for_foreign(key: str, known: Sequence[str]) -> str | None:
         words = f"Set {' and '.join(keys)} instead ({best.names[0]} of {best.project})."
         return f"{words} {best.note}".rstrip()
     return f"Remove it ({best.names[0]} of {best.project}). {best.note}"
+
+
+def _own_names(row: Counterpart) -> set[str]:
+    """Return the last parts of raypo's keys; of the same last part alone, raypo's own hint serves."""
+    return {key.rpartition(".")[2] for keys in row.keys for key in keys}
 
 
 def _applies(row: Counterpart, known: Sequence[str]) -> bool:

@@ -7,6 +7,10 @@ from glob import glob
 from pathlib import Path, PurePath
 from typing import Any
 
+VERIFIERS = "verifiers:"
+"""Prefix of an environment of the package verifiers: its name, or a Python file, follows. With `//`
+after it, it is the prefix of the environment's data set: `verifiers://NAME?split=eval`."""
+
 
 def make_absolute(
     values: dict[str, Any], base: Path, *, paths: Sequence[str], functions: Sequence[str]
@@ -63,6 +67,11 @@ def _changed(entry: str | dict[str, Any], change: Callable[[str], str]) -> str |
 
 
 def _absolute(path: str, base: Path) -> str:
+    if path.startswith(VERIFIERS):
+        slashes = "//" if is_uri(path) else ""
+        name, mark, query = path.removeprefix(VERIFIERS + slashes).partition("?")
+        file = _absolute(name, base) if name.endswith(".py") else name
+        return f"{VERIFIERS}{slashes}{file}{mark}{query}"
     if is_uri(path):
         return path
     full = base / Path(path).expanduser()
@@ -73,5 +82,7 @@ def absolute_function(spec: str, base: Path) -> str:
     """Return `file.py:name` with the file's absolute path; `package.module:name` is unchanged."""
     if ":" not in spec:
         return spec
+    if spec.startswith(VERIFIERS):
+        return _absolute(spec, base)
     file, name = spec.rsplit(":", 1)
     return f"{_absolute(file, base)}:{name}" if file.endswith(".py") else spec

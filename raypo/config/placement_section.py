@@ -4,8 +4,9 @@ replicas.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -41,6 +42,8 @@ class DeploymentSection(Config):
 
 Group = Literal["colocated", "dedicated"]
 RoleKind = Literal["engine", "reference", "reward"]
+_SELECTS = re.compile(r"!?(in\([\w., -]+\)|[\w.-]+)")
+"""Values of Ray's label selectors: v, !v, in(v, w) or !in(v, w)."""
 
 
 class GpuShares(Config):
@@ -97,6 +100,11 @@ class PlacementSection(Config):
     reward: colocated}."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """Ray's placement strategy for each of the two groups."""
+    label_selector: dict[str, str] | dict[str, dict[str, str]] = Field(default={})
+    """Ray's label selector: the run takes only nodes whose labels match, like
+    {ray.io/accelerator-type: H100, ray.io/market-type: "!spot"}. A value is v, !v, in(v, w) or
+    !in(v, w). Different selectors for roles in groups of their own: {learner: {...}, engine: {...},
+    reference: {...}, reward: {...}}; learner includes the critic and all colocated roles."""
     gpus: GpuShares = GpuShares()
     """Replicas are packed into one bundle as long as their shares fit on a GPU."""
     frozen: FrozenSections = FrozenSections()
@@ -106,11 +114,43 @@ class PlacementSection(Config):
     """Seconds that engines and frozen models may take to start."""
     deployment: DeploymentSection = DeploymentSection()
 
+    def _problems(self) -> Iterator[str]:
+        key = "placement.label_selector"
+        roles: tuple[RoleKind, ...] = get_args(RoleKind)
+        groups = {role: self.group_of(role) for role in roles}
+        for name, each in self.label_selector.items():
+            if isinstance(each, str):
+                yield from _refused_labels(key, {name: each})
+                continue
+            yield from _refused_labels(f"{key}.{name}", each)
+            if name not in ("learner", *roles):
+                yield f"{key}.{name}: must be one of learner, {', '.join(roles)}. Correct the role."
+            elif groups.get(name) == "colocated":
+                yield (
+                    f"{key}.{name} ({each}): has no effect, a colocated role lies in the learner "
+                    f"workers' bundles. Remove it, or set placement.mode to {{{name}: dedicated}}."
+                )
+
     def group_of(self, role: RoleKind) -> Group:
         """Return the placement of a role."""
         return self.mode if isinstance(self.mode, str) else self.mode.get(role, "colocated")
+
+    def labels_of(self, role: Literal["learner"] | RoleKind) -> dict[str, str]:
+        """Return the label selector of a role's bundles."""
+        is_by_role = any(isinstance(each, dict) for each in self.label_selector.values())
+        found: Any = self.label_selector.get(role, {}) if is_by_role else self.label_selector
+        return dict(found)
 
     @property
     def is_dedicated(self) -> bool:
         """True if any role is dedicated."""
         return any(self.group_of(role) == "dedicated" for role in get_args(RoleKind))
+
+
+def _refused_labels(key: str, selector: Mapping[str, str]) -> Iterator[str]:
+    for label, value in selector.items():
+        if not _SELECTS.fullmatch(value):
+            yield (
+                f"{key} ({label}: {value}): Ray selects by v, !v, in(v, w) or !in(v, w). Write the "
+                f"value like one of these."
+            )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config, ConfigError
+from raypo.config.paths import VERIFIERS
 from raypo.config.sources import one_or_many
 
 Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_many)]
@@ -20,6 +21,9 @@ to the queue and are sampled again from their first token."""
 _OF_EPISODES = "max_turns max_episode_tokens step_timeout_s max_concurrent_steps turns"
 _OF_ENVIRONMENTS = "environment_args environment_processes"
 _OF_AGENTS = "agent_args limit_score endpoint_host"
+_OF_VERIFIERS = "endpoint_host"
+"""Keys of agents that an environment of verifiers has too. It scores its episodes by its rubric,
+also those that end at a limit."""
 
 
 class EngineSection(Config):
@@ -185,8 +189,8 @@ class RolloutSection(SamplingSection):
 
     environment: str | None = None
     """Environment class that answers each turn of the policy, `file.py:Class` or
-    `package.module:Class`. A response is then an episode of several turns (docs/environments.md).
-    null means single responses."""
+    `package.module:Class`, or `verifiers:NAME`, an environment of the package verifiers. A response
+    is then an episode of several turns (docs/environments.md). null means single responses."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment of each episode."""
     environment_processes: int = Field(default=0, ge=0)
@@ -229,7 +233,18 @@ class RolloutSection(SamplingSection):
     @property
     def reads_text(self) -> bool:
         """True if an engine needs the texts of tokens; agents may send stop strings too."""
-        return bool(self.stop) or self.agent is not None
+        return bool(self.stop) or self.has_agent
+
+    @property
+    def verifiers(self) -> str | None:
+        """Name of the environment of the package verifiers, or None."""
+        spec = self.environment or ""
+        return spec.removeprefix(VERIFIERS) if spec.startswith(VERIFIERS) else None
+
+    @property
+    def has_agent(self) -> bool:
+        """True if the user's code calls the policy as it likes, and scores whole episodes."""
+        return self.agent is not None or self.verifiers is not None
 
     @property
     def is_episodic(self) -> bool:
@@ -284,8 +299,15 @@ class RolloutSection(SamplingSection):
                 f"rollout.agent ({self.agent}): takes the place of rollout.environment "
                 f"({self.environment}). Remove one of the two."
             )
+        of_verifiers = _OF_VERIFIERS if self.verifiers else ""
+        of_agents = [each for each in _OF_AGENTS.split() if each not in of_verifiers.split()]
+        if self.verifiers is not None and self.environment_processes:
+            yield (
+                f"rollout.environment_processes ({self.environment_processes}): has no effect, "
+                f"an environment of verifiers ({self.environment}) is not pickled. Remove it."
+            )
         for missing, keys in (
-            ("agent", _OF_AGENTS if self.agent is None else ""),
+            ("agent", " ".join(of_agents) if self.agent is None else ""),
             ("environment", _OF_ENVIRONMENTS if self.environment is None else ""),
             ("environment", _OF_EPISODES if not self.is_episodic else ""),
         ):

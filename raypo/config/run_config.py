@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field
 from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
 from raypo.config.paths import is_uri
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
-from raypo.config.ppo_section import MAX_KL_ERROR, PPOSection
+from raypo.config.ppo_section import PPOSection
+from raypo.config.ppo_subsections import MAX_KL_ERROR
 from raypo.config.rollout_section import EngineSection, RolloutSection
 from raypo.config.sections import (
     CheckpointSection,
@@ -32,8 +33,12 @@ from raypo.config.sources import functions_of, one_or_many
 NUMBERS_DO_NOT_DEPEND_ON = (
     "checkpoint",
     "cluster",
+    "learner.critic_workers",
     "learner.max_skipped_updates",
+    "learner.min_workers",
+    "learner.num_workers",
     "learner.save_critic",
+    "learner.zero_stage",
     "logging",
     "max_failures",
     "placement",
@@ -41,7 +46,7 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "storage_path",
 )
 """Sections and keys that may change when a run is resumed. `num_steps` may change too if no
-learning rate depends on it."""
+learning rate depends on it. Numbers of workers and the ZeRO stage change sums only in rounding."""
 
 
 class RecipeConfig(RunFile):
@@ -110,6 +115,18 @@ class RecipeConfig(RunFile):
                 f"placement.mode (dedicated): the recipe {self.recipe} has nothing that could live "
                 f"in a group of its own. Set placement.mode to colocated."
             )
+
+    def with_workers(self, count: int) -> Self:
+        """Return the config of an elastic run while it has this number of workers.
+
+        Raises:
+            ConfigError: a rule does not hold with so many.
+        """
+        values = self.model_dump()
+        low, high = values["learner"]["min_workers"], values["learner"]["num_workers"]
+        values["learner"] |= {"num_workers": count, "min_workers": None}
+        origin = f"learner.num_workers ([{low}, {high}]) with {count}"
+        return type(self).parse(values, origin=origin)
 
     def with_dtype(self, *, use_gpu: bool) -> Self:
         """Return the config with `model.dtype: auto` resolved: bfloat16 on GPUs, float32 on CPUs.
@@ -190,6 +207,7 @@ class OnlineConfig(RecipeConfig):
         judges = {
             "reward.function": self.reward.function,
             "reward.url": self.reward.url,
+            "reward.judge": self.reward.judge and self.reward.judge.model,
             "model.reward": self.model.reward,
             "data.prompts.function": next(iter(of_sources.values()), None),
         }
@@ -227,6 +245,12 @@ class OnlineConfig(RecipeConfig):
         yield from super()._problems()
         yield from self._problems_of_engines()
         yield from self._problems_of_replicas()
+        if self.learner.is_elastic and self.placement.is_dedicated:
+            yield (
+                f"learner.min_workers ({self.learner.min_workers}): Ray Train decides how many "
+                f"workers there is room for, and takes the devices of the dedicated group for free "
+                f"ones. Set it to null, or placement.mode to colocated."
+            )
         reference, temperature = self.placement.frozen.reference, self.trained_temperature
         if reference.backend == "vllm" and temperature != 1.0 and self.references:
             yield (
@@ -447,10 +471,11 @@ class PPOConfig(OnlineConfig):
 
     def _problems_of_episodes(self) -> Iterator[str]:
         shaping, limit = self.ppo.shaping, self.rollout.max_response_tokens
-        if self.rollout.agent:
+        if self.rollout.has_agent:
             yield from self._problems_of_agents()
         of_the_total = ("normalize", "clip_low", "clip_high", "function")
-        is_credited_by_turn = self.rollout.environment and not self.ppo.needs_group
+        answers_turns = self.rollout.is_episodic and not self.rollout.has_agent
+        is_credited_by_turn = answers_turns and not self.ppo.needs_group
         for key, value in shaping.set_keys(*of_the_total) if is_credited_by_turn else ():
             yield (
                 f"{key} ({value}): changes the score of a whole episode, and "
@@ -462,10 +487,10 @@ class PPOConfig(OnlineConfig):
                 f"data.tools_key ({self.data.tools_key}): has no effect, environments and agents "
                 "name the tools that the chat template describes. Remove it."
             )
-        if self.ppo.advantage == "gigpo" and not self.rollout.environment:
+        if self.ppo.advantage == "gigpo" and not answers_turns:
             yield (
                 "ppo.advantage (gigpo): compares the turns of episodes with an environment. Set "
-                "rollout.environment, or ppo.advantage to grpo."
+                "rollout.environment to a class whose turns have rewards, or ppo.advantage to grpo."
             )
         if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
             yield (
@@ -486,24 +511,25 @@ class PPOConfig(OnlineConfig):
             )
 
     def _problems_of_agents(self) -> Iterator[str]:
+        agent = "rollout.agent" if self.rollout.agent else self.rollout.environment
         for key, value in self.judges.items():
             yield (
-                f"{key} ({value}): judges single responses, and an episode of rollout.agent "
+                f"{key} ({value}): judges single responses, and an episode of {agent} "
                 f"may have several, with one score that the agent returns. Remove {key}."
             )
         if not self.ppo.needs_group:
             return
         if self.ppo.has_kl_in_reward:
             yield (
-                "ppo.kl.placement (reward): the KL of a response is taken off its score, and an "
-                "episode of rollout.agent may have several responses with one score. Set "
-                "ppo.kl.placement to loss."
+                f"ppo.kl.placement (reward): the KL of a response is taken off its score, and an "
+                f"episode of {agent} may have several responses with one score. Set "
+                f"ppo.kl.placement to loss."
             )
         of_a_response = ("overlong_buffer_tokens", "truncated_score", "truncated_scale", "function")
         for key, value in self.ppo.shaping.set_keys(*of_a_response):
             yield (
                 f"{key} ({value}): changes the score of a single response, and an "
-                f"episode of rollout.agent may have several with one score. Remove it, and "
+                f"episode of {agent} may have several with one score. Remove it, and "
                 f"let the agent's score say it."
             )
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
@@ -139,10 +139,11 @@ class DataSection(Config):
 
     prompts: TrainedSources = Field(min_length=1)
     """Source of prompts, or a list of sources. A source is a file (jsonl, json, parquet, csv) by
-    path, pattern (data/*.jsonl, in the order of the names) or URI (s3://, gs://, file://, anything
-    that pyarrow opens), a folder that `save_to_disk` of `datasets` wrote, the id of a Hugging Face
-    data set, or a reasoning-gym task like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a
-    path, a source can be a mapping with the keys below, like {path, weight}."""
+    path, pattern (data/*.jsonl, in the order of the names) or URI (s3://, gs://, abfs://, hdfs://,
+    hf://, file://, and fsspec+ before a scheme of fsspec, like fsspec+sftp://), a folder that
+    `save_to_disk` of `datasets` wrote, the id of a Hugging Face data set, or a reasoning-gym task
+    like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a path, a source can be a mapping
+    with the keys below, like {path, weight}."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages, to which the chat template is
     applied. The list may be JSON text (in a csv file it must be)."""
@@ -185,20 +186,120 @@ class RewardWeights(Config):
     """Weight of the sum over the scores of `model.reward`."""
     url: float = 1.0
     """Weight of the score of the servers of `reward.url`."""
+    judge: float = 1.0
+    """Weight of the score of `reward.judge`."""
 
 
 class RewardRequestSection(Config):
-    """Requests to reward servers."""
+    """Requests to reward servers and judges."""
 
     batch_size: int = Field(default=16, ge=1)
-    """Maximum number of samples per request."""
+    """Maximum number of samples per request to `reward.url`. A judge gets one criterion of one
+    sample."""
     max_concurrent: int = Field(default=8, ge=1)
-    """Maximum number of requests in flight per learner worker, over all servers."""
+    """Maximum number of requests in flight per learner worker, over all servers of a kind."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Timeout of one attempt, in seconds."""
     max_attempts: int = Field(default=5, ge=1)
     """Attempts per request, with increasing waits between them, before its samples count as failed.
     """
+
+
+class Criterion(Config):
+    """A criterion of a judge's rubric. A text alone is a criterion of weight 1."""
+
+    text: str = Field(min_length=1)
+    """Replaces `{criterion}` in `reward.judge.template`."""
+    weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Weight of its grade in the score, which is the weighted mean."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"text": value} if isinstance(value, str) else value
+
+
+class JudgeSection(Config):
+    """A language model that grades responses, behind OpenAI's protocol.
+
+    A rubric of weighted criteria is the explicit aggregation of arXiv:2507.17746.
+    """
+
+    url: Paths
+    """Base address of a server with OpenAI's protocol, like `http://127.0.0.1:8000/v1`, or a list
+    of servers that share the load."""
+    model: str
+    """Name of the model at the server."""
+    template: str
+    """Prompt of the judge. `{prompt}`, `{response}`, `{label}`, `{criterion}` and names of columns
+    in braces are replaced; other braces stay."""
+    criteria: dict[str, Criterion] = Field(default_factory=dict)
+    """Criteria by name; each is a request of its own, with its text in place of `{criterion}`. The
+    score is the weighted mean of the grades, and each grade a named part. Empty means that the
+    judge gives one grade."""
+    grades: tuple[float, float] | dict[str, float] = (1.0, 10.0)
+    """Grades that the judge may give. [lowest, highest]: numbers, which become scores from 0 to 1;
+    a mapping like {CORRECT: 1, WRONG: 0}: words and their scores. The last one in the answer
+    counts, and a number out of range is no grade."""
+    pattern: str | None = None
+    """Regular expression of the place of the grade, like `Grade: (.*)`: the grade is looked for in
+    the first group of its last match. null means anywhere in the answer."""
+    chat: bool = True
+    """Send the prompt as a chat message. false: as a text to be completed, for base models."""
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    """More fields of the request, added to {temperature: 0, max_tokens: 512}. null removes a
+    field."""
+    ungraded_score: float | None = Field(default=None, allow_inf_nan=False)
+    """Score in place of the grade if the judge names none. With a temperature it is asked up to
+    `reward.request.max_attempts` times before. null means no score: the sample counts as failed
+    (`reward.max_failed_fraction`), like one whose requests failed."""
+    api_key_variable: str = "RAYPO_API_KEY"
+    """Environment variable with the API key of the server; it is read on every node. Unset or empty
+    means that no key is sent."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of a row that the template names."""
+        names = re.findall(r"\{(\w+)\}", self.template)
+        return [each for each in dict.fromkeys(names) if each not in _JUDGE_FIELDS]
+
+    def _problems(self) -> Iterator[str]:
+        key = "reward.judge"
+        yield from _url_problems(f"{key}.url", self.url, "http://127.0.0.1:8000/v1")
+        if "{response}" not in self.template:
+            yield f"{key}.template: does not name {{response}}. Write it where that belongs."
+        if bool(self.criteria) != ("{criterion}" in self.template):
+            yield (
+                f"{key}.criteria ({', '.join(self.criteria) or 'none'}): the template names "
+                "{criterion} if, and only if, there are criteria. Add what is missing."
+            )
+        if "score" in self.criteria:
+            yield f"{key}.criteria (score): is the name of the whole score. Give it another name."
+        if self.pattern is not None:
+            try:
+                re.compile(self.pattern)
+            except re.error as error:
+                problem = f"is no regular expression: {error}"
+                yield f"{key}.pattern ({self.pattern}): {problem}. Correct it."
+        if isinstance(self.grades, dict):
+            if not self.grades or not all(map(str.strip, self.grades)):
+                example = "{CORRECT: 1, WRONG: 0}"
+                yield f"{key}.grades ({self.grades}): has no word. Write it like {example}."
+        elif self.grades[0] >= self.grades[1]:
+            yield f"{key}.grades ({list(self.grades)}): must rise. Write it like [1, 10]."
+
+
+_JUDGE_FIELDS = ("prompt", "response", "label", "criterion")
+"""Names in a judge's template that are no columns."""
+
+
+def _url_problems(key: str, urls: Iterable[str], example: str) -> Iterator[str]:
+    for url in urls:
+        if not re.fullmatch(r"https?://[^/\s]+\S*", url):
+            yield (
+                f"{key} ({url}): must begin with http:// or https:// and name a host. "
+                f"Write it like {example}."
+            )
 
 
 class RewardSection(Config):
@@ -217,20 +318,20 @@ class RewardSection(Config):
     url: Paths | None = None
     """Address of a reward server, to which `samples` are posted, or a list of servers that share
     the load. null means no server."""
+    judge: JudgeSection | None = None
+    """Language model that grades each response by a prompt (docs/rewards.md). null means none."""
     request: RewardRequestSection = RewardRequestSection()
     weights: RewardWeights = RewardWeights()
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Fraction of a step's samples that may have no score (None, NaN) before the run stops."""
 
     def _problems(self) -> Iterator[str]:
-        if self.request != RewardRequestSection() and self.url is None:
-            yield "reward.request: has no effect, reward.url is null. Set reward.url, or remove it."
-        for url in self.url or ():
-            if not re.fullmatch(r"https?://[^/\s]+\S*", url):
-                yield (
-                    f"reward.url ({url}): must begin with http:// or https:// and name a host. "
-                    "Write it like http://127.0.0.1:8000/score."
-                )
+        if self.request != RewardRequestSection() and self.url is None and self.judge is None:
+            yield (
+                "reward.request: has no effect, reward.url and reward.judge are null. Set one of "
+                "them, or remove it."
+            )
+        yield from _url_problems("reward.url", self.url or (), "http://127.0.0.1:8000/score")
 
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -242,7 +343,12 @@ class WorkersSection(Config):
     section = "learner."
 
     num_workers: int = Field(default=1, ge=1)
-    """Number of Ray Train workers."""
+    """Number of Ray Train workers. `[low, high]` makes the run elastic: it sets `min_workers` to
+    low and this key to high."""
+    min_workers: int | None = Field(default=None, ge=1)
+    """Fewest workers with which the run starts, and goes on when nodes are lost. It grows up to
+    `num_workers` as soon as there is room. Each change restarts the workers from the last
+    checkpoint. null means that all `num_workers` are needed."""
     use_gpu: bool | Literal["auto"] = "auto"
     """Use GPUs. auto: if the cluster has any."""
     cpus_per_worker: int = Field(default=1, ge=1)
@@ -284,6 +390,19 @@ class WorkersSection(Config):
     several workers with GPUs. `zero_optimization.offload_optimizer` needs stage 1 to 3 and
     `zero_optimization.offload_param` stage 3; their device is cpu."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _split_range(cls, values: Any) -> Any:
+        count = values.get("num_workers") if isinstance(values, Mapping) else None
+        if isinstance(count, list | tuple) and len(count) == 2:
+            return {**values, "min_workers": count[0], "num_workers": count[1]}
+        return values
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the number of workers may change during the run."""
+        return self.min_workers is not None
+
     @property
     def microbatch_tokens(self) -> int:
         """`max_tokens_per_microbatch` in tokens; 4096 while it is auto."""
@@ -296,6 +415,11 @@ class WorkersSection(Config):
         return self.num_workers
 
     def _problems(self) -> Iterator[str]:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            yield (
+                f"learner.min_workers ({self.min_workers}): must be at most learner.num_workers "
+                f"({self.num_workers}). Set it lower."
+            )
         if self.lr_schedule == "constant":
             why = "learner.lr_schedule is constant"
             yield from self._idle("lr_floor", why, "set learner.lr_schedule to linear or cosine")
@@ -389,6 +513,14 @@ class LearnerSection(WorkersSection):
     def total_workers(self) -> int:
         """Number of all learner workers, of the policy and of the critic."""
         return self.num_workers + self.critic_workers
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        if self.is_elastic and self.critic_workers:
+            yield (
+                f"learner.critic_workers ({self.critic_workers}): needs a fixed number of workers, "
+                f"and learner.min_workers is {self.min_workers}. Set one of them to its default."
+            )
 
 
 class Periodic(Config):

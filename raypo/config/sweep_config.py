@@ -43,6 +43,7 @@ SET_BY_THE_SWEEP = (
     "num_steps",
     "num_epochs",
     "learner.num_workers",
+    "learner.min_workers",
     "learner.critic_workers",
     "learner.cpus_per_worker",
     "learner.use_gpu",

@@ -198,6 +198,30 @@ def load_class(
     return partial(cls, **arguments)
 
 
+def check_factory(spec: str, arguments: Mapping[str, Any], *, key: str) -> None:
+    """Check in the source that a function takes keyword arguments, without importing it.
+
+    Args:
+        spec: Import path.
+        arguments: The keyword arguments, from `{key}_args`.
+        key: Config key that they come from.
+
+    Raises:
+        ConfigError: as `check_function`, or the function does not take the arguments.
+    """
+    if (outline := _outline(spec, key)) is not None:
+        _check_arguments(outline, arguments, spec, key)
+
+
+def load_factory(spec: str, *, key: str) -> Callable[..., Any]:
+    """Import a function of any parameters.
+
+    Raises:
+        ConfigError: the import fails, or the module has no such name.
+    """
+    return _imported(spec, key)
+
+
 def source_files(spec: str) -> list[Path]:
     """Return the file that defines a function or class, and the files beside it that it imports.
 

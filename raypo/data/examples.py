@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +19,7 @@ from raypo.config import (
 )
 from raypo.data.chat_messages import Message, answered, is_chat, render, says_more
 from raypo.data.conversations import conversation
+from raypo.data.item_store import ItemStore
 from raypo.data.prepared_rows import (
     prepared_conversation,
     prepared_row,
@@ -38,7 +41,7 @@ Item = TypeVar("Item")
 class LoadedExamples(Generic[Item]):
     """Tokenised examples in the order of the sources."""
 
-    items: list[Item]
+    items: Sequence[Item]
     sizes: tuple[int, ...]
     """Number of examples of each source."""
     num_skipped: int
@@ -100,7 +103,7 @@ def _load_conversations(
     key: str,
 ) -> LoadedExamples[Example]:
     longest = section.max_prompt_tokens + section.max_response_tokens
-    items: list[Example] = []
+    items: ItemStore[Example] = ItemStore()
     sizes: list[int] = []
     num_skipped = num_unusable = 0
     bad = BadRows(section.on_error)
@@ -188,11 +191,11 @@ def load_verdicts(
     column = section.desirable_key
     if column is None:
         pairs = load_pairs(section, tokenizer, stop_token_ids, key=key)
-        responses = [
+        responses = ItemStore(
             (pair.prompt_ids, response, response is pair.chosen_ids)
             for pair in pairs.items
             for response in (pair.chosen_ids, pair.rejected_ids)
-        ]
+        )
         sizes = tuple(2 * size for size in pairs.sizes)
         return LoadedExamples(
             _with_others(responses, key), sizes, pairs.num_skipped, pairs.num_unusable, pairs.bad
@@ -221,21 +224,22 @@ _Judged = tuple[np.ndarray, np.ndarray, bool]
 """Prompt, response, and True if the response is desirable."""
 
 
-def _with_others(rows: Sequence[_Judged], key: str) -> list[Verdict]:
+def _with_others(rows: Sequence[_Judged], key: str) -> Sequence[Verdict]:
     """Return verdicts, each with a response to another prompt."""
     count = len(rows)
-    differs = [not np.array_equal(rows[i][0], rows[(i + 1) % count][0]) for i in range(count)]
+    following = chain(islice(rows, 1, None), rows[:1])
+    differs = [not np.array_equal(a[0], b[0]) for a, b in zip(rows, following, strict=True)]
     if not any(differs):
         raise ConfigError(
             f"{key}: all {count} responses answer one prompt, and kto compares responses with "
             "those to other prompts. Give more prompts, or choose another dpo.loss."
         )
     last = differs.index(True)
-    others = [0] * count
+    others = array("q", [0]) * count
     for row in (place % count for place in range(last, last - count, -1)):
-        following = (row + 1) % count
-        others[row] = following if differs[row] else others[following]
-    return [Verdict(*row, rows[other][1]) for row, other in zip(rows, others, strict=True)]
+        after = (row + 1) % count
+        others[row] = after if differs[row] else others[after]
+    return ItemStore(Verdict(*row, rows[other][1]) for row, other in zip(rows, others, strict=True))
 
 
 _TAG = re.compile(r"<[^>]*>?")
@@ -272,7 +276,7 @@ def _load(
     key: str,
 ) -> LoadedExamples[Item]:
     stops = StopTokens(tokenizer, stop_token_ids)
-    items: list[Item] = []
+    items: ItemStore[Item] = ItemStore()
     sizes: list[int] = []
     num_skipped = num_unusable = 0
     bad = BadRows(section.on_error)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raypo.config import ConfigError, DataSection, PromptSource, source_name
 from raypo.data.chat_messages import is_chat
+from raypo.data.item_store import ItemStore
 from raypo.data.prepared_rows import (
     LabelCheck,
     check_label,
@@ -24,11 +23,9 @@ from raypo.data.prepared_rows import (
 from raypo.data.rows import (
     BadRows,
     Row,
-    RowsOnDisk,
     check_data_set,
     is_data_set,
     read_rows,
-    rows_on_disk,
 )
 from raypo.data.tokenised_rows import is_short, tokenised
 from raypo.types import Prompt
@@ -45,7 +42,6 @@ class LoadedPrompts:
     """Tokenised prompts in the order of the sources."""
 
     prompts: Sequence[Prompt]
-    """Prompts of sources that stay on disk are read and tokenised on each access."""
     num_skipped: int
     """Prompts skipped because they are longer than data.max_prompt_tokens."""
     sizes: tuple[int, ...]
@@ -116,8 +112,8 @@ def load_prompts(
     rendered with its chat template, which writes the special tokens itself. `Prompt.index` is the
     row number over all sources in order, counting skipped rows.
 
-    Each worker that calls this reads every row once. Prompts of files stay in memory. Of data sets
-    and folders of `save_to_disk` only the row numbers do, 8 bytes per prompt.
+    Each worker that calls this reads every row once. Many prompts are stored in a temporary file
+    (`ItemStore`).
 
     Args:
         section: The sources, their columns and the length limit.
@@ -129,16 +125,13 @@ def load_prompts(
         ConfigError: a row fails the checks of `peek` or of its label, a prompt has no tokens, a
             prompt is too long and `data.too_long` is `error`, or no prompt is left.
     """
-    parts: list[tuple[Sequence[Any], Callable[[Any], Prompt]]] = []
+    prompts: ItemStore[Prompt] = ItemStore()
+    sizes: list[int] = []
     num_rows = num_skipped = shortest = 0
     highest = np.zeros(1, np.int32)
     bad = BadRows(section.on_error)
     for source in section.prompts:
         first = num_rows
-        on_disk = rows_on_disk(source, key=key)
-        read = partial(_prompts, section, source, tokenizer, first)
-        kept: list[Prompt] = []
-        places = array("q")
 
         def counted(rows: Iterable[Row], first: int = first) -> Iterator[Row]:
             nonlocal num_rows
@@ -146,33 +139,26 @@ def load_prompts(
                 num_rows = first + row.number + 1
                 yield row
 
-        rows = read_rows(source, key=key, bad=bad) if on_disk is None else on_disk
-        rows = counted(with_tools_in_some(rows, source, section))
-        for row, prompt in read(rows, bad, label_checks and label_checks(source)):
+        rows = counted(with_tools_in_some(read_rows(source, key=key, bad=bad), source, section))
+        check = label_checks and label_checks(source)
+        for row, prompt in _prompts(section, source, tokenizer, first, rows, bad, check):
             length = len(prompt.token_ids)
             if not is_short("prompt", row, length, section):
                 num_skipped += 1
                 shortest = min(shortest or length, length)
                 continue
             highest = max(highest, prompt.token_ids, key=np.max)
-            if on_disk is None:
-                kept.append(prompt)
-            else:
-                places.append(row.number)
-        if on_disk is None:
-            parts.append((kept, lambda prompt: prompt))
-        else:
-            parts.append((places, partial(_prompt_on_disk, on_disk, read)))
-    sizes = tuple(len(items) for items, _ in parts)
-    if not sum(sizes) and not num_skipped:
+            prompts.append(prompt)
+        sizes.append(len(prompts) - sum(sizes))
+    if not prompts and not num_skipped:
         bad.refuse_all(key)
-    if not sum(sizes):
+    if not prompts:
         raise ConfigError(
             f"data.max_prompt_tokens ({section.max_prompt_tokens}): all {num_skipped} prompts of "
             f"{key} are longer. Set data.max_prompt_tokens to at least {shortest}, the length of "
             f"the shortest."
         )
-    return LoadedPrompts(Prompts(parts), num_skipped, sizes, highest, bad)
+    return LoadedPrompts(prompts, num_skipped, tuple(sizes), highest, bad)
 
 
 def _prompts(
@@ -182,7 +168,7 @@ def _prompts(
     first: int,
     rows: Iterable[Row],
     bad: BadRows,
-    label_check: LabelCheck | None = None,
+    label_check: LabelCheck | None,
 ) -> Iterator[tuple[Row, Prompt]]:
     """Yield the prompts of a source's rows; `first` is the index of its first row."""
 
@@ -207,27 +193,3 @@ def _prompts(
                 row=row.values,
             ),
         )
-
-
-def _prompt_on_disk(
-    rows: RowsOnDisk, read: Callable[..., Iterator[tuple[Row, Prompt]]], place: int
-) -> Prompt:
-    return next(read([rows[place]], BadRows("refuse")))[1]
-
-
-class Prompts(Sequence[Prompt]):
-    """Concatenated parts, each a sequence of items and a function item -> Prompt."""
-
-    def __init__(self, parts: Sequence[tuple[Sequence[Any], Callable[[Any], Prompt]]]) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(len(items) for items, _ in parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, number: int) -> Prompt:  # type: ignore[override]
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        part = bisect_right(self._ends, number)
-        items, prompt_of = self._parts[part]
-        return prompt_of(items[number - self._ends[part] + len(items)])

@@ -13,8 +13,8 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import glob, has_magic
@@ -26,8 +26,9 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 from urllib.parse import parse_qsl
 
 from raypo.config import ConfigError, PromptSource, SourceEntry
-from raypo.config.paths import is_uri
+from raypo.config.paths import VERIFIERS, is_uri
 from raypo.config.sources import DATA_FILES, path_of
+from raypo.data.verifiers_environment import load_verifiers
 from raypo.storage.folder import open_storage
 
 _DATA_SET_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -100,23 +101,6 @@ class BadRows:
             )
 
 
-class RowsOnDisk:
-    """Rows of a `datasets.Dataset`, read from disk on each access."""
-
-    def __init__(self, source: PromptSource, rows: Any) -> None:
-        self._source, self._rows = source, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        for number, values in enumerate(self._rows, start=1):
-            yield Row(f"{self._source}, row {number}", dict(values), number - 1)
-
-    def __getitem__(self, place: int) -> Row:
-        return Row(f"{self._source}, row {place + 1}", dict(self._rows[place]), place)
-
-
 def is_data_set(source: PromptSource) -> bool:
     """Return whether a source is loaded with the package `datasets`, like the id `openai/gsm8k`.
 
@@ -148,10 +132,14 @@ def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> 
         ConfigError: a file is missing, has no rows, is of an unknown kind or cannot be read.
     """
     path = path_of(source)
-    if (on_disk := rows_on_disk(source, key=key)) is not None:
-        rows = iter(on_disk)
+    if is_data_set(source):
+        rows = _rows_of(_data_set(source, key), source)
+    elif is_saved(path):
+        rows = _rows_of(_saved(source, key), source)
     elif path.startswith(GYM):
         rows = _reasoning_gym(path, key)
+    elif path.startswith(VERIFIERS):
+        rows = _verifiers(path, key)
     else:
         kinds = {file: _kind_of(file, key) for file in files_of(path, key)}
         bad = bad or BadRows("refuse")
@@ -161,23 +149,6 @@ def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> 
         yield row._replace(number=number)
     if number < 0 and not (bad and bad.count):
         raise _no_rows(source, key)
-
-
-def rows_on_disk(source: PromptSource, *, key: str) -> RowsOnDisk | None:
-    """Return the rows of a source with random access; None if the source has none.
-
-    Raises:
-        ConfigError: the source cannot be read, or has no rows.
-    """
-    if is_data_set(source):
-        rows = _data_set(source, key)
-    elif is_saved(path_of(source)):
-        rows = _saved(source, key)
-    else:
-        return None
-    if not len(rows):
-        raise _no_rows(source, key)
-    return RowsOnDisk(source, rows)
 
 
 def files_of(path: str, key: str) -> list[str]:
@@ -319,6 +290,12 @@ def _parquet(source: str, key: str, _: BadRows) -> Iterator[Row]:
         raise _unreadable(source, str(error), key) from None
 
 
+def _rows_of(rows: Iterable[Mapping[str, Any]], source: PromptSource) -> Iterator[Row]:
+    """Yield the rows of a `datasets.Dataset`."""
+    for number, values in enumerate(rows, start=1):
+        yield Row(f"{source}, row {number}", dict(values))
+
+
 def _saved(source: PromptSource, key: str) -> Any:
     check_data_set(source, key=key)
     from datasets import DatasetDict, load_from_disk
@@ -388,6 +365,27 @@ def _reasoning_gym(source: str, key: str) -> Iterator[Row]:
         yield Row(f"{source}, row {number}", values)
 
 
+def _verifiers(source: str, key: str) -> Iterator[Row]:
+    """Yield the rows of an environment's data set; their prompts are chat messages."""
+    name, _, query = source.removeprefix(f"{VERIFIERS}//").partition("?")
+    given: dict[str, Any] = dict(parse_qsl(query))
+    split = given.pop("split", "train")
+    if split not in ("train", "eval"):
+        raise ConfigError(f"{key} ({source}): the split is {split}. Set it to train or eval.")
+    for argument, value in given.items():
+        with suppress(ValueError):  # a text needs no quotes
+            given[argument] = json.loads(value)
+    environment = load_verifiers(name, given, key=key)
+    try:
+        rows = environment.get_eval_dataset() if split == "eval" else environment.get_dataset()
+    except Exception as error:
+        raise ConfigError(
+            f"{key} ({source}): the environment has no rows: {type(error).__name__}: {error}."
+        ) from error
+    for number, values in enumerate(rows, start=1):
+        yield Row(f"{source}, row {number}", dict(values))
+
+
 _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet}
 
 
@@ -413,7 +411,7 @@ def _storage_answers(uri: str, key: str) -> Iterator[None]:
 def _is_pattern(path: str) -> bool:
     """Return whether a path is a glob pattern; in a URI, `?` begins the options instead."""
     if is_uri(path):
-        return "*" in path.partition("?")[0] and not path.startswith(GYM)
+        return "*" in path.partition("?")[0] and not path.startswith((GYM, VERIFIERS))
     return has_magic(path) and not Path(path).exists()
 
 

@@ -1,8 +1,12 @@
 """Callers' side of a deployment: `handle.call(RewardModel.score, rollouts).result()`.
 
-A call is a coroutine on the background event loop of its process, and its caller holds a future:
+Concurrency. A call is a coroutine on the background event loop of its process, and its caller holds
+a future (`raypo.concurrency`):
 
-    handle.call -> ReplicaClient.send -> (Ray) Replica.call -> the method, in a replica's thread
+    handle.call -> _answer -> ReplicaClient.send -> (Ray) Replica.call -> the method, in a thread
+
+While calls wait for a replica, one task of the loop checks its health. A replica that does not
+answer is killed, which fails its calls, and Ray restarts it.
 
 Retry rule: if the replica is lost, the call is repeated under the same id, on another replica that
 is up, else on the restarted one, which first makes the call that the handle requires.
@@ -11,17 +15,33 @@ is up, else on the restarted one, which first makes the call that the handle req
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import random
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
-from raypo.concurrency import background_future
-from raypo.deployment.replica_client import PROBE_TIMEOUT_S, OnEntry, ReplicaClient
-from raypo.deployment.spec import Call, Deployment, Lost, Prerequisite, Status, Unprepared
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost, is_lost_actor
+from raypo.concurrency import background_future, daemon_future
+from raypo.deployment.spec import (
+    Call,
+    Deployment,
+    Lost,
+    Prerequisite,
+    SharedCall,
+    Status,
+    Unprepared,
+)
 from raypo.ray_internals import failed_to_start
+from raypo.tracking.trace import note_call
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,8 +50,18 @@ Method = Callable[Concatenate[Any, P], T]
 """A method of the deployment's class, as `Engine.generate`; its name is what travels."""
 ListMethod = Callable[Concatenate[Any, P], list[Future[E]]]
 """A method whose futures the replica awaits."""
+OnEntry = Callable[[int, Any], object]
+"""Callback `(index, entry)` for entries of a list that are ready before the others. Called from any
+thread, possibly twice for one index."""
 
 RETRY_S = 0.2
+REST_S = 4.0
+"""Seconds for which a replica that was lost is tried last. Ray 2.60 takes 2 s to say that an actor
+is restarting, each time."""
+PROBE_TIMEOUT_S = 3.0
+"""Seconds after which a replica that does not answer counts as busy or starting."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -54,7 +84,7 @@ class DeploymentHandle:
     preferred: tuple[int, ...] = ()
     """Indices of the replicas that it tries first."""
     _prerequisite: _SharedPrerequisite = field(default_factory=_SharedPrerequisite)
-    _shared_call: tuple[str, tuple[int, ...]] | None = None
+    _shared: SharedCall | None = None
     _on_entry: OnEntry | None = None
     _is_sticky: bool = False
 
@@ -90,10 +120,9 @@ class DeploymentHandle:
             DeploymentError: in the future; there is no value in time, or no replica is left.
         """
         call = Call(method.__name__, args, kwargs, self._prerequisite.call)
-        if self._shared_call is not None:
-            id, part = self._shared_call
-            call = replace(call, id=id, part=part)
-        return background_future(self._in_time(self._retried(call)))
+        if self._shared is not None:
+            call = replace(call, id=self._shared.id, part=self._shared.part)
+        return background_future(self._answer(call))
 
     @overload
     def call_all(
@@ -109,13 +138,20 @@ class DeploymentHandle:
         Raises:
             ReplicaLost: in a future; this replica is down or cannot serve the call.
         """
-        return self._call_all(method.__name__, args, kwargs, self._prerequisite.call)
+        name, required = method.__name__, self._prerequisite.call
+        return [
+            background_future(self._answer(Call(name, args, kwargs, required, True), each))
+            for each in self.replicas
+        ]
 
     def control(
         self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[T]]:
         """Call a method on every replica as `call_all` does, without the prerequisite."""
-        return self._call_all(method.__name__, args, kwargs, None)
+        return [
+            background_future(self._answer(Call(method.__name__, args, kwargs, None, True), each))
+            for each in self.replicas
+        ]
 
     def preferring(self, *indexes: int) -> DeploymentHandle:
         """Derive a handle that tries these replicas first, as long as one of them has room."""
@@ -130,16 +166,17 @@ class DeploymentHandle:
             return [self]
         return [replace(self, preferred=(index,), _is_sticky=True) for index in self.preferred]
 
-    def sharing_call(self, id: str, part: Sequence[int]) -> DeploymentHandle:
-        """Derive a handle for one call that other processes make too, under the same id.
+    def options(
+        self, *, on_entry: OnEntry | None = None, shared: SharedCall | None = None
+    ) -> DeploymentHandle:
+        """Derive a handle for calls whose value is a list.
 
-        The replica runs the call once. Each process gets its part of the value, which is a list.
+        Args:
+            on_entry: Callback for entries that are ready before the others.
+            shared: Identity of a call that other processes make too. The replica runs it once, and
+                each process gets its part of the list.
         """
-        return replace(self, _shared_call=(id, tuple(part)))
-
-    def reporting(self, on_entry: OnEntry | None) -> DeploymentHandle:
-        """Derive a handle whose calls report entries of their list that are ready early."""
-        return replace(self, _on_entry=on_entry)
+        return replace(self, _on_entry=on_entry, _shared=shared)
 
     def require(self, method: Callable[..., Any] | None, /, *args: Any) -> None:
         """Set the call that every replica makes to itself before each call. None means no call.
@@ -207,24 +244,23 @@ class DeploymentHandle:
 
         background_future(all_of_them()).result()
 
-    def _call_all(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        prerequisite: Prerequisite | None,
-    ) -> list[Future[Any]]:
-        calls = [
-            self._once(replica, Call(method, args, kwargs, prerequisite, is_control=True))
-            for replica in self.replicas
-        ]
-        return [background_future(self._in_time(call)) for call in calls]
-
-    async def _in_time(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _answer(self, call: Call, only: ReplicaClient | None = None) -> Any:
+        """Send a call to this replica, or to one after the other until it is answered."""
+        unprepared: dict[int, str] = {}
         limit = asyncio.timeout(self.limits.request_timeout_s)
         try:
             async with limit:
-                return await call
+                while True:
+                    replica = only or self._choose(unprepared)
+                    reply = await replica.send(call, self._on_entry)
+                    if not isinstance(reply, Lost | Unprepared):
+                        return reply
+                    if only is not None:
+                        raise ReplicaLost(f"{replica.name}: {reply.reason}")
+                    if isinstance(reply, Unprepared):
+                        unprepared[replica.index] = reply.reason
+                    else:
+                        await asyncio.sleep(RETRY_S)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -232,24 +268,6 @@ class DeploymentHandle:
                 f"{self.name}: no answer in {self.limits.request_timeout_s:g} s. Look at its log "
                 f"in the Ray dashboard, or raise placement.deployment.request_timeout_s."
             ) from None
-
-    async def _once(self, replica: ReplicaClient, call: Call) -> Any:
-        reply = await replica.send(call)
-        if isinstance(reply, Lost | Unprepared):
-            raise ReplicaLost(f"{replica.name}: {reply.reason}")
-        return reply
-
-    async def _retried(self, call: Call) -> Any:
-        unprepared: dict[int, str] = {}
-        while True:
-            replica = self._choose(unprepared)
-            reply = await replica.send(call, self._on_entry)
-            if isinstance(reply, Unprepared):
-                unprepared[replica.index] = reply.reason
-            elif isinstance(reply, Lost):
-                await asyncio.sleep(RETRY_S)
-            else:
-                return reply
 
     def _choose(self, unprepared: Mapping[int, str]) -> ReplicaClient:
         """Return the replica that is called next: one that is down only if no other is left."""
@@ -300,3 +318,190 @@ class DeploymentHandle:
                     raise DeploymentError(f"{replica.name}: {replica.gone}")
                 return  # another one serves
             await asyncio.sleep(RETRY_S)
+
+
+class ReplicaClient:
+    """One process's view of one replica: a named actor, looked up at its first use.
+
+    All methods that are coroutines run on the background event loop of this process.
+    """
+
+    def __init__(self, limits: Deployment, namespace: str, index: int) -> None:
+        self.limits, self.namespace, self.index = limits, namespace, index
+        self.num_waiting = 0
+        """Calls of this process that wait for the replica."""
+        self.gone: Exception | None = None
+        """Error of a replica that Ray does not restart."""
+        self.has_answered = False
+        """False for a replica that is still starting. It may take long to answer, and must not be
+        killed for that."""
+        self._actor: ActorHandle | None = None
+        self._lost_at: float | None = None
+        self._down_since: float | None = None
+        self._health_checks: asyncio.Task[None] | None = None
+
+    def __reduce__(self) -> Any:
+        return ReplicaClient, (self.limits, self.namespace, self.index)
+
+    @property
+    def name(self) -> str:
+        """Name of the replica's actor."""
+        return f"{self.limits.name}:{self.index}"
+
+    @property
+    def is_resting(self) -> bool:
+        """True if the replica was lost a moment ago."""
+        return self._lost_at is not None and time.monotonic() < self._lost_at + REST_S
+
+    @property
+    def down_s(self) -> float:
+        """Seconds since the replica was lost or silent; 0 if it has answered since."""
+        return 0.0 if self._down_since is None else time.monotonic() - self._down_since
+
+    async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
+        """Send a call and wait for the reply.
+
+        Returns:
+            The value, `Unprepared`, or `Lost` if the replica ended before it replied.
+
+        Raises:
+            Exception: whatever the replica's method raised.
+        """
+        sent_at, reporting = time.time(), None
+        self.num_waiting += 1
+        if self._health_checks is None:
+            self._health_checks = asyncio.create_task(self._check_health())
+        try:
+            ref = self._remote().call.remote(call)
+            if on_entry is not None:
+                reporting = asyncio.create_task(self._report_entries(call, on_entry))
+            try:
+                reply = await ref
+            except asyncio.CancelledError:  # the caller gave up, so the replica need not go on
+                ray.cancel(ref)
+                raise
+        except RayError as error:
+            return Lost(self._note_lost(error))
+        finally:
+            self.num_waiting -= 1
+            if not self.num_waiting:
+                self._health_checks.cancel()
+                self._health_checks = None
+            if reporting is not None:
+                reporting.cancel()
+        self._note_answer(reply.reason if isinstance(reply, Lost) else None)
+        if not isinstance(reply, Lost | Unprepared):
+            note_call(self.name, call.method, sent_at, time.time())
+        return reply
+
+    async def ping(self, timeout_s: float | None, *, kills: bool = False) -> Status | None:
+        """Return the status of a replica that is up and well; None for any other.
+
+        Args:
+            timeout_s: Seconds to wait for its answer. None means no limit.
+            kills: Whether to kill a replica that does not answer in time: one that was up, or one
+                that had `start_timeout_s` to start.
+        """
+        try:
+            status = await asyncio.wait_for(self._remote().status.remote(), timeout_s)
+        except TimeoutError:
+            if kills:
+                self._down_since = self._down_since or time.monotonic()
+                limit = self.limits.start_timeout_s
+                if self.has_answered or (limit is not None and self.down_s > limit):
+                    self._kill(f"no answer to a health check in {timeout_s:g} s")
+            return None
+        except RayError as error:
+            self._note_lost(error)
+            return None
+        self._note_answer(status.problem)
+        return None if status.problem else status
+
+    async def end(self, grace_s: float) -> None:
+        """End the replica for good, after ongoing calls have ended or the time is over."""
+        if await self.ping(PROBE_TIMEOUT_S):
+            with suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self._remote().drain.remote(), grace_s)
+        with suppress(RayError):
+            ray.kill(self._remote())
+
+    def _remote(self) -> Any:
+        if self._actor is None:
+            try:
+                self._actor = ray.get_actor(self.name, self.namespace)
+            except ValueError as error:
+                raise RayActorError(error_msg=str(error)) from None
+        return self._actor
+
+    async def _check_health(self) -> None:
+        while True:
+            await asyncio.sleep(self.limits.health_check_period_s)
+            await self.ping(self.limits.health_check_timeout_s, kills=True)
+
+    async def _report_entries(self, call: Call, on_entry: OnEntry) -> None:
+        num_seen = 0
+        with suppress(RayError):  # `send` finds out why
+            while True:
+                ref = self._remote().entries.remote(call.id, call.part, num_seen)
+                num_seen, entries = await ref
+                for index, entry in entries.items():
+                    await asyncio.to_thread(on_entry, index, entry)
+
+    def _note_answer(self, problem: str | None) -> None:
+        if problem is not None:
+            logger.warning("%s: %s; Ray restarts it", self.name, problem)
+            self._note_down()
+            return
+        self.has_answered, self._lost_at, self._down_since = True, None, None
+
+    def _note_lost(self, error: Exception) -> str:
+        """Note that the replica is restarting, or gone for good; raise any other error."""
+        if not is_lost_actor(error):
+            raise error
+        if not isinstance(error, ActorUnavailableError):
+            self.gone = error
+        self._note_down()
+        return f"the replica was lost: {error}"
+
+    def _note_down(self) -> None:
+        self.has_answered, self._lost_at = False, time.monotonic()
+        self._down_since = self._down_since or self._lost_at
+
+    def _kill(self, why: str) -> None:
+        logger.warning(
+            "%s: %s (health_check_timeout_s); it is killed, and Ray restarts it", self.name, why
+        )
+        self.has_answered = False  # its next process has to be up before it can hang
+        ray.kill(self._remote(), no_restart=False)
+
+
+class LocalReplica(ReplicaClient):
+    """A replica that is an object of this process, for handles without a deployment."""
+
+    def __init__(self, target: Any, index: int = 0) -> None:
+        super().__init__(Deployment("local", type(target), {}), "", index)
+        self._target = target
+
+    async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
+        """Run the call in a thread; entries of a list that are futures are awaited together."""
+
+        def run() -> Any:
+            if call.prerequisite is not None:
+                method, arguments = call.prerequisite
+                getattr(self._target, method)(*arguments)
+            return getattr(self._target, call.method)(*call.args, **call.kwargs)
+
+        value = await asyncio.wrap_future(daemon_future(run, name="local-replica"))
+        if isinstance(value, list) and all(isinstance(each, Future) for each in value):
+            value = await asyncio.gather(*map(asyncio.wrap_future, value))
+        return value if call.part is None else [value[index] for index in call.part]
+
+    async def ping(self, timeout_s: float | None, *, kills: bool = False) -> Status:
+        """Return a status: the object is always up."""
+        return Status("", os.getpid(), 0, 0)
+
+
+def local_handle(*targets: Any) -> DeploymentHandle:
+    """Return a handle of objects in this process, each of which is called as a replica."""
+    replicas = [LocalReplica(target, index) for index, target in enumerate(targets)]
+    return DeploymentHandle(replicas[0].limits, replicas)

@@ -9,6 +9,8 @@ reported while the object works. The object itself runs in threads:
   and never wait for ongoing calls, except for their prerequisites. With one ongoing call at a time
   it is `_pool`.
 
+A daemon thread exports the number of calls as a gauge.
+
 If a method returns futures, the coroutine awaits them and no thread waits.
 
 If the process ends, Ray starts the actor again, in the same bundle and with the same environment.
@@ -31,6 +33,7 @@ from typing import Any
 import ray
 
 from raypo.cluster.devices import narrowed
+from raypo.deployment.gauges import export_gauges
 from raypo.deployment.spec import Call, Deployment, Lost, Status, Unprepared
 from raypo.tracking.logs import log_to_file
 
@@ -58,6 +61,8 @@ class Replica:
         self._control_pool = self._pool
         if deployment.max_ongoing_requests > 1:
             self._control_pool = ThreadPoolExecutor(1, "replica-control")
+        # The process ends with the replica, and the thread with it.
+        export_gauges("replica", lambda: {"calls": self._num_calls()}, threading.Event())
         is_restart = False
         if ray.is_initialized():  # `get_runtime_context` would start Ray otherwise
             context = ray.get_runtime_context()
@@ -204,7 +209,7 @@ class Replica:
         asyncio.get_running_loop().call_later(EXIT_DELAY_S, _end_process)
 
     def _num_calls(self) -> int:
-        return sum(not each.done() for each in self._calls.values())
+        return sum(not each.done() for each in list(self._calls.values()))
 
     def _forget_old(self) -> None:
         done = [id for id, value in self._calls.items() if value.done()]

@@ -65,7 +65,13 @@ def reserve(
             and the free resources.
     """
     resources = [dict(bundle.resources) for bundle in bundles]
-    group = ray.util.placement_group(resources, placement.strategy, name=name)
+    labels = [dict(bundle.labels) for bundle in bundles]
+    group = ray.util.placement_group(
+        resources,
+        placement.strategy,
+        name=name,
+        bundle_label_selector=labels if any(labels) else None,  # pyright: ignore[reportArgumentType]
+    )
     began, is_said = time.monotonic(), False
     try:
         on_asked(group)

@@ -93,6 +93,15 @@ class Call:
 
 
 @dataclass(frozen=True)
+class SharedCall:
+    """Identity of a call that several processes make, and this process's part of its value."""
+
+    id: str
+    part: tuple[int, ...]
+    """Indices of the list's entries that this process gets."""
+
+
+@dataclass(frozen=True)
 class Lost:
     """Reply in place of a value: the replica has ended, or is about to end."""
 

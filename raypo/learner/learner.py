@@ -265,24 +265,24 @@ class Learner:
             model.offload.reload()
 
     def save(self, directory: Path) -> None:
-        """Save this worker's part of the state that the next update depends on."""
+        """Write this worker's part of the state that the next update depends on.
+
+        It waits for no other worker, so it may be repeated if it fails.
+        """
+        everyone = self._roles.everyone
         if self._trained_policy:
-            self._policy.save(directory / "policy")
+            self._policy.save(directory / f"policy_{everyone.rank}.pt")
         if self._critic:
-            self._critic.save(directory / "critic")
-        save_worker_state(directory, self._roles.everyone, self._section, self._skipped)
+            self._critic.save(directory / f"critic_{everyone.rank}.pt")
+        save_worker_state(directory, everyone, self._skipped)
 
     def restore(self, directory: Path) -> None:
-        """Restore what `save` wrote.
-
-        Raises:
-            ValueError: the number of workers or the ZeRO stage differs.
-        """
-        load_worker_state(directory, self._roles.everyone, self._section, self._skipped)
+        """Restore what `save` wrote, on any number of workers at any ZeRO stage."""
+        load_worker_state(directory, self._roles.everyone, self._skipped)
         if self._trained_policy:
-            self._policy.load(directory / "policy")
+            self._policy.load(sorted(directory.glob("policy_*.pt")))
         if self._critic:
-            self._critic.load(directory / "critic")
+            self._critic.load(sorted(directory.glob("critic_*.pt")))
 
     def save_policy(self, folder: Path, tokenizer: Any) -> None:
         """Save the policy as a Hugging Face folder; rank 0 writes, all workers call it."""

@@ -144,18 +144,17 @@ class SupervisedLearner(Generic[Item]):
         self._model.offload.reload()
 
     def save(self, directory: Path) -> None:
-        """Save this worker's part of the state that the next update depends on."""
-        self._model.save(directory / "model")
-        save_worker_state(directory, self._workers, self._section, self._skipped)
+        """Write this worker's part of the state that the next update depends on.
+
+        It waits for no other worker, so it may be repeated if it fails.
+        """
+        self._model.save(directory / f"model_{self._workers.rank}.pt")
+        save_worker_state(directory, self._workers, self._skipped)
 
     def restore(self, directory: Path) -> None:
-        """Restore what `save` wrote.
-
-        Raises:
-            ValueError: the number of workers or the ZeRO stage differs.
-        """
-        load_worker_state(directory, self._workers, self._section, self._skipped)
-        self._model.load(directory / "model")
+        """Restore what `save` wrote, on any number of workers at any ZeRO stage."""
+        load_worker_state(directory, self._workers, self._skipped)
+        self._model.load(sorted(directory.glob("model_*.pt")))
 
     def save_model(self, folder: Path, tokenizer: Any) -> None:
         """Save the model as a Hugging Face folder; rank 0 writes, all workers call it."""

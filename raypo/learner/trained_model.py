@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from raypo.config import WorkersSection
 from raypo.learner.deepspeed_config import deepspeed_config
 from raypo.learner.offload import Offload
 from raypo.learner.roles import DataParallel
+from raypo.learner.sharded_state import Fragment, fragments, load_fragments, save_fragments
 from raypo.learner.team_order import compare_within
 from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
@@ -57,7 +58,6 @@ class TrainedModel:
             compare_within(mpu.group)
         parameters = list(module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._has_frozen = len(trained) < len(parameters)
         optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True, **_adamw(section))
         if section.activation_checkpointing:
             for network in outermost_networks(module):
@@ -86,7 +86,7 @@ class TrainedModel:
             mpu=mpu,
         )
         self._gathered_parameters = deepspeed.zero.GatheredParameters
-        self._workers, self._section = workers, section
+        self._workers, self._optimizer = workers, optimizer
         self._stage = int(self._engine.zero_optimization_stage())
         has_buckets = hasattr(self._engine.optimizer, "ipg_buckets")  # it reduces gradients itself
         if workers.count == 1 and not has_buckets:  # nothing to reduce; saves a copy
@@ -168,37 +168,29 @@ class TrainedModel:
                 master = self._masters.get(weight.parts[0])
                 yield weight.name, weight.merged() if master is None else master
 
-    def save(self, directory: Path) -> None:
-        """Save this worker's shard of trained weights and optimizer; all workers call it."""
-        # torch.load does not compare checksums, and computing them takes six times as long as the
-        # rest of torch.save.
-        torch.serialization.set_crc32_options(False)
-        try:
-            self._engine.save_checkpoint(
-                str(directory),
-                tag="state",
-                save_latest=False,
-                exclude_frozen_parameters=self._has_frozen,
-            )
-        finally:
-            torch.serialization.set_crc32_options(True)
+    def save(self, path: Path) -> None:
+        """Write this worker's fragments of the trained weights and the optimizer's moments."""
+        save_fragments(path, self._fragments(), self._optimizer, self._workers)
 
-    def load(self, directory: Path) -> None:
-        """Load what `save` wrote, with the same number of workers and the same ZeRO stage.
+    def load(self, paths: Sequence[Path]) -> None:
+        """Read what all workers of a run have written, of any number, at any ZeRO stage.
 
         Raises:
-            RuntimeError: the folder has no DeepSpeed checkpoint that can be loaded.
+            RuntimeError: the files lack a part of a weight.
         """
-        path, _ = self._engine.load_checkpoint(
-            str(directory), tag="state", load_module_strict=not self._has_frozen
-        )
-        if path is None:
-            raise RuntimeError(f"{directory}: holds no DeepSpeed checkpoint that can be loaded.")
-        # The checkpoint may come from another config (a warm start, or a trial of pbt): AdamW's
-        # constants are this config's. The learning rate is set before each update.
-        for group in self._engine.optimizer.param_groups:
-            group |= _adamw(self._section)
+        load_fragments(paths, self._fragments(), self._optimizer)
+        zero = self._engine.optimizer
+        if self._stage == 3:
+            zero.checkpoint_event_prologue()  # shards what is gathered
+            for group in range(len(zero.fp32_partitioned_groups_flat)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            zero.checkpoint_event_epilogue()  # gathers small parameters again
+        elif self._stage > 0:
+            zero.update_lp_params()
         self._read_masters()
+
+    def _fragments(self) -> list[Fragment]:
+        return fragments(self._engine, self._optimizer, self._workers)
 
     def _set_master(self, parameter: nn.Parameter, exact: Tensor) -> None:
         """Set a head's master weight to the exact value; DeepSpeed made it from a rounded one."""

@@ -105,8 +105,10 @@ class UpdateState:
             "scores": self.scores.state_dict(),
         }
 
-    def restored(self, state: dict[str, Any]) -> UpdateState:
-        """Return the state that `state_dict` saved, under this configuration."""
+    def restored(self, state: dict[str, Any] | None) -> UpdateState:
+        """Return the state that `state_dict` saved, under this configuration. None: no change."""
+        if state is None:
+            return self
         return UpdateState(
             self.kl.restored(state["kl"]),
             self.entropy.restored(state["entropy"]),

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 from raypo.config import DistillationConfig, ResponsesSection, source_name
 from raypo.data.examples import load_examples
+from raypo.data.item_store import ItemStore
 from raypo.data.mixing import mix_of
 from raypo.data.stream import ShuffledStream
 from raypo.learner.distillation_task import DistillationTask
@@ -46,12 +48,11 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
             for note in loaded.notes("data.prompts"):
                 self.run.tell.message(note)
             mix = mix_of(data, loaded.sizes, config.rollout.prompts_per_step)
-            names = [
-                source_name(source)
+            names = chain.from_iterable(
+                repeat(source_name(source), size)
                 for source, size in zip(data.prompts, loaded.sizes, strict=True)
-                for _ in range(size)
-            ]
-            named = list(zip(names, loaded.items, strict=True))
+            )
+            named = ItemStore(zip(names, loaded.items, strict=True))
             self.texts = ShuffledStream(named, seed=config.seed, mix=mix)
 
     def make_task(self) -> DistillationTask:

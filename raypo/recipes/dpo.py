@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+from itertools import chain
 from typing import Any, ClassVar
 
 from raypo.config import DPOConfig
 from raypo.data.examples import LoadedExamples, load_pairs, load_verdicts
+from raypo.data.item_store import ItemStore, Selection
 from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.loading import load_causal_lm
@@ -46,7 +49,7 @@ class DPORecipe(PolicyExamplesRecipe[DPOConfig, Any]):
         if not config.dpo.needs_reference or config.data.ref_chosen_key:
             return
         self.run.tell.phase("asking the reference")
-        items = list(self.stream.items)
+        items = self.stream.items
         drawn = list(range(len(items)))
         goes_on = config.from_checkpoint or self.run.runtime.resume_from
         if goes_on is None:  # a restored data cursor may be anywhere, so all items are needed then
@@ -57,14 +60,15 @@ class DPORecipe(PolicyExamplesRecipe[DPOConfig, Any]):
         if named is not None:
             other = load_causal_lm(named, dtype=section.dtype, attention=section.attention)
         asked = with_references(
-            [*(items[place] for place in drawn), *self.held_out],
+            ItemStore(chain(Selection(items, drawn), self.held_out)),
             learner,
             other=other,
             name=f"{named or section.policy} {section.dtype}",
             files=self.run.files,
             workers=self.run.workers,
         )
-        for place, item in zip(drawn, asked, strict=False):
-            items[place] = item
-        self.stream = self.stream.of(items)
+        numbers = array("q", [len(asked)]) * len(items)  # out of range: a place that is not drawn
+        for number, place in enumerate(drawn):
+            numbers[place] = number
+        self.stream = self.stream.of(Selection(asked, numbers))
         self.held_out = asked[len(drawn) :]

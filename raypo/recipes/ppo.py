@@ -3,7 +3,7 @@
 If the run has a driver (`raypo.trainer`), step 1 and the dedicated services of step 2 are there.
 
 Concurrency. With `rollout.mode: sync` the main thread runs everything below, line by line. In the
-asynchronous modes the threads of `AsyncRollouts` do what `collect` does, with the same
+asynchronous modes the threads of `AsyncRollouts` do what the loop does, with the same
 `sample_and_score`, ahead of the update, and the loop takes the batches that they have filled.
 """
 
@@ -23,11 +23,10 @@ from raypo.ppo.controllers import ReferenceKL, UpdateState
 from raypo.ppo.corrections import mismatch_metrics, with_corrections
 from raypo.ppo.covariance import with_covariant_tokens
 from raypo.ppo.estimators import with_advantages
-from raypo.rollout.async_rollouts import AsyncRollouts, SampleAndScore
+from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler
-from raypo.rollout.dynamic_sampling import Collected, StepBatch
-from raypo.rollout.prompt_source import PromptSource
+from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.sharding import shard, to_experience
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
@@ -63,10 +62,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         weights = WeightPusher(run, inputs, services, phases, roles)
         sampler, scorer = weights.sampler(), inputs.scorer(config, services)
         score = partial(sample_and_score, config, sampler, scorer, phases)
-        new_batch = partial(
-            StepBatch, config.rollout.prompts_per_step, config.ppo.filter, config.reward
-        )
-        ahead = AsyncRollouts.from_config(config, inputs.source, score, new_batch, workers)
+        ahead = AsyncRollouts.from_config(config, inputs.source, score, workers)
         rollouts = ahead or inputs.source
         learner = start_learner(run, inputs, roles, phases)  # 3. policy and critic
         checkpoints = Checkpoints(
@@ -76,22 +72,24 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             model_writers(learner, config, roles, inputs.tokenizer),
             before_saving=partial(phases.enter, Phase.LEARN),
         )
-        state = UpdateState.initial(config.ppo)
-        if saved := checkpoints.restore(learner, rollouts):
-            state = state.restored(saved["advantages"])
+        saved = checkpoints.restore(learner, rollouts)  # empty without a checkpoint
+        state = UpdateState.initial(config.ppo).restored(saved["advantages"] if saved else None)
         weights.push_first(learner, version=records.last_step)
         evaluation = Evaluation(run, inputs, sampler, scorer, phases, records)
         evaluation.before_first_update()
         if ahead:  # None if `rollout.mode` is sync
-            run.at_end.callback(ahead.close)
-            ahead.begin(last_step=records.last_step)
+            ahead.begin(last_step=records.last_step, at_end=run.at_end)
 
         for step in records.steps():
             clock = Clock()
             if ahead:  # 4. rollouts: its threads sample, score and filter ahead of the update
                 batch = ahead.take(step, clock)
             else:
-                batch = collect(new_batch(), inputs.source, score, clock, workers)
+                filling = StepBatch.from_config(config)
+                while filling.num_wanted:  # prompts; those that `ppo.filter` drops are replaced
+                    draws = inputs.source.draw(filling.num_wanted, workers)
+                    filling.add(score(draws, clock, workers), workers)
+                batch = filling.collected(workers)
             dealt = shard(
                 batch.trained,
                 minibatch_size=config.ppo.minibatch_size,
@@ -100,8 +98,9 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 teams=roles.teams,
             )
             phases.enter(Phase.LEARN)
-            recorded = dealt if roles.trains_policy else []  # each sample on one worker
-            with records.keeping(step, recorded):  # 5. advantages, PPO epochs: `ppo_step`, below
+            # Workers that train the policy write the samples: together they have each of them once.
+            with records.keeping(step, dealt if roles.trains_policy else []):
+                # 5. advantages, PPO epochs: `ppo_step`, below
                 experience, metrics, state = ppo_step(
                     learner,
                     to_experience(dealt, parts=config.ppo.part_names),
@@ -113,9 +112,9 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                     clock=clock,
                 )
             metrics |= batch_metrics(run, batch, rollouts.counts(batch), inputs.sampling, step=step)
-            rates = utilization.rates(batch, services, step=step)
-            rows = partial(rollout_rows, dealt, experience) if roles.trains_policy else list
-            records.write_samples(step, rows)
+            records.write_samples(
+                step, partial(rollout_rows, dealt, experience) if roles.trains_policy else list
+            )
             clock.lap("time/save_rollouts_s")
 
             metrics |= weights.push(learner, version=step, ahead=ahead)  # 6. versioned, verified
@@ -138,29 +137,12 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 clock,
                 checkpoint,
                 spans=ahead.spans() if ahead else (),
-                rates=rates,
+                rates=utilization.rates(batch, services, step=step),
             )
 
         if ahead and records.stopped:
             ahead.tell_unused(run.tell.message, workers)
         return records.finish()
-
-
-def collect(
-    batch: StepBatch,
-    prompts: PromptSource,
-    score: SampleAndScore,
-    clock: Clock,
-    workers: Workers,
-) -> Collected:
-    """Fill a step's batch: draw prompts, sample and score them, and filter.
-
-    The batch drops the groups that `ppo.filter` rejects; the next prompts replace them.
-    """
-    while batch.num_wanted:
-        draws = prompts.draw(batch.num_wanted, workers)
-        batch.add(score(draws, clock, workers), workers)
-    return batch.collected(workers)
 
 
 def sample_and_score(

@@ -154,26 +154,31 @@ class Page:
     badge: str = ""
     """A word next to the title: finished, running, failed."""
     sections: list[Section] = field(default_factory=list)
+    version: str = ""
+    """Version of a live page, whose script asks its server for newer ones (`report.live_page`).
+    Empty for a page that does not change."""
 
     def section(self, title: str, note: str = "") -> Section:
         """Add a section and return it."""
         self.sections.append(Section(title, note))
         return self.sections[-1]
 
-    def html(self) -> str:
+    def html(self, *, with_plotly: bool = True) -> str:
         """Render the whole page with its scripts and data: 2 MB for plotly.js, plus the data."""
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
         sections = [section for section in self.sections if section.blocks]
-        blocks = [block for section in sections for block in section.blocks]
+        names: dict[int, str] = {}
         data: dict[str, Any] = {}
-        for position, block in enumerate(blocks):
-            if isinstance(block, Chart):
-                data[f"block-{position}"] = block.figure
-            elif isinstance(block, Explorer):
-                data[f"block-{position}"] = block.data()
-            elif isinstance(block, Samples):
-                data[f"block-{position}"] = list(block.samples)
+        for section in sections:
+            for position, block in enumerate(section.blocks):
+                name = names[id(block)] = f"{section.id}-{position}"
+                if isinstance(block, Chart):
+                    data[name] = block.figure
+                elif isinstance(block, Explorer):
+                    data[name] = block.data()
+                elif isinstance(block, Samples):
+                    data[name] = list(block.samples)
         environment = Environment(
             loader=PackageLoader("raypo.report"),
             autoescape=True,
@@ -184,10 +189,10 @@ class Page:
         return environment.get_template("page.html").render(
             page=self,
             sections=sections,
-            names={id(block): f"block-{position}" for position, block in enumerate(blocks)},
+            names=names,
             id=id,
             data=pack(json.dumps(finite(data), ensure_ascii=False, separators=(",", ":"))),
-            plotly=_packed_plotly() if data else "",
+            plotly=_packed_plotly() if with_plotly and (data or self.version) else "",
             colours=" ".join(COLOURS),
             style=_template("page.css"),
             script=_template("page.js"),

@@ -79,7 +79,7 @@ def _title(rows: Sample) -> str:
 
 
 def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
-    """Return the prompt and the turns, with the environment's text dimmed."""
+    """Return the prompt and the turns, each with its author: files and logs have no styles."""
     from rich.console import Group
     from rich.rule import Rule
     from rich.text import Text
@@ -88,14 +88,16 @@ def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
     for number, row in enumerate(rows, start=1):
         if number > 1:
             lines.append(Rule(f"conversation {number} of {len(rows)}", style="dim"))
-        lines.append(Text(row["prompt"], style="dim"))
+        lines.append(Text(f"prompt: {row['prompt']}", style="dim"))
         for turn in turns_of(row, tokenizer):
             earned = Text(f"  {turn.reward:+.3g}", style="bold") if turn.reward else Text()
-            text = turn.text if turn.by_policy else f"< {turn.text}"  # the styles are lost in files
-            lines.append(Text(text, style="" if turn.by_policy else "dim italic") + earned)
+            author, style = ("policy", "") if turn.by_policy else ("environment", "dim italic")
+            lines.append(Text(f"{author}: {turn.text}", style=style) + earned)
             lines += [Text(f"  {words}", style="dim") for words in turn.tools]
     if error := (rows[0]["episode"] or {}).get("error"):
         lines.append(Text(f"failed: {error}", style="bold"))
+    for name, text in rows[0].get("reward_texts") or ():
+        lines.append(Text(f"{name}: {text}", style="dim"))
     if rows[0]["label"] is not None:
         lines.append(Text(f"label: {rows[0]['label']}", style="dim"))
     return Group(*lines)

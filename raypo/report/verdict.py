@@ -62,7 +62,8 @@ def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
     """Return the function behind `eval/score_mean`; None if training uses the same one."""
     reward, evaluation = config.get("reward") or {}, config.get("eval") or {}
     trained, held_out = own_functions(config.get("data") or {}), own_functions(evaluation)
-    has_more = bool((config.get("model") or {}).get("reward") or reward.get("url"))
+    models = (config.get("model") or {}).get("reward")
+    has_more = bool(models or reward.get("url") or reward.get("judge"))
     if held_out and held_out != trained and not evaluation.get("function"):
         return ", ".join(held_out)
     function = evaluation.get("function") or reward.get("function")
@@ -83,6 +84,7 @@ def _judges(config: Mapping[str, Any]) -> str:
     functions = [reward.get("function"), *own_functions(config.get("data") or {})]
     trained = [short_name(each) for each in (*functions, *models) if each]
     trained += [str(each) for each in reward.get("url") or ()]
+    trained += [each["model"] for each in [reward.get("judge")] if each]
     if held_out is None or not trained:
         return ""
     judges, judge = " and ".join(trained), short_name(held_out)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raypo.concurrency import daemon_future
 from raypo.config import EvalSection, RewardSection, functions_of
@@ -14,10 +15,8 @@ from raypo.custom.loader import function_name, load_function
 from raypo.rewards.by_source import RewardBySource
 from raypo.rewards.pool import PooledReward
 from raypo.rewards.scoring import RewardError, RewardFunction, call
+from raypo.rewards.wire import TOKEN_VARIABLE
 from raypo.types import Rollout
-
-if TYPE_CHECKING:
-    from raypo.rewards.remote import RemoteReward
 
 
 class OneAtATime:
@@ -131,20 +130,28 @@ def _in_this_process(function: RewardFunction, timeout_s: float | None, key: str
     return OneAtATime(function)
 
 
-def open_remote(section: RewardSection) -> RemoteReward | None:
-    """Return a reward function that calls the servers of `reward.url`; None if it is not set."""
-    if section.url is None:
-        return None
-    from raypo.rewards.remote import RemoteReward  # packages of the extra serve
+def open_servers(section: RewardSection) -> dict[str, RewardFunction]:
+    """Return source of scores -> its reward function, for `reward.url` and `reward.judge`."""
+    if section.url is None and section.judge is None:
+        return {}
+    # They need packages of the extra serve.
+    from raypo.rewards.judge import Judge
+    from raypo.rewards.remote import JsonServers, RemoteReward
 
-    request = section.request
-    return RemoteReward(
-        section.url,
-        batch_size=request.batch_size,
-        max_concurrent=request.max_concurrent,
-        timeout_s=request.timeout_s,
-        max_attempts=request.max_attempts,
-    )
+    request, opened = section.request, dict[str, RewardFunction]()
+    limits = request.model_dump(exclude={"batch_size"})
+    if section.url is not None:
+        servers = JsonServers(section.url, token=os.environ.get(TOKEN_VARIABLE), **limits)
+        opened["url"] = RemoteReward(servers, batch_size=request.batch_size)
+    if (judge := section.judge) is not None:
+        path = "chat/completions" if judge.chat else "completions"
+        servers = JsonServers(
+            [f"{url.rstrip('/')}/{path}" for url in judge.url],
+            token=os.environ.get(judge.api_key_variable),
+            **limits,
+        )
+        opened["judge"] = Judge(judge, servers, max_attempts=request.max_attempts)
+    return opened
 
 
 def close_function(function: RewardFunction | None) -> None:

@@ -1,12 +1,12 @@
-"""Client of reward servers: batching, retries, load balancing and failed samples."""
+"""Clients of HTTP servers that score: retries, load balancing, batching and failed samples."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -19,12 +19,14 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from raypo.rewards.wire import TOKEN_VARIABLE, WireError, from_answer, to_request
+from raypo.rewards.wire import from_answer, to_request
 from raypo.types import Rollout
 
 BACKOFF_S = (0.25, 30.0)
 """Bounds of the random exponential backoff, in seconds. The wait is a random share of the first
 number, which doubles with each attempt up to the second."""
+Post = Callable[[Any, Callable[[httpx.Response], Any]], Awaitable[Any]]
+"""Posts a request body, and returns what its second argument reads in the response."""
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -38,60 +40,71 @@ class _Retryable(RemoteRewardError):
     retry_after_s: float = 0.0
 
 
-class RemoteReward:
-    """Reward function that calls servers; samples that they fail to score become exceptions.
+class JsonServers:
+    """HTTP servers that answer JSON: concurrency limit, retries and load balancing.
 
-    Batches go to the server with the fewest requests in flight. A retry goes to another server
-    if there is one.
+    Requests go to the server with the fewest in flight. A retry goes to another server if there is
+    one.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
         *,
-        batch_size: int,
+        token: str | None,
         max_concurrent: int,
         timeout_s: float,
         max_attempts: int,
         backoff_s: tuple[float, float] = BACKOFF_S,
     ) -> None:
-        """Store the settings; see `RewardRequestSection` and `BACKOFF_S` for the limits."""
+        """Store the settings; see `RewardRequestSection` and `BACKOFF_S` for the limits.
+
+        Args:
+            urls: Addresses to which requests are posted.
+            token: Bearer token of the requests. None or empty means none.
+            max_concurrent: Maximum number of requests in flight.
+            timeout_s: Timeout of one attempt, in seconds.
+            max_attempts: Attempts per request.
+            backoff_s: Bounds of the wait between two attempts, in seconds.
+        """
         self._urls = tuple(urls)
-        self._batch_size, self._max_concurrent = batch_size, max_concurrent
-        self._timeout_s, self._max_attempts = timeout_s, max_attempts
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._max_concurrent, self._timeout_s = max_concurrent, timeout_s
+        self._max_attempts = max_attempts
         self._first_wait_s, self._longest_wait_s = backoff_s
         self._turn = itertools.count()
 
     def __str__(self) -> str:
         return ", ".join(self._urls)
 
-    async def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """Return a score per rollout: None if the server gave none, an exception if it failed."""
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Post]:
+        """Open the connections and yield a function `(body, read)` that posts a request.
+
+        It returns what `read` makes of the response, and raises RemoteRewardError if no attempt
+        succeeded, or if `read` raised ValueError.
+        """
         under_way = dict.fromkeys(self._urls, 0)
         room = asyncio.Semaphore(self._max_concurrent)
-        token = os.environ.get(TOKEN_VARIABLE)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=self._max_concurrent)
         async with httpx.AsyncClient(
-            headers=headers, timeout=self._timeout_s, limits=limits
+            headers=self._headers, timeout=self._timeout_s, limits=limits
         ) as client:
 
-            async def batch(members: list[Rollout]) -> list[Any]:
+            async def post(body: Any, read: Callable[[httpx.Response], Any]) -> Any:
                 async with room:
-                    try:
-                        return await self._ask(client, members, under_way)
-                    except RemoteRewardError as error:
-                        return [error] * len(members)
+                    return await self._post(client, body, read, under_way)
 
-            size = self._batch_size
-            cut = [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
-            answers = await asyncio.gather(*(batch(members) for members in cut))
-        return [score for answer in answers for score in answer]
+            yield post
 
-    async def _ask(
-        self, client: httpx.AsyncClient, rollouts: list[Rollout], under_way: dict[str, int]
-    ) -> list[Any]:
-        body, avoid = to_request(rollouts), ""
+    async def _post(
+        self,
+        client: httpx.AsyncClient,
+        body: Any,
+        read: Callable[[httpx.Response], Any],
+        under_way: dict[str, int],
+    ) -> Any:
+        avoid = ""
         async for attempt in AsyncRetrying(
             stop=stop_after_attempt(self._max_attempts),
             wait=self._wait,
@@ -104,16 +117,20 @@ class RemoteReward:
                 under_way[url] += 1
                 try:
                     async with asyncio.timeout(self._timeout_s):  # httpx's restarts on each read
-                        return await self._post(client, url, body, len(rollouts))
+                        return await self._attempt(client, url, body, read)
                 except (TimeoutError, httpx.TimeoutException):
                     raise _Retryable(f"{url}: no answer in {self._timeout_s:g} s") from None
                 finally:
                     under_way[url] -= 1
         raise AssertionError("reraise=True leaves no way here")
 
-    async def _post(
-        self, client: httpx.AsyncClient, url: str, body: dict[str, Any], count: int
-    ) -> list[Any]:
+    async def _attempt(
+        self,
+        client: httpx.AsyncClient,
+        url: str,
+        body: Any,
+        read: Callable[[httpx.Response], Any],
+    ) -> Any:
         try:
             response = await client.post(url, json=body)
         except httpx.TimeoutException:
@@ -128,8 +145,8 @@ class RemoteReward:
             error.retry_after_s = _seconds(response.headers.get("Retry-After"))
             raise error
         try:
-            return from_answer(response.json(), count)
-        except (WireError, ValueError) as error:
+            return read(response)
+        except ValueError as error:
             raise RemoteRewardError(f"{url}: {error}") from error
 
     def _choose(self, under_way: dict[str, int], avoid: str) -> str:
@@ -144,6 +161,35 @@ class RemoteReward:
         error = state.outcome.exception() if state.outcome else None
         asked = error.retry_after_s if isinstance(error, _Retryable) else 0.0
         return max(wait, min(asked, self._longest_wait_s))
+
+
+class RemoteReward:
+    """Reward function that calls servers; samples that they fail to score become exceptions."""
+
+    def __init__(self, servers: JsonServers, *, batch_size: int) -> None:
+        """Store the servers, and the maximum number of samples per request."""
+        self._servers, self._batch_size = servers, batch_size
+
+    def __str__(self) -> str:
+        return str(self._servers)
+
+    async def __call__(self, rollouts: list[Rollout]) -> list[Any]:
+        """Return a score per rollout: None if the server gave none, an exception if it failed."""
+        size = self._batch_size
+        cut = [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
+        async with self._servers.open() as post:
+
+            async def batch(members: list[Rollout]) -> list[Any]:
+                count = len(members)
+                try:
+                    return await post(
+                        to_request(members), lambda response: from_answer(response.json(), count)
+                    )
+                except RemoteRewardError as error:
+                    return [error] * count
+
+            answers = await asyncio.gather(*map(batch, cut))
+        return [score for answer in answers for score in answer]
 
 
 def _reason(response: httpx.Response) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -32,39 +32,53 @@ class RewardError(RuntimeError):
     """The reward function raised, or returned something other than scores."""
 
 
-class FailedScore(float):
+class ScoreOfParts(float):
+    """A score together with its named parts."""
+
+    parts: Mapping[str, float]
+    texts: Mapping[str, str]
+    """Named texts, such as the answer of a judge. They are kept with the rollouts."""
+
+    def __new__(
+        cls, value: float, parts: Mapping[str, float], texts: Mapping[str, str] | None = None
+    ) -> Self:
+        """Return a score with its parts and texts."""
+        score = super().__new__(cls, value)
+        score.parts, score.texts = parts, texts or {}
+        return score
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickling between workers
+        return (float(self), self.parts, self.texts)
+
+
+class FailedScore(ScoreOfParts):
     """NaN with the reason why there is no score."""
 
     reason: str
 
-    def __new__(cls, reason: str) -> FailedScore:
+    def __new__(
+        cls,
+        reason: str,
+        parts: Mapping[str, float] | None = None,
+        texts: Mapping[str, str] | None = None,
+    ) -> Self:
         """Return NaN with a reason."""
-        failed = super().__new__(cls, math.nan)
+        failed = super().__new__(cls, math.nan, parts or {}, texts)
         failed.reason = reason
         return failed
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickling between workers
-        return (self.reason,)
-
-
-class ScoreOfParts(float):
-    """A score together with its named parts."""
-
-    parts: dict[str, float]
-
-    def __new__(cls, value: float, parts: dict[str, float]) -> ScoreOfParts:
-        """Return a score with its parts."""
-        score = super().__new__(cls, value)
-        score.parts = parts
-        return score
-
-    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickling between workers
-        return (float(self), self.parts)
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (self.reason, self.parts, self.texts)
 
 
 def parts_of(score: float) -> Mapping[str, float]:
     """Return the named parts of a score; a plain score has none."""
     return score.parts if isinstance(score, ScoreOfParts) else {}
+
+
+def texts_of(score: float) -> Mapping[str, str]:
+    """Return the named texts of a score; a plain score has none."""
+    return score.texts if isinstance(score, ScoreOfParts) else {}
 
 
 def first_reason(scores: Iterable[float]) -> str | None:
@@ -76,7 +90,8 @@ def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
     """Return one score per rollout, from one call with all of them; NaN if scoring failed.
 
     None, NaN, infinity or an exception as a score marks a failed sample. True and False count as 1
-    and 0. A mapping, such as `{"score": 1.2, "format": 0.2}`, becomes a `ScoreOfParts`.
+    and 0. A mapping, such as `{"score": 1.2, "format": 0.2, "why": "..."}`, becomes a
+    `ScoreOfParts`.
 
     Raises:
         RewardError: the function raises (its error is the cause), does not return one number per
@@ -141,7 +156,8 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
 class WeightedSum:
     """Reward function that adds the weighted scores of several, each of which becomes a metric.
 
-    A function may leave samples out by None; a sample without any score has failed.
+    A function may leave samples out by None; a sample without any score has failed. Named parts of
+    a function's scores stay, as `<function>/<part>`.
     """
 
     def __init__(self, functions: Sequence[RewardFunction | str], weights: Sequence[float]) -> None:
@@ -180,7 +196,10 @@ class WeightedSum:
         ]
         answers: list[Any] = []
         for scores in zip(*by_function, strict=True):
-            parts = {n: s for n, s in zip(names, scores, strict=True) if math.isfinite(s)}
+            parts: dict[str, float] = {}
+            for name, value in zip(names, scores, strict=True):
+                parts |= {f"{name}/{part}": each for part, each in parts_of(value).items()}
+                parts |= {name: float(value)} if math.isfinite(value) else {}
             total = sum(
                 w * s for w, s in zip(self.weights, scores, strict=True) if math.isfinite(s)
             )
@@ -249,7 +268,7 @@ def _number(answer: Any, place: int, name: str) -> float:
     if isinstance(answer, Exception):
         return FailedScore(text_of(answer) or type(answer).__name__)
     if isinstance(answer, Mapping):
-        return _with_parts(answer, place, name)
+        return score_of_parts(answer, place, name)
     if hasattr(answer, "item"):  # numpy, torch; item() raises if there is more than one number
         with suppress(ValueError, RuntimeError):
             answer = answer.item()
@@ -272,17 +291,33 @@ def is_too_large(score: Real) -> bool:
     return LARGEST < abs(score) != math.inf  # pyright: ignore[reportOperatorIssue]
 
 
-def _with_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
-    """Return the score of a mapping of named parts; drop parts that are None or not finite."""
+def score_of_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
+    """Return the score of a mapping of named parts; drop parts that are None or not finite.
+
+    Args:
+        answer: The mapping. Values that are texts become the score's `texts`.
+        place: Index of the rollout, for messages.
+        name: Name of the function that returned it, for messages.
+
+    Raises:
+        RewardError: the mapping has no `score`, or a value is neither number nor text.
+    """
     if SCORE not in answer or not all(isinstance(key, str) for key in answer):
         raise RewardError(
             f"{name} returned {_short(answer)} as score {place}. Named parts are texts, and "
             f"{SCORE!r} is the one that is trained on."
         )
-    parts = {key: _number(part, place, f"{name}, part {key!r},") for key, part in answer.items()}
+    texts = {key: part for key, part in answer.items() if isinstance(part, str) and key != SCORE}
+    parts = {
+        key: _number(part, place, f"{name}, part {key!r},")
+        for key, part in answer.items()
+        if key not in texts
+    }
     value = parts.pop(SCORE)
     kept = {key: float(part) for key, part in parts.items() if math.isfinite(part)}
-    return ScoreOfParts(value, kept) if math.isfinite(value) else value
+    if isinstance(value, FailedScore):
+        return FailedScore(value.reason, kept, texts)
+    return ScoreOfParts(value, kept, texts) if math.isfinite(value) else value
 
 
 def _short(value: Any) -> str:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import anyio
-import uvicorn
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from raypo.http_server import address, has_token, listen
+from raypo.http_server import has_token
 from raypo.rewards.scoring import RewardError, RewardFunction, score
 from raypo.rewards.wire import WireError, from_request, to_answer
 
@@ -63,24 +59,6 @@ def make_app(
         return JSONResponse({"status": "ok", "name": name})
 
     return Starlette(routes=[Route("/score", answer, methods=["POST"]), Route("/health", health)])
-
-
-def run_server(app: Any, *, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve an ASGI application until SIGINT or SIGTERM.
-
-    Args:
-        app: The ASGI application.
-        host: Address to listen on.
-        port: Port to listen on.
-        ready: Callback `(address)`, called once the socket listens.
-
-    Raises:
-        ConfigError: the port cannot be opened.
-    """
-    with listen(host, port) as listening:
-        ready(address(host, listening.getsockname()[1]))
-        config = uvicorn.Config(app, log_level="warning", access_log=False)
-        uvicorn.Server(config).run(sockets=[listening])
 
 
 async def _content(request: Request) -> bytes:

@@ -2,7 +2,8 @@
 
     POST /score   {"samples": [{"prompt": "2+2=", "response": "4", "label": "4", ...}, ...]}
     200           {"scores": [1.0, null, ...]}      one per sample, in order; null: no score;
-                  {"score": 1.0, "format": 0.2, ...} instead: a score with named parts
+                  {"score": 1.0, "format": 0.2, ...} instead: a score with named parts, numbers
+                  or texts
     4xx, 5xx      {"error": "what went wrong"}
     GET /health   {"status": "ok", "name": "..."}
 
@@ -22,7 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from raypo.rewards.scoring import LARGEST, SCORE, RewardError, is_too_large, parts_of
+from raypo.rewards.scoring import LARGEST, SCORE, RewardError, is_too_large, parts_of, texts_of
 from raypo.types import Rollout
 
 TOKEN_VARIABLE = "RAYPO_REWARD_TOKEN"
@@ -103,9 +104,9 @@ def to_answer(scores: Sequence[float]) -> dict[str, Any]:
     return {"scores": [_answered(score) if math.isfinite(score) else None for score in scores]}
 
 
-def _answered(score: float) -> float | dict[str, float]:
-    parts = parts_of(score)
-    return {SCORE: float(score), **parts} if parts else score
+def _answered(score: float) -> float | dict[str, Any]:
+    named = {**parts_of(score), **texts_of(score)}
+    return {SCORE: float(score), **named} if named else score
 
 
 def _sample(rollout: Rollout) -> dict[str, Any]:

@@ -19,17 +19,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raypo.collectives import Workers, as_tensor
-from raypo.config import OnlineConfig
+from raypo.config import PPOConfig
 from raypo.data.stream import Draw
 from raypo.metrics.clock import Clock, Span
 from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
+from raypo.storage.retries import retried
 from raypo.types import ScoredRollout
 
 SampleAndScore = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
@@ -110,10 +113,9 @@ class AsyncRollouts:
     @classmethod
     def from_config(
         cls,
-        config: OnlineConfig,
+        config: PPOConfig,
         prompts: PromptSource,
         sample_and_score: SampleAndScore,
-        new_batch: Callable[[], StepBatch],
         workers: Workers,
     ) -> AsyncRollouts | None:
         """Return the rollouts sampled ahead. None if `rollout.mode` is sync. All workers call it.
@@ -122,7 +124,6 @@ class AsyncRollouts:
             config: The run's config.
             prompts: Source of the prompts.
             sample_and_score: Function that the background threads call.
-            new_batch: Returns an empty batch, which a step fills.
             workers: The workers in the process group of the main thread.
         """
         section = config.rollout
@@ -131,7 +132,7 @@ class AsyncRollouts:
         return cls(
             prompts,
             sample_and_score,
-            new_batch,
+            partial(StepBatch.from_config, config),
             prompts_per_step=section.prompts_per_step,
             max_staleness=section.staleness,
             overlaps=section.has_requests_in_flight,
@@ -140,8 +141,15 @@ class AsyncRollouts:
             workers=workers.beside(),
         )
 
-    def begin(self, *, last_step: int) -> None:
-        """Start to sample for the steps after `last_step`, whose weights the engines hold."""
+    def begin(self, *, last_step: int, at_end: ExitStack | None = None) -> None:
+        """Start to sample for the steps after `last_step`, whose weights the engines hold.
+
+        Args:
+            last_step: The last completed step.
+            at_end: Callbacks of the run's end, one of which stops sampling.
+        """
+        if at_end is not None:
+            at_end.callback(self.close)
         self._version = self._last_step = last_step
         self._filling = last_step + len(self._batches)
         self._front = self._drawn
@@ -233,8 +241,8 @@ class AsyncRollouts:
                 "stream": self._before(following),
                 "ledger": replace(counts, lost=counts.carried - num_kept),
             }
-        with _file(directory, workers.rank).open("wb") as file:
-            pickle.dump(state, file)
+        path, content = _file(directory, workers.rank), pickle.dumps(state)
+        retried(lambda: path.write_bytes(content), f"writing {path.name}")
 
     def position(self) -> dict[str, Any]:
         """Return the position of the prompt stream before the first batch that was not trained."""

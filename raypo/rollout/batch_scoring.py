@@ -1,4 +1,4 @@
-"""Scores of rollouts: from a reward function, reward models, reward servers, or all of them.
+"""Scores of rollouts: from a reward function, reward models, servers, a judge, or all of them.
 
 Concurrency. Reward models and the reference are replicas of their own: they get calls and return
 futures. A reward function with worker processes, and reward servers, are called from a thread for
@@ -12,16 +12,16 @@ import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from raypo.config import RewardSection, SampledModelSection
-from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score
+from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score, texts_of
 from raypo.types import Rollout, RolloutKey, ScoredRollout
 
-FUNCTION, URL, EPISODE = "function", "url", "episode"
+FUNCTION, URL, JUDGE, EPISODE = "function", "url", "judge", "episode"
 
 
 class RewardModel(Protocol):
@@ -48,10 +48,10 @@ class Scorer:
     models: tuple[RewardModel, ...]
     """Reward models in the order of `model.reward`."""
     weights: dict[str, float]
-    """Weight by source: `function`, `url`, and `model` or `model_0`, `model_1`, ... The score that
-    an episode's environment gives has weight 1."""
-    servers: RewardFunction | None = None
-    """Calls the servers of `reward.url`."""
+    """Weight by source: `function`, `url`, `judge`, and `model` or `model_0`, `model_1`, ... The
+    score that an episode's environment gives has weight 1."""
+    servers: Mapping[str, RewardFunction] = field(default_factory=dict)
+    """Source -> function that calls its servers: `url` and `judge`."""
     processes: int = 0
     """Worker processes of the reward function. 0 calls it in this process with the whole batch."""
     reference: Reference | None = None
@@ -67,7 +67,7 @@ class Scorer:
         *,
         reward: RewardSection,
         model: SampledModelSection,
-        servers: RewardFunction | None = None,
+        servers: Mapping[str, RewardFunction] | None = None,
         reference: Reference | None = None,
         models_apart: bool = False,
     ) -> Scorer:
@@ -79,8 +79,8 @@ class Scorer:
         }
         if function is not None:
             weights[FUNCTION] = reward.weights.function
-        if servers is not None:
-            weights[URL] = reward.weights.url
+        servers = servers or {}
+        weights |= {name: getattr(reward.weights, name) for name in servers}
         return cls(function, models, weights, servers, reward.processes, reference, models_apart)
 
     def begin(self) -> Scoring:
@@ -97,7 +97,7 @@ class Scorer:
 
     def model_total(self, by_source: Mapping[str, float]) -> float:
         """Return the reward models' part of the score."""
-        others = (FUNCTION, URL, EPISODE)
+        others = (FUNCTION, URL, JUDGE, EPISODE)
         rest = {name: value for name, value in by_source.items() if name not in others}
         return self.total(rest)
 
@@ -119,8 +119,8 @@ class Scoring:
         if scorer.function is not None:
             queues = self._early if scorer.processes else self._at_the_end
             queues[FUNCTION] = _FunctionQueue(scorer.function, scorer.processes or 1)
-        if scorer.servers is not None:
-            self._early[URL] = _FunctionQueue(scorer.servers, 1)
+        for name, servers in scorer.servers.items():
+            self._early[name] = _FunctionQueue(servers, 1)
         self._model_calls: list[_ModelCalls] = []
         self._added: set[int] = set()
         """Indices of the draws whose rollouts were added."""
@@ -260,6 +260,14 @@ def reward_parts(scored: ScoredRollout) -> dict[str, float]:
     named: dict[str, float] = {}
     for value in (*scored.scores_by_source.values(), scored.score):
         named |= parts_of(value)
+    return named
+
+
+def reward_texts(scored: ScoredRollout) -> dict[str, str]:
+    """Return the named texts that reward functions gave beside a score, such as a judge's."""
+    named: dict[str, str] = {}
+    for value in (*scored.scores_by_source.values(), scored.score):
+        named |= texts_of(value)
     return named
 
 

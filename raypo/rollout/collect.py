@@ -10,16 +10,18 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
 
+from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
 from raypo.data.stop_tokens import without_end
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
-from raypo.rollout.dispatch import PushAgain, dispatch
+from raypo.rollout.dispatch import all_completions, engine_batches
 from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
@@ -132,6 +134,14 @@ def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> 
 
 
 @dataclass(frozen=True)
+class PushAgain:
+    """The push that all workers repeat together if no engine is left that holds the weights."""
+
+    push: Callable[[], object]
+    workers: Workers
+
+
+@dataclass(frozen=True)
 class Sampler:
     """Samples responses from the engines, with the sampling parameters of training or evaluation.
 
@@ -178,14 +188,31 @@ class Sampler:
         groups = _Groups(
             draws, sampling.samples_per_prompt, self.tokenizer, sampling.stop_token_ids, on_rollouts
         )
-        completions = dispatch(
-            requests,
-            self.engines,
+        batches_of = partial(
+            engine_batches,
+            engines=self.engines,
             sharing=workers if self.shares_engines else None,
-            push_again=self.push_again,
             on_completion=groups.add if on_rollouts else None,
         )
-        return groups.all_of(completions)
+        left, again = requests, self.push_again
+        completions: list[Completion] = []
+        while True:
+            is_lost = False
+            try:
+                sent = [
+                    each.engine.generate(each.requests, each.on_completion, each.shared)
+                    for each in batches_of(left)
+                ]
+                completions = all_completions(sent) or completions
+            except NoReplicaLeft:
+                if again is None:
+                    raise
+                is_lost = True
+            if again is None or not again.workers.sum(as_tensor(is_lost)):
+                return groups.all_of(completions)
+            again.push()
+            # Workers that have their completions take part with no request: all sample together.
+            left = requests if is_lost else []
 
 
 @dataclass

@@ -1,39 +1,38 @@
-"""Dispatch sampling requests to engines, optionally as one batch that several workers share.
-
-Concurrency. The calling thread sends one call to each of this worker's engines and waits for the
-values. The callback for early completions runs in other threads (`EngineClient`).
-"""
+"""Split a worker's requests over its engines, optionally as batches that several workers share."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from raypo.cluster.actors import NoReplicaLeft
-from raypo.collectives import Workers, as_tensor
-from raypo.serving.client import Engines, OnCompletion
+from raypo.collectives import Workers
+from raypo.deployment.spec import SharedCall
+from raypo.serving.client import Completions, Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 
 
 @dataclass(frozen=True)
-class PushAgain:
-    """The push that all workers repeat together if no engine is left that holds the weights."""
+class EngineBatch:
+    """The requests that one engine samples together."""
 
-    push: Callable[[], object]
-    workers: Workers
+    engine: Engines
+    requests: Sequence[SamplingRequest]
+    """Those of all workers if the batch is shared, else this worker's."""
+    shared: SharedCall | None
+    on_completion: OnCompletion | None
+    """Callback for this worker's part of the batch."""
 
 
-def dispatch(
-    requests: list[SamplingRequest],
+def engine_batches(
+    requests: Sequence[SamplingRequest],
     engines: Engines,
     *,
     sharing: Workers | None = None,
-    push_again: PushAgain | None = None,
     on_completion: OnCompletion | None = None,
-) -> list[Completion]:
-    """Split the requests evenly over this worker's engines, and wait for all completions.
+) -> list[EngineBatch]:
+    """Split the requests evenly over this worker's engines, in their order.
 
     Args:
         requests: This worker's requests.
@@ -41,72 +40,42 @@ def dispatch(
         sharing: Workers that may use the same engines. Each engine then samples the requests of all
             workers as one batch, and all of them call this together. None means one batch per
             worker.
-        push_again: Repeats the last push if any worker has no engine left; then the requests that
-            were lost are sent once more. If it is given, all workers call this together.
-        on_completion: Gets completions that are ready before others of their engine's batch.
+        on_completion: Callback for early completions, by the index among `requests`.
 
     Returns:
-        One completion for each request, in the order given.
+        The batches in which this worker has requests.
     """
-    completions: list[Completion] = []
-    is_lost = False
-    try:
-        completions = _results(_sent(requests, engines, sharing, on_completion))
-    except NoReplicaLeft:
-        if push_again is None:
-            raise
-        is_lost = True
-    if push_again is None or not push_again.workers.sum(as_tensor(is_lost)):
-        return completions
-    push_again.push()
-    # Workers that have their completions take part with no request, since all dispatch together.
-    lost = requests if is_lost else []
-    retried = _results(_sent(lost, engines, sharing, on_completion))
-    return retried if is_lost else completions
-
-
-def _sent(
-    requests: list[SamplingRequest],
-    engines: Engines,
-    sharing: Workers | None,
-    on_completion: OnCompletion | None,
-) -> list[Future[list[Completion]]]:
-    """Send the requests, and return the future of each engine's batch."""
     own = engines.per_engine()
     size = -(-len(requests) // len(own))
-    batches = [requests[i * size : (i + 1) * size] for i in range(len(own))]
-    if sharing is None:
-        return [
-            one.generate(batch, _shifted(on_completion, i * size))
-            for i, (one, batch) in enumerate(zip(own, batches, strict=True))
-            if batch
-        ]
+    parts = [requests[i * size : (i + 1) * size] for i in range(len(own))]
     # Each worker sends the whole batch under one id, and the engine samples it once, in the order
     # of ranks, whichever call arrives first. So each worker can detect a lost engine by itself, and
     # none has to forward completions to another.
-    by_engine = {one.preferred: batch for one, batch in zip(own, batches, strict=True)}
-    of_workers = sharing.gather((uuid.uuid4().hex, by_engine))
-    sent: list[Future[list[Completion]]] = []
-    for i, one in enumerate(own):
-        parts = [theirs.get(one.preferred, []) for _, theirs in of_workers]
-        if not parts[sharing.rank]:
+    of_workers: list[tuple[str, dict[tuple[int, ...], Sequence[SamplingRequest]]]] = []
+    if sharing is not None:
+        by_engine = {one.preferred: part for one, part in zip(own, parts, strict=True)}
+        of_workers = sharing.gather((uuid.uuid4().hex, by_engine))
+    batches = []
+    for i, (one, part) in enumerate(zip(own, parts, strict=True)):
+        if not part:
             continue
-        first = sum(map(len, parts[: sharing.rank]))
-        part = range(first, first + len(parts[sharing.rank]))
-        shared = one.sharing_call(f"{of_workers[0][0]}:{one.preferred}", part)
-        whole = [each for part in parts for each in part]
-        sent.append(shared.generate(whole, _shifted(on_completion, i * size)))
-    return sent
+        whole, shared = part, None
+        if sharing is not None:
+            of_ranks = [theirs.get(one.preferred, []) for _, theirs in of_workers]
+            whole = [request for theirs in of_ranks for request in theirs]
+            first = sum(map(len, of_ranks[: sharing.rank]))
+            indices = tuple(range(first, first + len(part)))
+            shared = SharedCall(f"{of_workers[0][0]}:{one.preferred}", indices)
+        report = on_completion and partial(_shifted, on_completion, i * size)
+        batches.append(EngineBatch(one, whole, shared, report))
+    return batches
 
 
-def _shifted(on_completion: OnCompletion | None, first: int) -> OnCompletion | None:
-    """Return the callback for a batch whose first request has this index among all requests."""
-    if on_completion is None:
-        return None
-    return lambda index, completion: on_completion(first + index, completion)
+def _shifted(on_completion: OnCompletion, first: int, index: int, completion: Completion) -> None:
+    on_completion(first + index, completion)
 
 
-def _results(sent: Sequence[Future[list[Completion]]]) -> list[Completion]:
+def all_completions(sent: Sequence[Completions]) -> list[Completion]:
     """Wait for all completions, in their order; if one batch fails, cancel the others."""
     try:
         return [completion for batch in sent for completion in batch.result()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from raypo.collectives import Workers, as_tensor
-from raypo.config import FilterSection, RewardSection
+from raypo.config import FilterSection, PPOConfig, RewardSection
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.groups import filter_groups
 from raypo.rollout.collect import is_trainable, refuse_too_many_failures, samples_of
@@ -44,6 +44,11 @@ class StepBatch:
     _rounds: int = 0
     _scored: list[ScoredRollout] = field(default_factory=list)
     _kept: list[ScoredRollout] = field(default_factory=list)
+
+    @classmethod
+    def from_config(cls, config: PPOConfig) -> StepBatch:
+        """Return an empty batch of the config's size and filter."""
+        return cls(config.rollout.prompts_per_step, config.ppo.filter, config.reward)
 
     @property
     def num_wanted(self) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens, is_ids
 from raypo.endpoint.agent_endpoint import AgentEndpoint
 from raypo.models.loading import vocabulary_size
+from raypo.rewards.scoring import score_of_parts
 from raypo.rollout.agent_requests import answer
 from raypo.rollout.collect import PushAgain, Sampling
 from raypo.rollout.event_loop import EventLoop
@@ -167,7 +168,7 @@ class Episodes:
         """Run one episode. An error of the user's code fails this episode and no other."""
         heard.set(session.record_tool)  # for tools that the user's code calls
         user, begin = UserObject(self._class), time.perf_counter()
-        play = self._play_agent if self._section.agent else self._play_environment
+        play = self._play_agent if self._section.has_agent else self._play_environment
         score, error = await _outcome(play(user, session))
         session.calls.close()
         took = time.perf_counter() - begin - session.calls.waited_s
@@ -249,10 +250,12 @@ class Episodes:
             if limit_score is None or not session.num_calls or not is_limit(error):
                 raise
             session.is_cut_off, score = True, limit_score
+        if isinstance(score, Mapping):
+            score = score_of_parts(score, session.sample_index, "run")
         if not is_finite(score):
             raise WrongAnswer(f"run returned {score!r:.100}, not a finite number")
         session.metrics = agent.metrics()
-        return float(score)
+        return score
 
 
 def _checked(answer: Any) -> tuple[Any, float, bool]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.concurrency import background_future
-from raypo.serving.client import Engines, OnCompletion
+from raypo.deployment.spec import SharedCall
+from raypo.serving.client import Completions, Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 
 
@@ -53,7 +53,7 @@ class Pushes:
 
 
 @dataclass(frozen=True)
-class EnginesInFlight(Engines):
+class EnginesInFlight:
     """Engines whose requests stay in flight while weights are pushed.
 
     A request that is lost with an engine, while no other engine can load the weights, is retried
@@ -63,15 +63,24 @@ class EnginesInFlight(Engines):
     engines: Engines
     pushes: Pushes
 
+    @property
+    def preferred(self) -> tuple[int, ...]:
+        """Indices of this worker's engines."""
+        return self.engines.preferred
+
     def generate(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Future[list[Completion]]:
+        self,
+        requests: Sequence[SamplingRequest],
+        on_completion: OnCompletion | None = None,
+        shared: SharedCall | None = None,
+    ) -> Completions:
         """Sample requests as `submit` does: a batch of its own would wait for all that run."""
+        assert shared is None, "no worker waits for others while requests are in flight"
         return self.submit(requests, on_completion)
 
     def submit(
         self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Future[list[Completion]]:
+    ) -> Completions:
         """Sample requests that join the running batch at any step."""
         return background_future(self._sample_all(requests, on_completion))
 

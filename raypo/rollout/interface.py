@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raypo.data.turns import Observation
@@ -62,7 +63,9 @@ class Agent(Protocol):
     It may have `metrics` and `close()`, like an environment.
     """
 
-    async def run(self, prompt: str | list[dict[str, Any]], label: Any, policy: Session) -> float:
+    async def run(
+        self, prompt: str | list[dict[str, Any]], label: Any, policy: Session
+    ) -> float | Mapping[str, Any]:
         """Run the episode. The agent may call the policy any number of times, also in parallel.
 
         A plain method runs in a thread, and reaches the policy at `policy.base_url`.
@@ -73,6 +76,7 @@ class Agent(Protocol):
             policy: The policy. Every response that it samples is trained.
 
         Returns:
-            The score of the whole episode.
+            The score of the whole episode, or named parts as of a reward function:
+            `{"score": 1.2, "format": 0.2}`.
         """
         ...

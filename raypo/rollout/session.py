@@ -290,7 +290,7 @@ class Session:
 
     def rollouts(self, episode: Episode) -> list[Rollout]:
         """Return a rollout for each row with a sampled token; if there is none, for the first."""
-        prompt, is_agents = self.draw.prompt, self.settings.section.agent is not None
+        prompt, is_agents = self.draw.prompt, self.settings.section.has_agent
         rows = [row for row in self.rows if any(turn.end > turn.begin for turn in row.turns)]
         rows = rows or [*self.rows, Row(prompt.token_ids, len(prompt.token_ids))][:1]
         rollouts = []

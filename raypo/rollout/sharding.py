@@ -148,7 +148,8 @@ def to_experience(dealt: Sequence[ScoredRollout], *, parts: Sequence[str] = ()) 
     rollouts = [scored.rollout for scored in dealt]
     turn_rewards = [r.turn_rewards for r in rollouts if r.turn_rewards is not None]
     turn_index = [r.turn_index for r in rollouts if r.turn_index is not None]
-    with_reference = all(scored.ref_log_probs is not None for scored in dealt)
+    references = [s.ref_log_probs for s in dealt if s.ref_log_probs is not None]
+    assert len(references) in (0, len(dealt)), "some rollouts have reference log-probs, some do not"
     return Experience(
         prompt_ids=pad_left([r.prompt_ids for r in rollouts], torch.int64),
         prompt_mask=pad_left([np.ones(len(r.prompt_ids)) for r in rollouts], torch.bool),
@@ -171,8 +172,8 @@ def to_experience(dealt: Sequence[ScoredRollout], *, parts: Sequence[str] = ()) 
         else None,
         turn_rewards=pad_right(turn_rewards, torch.float32) if turn_rewards else None,
         turn_index=pad_right(turn_index, torch.int64) if turn_index else None,
-        ref_log_probs=pad_right([_reference(s) for s in dealt], torch.float32)
-        if with_reference
+        ref_log_probs=pad_right(references, torch.float32)
+        if len(references) == len(dealt)
         else None,
     )
 
@@ -180,8 +181,3 @@ def to_experience(dealt: Sequence[ScoredRollout], *, parts: Sequence[str] = ()) 
 def _parts(scored: ScoredRollout, names: Sequence[str]) -> list[float]:
     given = {**scored.scores_by_source, **reward_parts(scored)}
     return [float(given.get(name, math.nan)) for name in names]
-
-
-def _reference(scored: ScoredRollout) -> np.ndarray:
-    assert scored.ref_log_probs is not None, "some rollouts have reference log-probs, some do not"
-    return scored.ref_log_probs

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
 from raypo.collectives import Workers
-from raypo.concurrency import completed
 from raypo.config import (
     ConfigError,
     OnlineConfig,
@@ -20,6 +16,7 @@ from raypo.config import (
     source_name,
 )
 from raypo.data.prompts import load_prompts
+from raypo.deployment.handle import local_handle
 from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rewards.labels import label_checks
@@ -27,9 +24,8 @@ from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
-from raypo.serving.client import Engines, OnCompletion
+from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
-from raypo.serving.requests import Completion, SamplingRequest
 
 
 def evaluate_model(
@@ -111,30 +107,8 @@ def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
     return whole
 
 
-@dataclass(frozen=True)
-class LocalEngine(Engines):
-    """An engine in this process, with the interface of a deployment of engines."""
-
-    engine: Engine
-
-    def generate(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Future[list[Completion]]:
-        """Sample a batch (`Engine.generate`)."""
-        return completed(self.engine.generate(requests))
-
-    async def sample(self, request: SamplingRequest) -> Completion:
-        """Sample one request, which joins the running batch."""
-        (future,) = self.engine.submit([request])
-        return await asyncio.wrap_future(future)
-
-    def per_engine(self) -> list[LocalEngine]:
-        """Return itself, the only engine."""
-        return [self]
-
-
 @contextmanager
-def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Iterator[LocalEngine]:
+def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Iterator[EngineClient]:
     """Start an engine with the model's weights, and shut it down at the end."""
     engine = Engine(
         model,
@@ -146,6 +120,6 @@ def _engine_of(model: str, config: OnlineConfig | PolicyExamplesConfig) -> Itera
         reads_weights=True,
     )
     try:
-        yield LocalEngine(engine)
+        yield EngineClient(local_handle(engine))
     finally:
         engine.shutdown()

@@ -104,7 +104,8 @@ class TurnSampler:
             if self._in_step:
                 completions = await asyncio.to_thread(_generate, calls)
             else:
-                completions = [await each.calls.engine.sample(each.request) for each in calls]
+                (call,) = calls
+                completions = await asyncio.wrap_future(call.calls.engine.submit([call.request]))
         except NoReplicaLeft as error:
             self._lost, self._queue = error, self._queue + calls
             return

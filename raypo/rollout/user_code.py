@@ -39,9 +39,13 @@ class UserClass:
         load = partial(
             load_class, spec, interface, arguments, optional=OPTIONAL, key=f"rollout.{key}"
         )
+        if section.verifiers is not None:
+            from raypo.rollout.verifiers_agent import open_verifiers  # packages of the extra
+
+            load = partial(open_verifiers, section.verifiers, arguments)
         self.make = load()
         self.reads_ids = bool(getattr(self.make.func, "reads_token_ids", False))
-        self.tools = None if section.agent else getattr(self.make.func, "tools", None)
+        self.tools = None if section.has_agent else getattr(self.make.func, "tools", None)
         if self.tools is not None and not isinstance(self.tools, list | tuple):
             raise ConfigError(
                 f"rollout.environment ({section.environment}): its attribute tools is a "

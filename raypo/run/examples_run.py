@@ -32,8 +32,8 @@ from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_deployments
 from raypo.serving.client import EngineClient
 from raypo.types import Prompt
-from raypo.weight_sync.probe import Probe
-from raypo.weight_sync.push import open_transport, push_weights
+from raypo.weight_sync.probe import Probe, try_probe
+from raypo.weight_sync.push import open_transport
 from raypo.weight_sync.transport import Transport
 
 AnyConfig = TypeVar("AnyConfig", SFTConfig, RewardModelConfig, DPOConfig)
@@ -203,14 +203,9 @@ class PolicyExamplesRecipe(ExamplesRecipe[PolicyConfig, Item]):
         if engine is None:
             return metrics
         config, workers = self.run.config, self.run.workers
-        metrics |= push_weights(
-            learner,
-            engine,
-            version=version,
-            transport=self.transport,
-            probe=Probe.of(self.held_out_prompts, config, temperature=1.0),
-            workers=workers,
-        )
+        self.transport.push(learner.named_weights, engine, version=version, workers=workers)
+        probe = Probe.of(self.held_out_prompts, config, temperature=1.0)
+        metrics |= try_probe(learner, engine, probe, version, workers)
         return metrics | evaluate_policy(
             self.held_out_prompts,
             Sampler(engine, self.tokenizer, self.sampling),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from raypo.rewards.functions import (
     close_function,
     evaluation_function,
     open_function,
-    open_remote,
+    open_servers,
 )
 from raypo.rewards.labels import label_checks
 from raypo.rewards.scoring import RewardFunction
@@ -41,7 +41,8 @@ class OnlineInputs:
     """Draws from `prompts`."""
     held_out: Sequence[Prompt]
     reward_function: RewardFunction | None
-    reward_servers: RewardFunction | None
+    reward_servers: Mapping[str, RewardFunction]
+    """Source of scores -> its function, as in `Scorer.servers`."""
     eval_function: RewardFunction | None
     sampling: Sampling
     attempt: str
@@ -88,7 +89,7 @@ class OnlineInputs:
             source=PromptSource(stream, config.rollout.samples_per_prompt),
             held_out=held_out,
             reward_function=reward_function,
-            reward_servers=open_remote(config.reward),
+            reward_servers=open_servers(config.reward),
             eval_function=evaluation_function(config.eval, None if episodes else reward_function),
             sampling=Sampling.of(
                 config.rollout,
@@ -104,7 +105,7 @@ class OnlineInputs:
         )
 
     def scorer(self, config: OnlineConfig, services: Services) -> Scorer:
-        """Return the scorer: reward function, reward servers, reward models and reference."""
+        """Return the scorer: reward function, servers, judge, reward models and reference."""
         return Scorer.from_config(
             self.reward_function,
             tuple(services.rewards.values()),

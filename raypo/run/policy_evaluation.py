@@ -34,7 +34,7 @@ class Evaluation:
         self._phases, self._records = phases, records
         self._scorer = scorer
         if inputs.eval_function is not None:
-            self._scorer = replace(scorer, function=None, servers=None)
+            self._scorer = replace(scorer, function=None, servers={})
 
     def before_first_update(self) -> None:
         """Evaluate the initial policy; the score is reported with the first step."""

@@ -34,7 +34,7 @@ def start_learner(
             config.model,
             config.reward.weights,
             has_other_judges=inputs.reward_function is not None
-            or config.reward.url is not None
+            or bool(inputs.reward_servers)
             or config.rollout.environment is not None,
             normalizes=config.ppo.shaping.normalize,
         ),

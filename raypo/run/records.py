@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-from ray.train import Checkpoint
+from ray.train import Checkpoint, CheckpointUploadMode
 
 from raypo.collectives import Workers
 from raypo.config import CheckpointSection
@@ -30,6 +30,7 @@ from raypo.run.background_writer import BackgroundWriter
 from raypo.run.callbacks import StepView, ask_callbacks, by_name
 from raypo.run.rollout_metrics import sample_row, speed_metrics
 from raypo.run.run import Run
+from raypo.run.uploads import Uploads
 from raypo.run.watched import (
     Watched,
     best_in_words,
@@ -64,6 +65,8 @@ class Records:
         """Metrics from before the first update; they are reported with the first step."""
         self.earlier_s = 0.0
         """Seconds that earlier attempts took, up to the checkpoint that was restored."""
+        self.uploads = Uploads(run.files, run.tell.message)
+        """Uploads to a URI. None ever begins if the run's folder is local."""
         self._interrupted = False
         self._step_started = 0.0
         self._sinks = Sinks([])
@@ -154,9 +157,12 @@ class Records:
 
         Returns:
             True if a checkpoint is due: by its interval, because `checkpoint.best_by` has improved,
-            or because the run stops.
+            because the run stops, or because a node of it is about to be taken away.
         """
         run = self._run
+        # All workers ask: Ray Train answers each with what rank 0 has heard.
+        if is_leaving := ray.train.get_preemption_info() is not None:
+            run.tell.message(f"step {step}: a node is about to be taken away, so it is saved")
         if self._callbacks:
             shares = run.workers.gather_first(list(samples))
             added: dict[str, float] = {}
@@ -177,7 +183,7 @@ class Records:
             run.tell.message(f"step {step}: {self.stopped}; the run is done")
         is_best = self.best is not None and self.best.best_step == step
         is_due = run.config.checkpoint.is_due(step, last_step=run.config.num_steps)
-        return is_due or is_best or self._interrupted or self.stopped is not None
+        return is_due or is_best or is_leaving or self._interrupted or self.stopped is not None
 
     def report(
         self,
@@ -207,14 +213,26 @@ class Records:
         self.initial = {}
         if self._writer:
             self._writer.wait()
-        run.files.sync()  # a reported checkpoint counts, so its rollouts must be stored first
+        # A reported checkpoint counts, so its rollouts must be stored first. Its models are
+        # uploaded together with it.
+        run.files.sync(models=False)
+        is_local = run.files.is_local
+        # Ray Train reports in order, so a synchronous report would wait for the upload before it.
+        # Trials report synchronously, or they would be ahead of Tune's decisions.
+        is_sync = is_local or run.runtime.is_trial
         if to_ray or checkpoint is not None:
             ray.train.report(
                 report_for_ray(step, metrics | clock.laps, run.config.checkpoint),
                 checkpoint=checkpoint,
-                checkpoint_upload_fn=_move_into_place if run.files.is_local else None,
+                checkpoint_upload_mode=CheckpointUploadMode.SYNC
+                if is_sync
+                else CheckpointUploadMode.ASYNC,
+                checkpoint_upload_fn=_move_into_place
+                if is_local
+                else checkpoint and self.uploads.begin(step),
+                delete_local_checkpoint_after_upload=not is_local,
             )
-        if checkpoint is not None:
+        if checkpoint is not None and is_local:  # folders that are empty now
             shutil.rmtree(checkpoint.path, ignore_errors=True)
         clock.lap("time/report_s")
         write_spans(run.files, run.workers.rank, step, clock.spans, spans)
@@ -225,7 +243,7 @@ class Records:
         metrics |= rates(metrics)
         run.files.append_metrics(step, metrics)
         self._sinks.write(step, metrics)
-        run.files.sync()
+        run.files.sync(models=False)
         run.tell.step({"step": step, **metrics})
 
     def finish(self) -> dict[str, Any]:
@@ -233,6 +251,7 @@ class Records:
         run = self._run
         if self._writer:  # of held-out samples before a first step that never came, say
             self._writer.wait()
+        self.uploads.wait()
         is_done = self.last_step == run.config.num_steps or self.stopped
         status = "finished" if is_done else "interrupted"
         own: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}

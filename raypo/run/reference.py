@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from raypo.collectives import Workers
+from raypo.data.item_store import ItemStore
 from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.networks import Policy
@@ -31,7 +32,7 @@ def with_references(
     name: str,
     files: RunFiles,
     workers: Workers,
-) -> list[Preference]:
+) -> Sequence[Preference]:
     """Return the preferences with `ref_log_probs`, from the cache or computed now.
 
     All workers call it, before the learner is restored and before its first update.
@@ -51,7 +52,9 @@ def with_references(
         known = _asked(items, learner, other, workers)
         if workers.rank == 0:
             _write(files, digest, known)
-    return [replace(item, ref_log_probs=each) for item, each in zip(items, known, strict=True)]
+    return ItemStore(
+        replace(item, ref_log_probs=each) for item, each in zip(items, known, strict=True)
+    )
 
 
 def _asked(

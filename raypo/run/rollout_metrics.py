@@ -12,7 +12,7 @@ import torch
 from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOConfig
 from raypo.metrics.reduce import WeightedMeans, without_lone
-from raypo.rollout.batch_scoring import named_numbers, reward_parts
+from raypo.rollout.batch_scoring import named_numbers, reward_parts, reward_texts
 from raypo.rollout.collect import Sampling
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.sample_counts import sample_count_metrics
@@ -167,5 +167,6 @@ def sample_row(scored: ScoredRollout) -> dict[str, Any]:
         "sample_index": rollout.sample_index,
         "group_index": rollout.group_index,
         "row_index": rollout.row_index,
+        "reward_texts": reward_texts(scored) or None,
         **{f"reward/{name}": part for name, part in reward_parts(scored).items()},
     }

@@ -59,6 +59,9 @@ def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
     config, runtime = open_setup(setup)
     workers = Workers.current()
     tell = MonitorClient(runtime.monitor if workers.rank == 0 else None)
+    if config.learner.is_elastic:
+        most, config = config.learner.num_workers, config.with_workers(workers.count)
+        tell.message(f"learner workers: {workers.count} of at most {most}")
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         config = decided_together(

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import ray.train
-from ray.train import Checkpoint
+from ray.train import Checkpoint, CheckpointConsistencyMode
 
 from raypo.collectives import Workers
 from raypo.run.records import Records
 from raypo.run.run import Run
-from raypo.storage.checkpoints import BEST_STEP, STATE, damage_named, find_checkpoint
+from raypo.storage.checkpoints import (
+    BEST_STEP,
+    MANIFEST,
+    STATE,
+    damages,
+    digests,
+    find_checkpoint,
+    no_whole_checkpoint,
+)
 from raypo.storage.folder import link_tree
+from raypo.storage.retries import retried
 from raypo.tracking.logs import log_to_file
 from raypo.types import ScoredRollout
 
+_README = "README.txt"
 ModelWriters = Mapping[str, Callable[[Path], None]]
 """Function that writes a model to a folder, by the name of the folder in the run's folder. All
 workers that train the model call it; their rank 0 writes."""
@@ -80,30 +91,75 @@ class Checkpoints:
         Returns:
             The recipe's state, as given to `save_when_due`. Empty without a checkpoint.
         """
-        run, state = self.run, dict[str, Any]()
+        run = self.run
         # Once more, because DeepSpeed and transformers have added their own loggers since.
         log_to_file(run.log_path, on_print=run.tell.message)
-        own = ray.train.get_checkpoint()
-        others = run.runtime.resume_from
-        if own is None and others is None and run.config.from_checkpoint is not None:
-            others = find_checkpoint(run.config.from_checkpoint)
-            run.tell.message(f"beginning with the state in {others}")
-        checkpoint = own or (Checkpoint(others) if others else None)
-        if checkpoint is not None:
-            with checkpoint.as_directory() as folder:
-                directory = Path(folder)
-                with damage_named(directory, run.files):
-                    learner.restore(directory)
-                    state = json.loads((directory / STATE).read_text())
-                if rollouts is not None:
-                    rollouts.load_state_dict(state, run.workers)
-                    if own is not None:
-                        rollouts.restore(directory, run.workers)
-                self._restore_records(state, is_own=own is not None)
-        elif run.workers.rank == 0:
-            run.files.truncate(after_step=0)
+        damaged: dict[str, str] = {}
+        for checkpoint, is_own in self._candidates():
+            with ExitStack() as opened:
+                directory = Path(
+                    retried(
+                        lambda: opened.enter_context(checkpoint.as_directory()),  # noqa: B023
+                        f"reading {checkpoint.path}",
+                        tell=run.tell.message,
+                    )
+                )
+                mine = damages(directory, rank=run.workers.rank, count=run.workers.count)
+                if problems := [each for of_one in run.workers.gather(mine) for each in of_one]:
+                    damaged[checkpoint.path] = ", ".join(dict.fromkeys(problems))
+                    run.tell.message(
+                        f"warning: {checkpoint.path} is damaged and skipped: "
+                        f"{damaged[checkpoint.path]}"
+                    )
+                    continue
+                state = self._restore_from(directory, learner, rollouts, is_own=is_own)
+            break
+        else:
+            if damaged:
+                raise no_whole_checkpoint(damaged, run.files)
+            state = {}
+            if run.workers.rank == 0:
+                run.files.truncate(after_step=0)
         if run.workers.rank == 0:
             run.files.clear_stages()
+        return state
+
+    def _candidates(self) -> Iterator[tuple[Checkpoint, bool]]:
+        """Yield checkpoints to begin with, the newest first, and whether they are this run's."""
+        run = self.run
+        if (newest := ray.train.get_checkpoint()) is not None:
+            yield newest, True
+            committed = CheckpointConsistencyMode.COMMITTED
+            known = ray.train.get_all_reported_checkpoints(consistency_mode=committed)
+            for each in sorted(known, key=lambda each: each.metrics["step"], reverse=True):
+                if each.checkpoint.path != newest.path:
+                    yield each.checkpoint, True
+            return
+        others = run.runtime.resume_from
+        if others is None and run.config.from_checkpoint is not None:
+            others = find_checkpoint(run.config.from_checkpoint)
+            run.tell.message(f"beginning with the state in {others}")
+        if others:
+            yield Checkpoint(others), False
+
+    def _restore_from(
+        self, directory: Path, learner: Saveable, rollouts: SavedRollouts | None, *, is_own: bool
+    ) -> dict[str, Any]:
+        run = self.run
+        learner.restore(directory)
+        state = json.loads((directory / STATE).read_text())
+        before, now = state["workers"], run.workers.count
+        if before != now:
+            run.tell.message(
+                f"the checkpoint of step {state['step']} is of {_workers(before)}, and goes on "
+                f"with {now}: with the same numbers up to rounding"
+            )
+        if rollouts is not None:
+            rollouts.load_state_dict(state, run.workers)
+            # Each worker has saved its share. Other workers sample those steps again.
+            if is_own and before == now:
+                rollouts.restore(directory, run.workers)
+        self._restore_records(state, is_own=is_own)
         return state
 
     def save_when_due(
@@ -134,9 +190,14 @@ class Checkpoints:
         run, records = self.run, self.records
         if not records.end_step(step, metrics, samples):
             return None
+        records.uploads.wait()
         self.before_saving()
         directory = run.files.new_stage()
-        learner.save(directory)
+        retried(
+            lambda: learner.save(directory),
+            f"writing the checkpoint of step {step}",
+            tell=run.tell.message,
+        )
         position = {}
         if rollouts is not None:
             rollouts.save(directory, run.workers)
@@ -144,22 +205,36 @@ class Checkpoints:
         if run.workers.rank == 0:
             of_run = {
                 "step": step,
+                "workers": run.workers.count,
                 "metrics": records.initial | metrics,
                 "wall_s": records.wall_s,
                 "best": records.best and records.best.state_dict(),
                 "watched": records.watched and records.watched.state_dict(),
             }
             (directory / STATE).write_text(json.dumps(of_run | position | dict(state)))
-            (directory / "README.txt").write_text(
+            (directory / _README).write_text(
                 "The training state of a run, for resuming and from_checkpoint. It is no model:\n"
                 f"the trained model is a Hugging Face folder in {run.files.location}\n"
                 "(policy/ or reward_model/; best/ has that of the best step).\n"
             )
+        self._write_manifest(directory)
         for name, write in self.models.items():
             self._replace_folder(run.files.folder / name, write, self.model_workers)
         if records.best is not None and records.best.best_step == step:
             self._link_best()
         return Checkpoint.from_directory(str(directory))
+
+    def _write_manifest(self, directory: Path) -> None:
+        """Write the digests of all files, each by the worker that wrote it. All call it."""
+        workers = self.run.workers
+        # Names end with the rank of the worker that wrote them; all others are rank 0's.
+        own = {path.name for path in directory.glob(f"*_{workers.rank}.*")}
+        if workers.rank == 0:
+            own |= {STATE, _README}
+        shares = workers.gather(digests(directory, own))
+        if workers.rank == 0:
+            files = {name: each for share in shares for name, each in share.items()}
+            (directory / MANIFEST).write_text(json.dumps(files, indent=1))
 
     def _restore_records(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         run, records = self.run, self.records
@@ -204,3 +279,7 @@ class Checkpoints:
                 final.rename(old)
             new.rename(final)
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"

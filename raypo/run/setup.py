@@ -63,6 +63,8 @@ class Runtime:
     """Removes the workers' placement group once the monitor is dead. None if Ray does it."""
     shared: Shared | None = None
     """Deployments that the trials of a sweep share."""
+    is_trial: bool = False
+    """True for a trial of a sweep: Tune decides after each report whether it goes on."""
     resume_from: str | None = None
     """Checkpoint of another trial (population-based training), used until the run has its own."""
 

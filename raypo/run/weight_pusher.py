@@ -6,29 +6,33 @@ Concurrency. The main thread of every worker pushes. If requests stay in flight 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, cast
+
+from torch import Tensor
 
 from raypo.cluster.actors import survivors
 from raypo.config import OnlineConfig
 from raypo.learner.roles import Roles
 from raypo.rollout.async_rollouts import AsyncRollouts
-from raypo.rollout.collect import Sampler
-from raypo.rollout.dispatch import PushAgain
+from raypo.rollout.collect import PushAgain, Sampler
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import OffloadingLearner, Phase, Phases
 from raypo.run.run import Run
 from raypo.run.service_gauges import ServiceGauges
 from raypo.run.services import Services
-from raypo.weight_sync.probe import Probe
-from raypo.weight_sync.push import PushedLearner, open_transport, push_adapter, push_weights
+from raypo.weight_sync.probe import Probe, ProbedLearner, try_probe
+from raypo.weight_sync.push import AdaptedLearner, open_transport, push_adapter
 
 
-class OnlineLearner(PushedLearner, OffloadingLearner, Protocol):
-    """Methods of a learner that a push calls."""
+class OnlineLearner(ProbedLearner, OffloadingLearner, Protocol):
+    """Methods of a learner that a push calls. If it pushes adapters, also `AdaptedLearner`."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights by their checkpoint names; all workers iterate together."""
+        ...
 
 
 class WeightPusher:
@@ -53,40 +57,35 @@ class WeightPusher:
         self._last_push: Callable[[], object] = lambda: None
         in_flight = rollout.in_flight if rollout.has_requests_in_flight else None
         self._pushes = Pushes() if in_flight else None
-        joins = in_flight is not None or services.joins
-        common: dict[str, Any] = {
-            "transport": open_transport(
-                rollout.engine,
-                colocated=config.placement.group_of("engine") == "colocated",
-                share_gpus=config.engines_share_gpus,
-                kept=config.pushes_adapter,
-                in_flight=in_flight,
-            ),
-            "probe": Probe.of(
-                inputs.prompts, config, temperature=config.trained_temperature, joins=joins
-            ),
-            "workers": roles.own,
-            "on_arrival": self._go_on,
-        }
-        self._push: Callable[..., dict[str, float]] = partial(push_weights, **common)
-        if config.pushes_adapter:
-            self._push = partial(
-                push_adapter, name=run.name, engines_have_base=services.in_pool, **common
-            )
+        self._joins = in_flight is not None or services.joins
+        """True if requests join running batches, instead of being their own batch."""
+        self._transport = open_transport(
+            rollout.engine,
+            colocated=config.placement.group_of("engine") == "colocated",
+            share_gpus=config.engines_share_gpus,
+            kept=config.pushes_adapter,
+            in_flight=in_flight,
+        )
+        self._probe = Probe.of(
+            inputs.prompts,
+            config,
+            temperature=config.trained_temperature,
+            adapter=run.name if config.pushes_adapter else None,
+            joins=self._joins,
+        )
 
     def sampler(self) -> Sampler:
         """Return a sampler of the engines, which repeats the last push if all engines are lost."""
         inputs, services = self._inputs, self._services
-        joins = self._pushes is not None or services.joins
         engines = services.engine
         # Ahead of the update the learner's weights belong to no version, so no push is repeated.
         is_ahead = self._run.config.rollout.mode != "sync"
         return Sampler(
-            EnginesInFlight(engines, self._pushes or Pushes()) if joins else engines,
+            EnginesInFlight(engines, self._pushes or Pushes()) if self._joins else engines,
             inputs.tokenizer,
             inputs.sampling,
             None if is_ahead else PushAgain(lambda: self._last_push(), self._run.workers),
-            shares_engines=services.shared_engine and not joins,
+            shares_engines=services.shared_engine and not self._joins,
         )
 
     def push_first(self, learner: OnlineLearner, *, version: int) -> None:
@@ -118,10 +117,24 @@ class WeightPusher:
         metrics = ahead.settle() if ahead else {}
         metrics |= self._gauges.load()
         with self._pushes.push() if self._pushes else nullcontext():
+            if roles.trains_policy and self._run.config.pushes_adapter:
+                push_adapter(
+                    cast(AdaptedLearner, learner),
+                    engine,
+                    name=self._run.name,
+                    version=version,
+                    transport=self._transport,
+                    engines_have_base=self._services.in_pool,
+                    workers=roles.own,
+                )
+            elif roles.trains_policy:
+                weights = learner.named_weights
+                self._transport.push(weights, engine, version=version, workers=roles.own)
+            self._phases.enter(Phase.PROBE)  # wakes the engines
+            if self._pushes and self._run.workers.rank == 0:
+                survivors(engine.resume())
             if roles.trains_policy:
-                metrics |= self._push(learner, engine, version=version)
-            else:
-                self._go_on()
+                metrics |= try_probe(learner, engine, self._probe, version, roles.own)
             if roles.are_apart:  # critic workers took no part in the push
                 engine.require(*self._run.workers.broadcast(engine.required))
             self._phases.enter(Phase.GENERATE)
@@ -129,9 +142,3 @@ class WeightPusher:
         if ahead:
             ahead.arrived(version)
         return metrics
-
-    def _go_on(self) -> None:
-        """Wake the engines for the probe, and resume requests in flight, once weights arrived."""
-        self._phases.enter(Phase.PROBE)
-        if self._pushes and self._run.workers.rank == 0:
-            survivors(self._services.engine.resume())

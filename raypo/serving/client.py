@@ -1,22 +1,22 @@
 """Clients of engines, reference models and reward models.
 
-`Engines` is the interface that sampling, weight sync and evaluation are written against.
-`EngineClient` implements it with a deployment of vLLM engines; `raypo eval` and tests implement it
-in their own process.
+`EngineClient` calls vLLM engines: replicas of a deployment, or one in this process for `raypo eval`
+(`local_handle`). What samples is written against `Engines`, which `EnginesInFlight` satisfies too.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from raypo.cluster.actors import survivors
 from raypo.config import InFlight
 from raypo.deployment.handle import DeploymentHandle
+from raypo.deployment.spec import SharedCall
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import (
     FrozenModel,
@@ -37,11 +37,23 @@ Completions = Future[list[Completion]]
 """Future of one completion for each request, in the order given."""
 
 
-class Engines:
-    """Interface of a set of engines. A test double overrides only the methods that it needs."""
+class Engines(Protocol):
+    """The engines of one worker, as everything that samples calls them."""
+
+    @property
+    def preferred(self) -> tuple[int, ...]:
+        """Indices of this worker's engines."""
+        ...
+
+    def per_engine(self) -> Sequence[Engines]:
+        """Return a client for each of this worker's engines; itself if there is one."""
+        ...
 
     def generate(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+        self,
+        requests: Sequence[SamplingRequest],
+        on_completion: OnCompletion | None = None,
+        shared: SharedCall | None = None,
     ) -> Completions:
         """Sample a batch that shares its steps with no other request (`Engine.generate`).
 
@@ -49,77 +61,20 @@ class Engines:
             requests: The batch.
             on_completion: Callback `(index, completion)` for completions that are ready before the
                 others. Called from any thread, possibly twice for one index.
+            shared: Set if several workers send the same batch. The engine samples it once, and each
+                worker gets its part.
         """
-        raise NotImplementedError
+        ...
 
     def submit(
         self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
     ) -> Completions:
-        """Sample requests that join the running batch at any step; otherwise as `generate`."""
-        raise NotImplementedError
-
-    async def sample(self, request: SamplingRequest) -> Completion:
-        """Sample one request, which joins the running batch; no thread blocks."""
-        (completion,) = await asyncio.wrap_future(self.submit([request]))
-        return completion
-
-    def per_engine(self) -> Sequence[Engines]:
-        """Return a client for each of this worker's engines; itself if there is one."""
-        raise NotImplementedError
-
-    @property
-    def preferred(self) -> tuple[int, ...]:
-        """Indices of this worker's engines."""
-        raise NotImplementedError
-
-    def sharing_call(self, id: str, part: Sequence[int]) -> Engines:
-        """Return a client for one batch that several workers send under the same id.
-
-        The engine samples the batch once. Each worker gets its part, given as indices.
-        """
-        raise NotImplementedError
-
-    def require(self, *pushes: WeightSnapshot) -> None:
-        """Set the pushes that an engine loads before each request, if it lacks them."""
-        raise NotImplementedError
-
-    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> Sequence[Completions]:
-        """Sample the same batch on every engine, as `generate`; a lost engine is not retried."""
-        raise NotImplementedError
-
-    def submit_on_all(self, requests: Sequence[SamplingRequest]) -> Sequence[Completions]:
-        """Sample the same requests on every engine, as `submit`; a lost engine is not retried."""
-        raise NotImplementedError
-
-    def up(self) -> Engines:
-        """Return the engines that are up now, for a push. Wait for one if none is."""
-        raise NotImplementedError
-
-    def begin_push(self, start: PushStart) -> Sequence[Future[Ready]]:
-        """Begin a weight push on every engine (`Engine.begin_push`)."""
-        raise NotImplementedError
-
-    def join_group(self, rendezvous: Rendezvous) -> Sequence[Future[None]]:
-        """Join a broadcast group (`Engine.join_group`)."""
-        raise NotImplementedError
-
-    def load_bucket(self, bucket: OfferedBucket) -> Sequence[Future[None]]:
-        """Load the tensors of a bucket (`Engine.load_bucket`)."""
-        raise NotImplementedError
-
-    def finish_push(self, manifest: Manifest) -> Sequence[Future[Manifest]]:
-        """Serve the new weights; the values are the manifests of the tensors that arrived."""
-        raise NotImplementedError
-
-    def hold(
-        self, *pushes: WeightSnapshot, in_flight: InFlight | None = None
-    ) -> Sequence[Future[None]]:
-        """Load those of these pushes that an engine lacks (`Engine.hold`)."""
-        raise NotImplementedError
+        """Sample requests that join the running batch at any step (`Engine.submit`)."""
+        ...
 
 
 @dataclass(frozen=True)
-class EngineClient(Engines):
+class EngineClient:
     """Client of a deployment of engines; any number of threads and processes may use it.
 
     `generate` and `submit` go to one engine and are repeated if it is lost. All others go to every
@@ -128,43 +83,46 @@ class EngineClient(Engines):
 
     handle: DeploymentHandle
 
-    def generate(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Completions:
-        """Sample a batch that shares its steps with no other request (`Engine.generate`)."""
-        return self.handle.reporting(on_completion).call(Engine.begin_generate, requests)
-
-    def submit(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Completions:
-        """Sample requests that join the running batch at any step (`Engine.submit`)."""
-        return self.handle.reporting(on_completion).call(Engine.submit, requests)
-
-    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> list[Completions]:
-        """Sample the same batch on every engine, as `generate`."""
-        return self.handle.call_all(Engine.begin_generate, requests)
-
-    def submit_on_all(self, requests: Sequence[SamplingRequest]) -> list[Completions]:
-        """Sample the same requests on every engine, as `submit`."""
-        return self.handle.call_all(Engine.submit, requests)
-
-    def per_engine(self) -> list[EngineClient]:
-        """Return a client for each of this worker's engines; itself if there is one."""
-        return [EngineClient(each) for each in self.handle.per_replica()]
-
     @property
     def preferred(self) -> tuple[int, ...]:
         """Indices of this worker's engines."""
         return self.handle.preferred
 
-    @property
-    def names(self) -> list[str]:
-        """Name of each engine, in the order of the values."""
-        return self.handle.names
+    def per_engine(self) -> list[EngineClient]:
+        """Return a client for each of this worker's engines; itself if there is one."""
+        return [EngineClient(each) for each in self.handle.per_replica()]
 
-    def sharing_call(self, id: str, part: Sequence[int]) -> EngineClient:
-        """Return a client for one batch that several workers send under the same id."""
-        return EngineClient(self.handle.sharing_call(id, part))
+    def generate(
+        self,
+        requests: Sequence[SamplingRequest],
+        on_completion: OnCompletion | None = None,
+        shared: SharedCall | None = None,
+    ) -> Completions:
+        """Sample a batch that shares its steps with no other request (`Engines.generate`)."""
+        handle = self.handle.options(on_entry=on_completion, shared=shared)
+        return handle.call(Engine.submit, requests, alone=True)
+
+    def submit(
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
+    ) -> Completions:
+        """Sample requests that join the running batch at any step (`Engine.submit`)."""
+        return self.handle.options(on_entry=on_completion).call(Engine.submit, requests)
+
+    def sample_on_all(
+        self, requests: Sequence[SamplingRequest], *, joins: bool
+    ) -> list[list[Completion]]:
+        """Sample the same requests on every engine that is up, or on one if none is.
+
+        Args:
+            requests: The requests.
+            joins: Whether they join running batches (`submit`), instead of being their own batch.
+
+        Returns:
+            The completions of each engine. One that was just lost is left out; it loads the
+            required pushes before its next request.
+        """
+        answers = survivors(self.handle.call_all(Engine.submit, requests, alone=not joins))
+        return answers or [self.handle.call(Engine.submit, requests, alone=not joins).result()]
 
     def require(self, *pushes: WeightSnapshot) -> None:
         """Set the pushes that an engine loads before each request, if it lacks them."""
@@ -174,6 +132,11 @@ class EngineClient(Engines):
     def required(self) -> tuple[WeightSnapshot, ...]:
         """The pushes that `require` was last called with."""
         return self.handle.required
+
+    @property
+    def names(self) -> list[str]:
+        """Name of each engine, in the order of the values of calls to all."""
+        return self.handle.names
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every engine has started (`DeploymentHandle.wait`)."""

@@ -5,7 +5,7 @@ a replica (`raypo.deployment.replica`), `replica` for requests and `replica-cont
 
 - `raypo-vllm` (`VllmLoop`) steps vLLM. Methods decorated with `_between_steps` run in it: the
   caller waits until the current step, and any exclusive batch, has ended.
-- `generate`, `begin_generate` and `submit` validate requests in the caller's thread and queue them.
+- `generate` and `submit` validate requests in the caller's thread and queue them.
   `generate` waits for the completions; `submit` waits only while the queue is full.
 - `check_health`, `load`, `stalled_s` and `weight_version` read state without waiting.
 - `raypo-gauges` exports the load to Ray's metrics.
@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -29,10 +30,9 @@ from raypo.cluster.actors import ReplicaLost
 from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.config import EngineSection, InFlight, LoraSection
 from raypo.config.paths import short_name
+from raypo.deployment.gauges import export_gauges
 from raypo.serving.adapters import Adapters, lora_arguments
-from raypo.serving.gauges import tell_load
 from raypo.serving.model_tensors import ModelTensors
-from raypo.serving.request_state import RequestState
 from raypo.serving.requests import (
     Completion,
     Load,
@@ -75,11 +75,6 @@ def _refuse_a_second() -> None:
             f"this process has {other!r} already, and vLLM allows one at a time. "
             "Start the second in an actor of its own, or shut the first down."
         )
-
-
-def _engine_seed() -> int:
-    """Return a random seed: with a shared one, all engines of a run would sample the same."""
-    return int.from_bytes(os.urandom(4)) >> 1
 
 
 def _between_steps(
@@ -130,7 +125,7 @@ class Engine:
             dtype: float32 or bfloat16.
             max_model_len: Most tokens of prompt and response together.
             seed: vLLM's seed, used for dummy weights; each request brings its own. If
-                `section.seeds` is `engine`, `_engine_seed` replaces it.
+                `section.seeds` is `engine`, a random one replaces it.
             num_threads: CPU threads for tensor operations. None keeps the current number.
             device: None means cuda if available.
             lora: Shape of the adapters that `load_adapter` accepts. None disables adapters.
@@ -165,7 +160,8 @@ class Engine:
             section,
             dtype=dtype,
             max_model_len=max_model_len,
-            seed=_engine_seed() if section.seeds == "engine" else seed,
+            # With a shared random seed all engines of a run would sample the same.
+            seed=int.from_bytes(os.urandom(4)) >> 1 if section.seeds == "engine" else seed,
             device=device,
             reads_text=reads_text,
             probes=probes,
@@ -187,7 +183,7 @@ class Engine:
             )
         self._stop = weakref.finalize(self, self._loop.close)
         loop, ended = self._loop, threading.Event()
-        tell_load(lambda: loop.load, ended)
+        export_gauges("engine", lambda: asdict(loop.load), ended)
         self._no_more_gauges = weakref.finalize(self, ended.set)
         self._loop.adapters = self._adapters
         self._llm = self._loop.llm
@@ -255,7 +251,7 @@ class Engine:
             ValueError: a request is invalid. Nothing was sampled; the engine stays usable.
             RuntimeError: the engine has no complete weight version, is asleep, or is broken.
         """
-        answers = self.begin_generate(requests)
+        answers = self.submit(requests, alone=True)
         try:
             return [each.result() for each in answers]
         except BaseException:  # one failed or the caller was interrupted: free the engine
@@ -263,11 +259,9 @@ class Engine:
                 each.cancel()
             raise
 
-    def begin_generate(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
-        """Start `generate` and return a future for each completion."""
-        return [each.answer for each in self._ask(requests, alone=True)]
-
-    def submit(self, requests: Sequence[SamplingRequest]) -> list[Future[Completion]]:
+    def submit(
+        self, requests: Sequence[SamplingRequest], *, alone: bool = False
+    ) -> list[Future[Completion]]:
         """Queue requests that join the running batch one by one, as soon as there is room.
 
         Blocks while `rollout.engine.max_waiting` requests are queued. Cancelling a future aborts
@@ -275,13 +269,30 @@ class Engine:
         cancelled, timeout or paused. Callbacks of the futures delay sampling and must not submit
         requests.
 
+        Args:
+            requests: The requests.
+            alone: Whether they form an exclusive batch, as in `generate`. It waits for no room.
+
         Returns:
             A future for each completion, in the order given.
 
         Raises:
             ValueError, RuntimeError: as `generate`.
         """
-        return [each.answer for each in self._ask(requests, alone=False)]
+        self._require_unbroken()
+        refusal = self._serving.refusal()
+        if refusal is not None and self._serving.paused is None:
+            raise RuntimeError(refusal)
+        for request in requests:
+            validate_request(
+                request,
+                vocabulary_size=self._vocabulary_size,
+                max_model_len=self._max_model_len,
+                reads_text=self._reads_text,
+            )
+            if request.adapter is not None:
+                self._require_adapters().request(request.adapter)
+        return [*self._loop.submit(requests, alone=alone)] if requests else []
 
     def cancel_other_attempts(self, run: str, attempt: str) -> int:
         """Cancel requests of a run's other attempts, whose callers are dead, now and in future.
@@ -343,7 +354,7 @@ class Engine:
             self._paused_by = start.id
         self._was_pushed_to, self._arriving, self._arrived = True, start, []
         self._let_go(f"the push of version {start.version} failed half-way")
-        return Ready.merged(self._ask_workers("raypo_begin_push"))
+        return Ready.merged(self._processes.ask("raypo_begin_push"))
 
     @_between_steps
     def load_bucket(self, bucket: AnyBucket) -> None:
@@ -358,7 +369,7 @@ class Engine:
         if isinstance(bucket, StoredBucket):
             bucket = bucket.fetch()
         second_names = sorted(self._tensors.optional)
-        shares = self._ask_workers("raypo_load_bucket", bucket, second_names)
+        shares = self._processes.ask("raypo_load_bucket", bucket, second_names)
         if any(share != shares[0] for share in shares):
             raise WeightError("the engine's workers did not receive the same tensors.")
         self._arrived += shares[0]
@@ -393,7 +404,7 @@ class Engine:
             raise WeightError(
                 f"what arrived is not what version {manifest.version} announced: {summary(lines)}."
             )
-        self._ask_workers("raypo_finish_push")
+        self._processes.ask("raypo_finish_push")
         if self._adapters:
             # In a pause the adapters are pushed again before it ends, so requests can be requeued.
             in_pause = self._serving.paused is not None
@@ -429,7 +440,7 @@ class Engine:
         Raises:
             WeightError: not all members joined in time.
         """
-        self._ask_workers("raypo_join_group", rendezvous)
+        self._processes.ask("raypo_join_group", rendezvous)
 
     @_between_steps
     def sleep(self, *, before_push: bool = False) -> None:
@@ -584,16 +595,6 @@ class Engine:
         self._llm.llm_engine.engine_core.shutdown()
         _remember(None)
 
-    def _ask_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method on every vLLM worker; any failure becomes a `WeightError`."""
-        try:
-            return self._processes.ask(method, *arguments)
-        except WeightError:
-            raise
-        except Exception as error:
-            version = self._arriving and self._arriving.version
-            raise WeightError(f"version {version} could not be loaded: {error}") from error
-
     def _require_a_push(self) -> PushStart:
         self._require_unbroken()
         if self._arriving is None:
@@ -606,23 +607,6 @@ class Engine:
                 "this engine has no room for adapters. Start it with lora and max_adapters."
             )
         return self._adapters
-
-    def _ask(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[RequestState]:
-        """Validate requests and queue them for the vLLM thread."""
-        self._require_unbroken()
-        refusal = self._serving.refusal()
-        if refusal is not None and self._serving.paused is None:
-            raise RuntimeError(refusal)
-        for request in requests:
-            validate_request(
-                request,
-                vocabulary_size=self._vocabulary_size,
-                max_model_len=self._max_model_len,
-                reads_text=self._reads_text,
-            )
-            if request.adapter is not None:
-                self._require_adapters().request(request.adapter)
-        return self._loop.submit(requests, alone=alone) if requests else []
 
     def _require_unbroken(self) -> None:
         reason = self._serving.broken or self._processes.why_broken()

@@ -1,4 +1,4 @@
-"""Access to vLLM's internals, except those of its workers (`worker_extension.py`).
+"""Access to vLLM's internals, except those of its workers (`vllm_processes.py`).
 
 All names here are outside vLLM's stable API. A test looks each of them up in the installed sources,
 so that a version without one is noticed.

@@ -73,19 +73,12 @@ def run_openai_server(
         RuntimeError: vLLM is missing, or its version is not supported.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and section.kv_cache_gb is None:
-        section = section.model_copy(update={"kv_cache_gb": CPU_CACHE_GB})
-    arguments: dict[str, Any] = engine_arguments(
-        model, section, dtype=dtype, max_model_len=max_model_len or -1, seed=0, device=device
-    )
-    for each in _OF_TRAINING:
-        arguments.pop(each, None)
-    arguments |= {
+    arguments = server_arguments(
+        model, section, dtype=dtype, max_model_len=max_model_len, device=device
+    ) | {
         "served_model_name": name,
         "host": host,
         "port": port,
-        "enable_auto_tool_choice": True,
-        "tool_call_parser": tool_parser(model),
         "disable_uvicorn_access_log": True,
     }
     if os.environ.get(KEY_VARIABLE):
@@ -97,6 +90,28 @@ def run_openai_server(
     daemon_future(lambda: _tell_when_ready(address(host, port), ready), name="raypo-ready")
     sys.argv = [_SERVER, *flags(arguments), *further]
     run_module(_SERVER, run_name="__main__", alter_sys=True)
+
+
+def server_arguments(
+    model: str, section: EngineSection, *, dtype: str, max_model_len: int | None, device: str
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's server that do not depend on where it listens.
+
+    Args:
+        model: Folder or hub id of a causal language model.
+        section: Engine settings.
+        dtype: float32 or bfloat16.
+        max_model_len: See `run_openai_server`.
+        device: cpu or cuda.
+    """
+    if device == "cpu" and section.kv_cache_gb is None:
+        section = section.model_copy(update={"kv_cache_gb": CPU_CACHE_GB})
+    arguments: dict[str, Any] = engine_arguments(
+        model, section, dtype=dtype, max_model_len=max_model_len or -1, seed=0, device=device
+    )
+    for each in _OF_TRAINING:
+        arguments.pop(each, None)
+    return arguments | {"enable_auto_tool_choice": True, "tool_call_parser": tool_parser(model)}
 
 
 def _tell_when_ready(url: str, ready: Callable[[str], None]) -> None:

@@ -1,20 +1,48 @@
-"""Requests inside an engine, from arrival to answer, with their futures."""
+"""State of a request inside an engine, from its arrival to its answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from raypo.serving.requests import Completion, SamplingRequest
 
 
-class CompletionFuture(Future[Completion]):
-    """Future of a completion. `cancel` aborts the request in the engine."""
+class RequestState(Future[Completion]):
+    """A request and the future of its completion. `cancel` aborts the request in the engine."""
 
-    def __init__(self, give_back: Callable[[CompletionFuture], None]) -> None:
+    def __init__(
+        self,
+        request: SamplingRequest,
+        deadline: float,
+        alone: bool,
+        give_back: Callable[[RequestState], None],
+    ) -> None:
+        """Begin with a request that has not arrived yet.
+
+        Args:
+            request: The request.
+            deadline: Time on the clock of `time.monotonic`. inf means no timeout.
+            alone: Whether it belongs to an exclusive batch.
+            give_back: Aborts the request, in any thread, without blocking.
+        """
         super().__init__()
+        self.request, self.deadline, self.alone = request, deadline, alone
+        self.number = 0
+        """Order of arrival."""
+        self.has_place = False
+        """True while it holds a slot of the queue's semaphore."""
+        self.waits = False
+        """True while it is queued."""
+        self.name: str | None = None
+        """vLLM's internal request id. None if vLLM does not hold it."""
+        self.versions: list[tuple[int, int]] = []
+        """(index of the first token, weight version), one pair for each version it ran under."""
+        self.scheduled: Any = None
+        """The scheduler's request object. Its `num_preemptions` stays readable after the end."""
+        self.num_preemptions = 0
+        """Preemptions that are already added to the engine's count."""
         self._give_back = give_back
         # A running future ignores `Future.cancel`: the loop answers it with its tokens so far.
         self.set_running_or_notify_cancel()
@@ -27,35 +55,3 @@ class CompletionFuture(Future[Completion]):
         """
         self._give_back(self)
         return super().cancel()
-
-
-@dataclass(eq=False)
-class RequestState:
-    """State of one request from its arrival to its answer."""
-
-    request: SamplingRequest
-    answer: CompletionFuture
-    deadline: float
-    """Time on the clock of `time.monotonic`. inf means no timeout."""
-    number: int = 0
-    """Order of arrival."""
-    has_place: bool = False
-    """True while it holds a slot of the queue's semaphore."""
-    waits: bool = False
-    """True while it is queued."""
-    name: str | None = None
-    """vLLM's internal request id. None if vLLM does not hold it."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """(index of the first token, weight version), one pair for each version it ran under."""
-    scheduled: Any = None
-    """The scheduler's request object. Its `num_preemptions` stays readable after the end."""
-    num_preemptions: int = 0
-    """Preemptions that are already added to the engine's count."""
-
-
-@dataclass(eq=False)
-class Batch:
-    """Requests that enter vLLM together: a single one, or an exclusive batch."""
-
-    asked: list[RequestState]
-    alone: bool

@@ -39,7 +39,7 @@ from raypo.config import InFlight
 from raypo.serving.adapters import Adapters
 from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.progress import Meter, Progress
-from raypo.serving.request_state import Batch, CompletionFuture, RequestState
+from raypo.serving.request_state import RequestState
 from raypo.serving.requests import Load, SamplingRequest, Stretch
 from raypo.serving.vllm_requests import completion_of, sampling_params
 
@@ -114,8 +114,8 @@ class VllmLoop:
         # Queue slots: acquired by callers in `submit`, released by the loop's thread.
         self._places = threading.Semaphore(max_waiting)
         # Used only by the loop's thread.
-        self._queue: list[tuple[int, int, Batch]] = []
-        """Heap of (priority, order of arrival, requests)."""
+        self._queue: list[tuple[int, int, list[RequestState]]] = []
+        """Heap of (priority, order of arrival, requests that enter vLLM together)."""
         self._num_queued = 0
         self._deadlines: list[tuple[float, int, RequestState]] = []
         """Heap of (deadline, order of arrival, request)."""
@@ -142,16 +142,25 @@ class VllmLoop:
         self.llm = self._inside.llm
         self._most_running, self._probes = self._inside.most_running - probes, probes
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread, between two steps and after any exclusive batch.
+    def call(self, function: Callable[[], T], *, is_urgent: bool = False) -> T:
+        """Run a function in the thread, between two steps. Blocks until it has run.
 
-        Blocks until it has run. In the thread itself it runs at once.
+        In the thread itself it runs at once.
+
+        Args:
+            function: The function.
+            is_urgent: Whether it also runs while an exclusive batch is sampled, instead of after.
 
         Raises:
             RuntimeError: the engine was shut down.
             Exception: whatever the function raises.
         """
-        return self._answered(function, self._calls)
+        if threading.current_thread() is self._thread:
+            return function()  # waiting for itself would be a deadlock
+        answer: Future[T] = Future()
+        where = self._news if is_urgent else self._calls
+        self._hand_in(where, partial(settle, answer, function))
+        return answer.result()
 
     def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[RequestState]:
         """Queue requests. Blocks while the queue is full.
@@ -165,7 +174,7 @@ class VllmLoop:
                 and no request joins them.
 
         Returns:
-            One entry for each request; its `answer` is the future.
+            One entry for each request, which is the future of its completion.
 
         Raises:
             RuntimeError: the engine was shut down.
@@ -173,33 +182,31 @@ class VllmLoop:
         assert threading.current_thread() is not self._thread, "what wakes it cannot wait for it"
         now = time.monotonic()
         asked = [
-            RequestState(
-                each, CompletionFuture(self._take_back), now + (each.timeout_s or math.inf)
-            )
+            RequestState(each, now + (each.timeout_s or math.inf), alone, self._take_back)
             for each in requests
         ]
         if alone:
-            self._hand_in(self._news, partial(self._arrive, Batch([*asked], alone=True)))
+            self._hand_in(self._news, partial(self._arrive, [*asked]))
             return asked
         for each in asked:
             left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
             needs_place = each.request.priority >= 0
             if needs_place and not self._places.acquire(timeout=left):
-                each.answer.set_result(completion_of((), None, "timeout"))
+                each.set_result(completion_of((), None, "timeout"))
                 continue
             each.has_place = needs_place
             try:
-                self._hand_in(self._news, partial(self._arrive, Batch([each], alone=False)))
+                self._hand_in(self._news, partial(self._arrive, [each]))
             except RuntimeError:
                 if needs_place:
                     self._places.release()  # wakes the next blocked caller, which fails as well
                 raise
         return asked
 
-    def _take_back(self, answer: CompletionFuture) -> None:
+    def _take_back(self, request: RequestState) -> None:
         """Cancel a request before the next step. Does not block."""
         with suppress(RuntimeError):  # after shutdown every request has failed already
-            give_back = partial(self.give_back, lambda each: each.answer is answer, "cancelled")
+            give_back = partial(self.give_back, lambda each: each is request, "cancelled")
             self._hand_in(self._news, give_back)
 
     def cancel_other_attempts(self, run: str, attempt: str) -> int:
@@ -213,11 +220,11 @@ class VllmLoop:
             self._attempts[run] = attempt
             return self.give_back(self._is_orphan, "cancelled")
 
-        return self._answered(begin, self._news)
+        return self.call(begin, is_urgent=True)
 
     def stretch(self) -> Stretch:
         """Return means and peaks of the load since the last call of this method."""
-        return self._answered(self._meter.take, self._news)
+        return self.call(self._meter.take, is_urgent=True)
 
     def _is_orphan(self, each: RequestState) -> bool:
         run, _, attempt = each.request.id.rpartition("/")
@@ -239,14 +246,6 @@ class VllmLoop:
             self._door.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(LEAVE_S)
-
-    def _answered(self, function: Callable[[], T], where: list[Callable[[], object]]) -> T:
-        """Append a function to one of the lists, and return its result."""
-        if threading.current_thread() is self._thread:
-            return function()  # waiting for itself would be a deadlock
-        answer: Future[T] = Future()
-        self._hand_in(where, partial(settle, answer, function))
-        return answer.result()
 
     def _hand_in(self, where: list[Callable[[], object]], what: Callable[[], object]) -> None:
         with self._door:
@@ -278,9 +277,9 @@ class VllmLoop:
         Returns:
             How many were aborted.
         """
-        waiting = (each for _, _, batch in self._queue for each in batch.asked)
-        meant = [each for each in (*waiting, *self._running.values()) if not each.answer.done()]
-        meant = [each for each in meant if are_meant(each)]
+        waiting = (each for _, _, batch in self._queue for each in batch)
+        everyone = (*waiting, *self._running.values())
+        meant = [each for each in everyone if not each.done() and are_meant(each)]
         for each in meant:
             self._give_back(each, reason)
         return len(meant)
@@ -308,7 +307,7 @@ class VllmLoop:
             if adapters is not None and each.request.adapter not in adapters:
                 continue
             self._withdraw(each)
-            self._line_up(Batch([each], alone=False))
+            self._line_up([each])
 
     def forget_keys(self) -> bool:
         """Invalidate the KV cache of replaced weights.
@@ -357,8 +356,11 @@ class VllmLoop:
 
     def _turn(self) -> bool:
         """Run the queued functions, then one step if any request runs; return False at the end."""
+        begin = time.monotonic()
         with self._door:
-            self._wait()
+            self._door.wait_for(self._is_needed, self._seconds_left())
+            if not self._running and not self._num_queued:
+                self._meter.note_idle(time.monotonic() - begin)
             is_last = self._is_closing
             todo = list(self._news)
             self._news.clear()  # in place: `_hand_in` callers hold a reference to the list
@@ -370,7 +372,8 @@ class VllmLoop:
                 for function in todo:
                     function()
                     self.progress.step()
-                self._give_back_late()
+                while self._seconds_left() == 0.0:
+                    self._give_back(heapq.heappop(self._deadlines)[2], "timeout")
                 self._admit()
                 if self._running and self.serving.may_step():
                     self._step()
@@ -383,13 +386,6 @@ class VllmLoop:
             self._fail_all()
         return not is_last
 
-    def _wait(self) -> None:
-        """Wait on `_door` for work or the next deadline, and record the idle time."""
-        begin = time.monotonic()
-        self._door.wait_for(self._is_needed, self._seconds_left())
-        if not self._running and not self._num_queued:
-            self._meter.note_idle(time.monotonic() - begin)
-
     def _is_needed(self) -> bool:
         has_requests = bool(self._running or self._queue)
         can_go_on = self.serving.may_step() or self.serving.broken is not None
@@ -398,64 +394,58 @@ class VllmLoop:
 
     def _seconds_left(self) -> float | None:
         """Return the seconds until the next deadline; None if no request has one."""
-        while self._deadlines and self._deadlines[0][2].answer.done():
+        while self._deadlines and self._deadlines[0][2].done():
             heapq.heappop(self._deadlines)
         if not self._deadlines:
             return None
         return max(0.0, self._deadlines[0][0] - time.monotonic())
 
-    def _give_back_late(self) -> None:
-        while self._seconds_left() == 0.0:
-            self._give_back(heapq.heappop(self._deadlines)[2], "timeout")
-
-    def _arrive(self, batch: Batch) -> None:
+    def _arrive(self, batch: list[RequestState]) -> None:
         refusal, is_paused = self.serving.refusal(), self.serving.paused is not None
         if refusal is not None and (self.serving.broken is not None or not is_paused):
-            self._fail(batch.asked, RuntimeError(refusal))
+            self._fail(batch, RuntimeError(refusal))
             return
-        for each in filter(self._is_orphan, batch.asked):  # its caller is dead
+        for each in filter(self._is_orphan, batch):  # its caller is dead
             self._give_back(each, "cancelled")
-        batch.asked = [each for each in batch.asked if not each.answer.done()]
-        if not batch.asked:
-            return
-        for each in batch.asked:
+        batch = [each for each in batch if not each.done()]
+        for each in batch:
             each.number = next(self._numbers)
             if each.deadline < math.inf:
                 heapq.heappush(self._deadlines, (each.deadline, each.number, each))
-        self._line_up(batch)
+        if batch:
+            self._line_up(batch)
 
-    def _line_up(self, batch: Batch) -> None:
-        self._num_queued += len(batch.asked)
-        for each in batch.asked:
+    def _line_up(self, batch: list[RequestState]) -> None:
+        self._num_queued += len(batch)
+        for each in batch:
             each.waits = True
-        priority = min(each.request.priority for each in batch.asked)
-        heapq.heappush(self._queue, (priority, batch.asked[0].number, batch))
+        priority = min(each.request.priority for each in batch)
+        heapq.heappush(self._queue, (priority, batch[0].number, batch))
 
     def _admit(self) -> None:
         """Move requests from the queue into vLLM, within `max_num_seqs` and exclusivity."""
         refusal = self.serving.refusal()
         if refusal is not None and self.serving.paused is None:
             for _, _, batch in self._queue:
-                if batch.alone:  # a push came first. Single requests stay queued until it ends.
-                    self._fail(batch.asked, RuntimeError(refusal))
+                if batch[0].alone:  # a push came first. Single requests stay queued until it ends.
+                    self._fail(batch, RuntimeError(refusal))
         while self._queue and not self._runs_alone and self.serving.may_step():
             priority, _, batch = self._queue[0]
-            batch.asked = [each for each in batch.asked if not each.answer.done()]
-            most = self._most_running + (self._probes if priority < 0 else 0)
-            most = 1 if batch.alone else most
-            if batch.asked and len(self._running) >= most:
-                return
-            if batch.asked:
+            if batch := [each for each in batch if not each.done()]:
+                most = self._most_running + (self._probes if priority < 0 else 0)
+                if len(self._running) >= (1 if batch[0].alone else most):
+                    return
                 self._enter(batch)
             heapq.heappop(self._queue)  # after `_enter`: if that raises, `_fail_all` still finds it
 
-    def _enter(self, batch: Batch) -> None:
-        self._leave_queue(batch.asked)
-        requests = [each.request for each in batch.asked]
+    def _enter(self, batch: list[RequestState]) -> None:
+        self._leave_queue(batch)
+        requests = [each.request for each in batch]
+        held = self.adapters
         try:
-            adapters = [self._adapter(request) for request in requests]
+            adapters = [held.request(r.adapter) if held and r.adapter else None for r in requests]
         except ValueError as error:  # the adapter was dropped while they were queued
-            self._fail(batch.asked, error)
+            self._fail(batch, error)
             return
         names = self._inside.enqueue(
             [request.prompt_ids for request in requests],
@@ -464,11 +454,15 @@ class VllmLoop:
             [request.priority for request in requests],
             [self._salt + request.cache_salt for request in requests],
         )
-        for each, name in zip(batch.asked, names, strict=True):
-            each.name, each.versions = name, [(0, self._version(each.request))]
+        for each, name in zip(batch, names, strict=True):
+            adapter, version = each.request.adapter, self.serving.version
+            if held and adapter and (of_adapter := held.version(adapter)) is not None:
+                version = of_adapter
+            assert version is not None
+            each.name, each.versions = name, [(0, version)]
             each.scheduled, each.num_preemptions = self._inside.scheduled(name), 0
             self._running[self._state(each).external_req_id] = each
-        self._runs_alone = batch.alone
+        self._runs_alone = batch[0].alone
 
     def _step(self) -> bool:
         """Run one forward pass and answer finished requests; return False if vLLM failed."""
@@ -486,15 +480,17 @@ class VllmLoop:
             if output.finished:
                 each, said = self._running[output.request_id], output.outputs[0]
                 self._left(each, output.request_id, len(said.token_ids))
-                self._answer(each, said.token_ids, said.logprobs, said.finish_reason)
+                tokens, reason = said.token_ids, said.finish_reason
+                each.set_result(completion_of(tokens, said.logprobs, reason, each.versions))
         return True
 
     def _give_back(self, each: RequestState, reason: str) -> None:
+        tokens, log_probs = (), None
         if each.name is None:
             self._leave_queue([each])
-            self._answer(each, (), None, reason)
-            return
-        self._answer(each, *self._withdraw(each), reason)
+        else:
+            tokens, log_probs = self._withdraw(each)
+        each.set_result(completion_of(tokens, log_probs, reason, each.versions))
 
     def _withdraw(self, each: RequestState) -> tuple[Sequence[int], Any]:
         """Abort a request in vLLM; return its tokens so far and their `FlatLogprobs`."""
@@ -513,11 +509,6 @@ class VllmLoop:
         self._tokens += num_tokens
         self._runs_alone = self._runs_alone and bool(self._running)
 
-    def _answer(
-        self, each: RequestState, tokens: Sequence[int], log_probs: Any, reason: str
-    ) -> None:
-        each.answer.set_result(completion_of(tokens, log_probs, reason, each.versions))
-
     def _leave_queue(self, asked: Iterable[RequestState]) -> None:
         for each in asked:
             self._num_queued -= each.waits
@@ -528,9 +519,9 @@ class VllmLoop:
 
     def _fail(self, asked: Iterable[RequestState], error: Exception) -> None:
         for each in asked:
-            if not each.answer.done():
+            if not each.done():
                 self._leave_queue([each])
-                each.answer.set_exception(error)
+                each.set_exception(error)
 
     def _break(self, error: BaseException) -> None:
         reason = f"vLLM failed while it sampled ({type(error).__name__}: {error})"
@@ -540,7 +531,7 @@ class VllmLoop:
     def _fail_all(self, cause: BaseException | None = None) -> None:
         for each in [
             *self._running.values(),
-            *(e for _, _, batch in self._queue for e in batch.asked),
+            *(each for _, _, batch in self._queue for each in batch),
         ]:
             error = RuntimeError(self.serving.refusal())
             error.__cause__ = cause
@@ -557,19 +548,6 @@ class VllmLoop:
     def _count_preemptions(self, each: RequestState) -> None:
         self._preemptions += each.scheduled.num_preemptions - each.num_preemptions
         each.num_preemptions = each.scheduled.num_preemptions
-
-    def _adapter(self, request: SamplingRequest) -> Any | None:
-        if request.adapter is None or self.adapters is None:
-            return None
-        return self.adapters.request(request.adapter)
-
-    def _version(self, request: SamplingRequest) -> int:
-        """Return the version of the request's adapter, else of the engine's own weights."""
-        of_adapter = None
-        if request.adapter is not None and self.adapters is not None:
-            of_adapter = self.adapters.version(request.adapter)
-        assert self.serving.version is not None
-        return self.serving.version if of_adapter is None else of_adapter
 
     def _look(self) -> None:
         """Update `load`, at most every `LOOK_EVERY_S` while requests run: it visits each one."""

@@ -1,16 +1,35 @@
-"""Calls to vLLM's workers: this process on one device, one worker process for each of several."""
+"""vLLM's workers: how the engine calls them, and the code that runs inside them.
+
+On one device the worker is this process; on several each has a process of its own.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from raypo.metrics.process_memory import peak_memory
+from raypo.weights.buckets import Bucket, unpack
+from raypo.weights.group import Group
+from raypo.weights.manifest import TensorSpec, WeightError, summary
+from raypo.weights.messages import BroadcastBucket, IpcBucket, Ready, Rendezvous, device_uuid
+
+PARENT_S = 1.0
+GREW = "Memory usage increased after sleeping"
+"""Message of an assertion in vLLM's `Worker.sleep`."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -18,7 +37,7 @@ class Answer:
     """Result of one call in one worker: a value or an exception."""
 
     value: Any = None
-    failure: Exception | None = None
+    failure: WeightError | None = None
 
 
 class VllmProcesses:
@@ -45,7 +64,7 @@ class VllmProcesses:
         """Call a method in every worker and return the values.
 
         Raises:
-            Exception: the first worker's failure.
+            WeightError: the first worker's failure.
         """
         with self.vllms_own_call():
             answers: list[Answer] = self._llm.collective_rpc(
@@ -86,6 +105,196 @@ class VllmProcesses:
         memory = {"memory": sum((peak["memory"] for peak in peaks), 0.0)}
         of_gpus = [peak["gpu_memory"] for peak in peaks if "gpu_memory" in peak]
         return memory | ({"gpu_memory": max(of_gpus)} if of_gpus else {})
+
+
+class WorkerExtension:
+    """Mixin of vLLM's worker class, called by method name with plain data.
+
+    All names start with raypo_ to avoid clashes.
+
+    Weights arrive in buckets through vLLM's layerwise reload: begin, load buckets, finish. An
+    aborted push leaves a model whose tensors have the right shapes but mixed versions.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+    sleep: Any
+    device: torch.device
+    raypo_loaded: set[str]
+    """Parameters that vLLM reported as loaded in this push."""
+    raypo_is_loading: bool = False
+    raypo_group: Group | None = None
+
+    def raypo_answer(self, method: str, *arguments: Any) -> Answer:
+        """Call one of this worker's methods and return its value or failure (`VllmProcesses`)."""
+        try:
+            return Answer(getattr(self, method)(*arguments))
+        except WeightError as error:
+            return Answer(failure=error)
+        except Exception as error:  # converted, because it may not be picklable
+            logger.exception("%s failed", method)
+            return Answer(failure=WeightError(f"{method}: {type(error).__name__}: {error}"))
+
+    def raypo_end_with(self, parent: int) -> None:
+        """Start a thread that ends this process when its parent dies.
+
+        vLLM's own monitor does not stop a worker that waits for a large message or for a peer.
+        """
+
+        def watch() -> None:
+            while os.getppid() == parent:
+                time.sleep(PARENT_S)
+            os._exit(1)
+
+        threading.Thread(target=watch, name="raypo-parent", daemon=True).start()
+
+    def raypo_leave_no_shared_memory(self) -> None:
+        """Unlink the shared memory of this process (`leave_no_shared_memory`)."""
+        leave_no_shared_memory()
+
+    def raypo_share_device(self) -> None:
+        """Patch `sleep` to tolerate other processes that allocate memory on the device.
+
+        After it has freed its own memory, vLLM (0.23 to 0.33) asserts that the device has at least
+        as much free memory as before. Another process's allocation would crash the engine.
+        """
+        alone = self.sleep
+
+        def sleep(level: int = 1) -> None:
+            try:
+                alone(level)
+            except AssertionError as error:
+                if GREW not in str(error):
+                    raise
+                logger.warning(
+                    "The engine sleeps, yet its GPU has less free memory than before: another "
+                    "process took some meanwhile. Where the next phase runs out of memory, give "
+                    "each run GPUs of its own, or lower rollout.engine.gpu_memory_fraction."
+                )
+
+        self.sleep = sleep  # vLLM calls its workers' methods by name
+
+    def raypo_peak_memory(self) -> dict[str, float]:
+        """Return the peak memory of this process, in GB."""
+        return peak_memory()
+
+    def raypo_begin_push(self) -> Ready:
+        """Prepare the model for new weights; an unfinished push is ended first."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.raypo_leave_push()
+        with _current_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+        self.raypo_is_loading, self.raypo_loaded = True, set()
+        group = self.raypo_group
+        gpus = (device_uuid(self.device),) if self.device.type == "cuda" else ()
+        return Ready(1, group.rendezvous.epoch if group else None, gpus)
+
+    def raypo_load_bucket(
+        self, bucket: Bucket | IpcBucket | BroadcastBucket, second_names: list[str]
+    ) -> list[TensorSpec]:
+        """Load the tensors of a bucket, with checksums verified.
+
+        Args:
+            bucket: The tensors, or a description of where to receive them.
+            second_names: Second names of tied tensors, skipped if vLLM's model has no such module.
+
+        Returns:
+            Specs of the tensors that arrived.
+
+        Raises:
+            WeightError: bytes are corrupted or missing.
+        """
+        model = self.model_runner.get_model()
+        if isinstance(bucket, IpcBucket):
+            received = bucket.read(device_uuid(self.device), self.device)
+        elif isinstance(bucket, BroadcastBucket):
+            if self.raypo_group is None:
+                raise WeightError("this engine is in no broadcast group. Push the weights again.")
+            received = self.raypo_group.receive(bucket)
+        else:
+            received = bucket
+        modules = {
+            _without_adapter(name) for name, _ in model.named_modules(remove_duplicate=False)
+        }
+        skipped = {name for name in second_names if name.rpartition(".")[0] not in modules}
+        tensors = (each for each in unpack(received, verify=True) if each[0] not in skipped)
+        with _current_config(self.vllm_config):
+            names = model.load_weights(tensors)
+        # A few models do not report names: count all as loaded.
+        self.raypo_loaded.update(_parameter_names(model) if names is None else names)
+        return list(received.specs)
+
+    def raypo_finish_push(self) -> None:
+        """End the push, and check that it replaced every parameter.
+
+        Raises:
+            WeightError: vLLM did not load one of its parameters.
+        """
+        model = self.model_runner.get_model()
+        self.raypo_leave_push()
+        loaded = {_without_adapter(name) for name in self.raypo_loaded}
+        missing = sorted({_without_adapter(n) for n in _parameter_names(model)} - loaded)
+        if missing:
+            raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
+        # vLLM 0.23 lacks this method in both model runners and does not need it: requests for an
+        # adapter are refused until it is pushed again, and that push overwrites it completely.
+        reset = getattr(self.model_runner, "reset_lora_state", None)
+        if reset is not None:
+            reset()
+        _repack_tied_heads(model, self.raypo_loaded)
+
+    def raypo_leave_push(self) -> None:
+        """End vLLM's layerwise reload, also after an aborted push. Idempotent."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self.raypo_is_loading:
+            self.raypo_is_loading = False
+            with _current_config(self.vllm_config):
+                finalize_layerwise_reload(
+                    self.model_runner.get_model(), self.vllm_config.model_config
+                )
+
+    def raypo_join_group(self, rendezvous: Rendezvous) -> None:
+        """Join a broadcast group, after leaving the previous one.
+
+        Raises:
+            WeightError: not all members joined in time.
+        """
+        group, self.raypo_group = self.raypo_group, None
+        if group is not None:
+            group.leave()
+        self.raypo_group = Group.join(rendezvous, device=self.device)
+
+
+def _current_config(vllm_config: Any) -> Any:
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(vllm_config)
+
+
+def _parameter_names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+def _without_adapter(name: str) -> str:
+    """Return a weight's name without the level that vLLM's LoRA wrapper adds."""
+    return name.replace(".base_layer", "")
+
+
+def _repack_tied_heads(model: nn.Module, loaded: set[str]) -> None:
+    """Rebuild vLLM's packed copy of an output head that is tied to the embedding.
+
+    vLLM's CPU build multiplies with a packed copy of each matrix. The reload rebuilds it only for
+    layers that were loaded by name, so a tied head would silently keep the old copy.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    module: Any
+    for name, module in model.named_modules(remove_duplicate=False):
+        is_packed_head = isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear")
+        if is_packed_head and f"{name}.weight" not in loaded:
+            module.quant_method.process_weights_after_loading(module)
 
 
 def leave_no_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:

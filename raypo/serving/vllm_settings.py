@@ -18,7 +18,7 @@ from raypo.serving.vllm_arguments import check_extra
 OLDEST, NEWEST = (0, 23), (0, 32)
 """Oldest and newest supported vLLM, (major, minor)."""
 
-WORKER_EXTENSION = "raypo.serving.worker_extension.WorkerExtension"
+WORKER_EXTENSION = "raypo.serving.vllm_processes.WorkerExtension"
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: one import, and weights by reference

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from json import JSONDecodeError
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
+import xxhash
+
 from raypo.config import ConfigError
-from raypo.ray_internals import CHECKPOINTS
+from raypo.ray_internals import CHECKPOINTS, checkpoint_list
 from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import BEST, RunFiles
 
@@ -29,7 +28,7 @@ def find_checkpoint(place: str) -> str:
             checkpoint.
 
     Raises:
-        ConfigError: there is no checkpoint.
+        ConfigError: there is no checkpoint, or the run's list of them is cut short.
     """
     files = RunFiles.at(place)
     if files.read(STATE) is not None:
@@ -37,7 +36,13 @@ def find_checkpoint(place: str) -> str:
     run, step = files, None
     if files.name == BEST and (best := files.read(BEST_STEP)) is not None:
         run, step = RunFiles.at(parent_and_name(files.location)[0]), json.loads(best)["step"]
-    snapshot = json.loads(run.read(CHECKPOINTS) or b"{}")
+    try:
+        snapshot = json.loads(run.read(CHECKPOINTS) or b"{}")
+    except ValueError:
+        raise ConfigError(
+            f"from_checkpoint ({place}): {CHECKPOINTS} of it is cut short. Name one of its "
+            f"folders: {', '.join(sorted(_folders(run)))}."
+        ) from None
     listed: list[dict[str, Any]] = snapshot.get("checkpoint_results", [])
     wanted = [snapshot.get("latest_checkpoint_result")]
     if step is not None:
@@ -55,38 +60,114 @@ SCORE = "checkpoint/score"
 """Metric by which Ray Train ranks checkpoints. Higher is better, regardless of `best_mode`."""
 
 
+MANIFEST = "manifest.json"
+"""File in a checkpoint with the size and the digest of every other one. It is written last."""
+
+
 class DamagedCheckpointError(RuntimeError):
-    """A file of a checkpoint is missing or unreadable."""
+    """No checkpoint of a run is whole, or not the one that it begins with."""
 
 
-@contextmanager
-def damage_named(directory: Path, run: RunFiles) -> Iterator[None]:
-    """Convert errors of PyTorch, DeepSpeed or JSON about damaged files to one with a remedy.
+def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the size in bytes and the xxh3 digest of files of a checkpoint, by name."""
+    return {name: [(directory / name).stat().st_size, _digest(directory / name)] for name in names}
+
+
+def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
+    """Return what is wrong with the files of a checkpoint, compared with its manifest.
 
     Args:
         directory: Local folder of the checkpoint.
-        run: The run that resumes.
+        rank: This worker. The workers of a run divide the files among themselves.
+        count: Number of workers.
 
-    Raises:
-        DamagedCheckpointError: a file is missing or unreadable.
+    Returns:
+        A text for each damaged file of this worker's part. Empty if they are whole.
     """
     try:
-        yield
-    except (EOFError, OSError, UnpicklingError, JSONDecodeError, RuntimeError, KeyError) as error:
-        if "out of memory" in str(error).lower():
-            raise
-        names = [name for name in run.names() if name.startswith("checkpoint_")]
-        others = [below(run.location, name) for name in names if name != directory.name]
-        remedy = (
-            f"Begin a run of another name with from_checkpoint: {others[-1]}"
-            if others
-            else "Restore its files from a copy"
-        )
-        raise DamagedCheckpointError(
-            f"{directory}: this checkpoint cannot be read, a file of it is missing or damaged "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}). {remedy}, or "
-            f"start over (--fresh; in Python fresh=True)."
-        ) from error
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return [f"{MANIFEST} is missing or cut short"]
+    found: list[str] = []
+    for name in sorted(manifest)[rank::count]:
+        size, digest = manifest[name]
+        path = directory / name
+        if not path.is_file():
+            found.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            found.append(f"{name} has {path.stat().st_size} bytes in place of {size}")
+        elif _digest(path) != digest:
+            found.append(f"{name} has other content than was written")
+    return found
+
+
+def _digest(path: Path) -> str:
+    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(1 << 22))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
+    return digest.hexdigest()
+
+
+def no_whole_checkpoint(damaged: Mapping[str, str], run: RunFiles) -> DamagedCheckpointError:
+    """Return the error of a run that finds no checkpoint without damage.
+
+    Args:
+        damaged: Checkpoint -> what is wrong with it. Not empty.
+        run: The run that resumes.
+    """
+    lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())
+    others = {below(run.location, name) for name in _folders(run)} - damaged.keys()
+    remedy = f"Set from_checkpoint to {max(others)}" if others else "Restore them from a copy"
+    return DamagedCheckpointError(
+        f"{run.location}: no checkpoint is whole:{lines}\n{remedy}, or start over (--fresh; in "
+        f"Python fresh=True)."
+    )
+
+
+def mend_list(files: RunFiles) -> str | None:
+    """Rewrite Ray Train's list of checkpoints if it is cut short or names folders that are gone.
+
+    Ray Train writes the list in place, so a kill or a full disk may cut it short. It would not
+    start with such a list, nor with one that names a missing folder.
+
+    Args:
+        files: Folder of a run that is about to resume.
+
+    Returns:
+        A message if the list was rewritten.
+
+    Raises:
+        DamagedCheckpointError: no checkpoint is left.
+    """
+    if (content := files.read(CHECKPOINTS)) is None:
+        return None
+    found = _folders(files)
+    try:
+        results = json.loads(content)["checkpoint_results"]
+        listed = [(each["checkpoint_dir_name"], each["metrics"]) for each in results]
+        kept = [(name, metrics) for name, metrics in listed if name in found]
+        if len(kept) == len(listed):
+            return None
+        gone = ", ".join(sorted({name for name, _ in listed} - found))
+        problem = f"checkpoints of it are missing: {gone}"
+    except ValueError:
+        states = {name: checkpoint_state(below(files.location, name)) for name in found}
+        steps = {name: state["step"] for name, state in states.items() if "step" in state}
+        kept = [
+            (name, {**states[name]["metrics"], "step": steps[name]})
+            for name in sorted(steps, key=lambda name: steps[name])
+        ]
+        problem = "it is cut short"
+    if not kept:
+        raise no_whole_checkpoint({CHECKPOINTS: problem}, files)
+    files.write(CHECKPOINTS, checkpoint_list(kept))
+    files.sync()
+    return f"warning: {CHECKPOINTS} was written anew, because {problem}"
+
+
+def _folders(run: RunFiles) -> set[str]:
+    return {name for name in run.names() if name.startswith("checkpoint_")} - {CHECKPOINTS}
 
 
 def checkpoint_state(checkpoint: str) -> dict[str, Any]:

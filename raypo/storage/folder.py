@@ -7,13 +7,14 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from raypo.config import ConfigError
+from raypo.storage.retries import retried
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -112,8 +113,12 @@ class Folder:
         """Remove a file if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
-    def sync(self) -> None:
-        """Copy changed files to the final location; a no-op here, as files are written in place."""
+    def sync(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Copy changed files to the final location; a no-op here, as files are written in place.
+
+        Args:
+            wanted: Whether to copy the files of this name directly in the folder, or below it.
+        """
 
     def remove(self) -> None:
         """Remove the folder and its contents."""
@@ -170,21 +175,19 @@ class RemoteFolder(Folder):
             self._file_system.delete_file(self._remote(name))
 
     @override
-    def sync(self) -> None:
-        from pyarrow.fs import LocalFileSystem, copy_files
-
+    def sync(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
         for path in sorted(self.path.rglob("*")):
             if path.name.startswith(TEMPORARY) or not path.is_file():
                 continue
             name, stamp = path.relative_to(self.path).as_posix(), _stamp(path)
-            if self._synced.get(name) == stamp:
+            if self._synced.get(name) == stamp or not wanted(name.partition("/")[0]):
                 continue
             target = self._remote(name)
             folder = target.rpartition("/")[0]
             if folder not in self._made:
                 self._file_system.create_dir(folder, recursive=True)
                 self._made.add(folder)
-            copy_files(str(path), target, LocalFileSystem(), self._file_system)
+            copy_to(path, target, self._file_system)
             self._synced[name] = stamp
 
     @override
@@ -207,6 +210,32 @@ class RemoteFolder(Folder):
                 return stream.read()
         except FileNotFoundError:
             return None
+
+
+def copy_to(
+    path: Path,
+    target: str,
+    file_system: FileSystem,
+    *,
+    tell: Callable[[str], None] = lambda message: None,
+) -> None:
+    """Copy a local file to a file system, with several attempts.
+
+    Args:
+        path: The local file.
+        target: Path on the file system. Its folder exists.
+        file_system: The file system.
+        tell: Callback for a message about each failed attempt.
+
+    Raises:
+        StorageError: all attempts failed.
+    """
+    from pyarrow.fs import LocalFileSystem, copy_files
+
+    def copy() -> None:
+        copy_files(str(path), target, LocalFileSystem(), file_system)
+
+    retried(copy, f"copying {path.name} to {target}", tell=tell)
 
 
 def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:

@@ -37,6 +37,7 @@ def rollout_schema() -> pa.Schema:
             pa.field("ref_log_probs", pa.list_(pa.float32())),  # null without a reference
             pa.field("score", pa.float64()),  # null if scoring failed
             pa.field("scores_by_source", pa.map_(pa.string(), pa.float64())),
+            pa.field("reward_texts", pa.map_(pa.string(), pa.string())),  # null if there are none
             pa.field("advantages", pa.list_(pa.float32())),  # per token, as used by the update
             pa.field("advantage_mean", pa.float64()),
             pa.field("kl", pa.float64()),
@@ -111,7 +112,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
     label = row.get("label")
     if label is not None and not isinstance(label, str):
         cells["label"] = json.dumps(label, ensure_ascii=False, default=_plain)
-    for name in ("prompt", "response", "label", "episode"):
+    for name in ("prompt", "response", "label", "episode", "reward_texts"):
         cells[name] = _with_utf_8(cells.get(name))
     for name in ("score", "advantage_mean", "kl"):
         cells[name] = _number(row.get(name))

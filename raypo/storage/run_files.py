@@ -26,6 +26,7 @@ from raypo.storage.folder import (
     replace_file,
 )
 from raypo.storage.parquet import from_parquet, to_parquet
+from raypo.storage.retries import retried
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,6 +36,8 @@ _INPUTS = "inputs.json"
 _ROLLOUTS, _LOGS, _TIMELINE = "rollouts", "logs", "timeline"
 BEST = "best"
 """Folder of the models of the best step by `checkpoint.best_by`, with a note of that step."""
+_MODELS = ("policy", "critic", "adapter", "reward_model", BEST)
+"""Folders of trained models."""
 _STAGE = f"{TEMPORARY}checkpoint-"
 GIVEN_ROWS = "given_rows"
 """Folder of rows that were passed to the trainer in Python."""
@@ -45,11 +48,16 @@ _BEFORE_CONFIG = re.compile(
 )
 """Files that a run may leave if it dies before it writes its config; the marker is Ray Train's."""
 _WRITTEN = re.compile(
-    rf"{_METRICS}|{_CONFIG}|{_SUMMARY}|{_INPUTS}|{_ROLLOUTS}|{_TIMELINE}|{BEST}|checkpoint_.*|"
-    r"policy|critic|adapter|reward_model"
+    rf"{_METRICS}|{_CONFIG}|{_SUMMARY}|{_INPUTS}|{_ROLLOUTS}|{_TIMELINE}|checkpoint_.*|"
+    rf"{'|'.join(_MODELS)}"
 )
 """Names that a run writes. A user's own files, such as its log, may lie beside them."""
 _ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
+
+
+def is_given(path: str) -> bool:
+    """Return whether a path or URI is a file of rows that were passed to a trainer in Python."""
+    return parent_and_name(parent_and_name(path)[0])[1] == GIVEN_ROWS
 
 
 class RunFiles:
@@ -104,20 +112,30 @@ class RunFiles:
         """Return whether the run was started before, that is, has a config."""
         return self._folder.read(_CONFIG) is not None
 
-    def sync(self) -> None:
-        """Copy changed files to the URI; a no-op for a local folder."""
-        self._folder.sync()
+    def sync(self, *, models: bool | None = None) -> None:
+        """Copy changed files to the URI; a no-op for a local folder.
+
+        Args:
+            models: True copies only the trained models, False all but these. None copies all.
+        """
+        self._folder.sync(lambda name: models is None or models == (name in _MODELS))
 
     # Metrics: one JSON object per line.
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the line of a step; values that are not finite become null."""
         path = self._folder.stage(_METRICS)
-        if not self._has_whole_lines:
-            self._drop_torn_line()
         line = json.dumps(finite({"step": step, **metrics}))
-        with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+
+        def append() -> None:
+            if not self._has_whole_lines:  # after a killed process, or a failed attempt
+                self._drop_torn_line()
+            self._has_whole_lines = False
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+            self._has_whole_lines = True
+
+        retried(append, f"writing {_METRICS}")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics by step; null becomes NaN, and an incomplete last line is dropped."""
@@ -157,7 +175,6 @@ class RunFiles:
             content = path.read_bytes()
             if content != _whole_lines(content):
                 replace_file(path, _whole_lines(content))
-        self._has_whole_lines = True
 
     # Rollouts, config and summary: whole files.
 
@@ -169,7 +186,8 @@ class RunFiles:
             table: A `rollout_table`.
             held_out: True for an evaluation: `rollouts/held_out_00000.parquet`.
         """
-        replace_file(self.folder / _rollouts_name(step, held_out), to_parquet(table))
+        name, content = _rollouts_name(step, held_out), to_parquet(table)
+        retried(lambda: replace_file(self.folder / name, content), f"writing {name}")
 
     def rollout_steps(self, *, held_out: bool = False) -> list[int]:
         """Return the completed steps with saved rollouts, or held-out samples, ascending."""
@@ -338,6 +356,23 @@ class RunFiles:
             yield
         finally:
             lock.release()
+
+
+def policy_of(model: str) -> tuple[str, Path | None]:
+    """Resolve a model's folder and its run's config.
+
+    Args:
+        model: Folder of a run, or of its best step, or of a model; or a hub id.
+
+    Returns:
+        policy: Folder or hub id of the model.
+        config: Path of the run's config, or None if `model` names no run.
+    """
+    run = Path(model).expanduser()
+    of_run = run.parent if run.name == BEST else run
+    if (of_run / "config.yaml").is_file() and (run / "policy").is_dir():
+        return str(run / "policy"), of_run / "config.yaml"
+    return model, None
 
 
 def _rollouts_name(step: int, held_out: bool) -> str:

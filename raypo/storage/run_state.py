@@ -161,22 +161,31 @@ def table(runs: Sequence[RunStatus]) -> Table:
 
 def paragraph(run: RunStatus) -> list[str]:
     """Describe one run in several lines."""
+    lines = [f"{run.name}: {run.recipe}, {run.status}, {progress(run)}"]
+    lines += [f"  {head:<10} {text}" for head, text in facts(run)]
+    return lines + [f"  {note}" for note in run.notes]
+
+
+def progress(run: RunStatus) -> str:
+    """Return how far a run is, like `step 3 of 10`."""
     of_all = f" of {run.total}" if run.total is not None else ""
-    lines = [f"{run.name}: {run.recipe}, {run.status}, {run.unit} {run.done}{of_all}"]
+    return f"{run.unit} {run.done}{of_all}"
+
+
+def facts(run: RunStatus) -> list[tuple[str, str]]:
+    """Return what is known of a run as pairs of heading and text."""
     timing = [f"{duration(run.age_s)} ago"] if run.age_s is not None and run.done else []
     timing += [f"{run.step_s:.3g} s per {run.unit}"] if run.step_s is not None else []
     timing += [f"about {duration(run.left_s)} left"] if run.left_s is not None else []
     scores = [f"{label} {value:.4g}" for label, value in run.scores]
-    for head, text in (
+    found = (
         (f"last {run.unit}", ", ".join(timing)),
         ("scores", ", ".join(scores)),
         ("files", run.location),
         ("log", run.log or ""),
         ("go on", run.go_on),
-    ):
-        if text:
-            lines.append(f"  {head:<10} {text}")
-    return lines + [f"  {note}" for note in run.notes]
+    )
+    return [(head, text) for head, text in found if text]
 
 
 def _scores(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:

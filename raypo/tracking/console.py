@@ -16,13 +16,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from typing_extensions import override
 
-from raypo.metrics.catalogue import METRICS, Metric, label_of
+from raypo.metrics.catalogue import METRICS, Metric, before_and_after, label_of
 from raypo.metrics.clock import duration
 from raypo.tracking.warnings import Watch, phase_seconds
 
 _COLUMNS = [metric for metric in METRICS.values() if metric.line]
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_black", "bright_blue")
+_RESULTS = {
+    "eval/score_mean": "held-out score",
+    "rollout/score_mean": "score",
+    "eval/accuracy": "held-out accuracy",
+    "train/loss": "loss",
+}
+"""Metrics of a run's last line: the first that the run has."""
 _WIDTH = 24
 """Width of a bar in characters, and number of steps in the curve."""
 
@@ -136,10 +143,13 @@ class Console:
             self._view.stop()
         words = [f"{status} after {_count(self._step, 'step')}"]
         words += [] if wall_s is None else [f"in {duration(wall_s)}"]
-        scores = [row.get("rollout/score_mean", math.nan) for row in self._rows]
-        if finite := [score for score in scores if math.isfinite(score)]:
-            words.append(f"(score {finite[0]:+.3f} -> {finite[-1]:+.3f})")
+        for name, label in _RESULTS.items():
+            if change := before_and_after(self._rows, name):
+                words.append(f"({label} {change[0]:+.3f} -> {change[1]:+.3f})")
+                break
         self.message(f"raypo: {' '.join(words)}, files in {self._folder}")
+        if status == "finished":
+            self.message(f"  its page: raypo report {self._folder}")
 
 
 class LiveView(Progress):

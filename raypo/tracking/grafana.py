@@ -17,19 +17,40 @@ ROWS: dict[str, tuple[Plot, ...]] = {
         Plot(PHASES, ["time/*"], "s"),
         Plot("Peak memory by role", ["perf/memory_*", "perf/gpu_memory_*"], "decgbytes"),
     ),
+    "Deployments": (
+        Plot("Requests at the engines", ["engine/queued", "engine/running"]),
+        Plot("Calls at the replicas of engines and models", ["replica/calls"]),
+        Plot("KV cache in use", ["engine/kv_cache_use"], "share"),
+        Plot("Tokens per second while sampling", ["engine/tokens_per_s"]),
+    ),
     **PLOTS,
 }
-"""Panels by row: an overview, and a row for each section of the report."""
+"""Panels by row: an overview, the replicas now, and a row for each section of the report."""
+REPLICAS = ("engine", "replica")
+"""Sections of metrics that replicas export all the time, and their label: the actor's name."""
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
-def expression(metric: str, selector: str = 'run=~"$run"') -> str:
-    """Return the PromQL selector of a metric, or of a pattern of metrics, for the selected runs."""
+def expression(metric: str, selector: str | None = None) -> str:
+    """Return the PromQL selector of a metric, or of a pattern of metrics.
+
+    Args:
+        metric: Name or pattern of a metric.
+        selector: Labels. None means those of the selected runs.
+    """
+    if selector is None:
+        kind = _label_of(metric)
+        selector = 'run=~"$run"' if kind == "run" else f'{kind}=~"raypo:($run):.*"'
     name = f"ray_{prometheus_name(metric)}"
     if "*" not in metric:
         return f"{name}{{{selector}}}"
     pattern = f'__name__=~"{name.replace("*", ".*")}", __name__!~".*(_initial_.*|_time_step_s)"'
     return f"{{{pattern}, {selector}}}"
+
+
+def _label_of(metric: str) -> str:
+    kind = metric.partition("/")[0]
+    return kind if kind in REPLICAS else "run"
 
 
 def grafana_dashboard() -> dict[str, Any]:
@@ -83,7 +104,8 @@ def _panel(plot: Plot) -> dict[str, Any]:
                 "refId": chr(ord("A") + position),
                 "datasource": _SOURCE,
                 "expr": expression(metric),
-                "legendFormat": f"{{{{run}}}} {'{{__name__}}' if '*' in metric else metric}",
+                "legendFormat": f"{{{{{_label_of(metric)}}}}} "
+                f"{'{{__name__}}' if '*' in metric else metric}",
             }
             for position, metric in enumerate(plot.metrics)
         ],

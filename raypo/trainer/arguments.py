@@ -24,7 +24,7 @@ from raypo.custom.loader import check_callable, check_function, function_name
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.folder import TEMPORARY
 from raypo.storage.run_files import GIVEN_MODELS, RunFiles
-from raypo.trainer.settings import Rows, check_rows
+from raypo.trainer.given_rows import Rows, check_rows, named_rows
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
@@ -54,6 +54,7 @@ class Arguments:
     ref_model: Any = None
     callbacks: Sequence[Any] | None = None
     datasets: Mapping[str, Rows] | None = None
+    rows: Mapping[str, Rows] | None = None
 
 
 @dataclass
@@ -243,12 +244,12 @@ def _set_rows(
     values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
 ) -> dict[str, Rows]:
     """Set the paths of data, and return the rows by config key."""
-    rows = dict(given.datasets or {})
     held_out = "eval.pairs" if "eval.pairs" in known_keys(kind) else "eval.prompts"
+    rows = named_rows(given.datasets, given.rows, held_out=held_out)
     for name, key in (("train_dataset", "data.prompts"), ("eval_dataset", held_out)):
         data = getattr(given, name)
         if data is not None and key in rows:
-            raise ConfigError(f"{name}: datasets has rows of {key} too. Give one of the two.")
+            raise ConfigError(f"{name}: datasets or rows has {key} too. Give one of the two.")
         if isinstance(data, str | Path):
             put(values, key, str(data))
         elif data is not None:

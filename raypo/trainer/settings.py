@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
-import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import ray
-import xxhash
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from raypo.cluster.connect import cluster_address, connect
@@ -25,16 +22,14 @@ from raypo.custom.loader import check_callable, imported_now, source_files
 from raypo.inputs import functions_of_user
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.checkpoints import SCORE
-from raypo.storage.folder import TEMPORARY, below
-from raypo.storage.run_files import GIVEN_ROWS, RunFiles
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 CONTROLLER_FAILURE_LIMIT = 2
 """Limit on retries of a failed start. Ray's default retries without end."""
 
-Rows = Any
-"""Sized iterable of mappings: a `datasets.Dataset`, a list of dicts."""
+ACCELERATOR_LABEL = "ray.io/accelerator-type"
+"""Label that Ray gives to nodes with accelerators."""
 
 RAY_RUN_NAME = "ray_train_run-"
 """Prefix of the names that RunConfig generates."""
@@ -43,10 +38,11 @@ _REFUSED = {
     "train_loop_per_worker": "the recipe is the loop. For a loop of your own use Ray's "
     "TorchTrainer; raypo.train_loop_per_worker runs under it.",
     "train_loop_config": "the first argument is the config of the loop. Change that one.",
-    "dataset_config": "no loop of raypo reads Ray Data. How prompts are drawn stands under data "
-    "and rollout.",
-    "validation_config": "no loop of raypo asks Ray Train for a validation. Held-out prompts are "
-    "judged by eval.prompts, eval.function and eval.every.",
+    "dataset_config": "every worker draws from whole data sets, in an order that depends on the "
+    "seed alone. Leave it out.",
+    "validation_config": "Ray Train validates a checkpoint apart from the run, and raypo's loops "
+    "evaluate the present weights between two steps. Set eval.every, and give held-out rows as "
+    "datasets={'eval': ...} or eval.prompts.",
     "metadata": "Ray Train has no place for it. Keep it beside the run folder.",
     "resume_from_checkpoint": "a run goes on by itself from the last checkpoint in its folder. "
     "Give the storage_path and name of the run.",
@@ -86,13 +82,6 @@ def check_arguments(
     if scaling is not None and scaling.use_tpu:
         raise ConfigError(
             "ScalingConfig.use_tpu (True): raypo runs on CPUs and GPUs. Leave it out."
-        )
-    if scaling is not None and scaling.elasticity_enabled:
-        raise ConfigError(
-            f"ScalingConfig.num_workers ({scaling.num_workers}): a run keeps its number of "
-            f"workers, because a checkpoint is of as many, so elastic training does not work. Set "
-            f"it to one number, like {max(scaling.max_workers, 1)}; with max_failures a run whose "
-            f"worker is lost goes on by itself, once there is room for all of them."
         )
     if run is not None and run.storage_filesystem is not None:
         raise ConfigError(
@@ -157,10 +146,14 @@ def resolve(
     """Merge Python's arguments into the config, and validate it again as a whole."""
     values: dict[str, Any] = config.model_dump()
     if scaling is not None:
-        values["learner"]["num_workers"] = _without_the_critics(scaling.num_workers, config)
+        values["learner"]["num_workers"] = _without_the_critics(scaling.max_workers, config)
+        values["learner"]["min_workers"] = (
+            scaling.min_workers if scaling.elasticity_enabled else None
+        )
         values["learner"]["use_gpu"] = scaling.use_gpu
         if scaling.placement_strategy != ScalingConfig().placement_strategy:
             values["placement"]["strategy"] = scaling.placement_strategy
+        values["placement"]["label_selector"] = _labels(config, scaling)
         resources: Any = scaling.resources_per_worker or {}
         cpus = resources.get("CPU")
         values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
@@ -184,7 +177,26 @@ def resolve(
     return type(config).parse(values, origin="trainer")
 
 
-def _without_the_critics(count: Any, config: Any) -> int:
+def _labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
+    """Return `placement.label_selector` with the labels of Ray's scaling config."""
+    configured = vars(config)["placement"].label_selector
+    given = scaling.label_selector or {}
+    each = given if isinstance(given, list) else [given]
+    if any(selector != each[0] for selector in each):
+        raise ConfigError(
+            f"ScalingConfig.label_selector ({given}): Ray Train numbers its workers by node, so no "
+            f"selector can be for a certain worker. Give one mapping for all workers; by role "
+            f"placement.label_selector has one for each."
+        )
+    kind = scaling.accelerator_type
+    labels = {**each[0], **({ACCELERATOR_LABEL: kind} if kind else {})}
+    if not labels:
+        return configured
+    is_by_role = any(isinstance(selector, dict) for selector in configured.values())
+    return {**configured, "learner": labels} if is_by_role else labels
+
+
+def _without_the_critics(count: int, config: Any) -> int:
     """Return `learner.num_workers`; Ray's scaling config also counts the critic's own workers."""
     apart = config.learner.total_workers - config.learner.num_workers
     if count <= apart:
@@ -210,12 +222,16 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
     use_gpu = _has_gpus(config) if learner.use_gpu == "auto" else learner.use_gpu
     if learner.use_gpu is True and not _has_cluster(config):
         check_driver(gpus=this_machine()[0].gpus, use_gpu=True)
-    scaling = given or ScalingConfig(num_workers=learner.total_workers, use_gpu=use_gpu)
+    count = learner.total_workers
+    wanted = (learner.min_workers, count) if learner.is_elastic else count
+    scaling = given or ScalingConfig(num_workers=wanted, use_gpu=use_gpu)
     return dataclasses.replace(
         scaling,
         resources_per_worker=scaling.resources_per_worker
         or worker_resources(config, use_gpu=use_gpu),
         placement_strategy=config.placement.strategy,
+        label_selector=config.placement.labels_of("learner") or None,
+        accelerator_type=None,  # a label by now, which dedicated roles can have too
     )
 
 
@@ -237,11 +253,15 @@ def _has_gpus(config: RecipeConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
+def run_config_of(config: Any, given: RunConfig | None) -> RunConfig:
     """Return Ray's run config for the resolved config; other fields of `given` are kept."""
     run = given or RunConfig()
     failure = run.failure_config or FailureConfig()
     limit = failure.controller_failure_limit
+    # Up to 20 s after a node is lost, Ray's elastic policy counts its devices. A start on them ends
+    # after a minute, and the next one has fewer workers: so starts of an elastic run may fail.
+    if limit < 0 and not config.learner.is_elastic:
+        limit = CONTROLLER_FAILURE_LIMIT
     return dataclasses.replace(
         run,
         name=config.name,
@@ -253,88 +273,6 @@ def run_config_of(config: RecipeConfig, given: RunConfig | None) -> RunConfig:
         failure_config=dataclasses.replace(
             failure,
             max_failures=config.max_failures,
-            controller_failure_limit=CONTROLLER_FAILURE_LIMIT if limit < 0 else limit,
+            controller_failure_limit=limit,
         ),
     )
-
-
-def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
-    """Refuse rows for an unknown key, and rows that can be read only once.
-
-    Raises:
-        ConfigError: a key or its rows are refused.
-    """
-    known = [key for key in kind.paths if key.startswith(("data.", "eval."))]
-    for key, rows in given.items():
-        if key not in known:
-            raise ConfigError(
-                f"datasets ({key}): its keys are those of the config whose place rows take: "
-                f"{', '.join(known)}."
-            )
-        if type(rows).__module__.startswith("ray.data"):
-            raise ConfigError(
-                f"datasets ({key}: ray.data.{type(rows).__name__}): rows are a datasets.Dataset or "
-                f"a list of dicts. Give rows.take_all(), or write it by write_parquet and name the "
-                f"files in {key}."
-            )
-        if isinstance(rows, str | Mapping) or not hasattr(rows, "__len__"):
-            raise ConfigError(
-                f"datasets ({key}: {type(rows).__name__}): rows are a datasets.Dataset or a list "
-                f"of dicts. What streams is written to files first (save_to_disk, write_parquet), "
-                f"and {key} names them."
-            )
-
-
-def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
-    """Write Python's rows into the run's folder, and return the config that names the files.
-
-    A file's name contains a hash of its content, so a run that resumes with other rows is refused.
-
-    Raises:
-        ConfigError: a row is no mapping, or JSON cannot represent it.
-    """
-    if not given:
-        return config
-    files = RunFiles(config.storage_path, config.name)
-    values = config.model_dump()
-    for key, rows in given.items():
-        section, _, name = key.partition(".")
-        values[section][name] = _write(key, rows, files)
-    files.sync()
-    return type(config).parse(values, origin="trainer")
-
-
-def _write(key: str, rows: Rows, files: RunFiles) -> str:
-    """Write rows as JSON lines, and return the path or URI."""
-    folder = files.folder / GIVEN_ROWS
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
-    content = xxhash.xxh3_64()
-    try:
-        with temporary.open("wb") as file:
-            for line in _lines(key, rows):
-                file.write(line)
-                content.update(line)
-        name = f"{key}-{content.hexdigest()}.jsonl"
-        os.replace(temporary, folder / name)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return below(files.location, GIVEN_ROWS, name)
-
-
-def _lines(key: str, rows: Rows) -> Iterator[bytes]:
-    for number, row in enumerate(rows, start=1):
-        try:
-            yield json.dumps(dict(row), ensure_ascii=False, default=_plain).encode() + b"\n"
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"datasets ({key}): row {number} cannot be written as JSON: {error}. Rows are "
-                f"mappings of texts, numbers, lists and mappings; leave other columns out."
-            ) from None
-
-
-def _plain(value: Any) -> Any:
-    """Convert NumPy values to lists and numbers."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is in it")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import pandas as pd
 import ray
@@ -25,6 +25,7 @@ from ray.train import ControllerError, FailureConfig, Result, RunConfig, Scaling
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from raypo.checks.function_checks import check_reward_function
 from raypo.checks.input_checks import check_inputs
 from raypo.checks.model_checks import check_models
 from raypo.checks.resume_checks import check_run_folder, is_finished
@@ -35,32 +36,37 @@ from raypo.cluster.connect import (
     dashboard_url,
     untold_environment,
 )
-from raypo.cluster.placement import lay_out, worker_bundles
+from raypo.cluster.placement import PlacementError, lay_out, worker_bundles
 from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.cluster.resources import alive_nodes
 from raypo.cluster.run_monitor import start_monitor
 from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.concurrency import daemon_future
-from raypo.config import OnlineConfig, RecipeConfig
+from raypo.config import ConfigError, OnlineConfig, RecipeConfig
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
-from raypo.ray_internals import is_driver, leave_out_callbacks
+from raypo.ray_internals import (
+    has_autoscaler,
+    is_driver,
+    leave_out_callbacks,
+    without_worker_output,
+)
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
+from raypo.storage.checkpoints import mend_list
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
 from raypo.trainer.arguments import Arguments, Given, read_arguments, with_models
+from raypo.trainer.given_rows import Rows, with_rows
 from raypo.trainer.settings import (
-    Rows,
     check_arguments,
     check_not_started_by_import,
     resolve,
     run_config_of,
     scaling_of,
-    with_rows,
 )
 from raypo.trainer.watch import (
     advice,
@@ -74,6 +80,15 @@ AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 POLL_S = 0.2
 """Interval at which the driver polls the monitor for events."""
+_HABITS = {
+    "train": "Call fit(): it runs or resumes, and returns Ray Train's Result.",
+    "save_model": "A run saves the model itself: its folder has policy/.",
+    "save_pretrained": "A run saves the model itself: its folder has policy/.",
+    "push_to_hub": "Upload the folder policy/ of the run: `hf upload NAME runs/.../policy`.",
+    "evaluate": "Set eval.prompts, or call `raypo eval` with the run's folder.",
+    "add_callback": "Give callbacks=[function] to the trainer.",
+}
+"""Method of Hugging Face's trainers -> what to use here."""
 
 
 class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
@@ -92,7 +107,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def __init__(  # noqa: PLR0913 - the names that Hugging Face and Ray users know
         self,
         config: AnyConfig | Mapping[str, Any] | str | Path | None = None,
-        *,
+        *others: Any,
         model: Any = None,
         args: AnyConfig | Mapping[str, Any] | str | Path | None = None,
         train_dataset: Rows | str | Path | None = None,
@@ -107,6 +122,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         run_config: RunConfig | None = None,
         reward_fn: RewardFunction | None = None,
         datasets: Mapping[str, Rows] | None = None,
+        rows: Mapping[str, Rows] | None = None,
         fresh: bool = False,
         **torch_trainer_arguments: Any,
     ) -> None:
@@ -116,6 +132,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             config: The whole run config, a mapping of its keys (nested, or dotted like
                 `{"learner.policy_lr": 1e-6}`), or the path of a run file. The arguments from
                 `model` to `callbacks` set keys of it; nothing else need be given.
+            others: Other positional arguments are refused.
             model: `model.policy`: a folder or hub id, or a transformers model, which is saved into
                 the run's folder together with `processing_class`.
             args: Another name of `config`.
@@ -129,18 +146,22 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             peft_config: `model.lora`: peft's LoraConfig, or a mapping of these keys.
             ref_model: `model.reference`, like `model`.
             callbacks: Functions of a `StepView` that are called after each step, or `file.py:name`.
-            scaling_config: Its `num_workers`, `use_gpu` and CPUs of `resources_per_worker` override
-                the `learner` section, its strategy overrides `placement.strategy`. Ray's default is
-                `use_gpu=False`: pass True for GPUs, or leave the argument out.
+            scaling_config: Its `num_workers` (a number, or the lowest and the highest one),
+                `use_gpu` and CPUs of `resources_per_worker` override the `learner` section, its
+                strategy overrides `placement.strategy`. Ray's default is `use_gpu=False`: pass True
+                for GPUs, or leave the argument out. Its `label_selector` and `accelerator_type`
+                override `placement.label_selector`.
             run_config: Its `name`, `storage_path`, `failure_config` (`max_failures`) and
                 `checkpoint_config` (`num_to_keep`: `checkpoint.keep`, `checkpoint_score_attribute`
                 and `_order`: `checkpoint.best_by` and `best_mode`) override the config's. Values
                 equal to Ray's defaults count as not set.
             reward_fn: Reward function, for recipes that sample: (list[Rollout]) -> list[float], a
                 function or an object with `__call__`. Overrides `reward.function`.
-            datasets: Config key -> rows that replace its files, a `datasets.Dataset` or a list of
-                dicts: `{"data.prompts": rows, "eval.prompts": held_out}`. The rows are written into
-                the run's folder, and the resolved config names the files.
+            datasets: `{"train": rows, "eval": rows}`, as in Ray Train: a `ray.data.Dataset`, a
+                `datasets.Dataset` or a list of dicts, for `data.prompts` and `eval.prompts` (of DPO
+                `eval.pairs`). The rows are written into the run's folder one after the other, and
+                the resolved config names the files. A Ray Data set is executed once for that.
+            rows: Config key -> rows, like `datasets`: `{"eval.prompts": rows}`.
             fresh: Whether `fit` starts over and removes an existing run.
             torch_trainer_arguments: `torch_config`. Other arguments of TorchTrainer have no effect
                 and are refused.
@@ -149,6 +170,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             ConfigError: a file, a key, an argument or a combination is wrong.
         """
         kind: Any = type(self).config_class
+        if others:
+            raise ConfigError(
+                f"{type(self).__name__} ({1 + len(others)} positional arguments): only the config "
+                "may have no name. Write model=..., reward_funcs=..., args=..., train_dataset=..."
+            )
         check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
         arguments = Arguments(
             model=model,
@@ -163,6 +189,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             ref_model=ref_model,
             callbacks=callbacks,
             datasets=datasets,
+            rows=rows,
         )
         given: Given[Any] = read_arguments(kind, config, arguments, preset=type(self).preset)
         self._given, self._fresh = given, fresh
@@ -177,6 +204,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         resolved = self._with_given(resolved)
         self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
         if self._reward_fn is not None:
+            check_reward_function(self._reward_fn, key="reward_funcs")
             check_columns(resolved, self._reward_fn, key="reward_funcs")
         self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
@@ -193,6 +221,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             run_config=self._run_config(run_config),
             **torch_trainer_arguments,
         )
+
+    if not TYPE_CHECKING:  # a type checker reports unknown attributes by itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse methods of Hugging Face's trainers with the counterpart."""
+            remedy = _HABITS.get(name, "There is no such attribute.")
+            raise AttributeError(f"{type(self).__name__}.{name}: {remedy}", name=name, obj=self)
 
     def fit(self) -> Result:
         """Run or resume training, or return the result of a finished run.
@@ -211,7 +246,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         with self._files.lock():
             if self._fresh:
                 self._files.remove()
-                self._with_given(self.config)  # `remove` has deleted these files too
+                self.config = self._with_given(self.config)  # `remove` has deleted these too
             self._check_folder()
             if is_finished(self._files, self.config):
                 Console().message(
@@ -227,7 +262,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
             try:
-                return self._with_every_step(self._fit_watched())
+                with without_worker_output():
+                    return self._with_every_step(self._fit_watched())
             finally:
                 if connected_here:
                     ray.shutdown()
@@ -240,7 +276,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _fit_watched(self) -> Result:
         self._check_cluster()
         # Each of these callbacks starts a process that imports ray.train, which takes seconds on a
-        # small machine. They are not needed: no recipe reads Ray Data, and `self._group_gc` removes
+        # small machine. They are not needed: no worker reads Ray Data, and `self._group_gc` removes
         # the placement groups of a run that was killed.
         leave_out_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
         self._tell_workers()
@@ -269,6 +305,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 dashboard_token(),
                 self._files.metrics(),
             )
+            if resumes and (mended := mend_list(self._files)):
+                console.message(mended)
             for change in accepted:
                 console.message(f"changed input, accepted: {change}")
             dedicated = self._start_dedicated(monitor, console.message)
@@ -401,10 +439,21 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return False
 
     def _check_cluster(self) -> None:
-        """Refuse a run that the cluster can never place; Ray itself would wait without end."""
-        lay_out(
-            self._recipe, alive_nodes(), use_gpu=self._use_gpu, each_worker=self.worker_resources
-        )
+        """Refuse a run that the cluster can never place; Ray itself would wait without end.
+
+        A cluster with an autoscaler may add nodes: there the reservation waits for them.
+        """
+        nodes = alive_nodes()
+        try:
+            lay_out(self._recipe, nodes, use_gpu=self._use_gpu, each_worker=self.worker_resources)
+        except PlacementError:
+            if not has_autoscaler():
+                raise
+            Console().message(
+                f"The nodes that the cluster has now ({len(nodes)}) do not hold this run. It waits "
+                f"until Ray's autoscaler has added nodes, up to "
+                f"{self.config.placement.timeout_s:g} s (placement.timeout_s)."
+            )
 
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
         """Wait until the learner workers' placement group fits, by reserving and removing one.
@@ -423,8 +472,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """The config, typed for the plan, which accepts all recipes."""
-        return self.config
+        """The config with the fewest workers, typed for the plan, which accepts all recipes."""
+        config: Any = self.config
+        fewest = config.learner.min_workers
+        return config if fewest is None else config.with_workers(fewest)
 
     @property
     def worker_resources(self) -> dict[str, float]:

@@ -52,6 +52,15 @@ class SweepPlan:
         return _amount(self.device, self.bundles)
 
 
+def _check_fixed(base: AnyConfig) -> None:
+    if base.learner.is_elastic:
+        raise ConfigError(
+            f"learner.min_workers ({base.learner.min_workers}): every trial of a sweep holds its "
+            f"resources from start to end. Set learner.num_workers to one number in the base, or "
+            f"by overrides.learner.num_workers."
+        )
+
+
 def plan_sweep(
     sweep: SweepConfig, base: AnyConfig, nodes: Sequence[Resources], *, use_gpu: bool
 ) -> SweepPlan:
@@ -67,7 +76,8 @@ def plan_sweep(
         use_gpu: Whether a learner worker takes a GPU.
 
     Raises:
-        ConfigError: not even one trial fits, or pbt cannot run all trials concurrently.
+        ConfigError: not even one trial fits, pbt cannot run all trials concurrently, or a trial is
+            elastic.
     """
     try:
         lay_out(base, nodes, use_gpu=use_gpu)
@@ -133,8 +143,9 @@ def plan_trials(
         each: Resources of a learner worker. None means those of the config.
 
     Raises:
-        ConfigError: no trial fits beside the shared deployments.
+        ConfigError: no trial fits beside the shared deployments, or a trial is elastic.
     """
+    _check_fixed(base)
     strategy = base.placement.strategy
     trial = [
         dedicated_bundles(base, use_gpu=use_gpu),

@@ -150,6 +150,7 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         return dataclasses.replace(
             runtime,
             shared=self._setup.shared,
+            is_trial=True,
             resume_from=self._segment.resume_from if self._segment else None,
         )
 

@@ -79,7 +79,8 @@ class BroadcastTransport(Transport):
             with session.engines_reasons_first():
                 for staged in stage(tensors, bucket_bytes=self.bucket_bytes, device=self._device):
                     bucket = BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
-                    session.offer(bucket, staged.specs)
+                    session.specs += staged.specs
+                    session.pending = session.engines.load_bucket(bucket)
                     group.broadcast(staged.flat, is_in_vain=lambda: bool(session.failures()))
                     session.settle()
         except BaseException:

@@ -71,5 +71,7 @@ class IpcTransport(Transport):
             handles = {gpu: each for gpu, each in workers.gather((uuid, handle)) if each}
             with all_or_none(workers):
                 if workers.rank == 0:
-                    session.offer(IpcBucket(handles, staged.entries), staged.specs)
+                    session.specs += staged.specs
+                    bucket = IpcBucket(handles, staged.entries)
+                    session.pending = session.engines.load_bucket(bucket)
                     session.settle()

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
 from raypo.config import OnlineConfig, PolicyExamplesConfig
 from raypo.data.padding import pad_right
 from raypo.learner.tasks import response_batch
-from raypo.serving.client import Engines
+from raypo.serving.client import EngineClient
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Example, Experience, Prompt
 from raypo.weights.manifest import WeightError
@@ -82,6 +81,7 @@ class Probe:
         config: OnlineConfig | PolicyExamplesConfig,
         *,
         temperature: float,
+        adapter: str | None = None,
         joins: bool = False,
     ) -> Probe:
         """Return the probe of a run: its first prompts, at the learner's temperature."""
@@ -91,6 +91,7 @@ class Probe:
             temperature=temperature,
             dtype=config.model.dtype,
             seed=config.seed,
+            adapter=adapter,
             joins=joins,
         )
 
@@ -110,7 +111,7 @@ class Probe:
 
 
 def try_probe(
-    learner: ProbedLearner, engine: Engines, probe: Probe, version: int, workers: Workers
+    learner: ProbedLearner, engine: EngineClient, probe: Probe, version: int, workers: Workers
 ) -> dict[str, float]:
     """Compare the log-probs of all engines with the learner's. All workers call it together.
 
@@ -122,13 +123,8 @@ def try_probe(
     """
     sampled: list[Completion] | None = None
     if workers.rank == 0:
-        requests = probe.requests(version)
-        # An engine that was just lost is left out. It loads the weights before its next request.
-        on_all = engine.submit_on_all if probe.joins else engine.generate_on_all
-        sampled = [each for batch in survivors(on_all(requests)) for each in batch]
-        if not sampled:
-            on_one = engine.submit if probe.joins else engine.generate
-            sampled = on_one(requests).result()
+        of_engines = engine.sample_on_all(probe.requests(version), joins=probe.joins)
+        sampled = [completion for batch in of_engines for completion in batch]
     completions: list[Completion] = workers.broadcast(sampled)
     prompts = [request.prompt_ids for request in probe.requests(version)]
     prompts *= len(completions) // len(prompts)

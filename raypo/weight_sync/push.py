@@ -1,45 +1,31 @@
-"""Step 6: push the learner's weights or adapter to all engines, verify them, and probe them.
+"""Open the transport of a run's pushes, and push a LoRA adapter.
 
-Concurrency. All learner workers call the functions together. Rank 0 calls the engines; the others
-take part in gathering the tensors. An attempt is one `Transport.push` (see the drawing there).
+Concurrency. All learner workers call `push_adapter` together. Rank 0 calls the engines; the others
+take part in gathering the tensors.
 """
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Protocol
 
 import ray.util
 import torch
 from torch import Tensor
 
-from raypo.cluster.actors import ReplicaLost, survivors
+from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
 from raypo.config import ConfigError, EngineSection, InFlight
-from raypo.serving.client import Engines
+from raypo.serving.client import EngineClient
 from raypo.weight_sync.broadcast import BroadcastTransport
 from raypo.weight_sync.ipc import IpcTransport
-from raypo.weight_sync.object_store import ObjectTransport
-from raypo.weight_sync.probe import Probe, ProbedLearner, try_probe
-from raypo.weight_sync.transport import Transport
+from raypo.weight_sync.transport import ObjectTransport, Transport
 from raypo.weights.adapter import AdapterPush
 from raypo.weights.store import WeightSnapshot
 
-RETRY_S = 0.2
 
-
-class PushedLearner(ProbedLearner, Protocol):
-    """A learner whose weights can be pushed."""
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by their checkpoint names; all workers iterate together."""
-        ...
-
-
-class AdaptedLearner(ProbedLearner, Protocol):
+class AdaptedLearner(Protocol):
     """A learner whose LoRA adapter can be pushed."""
 
     def adapter_push(self, name: str, version: int) -> AdapterPush | None:
@@ -97,76 +83,17 @@ def open_transport(
     )
 
 
-def push_weights(
-    learner: PushedLearner,
-    engine: Engines,
-    *,
-    version: int,
-    transport: Transport,
-    probe: Probe,
-    workers: Workers,
-    on_arrival: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Push the learner's weights to all engines and probe them. All workers call it together.
-
-    If an engine is lost during the push, the push is repeated to the engines that are up then.
-    Afterwards each request of `engine` requires the pushed weights, so a restarted engine loads
-    them first.
-
-    Args:
-        learner: The learner.
-        engine: The engines.
-        version: Version of the weights.
-        transport: Carries the weights.
-        probe: Probe to compare engines and learner with.
-        workers: The workers that train the policy.
-        on_arrival: Called between transfer and probe, to wake the engines.
-
-    Returns:
-        `mismatch/probe_gap_max` and `mismatch/probe_gap_mean`, in nats per token.
-
-    Raises:
-        WeightError: an engine received other bytes than were sent, or its log-probs differ from
-            the learner's. No engine serves a version that it has not received completely.
-    """
-    _send(learner.named_weights, engine, version=version, transport=transport, workers=workers)
-    on_arrival()
-    return try_probe(learner, engine, probe, version, workers)
-
-
-def _send(
-    weights: Callable[[], Iterator[tuple[str, Tensor]]],
-    engine: Engines,
-    *,
-    version: int,
-    transport: Transport,
-    workers: Workers,
-) -> None:
-    while True:
-        engine.require()
-        try:
-            transport.push(weights(), engine, version=version, workers=workers)
-            break
-        except Exception as error:  # all workers fail together
-            if not workers.broadcast(isinstance(error, ReplicaLost)):
-                raise
-            time.sleep(RETRY_S)
-    engine.require(workers.broadcast(transport.kept))
-
-
 def push_adapter(
     learner: AdaptedLearner,
-    engine: Engines,
+    engine: EngineClient,
     *,
     name: str,
     version: int,
-    transport: ObjectTransport,
+    transport: Transport,
     engines_have_base: bool,
-    probe: Probe,
     workers: Workers,
-    on_arrival: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Push the learner's LoRA adapter to all engines and probe it; see `push_weights`.
+) -> None:
+    """Push the learner's LoRA adapter to all engines, and the base weights if they lack them.
 
     Args:
         learner: The learner.
@@ -175,18 +102,16 @@ def push_adapter(
         version: Version of the adapter.
         transport: Carries the base weights, and keeps base and adapter for restarted engines.
         engines_have_base: Whether every engine loads the base weights by itself.
-        probe: Probe to compare engines and learner with.
         workers: The workers that train the policy.
-        on_arrival: Called between transfer and probe, to wake the engines.
 
-    Returns:
-        As `push_weights`.
+    Raises:
+        WeightError: as `Transport.push`.
     """
     # Push the base weights at first, and again if the actor that kept them was lost, perhaps
-    # together with engines. Probe only once the adapter is there: without it requests would fail.
+    # together with engines.
     kept = transport.kept
     if not engines_have_base and workers.broadcast(kept is None or kept.fetch() is None):
-        _send(learner.base_weights, engine, version=version, transport=transport, workers=workers)
+        transport.push(learner.base_weights, engine, version=version, workers=workers)
     push = learner.adapter_push(name, version)
     required: list[WeightSnapshot] = []
     if push is not None:
@@ -196,5 +121,3 @@ def push_adapter(
         # Engines that are down load it before their next request.
         survivors(engine.hold(*required, in_flight=transport.in_flight))
     engine.require(*workers.broadcast(required))
-    on_arrival()
-    return try_probe(learner, engine, replace(probe, adapter=name), version, workers)

@@ -1,38 +1,41 @@
-"""One attempt to push weights: what all transports share.
+"""Weight transports: what all of them share, and the one through Ray's object store.
 
 Rank 0 talks to the engines: `begin_push`, then `load_bucket` for one bucket after the other, and at
 last `finish_push`, which compares the manifest. An engine serves again only after the last call, so
 a push that fails in the middle leaves engines that refuse to sample.
 
-    push_weights (push.py)            repeats the push if an engine was lost, then probes
-      Transport.push                  one attempt
+    WeightPusher.push                 (raypo.run) then wakes the engines and probes them
+      Transport.push                  repeats the push if an engine was lost
         ObjectTransport.send          or IpcTransport, BroadcastTransport: packs and sends buckets
           EngineClient.load_bucket    to all engines that take part
             ... the frames of any call (`raypo.deployment.handle`)
-              Engine.load_bucket -> VllmProcesses.ask -> raypo_load_bucket -> vLLM's load_weights
+              Engine.load_bucket -> VllmWorkers.ask -> raypo_load_bucket -> vLLM's load_weights
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
 from torch import Tensor
 
+from raypo.cluster.actors import ReplicaLost
 from raypo.collectives import Workers
 from raypo.config import InFlight
-from raypo.serving.client import Engines
+from raypo.serving.client import EngineClient
 from raypo.weights.bucket_size import BUCKET_BYTES
-from raypo.weights.buckets import Specs
-from raypo.weights.manifest import Manifest, TensorSpec, WeightError, summary
-from raypo.weights.messages import OfferedBucket, PushStart, Ready, StoredBucket, WeightPush
+from raypo.weights.buckets import as_bytes, grouped, specs_of
+from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
+from raypo.weights.messages import PushStart, Ready, StoredBucket, WeightPush
 from raypo.weights.store import WeightSnapshot, WeightStore
 
+RETRY_S = 0.2
 REASON_S, POLL_S = 3.0, 0.05
 """Seconds until the end of an engine is known after its peers noticed it, and polling interval."""
 
@@ -58,35 +61,52 @@ class Transport:
         """The last push that succeeded. None on ranks other than 0, and before the first push."""
 
     def push(
-        self, named_tensors: NamedTensors, engines: Engines, *, version: int, workers: Workers
+        self,
+        weights: Callable[[], NamedTensors],
+        engines: EngineClient,
+        *,
+        version: int,
+        workers: Workers,
     ) -> None:
         """Send every tensor to every engine; all workers call it together, with equal tensors.
 
+        If an engine is lost during the push, the push is repeated to the engines that are up then.
+        Afterwards each request of `engines` requires the pushed weights, so a restarted engine
+        loads them first.
+
         Args:
-            named_tensors: Whole tensors on any device, each unchanged while it is referenced.
+            weights: Returns whole tensors on any device, each unchanged while it is referenced.
             engines: All engines of a run. Those that are down take no part.
             version: Version of the weights.
             workers: The workers that call this together.
 
         Raises:
-            ReplicaLost: on rank 0, if an engine was lost meanwhile; `WeightError` on the others.
             WeightError: on every worker, if a tensor did not arrive as it was sent.
         """
-        session = PushSession(engines, version, self.in_flight)
-        with all_or_none(workers):
-            if workers.rank == 0:
-                self.kept = None
-                self.weight_store.forget()  # free the old version before the new one takes room
-                session.begin()
-        with all_or_none(workers), drained(named_tensors) as tensors:
-            self.open(session, workers)
-            buckets = self.send(tensors, session, workers)
-            if workers.rank == 0:
-                manifest = session.finish()
-                self.kept = WeightSnapshot(session.id)
-                if buckets:
-                    push = WeightPush(version, manifest, tuple(buckets), session.id)
-                    self.kept = self.weight_store.keep(push, id=push.id)
+        while True:
+            engines.require()
+            session = PushSession(engines, version, self.in_flight)
+            try:
+                with all_or_none(workers):
+                    if workers.rank == 0:
+                        self.kept = None
+                        self.weight_store.forget()  # free the old version before the new one comes
+                        session.begin()
+                with all_or_none(workers), drained(weights()) as tensors:
+                    self.open(session, workers)
+                    buckets = self.send(tensors, session, workers)
+                    if workers.rank == 0:
+                        manifest = session.finish()
+                        self.kept = WeightSnapshot(session.id)
+                        if buckets:
+                            push = WeightPush(version, manifest, tuple(buckets), session.id)
+                            self.kept = self.weight_store.keep(push, id=push.id)
+                break
+            except Exception as error:  # all workers fail together
+                if not workers.broadcast(isinstance(error, ReplicaLost)):
+                    raise
+                time.sleep(RETRY_S)
+        engines.require(workers.broadcast(self.kept))
 
     def open(self, session: PushSession, workers: Workers) -> None:
         """Prepare to send to the engines that take part. All workers call it."""
@@ -106,7 +126,7 @@ class Transport:
 class PushSession:
     """Rank 0's side of a push: it calls all engines and collects their replies."""
 
-    engines: Engines
+    engines: EngineClient
     """From `begin` on only the engines that were up then."""
     version: int
     in_flight: InFlight | None
@@ -116,18 +136,14 @@ class PushSession:
     """The engines' replies to `begin_push`."""
     pending: Sequence[Future[Any]] = ()
     """The last call, to each engine."""
-    _specs: list[TensorSpec] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
+    """Tensors that were sent so far."""
 
     def begin(self) -> None:
         """Tell all engines that are up that a push begins, so that they drop their weights."""
         self.engines = self.engines.up()
         start = PushStart(self.version, self.id, self.in_flight)
         self.ready = [call.result() for call in self.engines.begin_push(start)]
-
-    def offer(self, bucket: OfferedBucket, specs: Specs) -> None:
-        """Send a bucket to all engines; `settle` waits until they have loaded it."""
-        self._specs += specs
-        self.pending = self.engines.load_bucket(bucket)
 
     def settle(self) -> None:
         """Wait for the replies to the last call.
@@ -145,7 +161,7 @@ class PushSession:
         Raises:
             WeightError: an engine received other tensors than were sent.
         """
-        manifest = Manifest.of(self.version, self._specs)
+        manifest = Manifest.of(self.version, self.specs)
         for call in self.engines.finish_push(manifest):
             differences = manifest.differences(call.result())
             if differences:
@@ -172,6 +188,35 @@ class PushSession:
                 if len(failures) == len(self.pending) or time.monotonic() > deadline:
                     raise
                 time.sleep(POLL_S)
+
+
+class ObjectTransport(Transport):
+    """One put for each bucket, which engines on the same node read without a copy.
+
+    The sender keeps the buckets of its last push until it starts the next one, so that an engine
+    that was lost can load them again.
+    """
+
+    def send(
+        self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
+    ) -> list[StoredBucket]:
+        """Send from rank 0 (see `Transport.send`). Engines load a bucket while the next is put."""
+        buckets: list[StoredBucket] = []
+        if workers.rank != 0:
+            return buckets
+        with ThreadPoolExecutor(1) as beside:
+            hosted = ((name, tensor.cpu()) for name, tensor in tensors)
+            for group in grouped(hosted, bucket_bytes=self.bucket_bytes):
+                parts = [as_bytes(tensor) for _, tensor in group]
+                sums = beside.submit(checksums, parts)
+                ref = ray.put(tuple(part.numpy() for part in parts))  # the only copy on CPUs
+                buckets.append(StoredBucket(ref, specs_of(group, sums.result())))
+                session.settle()
+                session.specs += buckets[-1].specs
+                session.pending = session.engines.load_bucket(buckets[-1])
+                del group, parts  # before the next ones are made
+        session.settle()
+        return buckets
 
 
 @contextmanager

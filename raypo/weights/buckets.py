@@ -72,13 +72,29 @@ def stage(
         ValueError: `bucket_bytes` is not positive.
     """
     _require_positive(bucket_bytes)
-    filling = _Filling(bucket_bytes, device)
+    # Pages are touched as they fill, so a small model costs little of it.
+    flat = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
+    used, filled = 0, list[tuple[str, Tensor, int]]()  # name, place in the bucket, first byte
     for name, tensor in named_tensors:
-        if not filling.has_room_for(tensor):
-            yield filling.finish()
-        filling.add(name, tensor)
-    if not filling.is_empty:
-        yield filling.finish()
+        offset = -(-used // ALIGNMENT) * ALIGNMENT
+        if filled and offset + tensor.nbytes > bucket_bytes:
+            yield _staged(flat[:used], filled)
+            offset, filled = 0, []
+        used = offset + tensor.nbytes
+        if used > len(flat):  # one tensor larger than a bucket
+            flat = torch.empty(used, dtype=torch.uint8, device=device)
+        with torch.no_grad():
+            place = flat[offset:used].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor)
+        filled.append((name, place, offset))
+    if filled:
+        yield _staged(flat[:used], filled)
+
+
+def _staged(flat: Tensor, filled: list[tuple[str, Tensor, int]]) -> Staged:
+    sums = checksums([flat[offset : offset + place.nbytes] for _, place, offset in filled])
+    specs = specs_of([(name, place) for name, place, _ in filled], sums)
+    return Staged(flat, tuple(zip(specs, (offset for _, _, offset in filled), strict=True)))
 
 
 def grouped(
@@ -150,44 +166,3 @@ def as_tensor(data: np.ndarray) -> Tensor:
 def _require_positive(bucket_bytes: int) -> None:
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes ({bucket_bytes}): a bucket holds at least one byte.")
-
-
-class _Filling:
-    """Memory that all buckets share, while tensors are copied into it."""
-
-    def __init__(self, bucket_bytes: int, device: torch.device | str) -> None:
-        self._bucket_bytes = bucket_bytes
-        # Pages are touched as they fill, so a small model costs little of it.
-        self._flat = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
-        self._used = 0
-        self._tensors: list[tuple[str, Tensor, int]] = []
-        """Name, view of the bucket with shape and dtype of the tensor, and first byte."""
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._tensors
-
-    def has_room_for(self, tensor: Tensor) -> bool:
-        return self.is_empty or self._next_offset() + tensor.nbytes <= self._bucket_bytes
-
-    @torch.no_grad()
-    def add(self, name: str, tensor: Tensor) -> None:
-        offset = self._next_offset()
-        self._used = offset + tensor.nbytes
-        if self._used > len(self._flat):  # one tensor larger than a bucket
-            self._flat = torch.empty(self._used, dtype=torch.uint8, device=self._flat.device)
-        room = self._flat[offset : self._used].view(tensor.dtype).view(tensor.shape)
-        room.copy_(tensor)
-        self._tensors.append((name, room, offset))
-
-    def finish(self) -> Staged:
-        flat = self._flat[: self._used]
-        group = [(name, room) for name, room, _ in self._tensors]
-        sums = checksums([flat[offset : offset + room.nbytes] for _, room, offset in self._tensors])
-        offsets = (offset for _, _, offset in self._tensors)
-        entries = tuple(zip(specs_of(group, sums), offsets, strict=True))
-        self._tensors, self._used = [], 0
-        return Staged(flat, entries)
-
-    def _next_offset(self) -> int:
-        return -(-self._used // ALIGNMENT) * ALIGNMENT

@@ -221,7 +221,7 @@ def calls_of_step(spans: Sequence[Sequence[Any]]) -> dict[str, float]:
     sampled = [
         end - begin
         for track, name, begin, end in spans
-        if is_call(track, name, ["begin_generate"]) and any(b <= begin < e for b, e in phases)
+        if is_call(track, name, ["submit"]) and any(b <= begin < e for b, e in phases)
     ]
     begins = [begin for track, name, begin, _ in spans if is_call(track, name, ["begin_push"])]
     ends = [end for track, name, _, end in spans if is_call(track, name, ["finish_push"])]

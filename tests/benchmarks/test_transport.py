@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 from raypo.collectives import Workers
 from raypo.config import EngineSection
 from raypo.serving.engine import Engine
-from raypo.weight_sync.object_store import ObjectTransport
+from raypo.weight_sync.transport import ObjectTransport
 from raypo.weights.buckets import unpack
 from raypo.weights.manifest import Manifest
 from raypo.weights.messages import PushStart, Ready, StoredBucket
-from tests.integration.plain_handle import PlainHandle
+from tests.integration.plain_handle import plain_client
 from tests.tiny import tiny_policy
 
 TENSOR_WORDS = 1 << 20
@@ -70,8 +70,8 @@ def ray_session() -> Iterator[None]:
 
 def push_seconds(tensors: dict[str, torch.Tensor], actor: Any) -> float:
     transport = ObjectTransport()
-    handle = PlainHandle({"receiver": actor})
-    return fastest(lambda: transport.push(tensors.items(), handle, version=1, workers=Workers()))
+    client = plain_client({"receiver": actor})
+    return fastest(lambda: transport.push(tensors.items, client, version=1, workers=Workers()))
 
 
 @pytest.mark.parametrize("num_tensors", [64, 128], ids=["one-bucket", "two-buckets"])

@@ -400,7 +400,8 @@ def run(dtype: str = "bfloat16", *, layers: int = 24, device: str = "cuda") -> F
         rows = read_metrics(metrics)
         plan = make_plan(PPOConfig.load(config), this_machine())
         note(measured_s=_middle(rows))
-        planned = {role.name: role.memory.peak / 1e9 for role in plan.roles}
+        # The metric of a "learner worker" is that of the learner.
+        planned = {r.name.removesuffix(" worker"): r.memory.peak / 1e9 for r in plan.roles}
         for name, most in planned.items():
             key = f"perf/{'gpu_memory' if device == 'cuda' else 'memory'}_{name}_gb"
             if held := [row[key] for row in rows if key in row]:
@@ -638,8 +639,8 @@ def _pushed_in_between(pair: Any, how: Any, found: Figures) -> dict[str, float]:
     """Gaps of tokens to the version that they say sampled them, where weights come meanwhile."""
     import numpy as np
 
+    from tests.engine_contract import results, runs, until
     from tests.integration.test_engine import PROMPTS, disturb, learner_log_probs, probes
-    from tests.integration.test_engine_joins import results, runs, until
     from tests.stand_ins import versions_of
 
     old, before = pair.version, copy.deepcopy(pair.learner)

@@ -59,7 +59,7 @@ def test_nccl_reaches_an_engine_on_another_gpu_and_survives_its_replacement(tmp_
 
     from raypo.collectives import Workers
     from raypo.weight_sync.broadcast import BroadcastTransport
-    from tests.integration.plain_handle import PlainHandle
+    from tests.integration.plain_handle import plain_client
     from tests.integration.test_engine import (
         MAX_MODEL_LEN,
         PROMPTS,
@@ -86,8 +86,8 @@ def test_nccl_reaches_an_engine_on_another_gpu_and_survives_its_replacement(tmp_
             )  # fmt: skip
             disturb(learner)
             transport.push(
-                weights(learner).items(),
-                PlainHandle({"engine": actor}),
+                weights(learner).items,
+                plain_client({"engine": actor}),
                 version=version,
                 workers=Workers(),
             )

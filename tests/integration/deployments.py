@@ -154,8 +154,13 @@ class Receiver:
                 self.load_bucket(bucket)
             self.finish_push(push.manifest)
 
-    def begin_generate(self, requests: list[SamplingRequest]) -> list[Completion]:
-        """One token each, which is the version; it dies on the way if a file says so."""
+    def submit(self, requests: list[SamplingRequest], *, alone: bool = False) -> list[Completion]:
+        """One token each, which is the version; it dies on the way if a file says so.
+
+        What joins waits for as long as a file holds it up.
+        """
+        while not alone and self._dies.with_name("holds_up").exists():
+            time.sleep(0.02)
         if self._dies.exists():
             self._dies.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -168,12 +173,6 @@ class Receiver:
             self._version,
         )
         return [answer] * len(requests)
-
-    def submit(self, requests: list[SamplingRequest]) -> list[Completion]:
-        """As `begin_generate`, as soon as nobody holds it up any more."""
-        while self._dies.with_name("holds_up").exists():
-            time.sleep(0.02)
-        return self.begin_generate(requests)
 
     def adapter(self) -> int | None:
         """The version of the adapter."""

@@ -3,8 +3,10 @@
 `placement FOLDER`: which bundle, node and GPUs each replica of a dedicated group was given, under
 each strategy; `colocated FOLDER`: the same of replicas beside learner workers. The GPUs are
 declared, not real. `ppo TASK`: a run (`Task` as JSON) whose engine, and if asked whose learner
-workers, are killed on the way. `sweep FILE`: a sweep of two trials at a time, each of which takes
-two of four cores on two nodes; it is interrupted and goes on. All print JSON as their last line.
+workers, are killed on the way. `elastic FOLDER`: a run of one or two workers on two nodes, one of
+which is lost, comes back, and is announced to go. `sweep FILE`: a sweep of two trials at a time,
+each of which takes two of four cores on two nodes; it is interrupted and goes on. All print JSON as
+their last line.
 """
 
 import itertools
@@ -218,6 +220,95 @@ def ppo(task: Task) -> dict[str, Any]:
     return found | {"return": result.return_value}
 
 
+SLOW = """
+import time
+from pathlib import Path
+
+def while_asked(view):
+    if Path(__file__).with_suffix(".flag").exists():
+        time.sleep(0.5)
+"""
+
+
+def elastic() -> dict[str, Any]:
+    """Sizes of the worker group in order, and the losses of the run and of an undisturbed one."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+    from raypo import SFTConfig, SFTTrainer
+    from raypo.tracking.console import Console
+    from tests.integration.pipeline import sft_values, write_examples
+    from tests.integration.task import read_metrics, wait_for_steps
+
+    folder = Path(sys.argv[2])
+    write_examples(folder)
+    (folder / "slow.py").write_text(SLOW)
+    flag = folder / "slow.flag"
+    flag.touch()
+    made = cluster([{"num_cpus": 1}])
+    other = made.add_node(num_cpus=1)
+    ray.init(address=made.address, namespace="raypo", log_to_driver=False)
+    values = sft_values(folder, lr=1e-4)
+    values |= {"num_steps": 200, "callbacks": [f"{folder}/slow.py:while_asked"]}
+    values["checkpoint"], values["eval"] = {"every": 5}, {}
+    messages: list[str] = []
+    show = Console.message
+
+    def heard(self: Console, text: str) -> None:
+        messages.append(text)
+        show(self, text)
+
+    def wait_for(text: str, count: int) -> None:
+        deadline = time.monotonic() + 150
+        while sum(text in each for each in messages) < count and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def more_steps(count: int) -> None:
+        run = folder / "runs" / "elastic"
+        wait_for_steps(run, len(read_metrics(run)) + count)
+
+    def disturb() -> None:
+        more_steps(7)
+        made.remove_node(other, allow_graceful=False)
+        wait_for("1 of at most 2", 1)
+        more_steps(7)
+        again = made.add_node(num_cpus=1)
+        wait_for("2 of at most 2", 2)
+        more_steps(7)
+        announce(again.node_id)
+        wait_for("about to be taken away", 1)
+        made.remove_node(again, allow_graceful=False)
+        wait_for("1 of at most 2", 2)
+        flag.unlink()
+
+    Console.message = heard
+    disturber = threading.Thread(target=disturb, daemon=True)
+    disturber.start()
+    SFTTrainer(
+        SFTConfig.parse(values | {"name": "elastic"}),
+        scaling_config=ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=1.0),
+        run_config=RunConfig(failure_config=FailureConfig(max_failures=1)),
+    ).fit()
+    disturber.join(timeout=10)
+    SFTTrainer(SFTConfig.parse(values | {"name": "plain", "callbacks": []})).fit()
+    losses = {
+        name: [row["train/loss"] for row in read_metrics(folder / "runs" / name)]
+        for name in ("elastic", "plain")
+    }
+    return {"messages": messages, "losses": losses}
+
+
+def announce(node: str) -> None:
+    """Tell Ray that the node goes in half a minute, as a provider of spot machines does."""
+    from ray import _raylet
+    from ray.core.generated import autoscaler_pb2
+
+    core: Any = _raylet
+    gcs = core.GcsClient(address=ray.get_runtime_context().gcs_address)
+    reason = autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
+    deadline_ms = int((time.time() + 30) * 1000)
+    gcs.drain_node(node, reason, "a spot machine", deadline_ms)
+
+
 def sweep() -> dict[str, Any]:
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
@@ -294,7 +385,7 @@ def kill_at_work(run: str) -> int:
                 return engine.pid
 
 
-PROGRAMS = {"placement": placement, "colocated": colocated, "sweep": sweep}
+PROGRAMS = {"placement": placement, "colocated": colocated, "elastic": elastic, "sweep": sweep}
 
 if __name__ == "__main__":
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"

@@ -52,13 +52,14 @@ checkpoint: {{every: 2}}
 
 def raypo(*arguments: str | Path, **options: Any) -> subprocess.Popen[str]:
     """The `raypo` command in a process group of its own, as a terminal starts it."""
+    paths = filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])
     return subprocess.Popen(
         [sys.executable, "-m", "raypo.cli", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CI": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CI": "1"},
         start_new_session=True,
         **options,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
-from raypo.concurrency import completed
 from raypo.config import EngineSection, LoraSection
+from raypo.deployment.handle import local_handle
 from raypo.models.lora import (
     adapter_config,
     adapter_off,
@@ -25,17 +25,16 @@ from raypo.models.lora import (
 )
 from raypo.models.token_log_probs import response_log_probs
 from raypo.serving.adapters import SHARED_MEMORY
-from raypo.serving.client import Engines
+from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience
-from raypo.weight_sync.object_store import ObjectTransport
-from raypo.weight_sync.probe import Probe
+from raypo.weight_sync.probe import Probe, try_probe
 from raypo.weight_sync.push import push_adapter
+from raypo.weight_sync.transport import ObjectTransport
 from raypo.weights.adapter import AdapterPush
-from raypo.weights.manifest import Manifest, WeightError
-from raypo.weights.messages import OfferedBucket, PushStart
-from raypo.weights.store import WeightSnapshot
+from raypo.weights.manifest import WeightError
+from tests.engine_contract import runs, until
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -43,7 +42,6 @@ from tests.integration.test_engine import (
     gap,
     learner_log_probs,
 )
-from tests.integration.test_engine_joins import runs, until
 from tests.stand_ins import local_push, pack, versions_of
 from tests.tiny import tiny_policy
 
@@ -240,37 +238,6 @@ class Adapted:
             )[0]
 
 
-@dataclass
-class InThisProcess(Engines):
-    """An engine of this process, and the same engine as a push sees it."""
-
-    engine: Engine
-
-    def generate_on_all(self, requests: Sequence[SamplingRequest]) -> Any:
-        return [completed(self.engine.generate(requests))]
-
-    def submit_on_all(self, requests: Sequence[SamplingRequest]) -> Any:
-        return [completed([each.result() for each in self.engine.submit(requests)])]
-
-    def begin_push(self, start: PushStart) -> Any:
-        return [completed(self.engine.begin_push(start))]
-
-    def load_bucket(self, bucket: OfferedBucket) -> Any:
-        return [completed(self.engine.load_bucket(bucket))]
-
-    def finish_push(self, manifest: Manifest) -> Any:
-        return [completed(self.engine.finish_push(manifest))]
-
-    def hold(self, *pushes: WeightSnapshot, in_flight: Any = None) -> Any:
-        return [completed(self.engine.hold(*pushes, in_flight=in_flight))]
-
-    def up(self) -> Any:
-        return self
-
-    def require(self, *pushes: object) -> None:
-        pass
-
-
 @pytest.mark.usefixtures("local_ray")
 def test_what_waits_for_an_adapter_outlives_a_push_of_the_weights_below_it(
     engine: Engine, folder: str
@@ -287,17 +254,19 @@ def test_what_waits_for_an_adapter_outlives_a_push_of_the_weights_below_it(
                 answers.extend(engine.submit(asked[2:]))
 
     def push_both(version: int) -> None:
+        asking, client = AskedMeanwhile(model, folder), EngineClient(local_handle(engine))
         push_adapter(
-            AskedMeanwhile(model, folder),
-            InThisProcess(engine),
+            asking,
+            client,
             name="a",
             version=version,
             transport=ObjectTransport(in_flight="recompute"),
             engines_have_base=False,
-            probe=Probe(PROMPTS[:2], 4, 1.0, "float32", seed=0, joins=True),
             workers=Workers(),
-            on_arrival=engine.resume,
         )
+        engine.resume()
+        probe = Probe(PROMPTS[:2], 4, 1.0, "float32", seed=0, adapter="a", joins=True)
+        try_probe(asking, client, probe, version, Workers())
 
     push_both(60)
     answers += engine.submit(asked[:2])

@@ -95,13 +95,13 @@ def test_an_engine_gives_back_what_nobody_waits_for_any_more(engines: EngineClie
         return engines.handle.control(Engine.load)[0].result()
 
     async def leave() -> None:
-        left = asyncio.create_task(engines.sample(ask(400, 0)))
-        stays = asyncio.create_task(engines.sample(ask(400, 1)))
+        left = asyncio.wrap_future(engines.submit([ask(400, 0)]))
+        stays = asyncio.wrap_future(engines.submit([ask(400, 1)]))
         before = load().tokens
         while load().tokens < before + 20:
             await asyncio.sleep(0.01)
         left.cancel()
-        assert len((await stays).token_ids) == 400
+        assert len((await stays)[0].token_ids) == 400
         with pytest.raises(asyncio.CancelledError):
             await left
         while load().running:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from raypo.serving.worker_extension import GREW, WorkerExtension
+from raypo.serving.vllm_processes import GREW, WorkerExtension
 from tests.tiny import tiny_policy
 
 HERE = Path(__file__).parent
@@ -49,7 +49,7 @@ def engine(told: dict[str, Any], name: str, **expected: Any) -> None:
         wanted = {"dtype": dtype} | expected
         assert {key: made[key] for key in wanted} == wanted, made
         assert made["worker"] == "vllm.v1.worker.gpu_worker.Worker"
-        assert made["extension"] == "raypo.serving.worker_extension.WorkerExtension"
+        assert made["extension"] == "raypo.serving.vllm_processes.WorkerExtension"
 
 
 def test_an_engine_on_gpus_is_what_its_section_says(told: dict[str, Any]):

@@ -96,11 +96,11 @@ def test_the_constants_of_adamw_stay_the_configs_where_a_checkpoint_has_others(
     numbers = torch.ones(8, 16)
     written.backward(written(numbers))
     written.step()
-    written.save(tmp_path)
+    written.save(tmp_path / "state.pt")
     moved = []
     for constants in ({"betas": (0.5, 0.6), "eps": 0.1}, {}):
         trained = trained_model(Sums(torch.float32), stage, "float32", **constants)
-        trained.load(tmp_path)
+        trained.load([tmp_path / "state.pt"])
         before = master(trained, trained.module.weight, "float32").clone()
         trained.backward(trained(-numbers))
         trained.step()
@@ -143,6 +143,7 @@ def test_a_value_head_is_float32_through_updates_checkpoints_and_folders(
     values = values_of(trained)
     assert len(values[mask].unique()) > 0.9 * mask.sum()  # bfloat16 knows steps of 1 / 16
 
+    (tmp_path / "checkpoint").mkdir()
     trained.save(tmp_path / "checkpoint")
     resumed = learner(model, stage=stage, dtype="bfloat16", critic=str(start))
     resumed.restore(tmp_path / "checkpoint")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -16,9 +15,11 @@ import numpy as np
 import openai
 import pytest
 
-from raypo import Rollout
+from raypo import PPOConfig, Rollout
 from raypo.config import EngineSection
 from raypo.models.loading import load_tokenizer, stop_token_ids
+from raypo.rewards.functions import open_servers
+from raypo.rewards.scoring import FailedScore, score, texts_of
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 from tests.integration.task import raypo
@@ -26,6 +27,7 @@ from tests.tiny import tiny_policy
 
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]
 KEY = "a-key"
+EXAMPLE = Path(__file__).parents[2] / "examples/smollm2_judge/ppo.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -141,26 +143,30 @@ def test_a_client_that_closes_has_its_request_cancelled(client: Any, base_url: s
     assert tokens_when_idle(base_url) - before < 4000, "2 times 4 times 1500 were asked for"
 
 
-def test_the_examples_judge_asks_it_for_grades(base_url: str, monkeypatch: pytest.MonkeyPatch):
-    from examples.smollm2_judge import reward
-
-    monkeypatch.setattr(reward, "URL", base_url)
-    monkeypatch.setattr(reward, "MODEL", "tiny")
+def test_it_is_a_judge_of_responses(base_url: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAYPO_API_KEY", KEY)
     blank = np.zeros(1, np.int32)
     rollouts = [
         Rollout("Greet.", text, blank, blank, blank, blank, None, 0, 0, "stop", 0)
         for text in ("Hello!", "Go away.")
     ]
-    before = tokens_when_idle(base_url)
-    grades = asyncio.run(reward.grade(rollouts))
-    assert tokens_when_idle(base_url) > before
-    assert all(each is None or each in (0.0, 0.25, 0.5, 0.75, 1.0) for each in grades)
 
-    monkeypatch.setattr(reward, "MODEL", "another")
-    refused = asyncio.run(reward.grade(rollouts))
-    assert len(grades) == len(refused) == 2
-    assert all(isinstance(each, openai.NotFoundError) for each in refused)
+    def judged(**changes: Any) -> list[float]:
+        example = PPOConfig.load(EXAMPLE, ["model.policy=p"]).reward
+        assert example.judge is not None
+        judge = example.judge.model_copy(update={"url": (base_url,), "model": "tiny", **changes})
+        return score(open_servers(example.model_copy(update={"judge": judge}))["judge"], rollouts)
+
+    # A model of random weights names a grade if the engine samples nothing else.
+    grades = {"structured_outputs": {"choice": ["1", "2", "3", "4", "5"]}}
+    for chat in (False, True):
+        scores = judged(chat=chat, sampling=grades)
+        assert {each * 4 for each in scores} <= {0.0, 1.0, 2.0, 3.0, 4.0}, scores
+        assert [dict(texts_of(each)) for each in scores] == [
+            {"judge": f"{each * 4 + 1:.0f}"} for each in scores
+        ]
+    refused = judged(model="another")
+    assert all(isinstance(each, FailedScore) and "status 404" in each.reason for each in refused)
 
 
 def test_wrong_requests_are_those_of_openai(client: Any, base_url: str):

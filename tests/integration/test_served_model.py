@@ -1,13 +1,14 @@
 """`raypo serve-reward` with a sequence classifier, asked over its port."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
-from raypo.rewards.remote import RemoteReward
+from raypo.rewards.remote import JsonServers, RemoteReward
 from raypo.rewards.scoring import score
 from raypo.types import Rollout
 from tests.integration.task import raypo
@@ -57,13 +58,9 @@ def test_a_served_model_scores_texts_as_transformers_does(model: Path) -> None:
         assert server.stdout is not None
         line = server.stdout.readline()
         assert "set reward.url to " in line, server.communicate()[1]
-        reward = RemoteReward(
-            [line.split("set reward.url to ")[1].strip()],
-            batch_size=2,
-            max_concurrent=2,
-            timeout_s=60,
-            max_attempts=2,
-        )
+        url = line.split("set reward.url to ")[1].strip()
+        limits: dict[str, Any] = {"max_concurrent": 2, "timeout_s": 60, "max_attempts": 2}
+        reward = RemoteReward(JsonServers([url], token=None, **limits), batch_size=2)
         scores = score(reward, rollouts)
     finally:
         server.kill()

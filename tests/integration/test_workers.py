@@ -32,6 +32,12 @@ DIAGONAL = [
     Case("apart", "float32", 2),
 ]
 """The whole matrix: tests/slow/test_every_learner.py."""
+RESUMED = {
+    1: [("float32", 2, 0), ("float32", 0, 3), ("bfloat16", 3, 1)],
+    2: [("float32", 0, 2), ("float32", 2, 3), ("bfloat16", 3, 1)],
+}
+"""Number of workers -> dtype, and ZeRO stage before and after. The checkpoint is of the other
+number of workers."""
 LR = 1e-3
 NORMS = {"ppo/policy_grad_norm", "ppo/critic_grad_norm", "train/grad_norm"}
 
@@ -45,7 +51,7 @@ def run_workers(
     task = folder / f"task_{count}.json"
     out = folder / f"result_{count}.pt"
     asked = {"model": str(folder / "policy"), "cases": cases, "out": str(out)}
-    asked |= {"matrix": [], "critic_workers": 0, "checkpoints": None, **more}
+    asked |= {"matrix": [], "critic_workers": 0, "checkpoints": None, "resume": [], **more}
     task.write_text(json.dumps(asked))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     # Files, not pipes: a worker whose pipe is full would wait for a reader, and the other for it.
@@ -65,10 +71,22 @@ def run_workers(
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("workers")
     tiny_policy(folder / "policy")
+    (folder / "checkpoints").mkdir()
     matrices = {1: together(DIAGONAL), 2: DIAGONAL}
     with ThreadPoolExecutor(2) as threads:  # importing DeepSpeed keeps one core a process busy
         found = threads.map(
-            lambda count: run_workers(folder, count, CASES, matrix=matrices[count]), matrices
+            lambda count: run_workers(
+                folder,
+                count,
+                CASES,
+                matrix=matrices[count],
+                checkpoints=str(folder / "checkpoints"),
+                resume=[
+                    (f"{dtype}_{before}_{3 - count}", dtype, after)
+                    for dtype, before, after in RESUMED[count]
+                ],
+            ),
+            matrices,
         )
         return dict(zip(matrices, found, strict=True))
 
@@ -106,6 +124,19 @@ def test_metrics_and_weights_agree_with_one_worker(
     outcomes: dict[int, dict[Any, Any]], case: tuple[str, int]
 ):
     assert_agrees_with_one_worker(outcomes[1][case], outcomes[2][case], *case)
+
+
+@pytest.mark.parametrize(
+    ("workers", "resumed"), [(count, each) for count in RESUMED for each in RESUMED[count]]
+)
+def test_the_state_of_other_workers_at_another_stage_goes_on_to_rounding(
+    outcomes: dict[int, dict[Any, Any]], workers: int, resumed: tuple[str, int, int]
+):
+    """It is compared with the second step of one worker from its own checkpoint."""
+    dtype, before, after = resumed
+    whole = outcomes[1][dtype, before]["second"]
+    found = outcomes[workers][f"{dtype}_{before}_{3 - workers}"]
+    assert_agrees_with_one_worker(whole, found, dtype, after, apart=workers == 1)
 
 
 @pytest.mark.parametrize("case", DIAGONAL, ids=str)

@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -209,9 +210,18 @@ def main() -> None:
             directory = Path(folder) / f"{dtype}_{stage}_{workers.count}"
             directory.mkdir(exist_ok=True)
             learner.save(directory)
+            workers.barrier()
+            (directory / "complete").touch()
             learner = new_learner(*case)
             learner.restore(directory)
             result["second"] = one_step(learner, roles, step=2)
+    for name, dtype, stage in task["resume"]:  # from a checkpoint of another number of workers
+        directory = Path(task["checkpoints"]) / name
+        while not (directory / "complete").exists():
+            time.sleep(0.1)
+        learner = new_learner(task["model"], dtype, stage, roles)
+        learner.restore(directory)
+        results[name] = one_step(learner, roles, step=2)
     team = cache(lambda critic_workers: Roles.of(workers, critic_workers))
     for case in (Case(*each) for each in task["matrix"]):
         results[tuple(case)] = steps_of(case, task["model"], team(int(case.kind == "apart")))

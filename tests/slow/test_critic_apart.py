@@ -10,6 +10,8 @@ from tests.tiny import tiny_policy
 
 CASES = [("float32", 0), ("float32", 2), ("float32", 3), ("bfloat16", 2), ("bfloat16", 3)]
 TEAMS = [(3, 1), (3, 2)]
+RESUMED = [("float32", 2, 3), ("bfloat16", 3, 2)]
+"""dtype, and ZeRO stage before, on one worker, and after, on three of which one has the critic."""
 
 
 def assert_learns_the_same(one: dict[str, Any], two: dict[str, Any], *, exact: bool) -> None:
@@ -33,8 +35,16 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dic
     folder: Path = tmp_path_factory.mktemp("apart")
     tiny_policy(folder / "policy")
     more = {"checkpoints": str(folder)}
+    resume = [(f"{dtype}_{before}_1", dtype, after) for dtype, before, after in RESUMED]
     return {
-        (count, critics): run_workers(folder, count, CASES, critic_workers=critics, **more)
+        (count, critics): run_workers(
+            folder,
+            count,
+            CASES,
+            critic_workers=critics,
+            resume=resume if (count, critics) == (3, 1) else [],
+            **more,
+        )
         for count, critics in ((1, 0), *TEAMS)
     }
 
@@ -48,6 +58,14 @@ def test_a_critic_on_workers_of_its_own_learns_the_same(
     exact = case[0] == "float32"
     assert_learns_the_same(one, two, exact=exact)
     assert_learns_the_same(one["second"], two["second"], exact=exact)
+
+
+@pytest.mark.parametrize(("dtype", "before", "after"), RESUMED)
+def test_the_state_of_one_worker_goes_on_with_a_critic_apart(
+    apart: dict[tuple[int, int], dict[Any, Any]], dtype: str, before: int, after: int
+):
+    one, two = apart[1, 0][dtype, before]["second"], apart[3, 1][f"{dtype}_{before}_1"]
+    assert_learns_the_same(one, two, exact=dtype == "float32")
 
 
 def test_each_team_is_dealt_every_token(apart: dict[tuple[int, int], dict[Any, Any]]):

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ import pytest
 from raypo.cluster.actors import start_named
 from raypo.cluster.connect import dashboard_token, dashboard_url
 from raypo.config import LoggingSection
-from raypo.tracking.grafana import PHASES, ROWS, expression, grafana_dashboard
+from raypo.deployment.gauges import export_gauges
+from raypo.tracking.grafana import PHASES, REPLICAS, ROWS, expression, grafana_dashboard
 from raypo.tracking.sinks import Sinks
 from tests.integration.browser import CHROMIUM, DRIVER, chromium
 
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 TIMEOUT_S = 90
 PLOTS = {plot.title: plot for plots in ROWS.values() for plot in plots}
 METRICS = {name.replace("*", "any"): 0.5 for plot in PLOTS.values() for name in plot.metrics}
+OF_REPLICAS = {name: METRICS.pop(name) for name in [*METRICS] if name.startswith(REPLICAS)}
 METRICS |= {"time/generate_s": 1.0, "time/update_s": 2.0, "time/step_s": 3.0}
 METRICS.pop("step")  # each writes its own
 
@@ -38,6 +41,9 @@ class Engine:
         section = LoggingSection.model_validate({"tensorboard": False})
         self.sinks = Sinks.open(section, folder=Path(), name="watched-00007", config={})
         self.sinks.write(3, METRICS)
+        for kind in REPLICAS:
+            own = {k.partition("/")[2]: v for k, v in OF_REPLICAS.items() if k.startswith(kind)}
+            export_gauges(kind, own.copy, threading.Event())
 
     def __repr__(self) -> str:
         return "Engine(tiny/policy, started)"
@@ -91,14 +97,18 @@ def test_every_panel_finds_its_metrics_in_prometheus(prometheus: str):
     while not is_told(prometheus, "step") and time.monotonic() < deadline:
         time.sleep(1)
     for panel in grafana_dashboard()["panels"]:
-        expected = len(PLOTS[panel["title"]].lines(["step", *METRICS])) if "targets" in panel else 0
+        known = ["step", *METRICS, *OF_REPLICAS]
+        expected = len(PLOTS[panel["title"]].lines(known)) if "targets" in panel else 0
         found = []
         for target in panel.get("targets", ()):
             found += ask(prometheus, target["expr"].replace("$run", "watched.*"))
             assert "$run" in target["expr"]
             assert ask(prometheus, target["expr"].replace("$run", "no such run")) == []
         assert len(found) == expected - (panel["title"] == PHASES), panel["title"]
-        assert all(line["metric"]["trial"] == "00007" for line in found)
+        labels = [line["metric"] for line in found]
+        assert all(
+            "raypo:watched:engine:0" in each.values() or each["trial"] == "00007" for each in labels
+        )
 
 
 def test_the_actors_page_asks_for_the_token_and_shows_name_and_state(engine: Any, tmp_path: Path):

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from raypo.storage.run_files import RunFiles
 from tests.documentation import REPOSITORY
 from tests.integration.test_documentation import environment
@@ -40,6 +42,14 @@ def test_the_guessing_game_is_won_by_who_remembers_what_was_answered(tmp_path: P
     before, after = rows[0]["eval/initial_score_mean"], rows[-1]["eval/score_mean"]
     assert after > before + 0.2
     assert after > 3 / 8 + 0.2  # whoever does not read the answers wins at most 3 of 8
+
+
+def test_a_game_of_verifiers_is_learned(tmp_path: Path):
+    pytest.importorskip("verifiers", reason="the package verifiers is optional: raypo[verifiers]")
+    rows = learn(tmp_path, "verifiers_game", "verifiers-game", "ppo.yaml")
+    assert rows[-1]["eval/reward/found"] > rows[0]["eval/initial_reward/found"] + 0.2
+    assert rows[-1]["reward/numbers"] > 0.95
+    assert sum(row["rollout/episodes_failed"] for row in rows) == 0
 
 
 def test_the_calculator_is_called_when_it_pays_and_is_needed(tmp_path: Path):

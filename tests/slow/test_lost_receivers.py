@@ -25,10 +25,9 @@ from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving.client import EngineClient
 from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.broadcast import BroadcastTransport
-from raypo.weight_sync.object_store import ObjectTransport
-from raypo.weight_sync.probe import Probe
-from raypo.weight_sync.push import push_adapter, push_weights
-from raypo.weight_sync.transport import Transport
+from raypo.weight_sync.probe import Probe, try_probe
+from raypo.weight_sync.push import push_adapter
+from raypo.weight_sync.transport import ObjectTransport, Transport
 from raypo.weights.adapter import AdapterPush
 from tests.integration.deployments import Receiver
 from tests.slow.test_deployment import until
@@ -60,9 +59,6 @@ class Learner:
 
     weights: dict[str, torch.Tensor]
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.weights.items()
-
     def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights.items()
 
@@ -85,14 +81,9 @@ class Fleet:
     def push(self, transport: Transport, version: int) -> float:
         """The sum over the weights that were pushed."""
         weights = {f"w{i}": torch.randn(20) for i in range(6)}
-        push_weights(
-            Learner(weights),
-            EngineClient(self.handle),
-            version=version,
-            transport=transport,
-            probe=PROBE,
-            workers=Workers(),
-        )
+        client = EngineClient(self.handle)
+        transport.push(weights.items, client, version=version, workers=Workers())
+        try_probe(Learner(weights), client, PROBE, version, Workers())
         return float(sum(w.sum() for w in weights.values()))
 
     def held(self) -> list[tuple[int | None, float]]:
@@ -200,7 +191,6 @@ def test_the_weights_below_an_adapter_are_pushed_again_where_nothing_keeps_them(
             version=version,
             transport=transport,
             engines_have_base=False,
-            probe=PROBE,
             workers=Workers(),
         )
         ((of_base, total),) = fleet.held()

@@ -20,7 +20,24 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, An
     folder = tmp_path_factory.mktemp("workers")
     tiny_policy(folder / "policy")
     of_count = {1: CASES, 2: CASES, 3: FEW}
-    return {count: run_workers(folder, count, cases) for count, cases in of_count.items()}
+    resume = {
+        3: [(f"{dtype}_{stage}_2", dtype, 3 - stage) for dtype, stage in CASES],
+    }
+    return {
+        count: run_workers(
+            folder, count, cases, checkpoints=str(folder), resume=resume.get(count, [])
+        )
+        for count, cases in of_count.items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_workers_go_on_at_another_stage_where_two_were(
+    outcomes: dict[int, dict[Any, Any]], case: tuple[str, int]
+):
+    dtype, stage = case
+    found = outcomes[3][f"{dtype}_{stage}_2"]
+    assert_agrees_with_one_worker(outcomes[1][case]["second"], found, dtype, 3 - stage)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 from raypo.collectives import Workers
 from raypo.serving.engine import Engine
 from raypo.weight_sync.broadcast import BroadcastTransport
-from raypo.weight_sync.object_store import ObjectTransport
-from raypo.weight_sync.transport import Transport
+from raypo.weight_sync.transport import NamedTensors, ObjectTransport, Transport
 from raypo.weights.manifest import WeightError
-from tests.integration.plain_handle import PlainHandle
+from tests.integration.plain_handle import plain_client
 from tests.integration.test_engine import (
     AGREES,
     MAX_MODEL_LEN,
@@ -80,16 +79,13 @@ class Fleet:
     replicas: dict[str, Any]
     version: int = 0
 
-    @property
-    def handle(self) -> PlainHandle:
-        return PlainHandle(self.replicas)
-
-    def push(self, transport: Transport, named_tensors: Any = None) -> None:
+    def push(self, transport: Transport, tensors: NamedTensors | None = None) -> None:
         """A large change of all weights, and its way to the engines."""
         self.version += 1
         disturb(self.learner)
-        tensors = weights(self.learner).items() if named_tensors is None else named_tensors
-        transport.push(tensors, self.handle, version=self.version, workers=Workers())
+        sent = weights(self.learner).items() if tensors is None else tensors
+        client = plain_client(self.replicas)
+        transport.push(lambda: sent, client, version=self.version, workers=Workers())
 
     def renew(self, name: str) -> Any:
         """A new engine, without weights, in the place of one."""
@@ -160,8 +156,7 @@ def test_no_engine_serves_after_its_sender_was_killed(fleet: Fleet, make: Callab
             yield from named[: len(named) // 2]
             os.kill(os.getpid(), signal.SIGKILL)
 
-        handle = PlainHandle(replicas)
-        make().push(tensors(), handle, version=version, workers=Workers())
+        make().push(tensors, plain_client(replicas), version=version, workers=Workers())
 
     sender = ray.remote(push_and_die).options(num_cpus=0, max_retries=0)
     with pytest.raises(exceptions.WorkerCrashedError):

@@ -84,14 +84,14 @@ def test_calls_of_a_step_are_told_apart_from_its_probe_and_from_the_push_before(
         ["worker 0", "generate", 0.0, 4.0],
         ["raypo:bench:engine:0", "begin_push", 0.0, 0.1],
         ["raypo:bench:engine:0", "finish_push", 0.4, 0.5],
-        ["raypo:bench:engine:0", Engine.begin_generate.__name__, 1.0, 3.5],
+        ["raypo:bench:engine:0", Engine.submit.__name__, 1.0, 3.5],
         ["raypo:bench:reference:0", "log_probs", 4.0, 4.5],
         ["raypo:bench:engine:0", "sleep", 4.5, 5.0],
         ["raypo:bench:reference:0", "sleep", 5.0, 5.25],
         ["raypo:bench:engine:0", "begin_push", 8.0, 8.25],
         ["raypo:bench:engine:0", "load_bucket", 8.25, 8.5],
         ["raypo:bench:engine:0", "finish_push", 8.5, 8.75],
-        ["raypo:bench:engine:0", Engine.begin_generate.__name__, 8.75, 12.0],
+        ["raypo:bench:engine:0", Engine.submit.__name__, 8.75, 12.0],
         ["raypo:bench:engine:0", "wake_up", 9.0, 9.25],
     ]
     assert bench.calls_of_step(spans) == {

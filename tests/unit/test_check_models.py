@@ -23,7 +23,7 @@ from raypo.checks.input_checks import check_evaluation, check_inputs
 from raypo.checks.model_checks import check_evaluated, check_model, check_models
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
-from raypo.data.prompts import Prompts
+from raypo.data.item_store import ItemStore
 from raypo.models.loading import Limits, load_tokenizer, reads_tokens, same_vocabulary
 from raypo.recipes.dpo import DPORecipe
 from raypo.recipes.reward_model import RewardModelRecipe
@@ -333,7 +333,7 @@ def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with_token("policy")  # has no row in the embedding, like Gemma 3's image token
-    monkeypatch.setattr(Prompts, "__getitem__", lambda *_: pytest.fail("read once more"))
+    monkeypatch.setattr(ItemStore, "__getitem__", lambda *_: pytest.fail("read once more"))
     runtime = Runtime(name="run", storage_path=str(here), working_dir=str(here))
     told: Any = SimpleNamespace(message=print)
     files = RunFiles(str(here), "run")

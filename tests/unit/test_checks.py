@@ -53,6 +53,18 @@ def test_an_empty_prompt_file_is_named(values: dict, tmp_path: Path):
     assert "prompts.jsonl" in refusal(values)
 
 
+def test_a_judges_template_names_what_the_rows_have(values: dict):
+    judge = {"url": "http://a/v1", "model": "m", "template": "{prompt} {label} {response} {rubric}"}
+    values["reward"] = {"judge": judge}
+    text = "reward.judge.template: names {rubric}, and "
+    assert text in (said := refusal(values))
+    assert "prompts.jsonl:1 has no such column, it has prompt, answer." in said
+    judge["template"] = '{"grade": 1}? {label} {response} {answer}'
+    check_inputs(PPOConfig.parse(values))
+    del values["data"]["label_key"]
+    assert "data.label_key (None): reward.judge.template names {label}" in refusal(values)
+
+
 def with_labels(values: dict, *labels: object, function: str = "number_answer") -> dict:
     rows = [json.dumps({"prompt": "1+1=", "answer": label}) for label in labels]
     Path(values["data"]["prompts"]).write_text("\n".join(rows))
@@ -193,11 +205,36 @@ def test_a_reward_function_that_is_not_there_is_named(values: dict, tmp_path: Pa
     assert "Did you mean exact?" in refusal(values)
 
 
+def test_an_attribute_that_rollouts_lack_is_refused_with_its_line(values: dict, tmp_path: Path):
+    source = "def judge(rollouts):\n    return [float(len(each.completion)) for each in rollouts]\n"
+    (tmp_path / "judge.py").write_text(source)
+    values["reward"] = {"function": f"{tmp_path}/judge.py:judge"}
+    said = refusal(values)
+    assert "line 2 reads each.completion, and a rollout has no completion. It has prompt" in said
+    for accepted in (
+        source.replace("completion", "response"),
+        source.replace("\n", "\n    rollouts = mine(rollouts)\n", 1),
+        "import mine\n@mine.rows\n" + source,
+        source.replace("each.completion", "getattr(each, 'completion', each.completion)"),
+    ):
+        (tmp_path / "judge.py").write_text(accepted)
+        check_inputs(PPOConfig.parse(values))
+
+
 def test_more_workers_than_cores_are_refused_with_the_sum(values: dict):
     cores = cpu_count()
     values["learner"] = {"num_workers": 2, "cpus_per_worker": cores}
     text = refusal(values)
     assert f"2 learner workers need {2 * cores} CPU cores, this machine has {cores}" in text
+    # One worker is enough for an elastic run.
+    values["learner"] = {
+        "num_workers": [1, 2],
+        "cpus_per_worker": cores,
+    }
+    for lost, notes in ((0, 1), (-1, 0)):
+        told = check_inputs(PPOConfig.parse(values | {"max_failures": lost}))
+        assert sum("max_failures, which is 0" in note for note in told) == notes
+    values["learner"]["num_workers"] = 2
     values["cluster"] = {"address": "head:6379"}  # a cluster may have more
     check_inputs(PPOConfig.parse(values))
 
@@ -335,6 +372,9 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
     (best / "best.json").write_text('{"step": 2}')
     with pytest.raises(ConfigError, match="the checkpoint of step 2 is gone"):
         beginning(values, best)
+    (checkpoint.parent / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_res')
+    with pytest.raises(ConfigError, match=r"is cut short. Name one of its folders: checkpoint_a\."):
+        beginning(values, checkpoint.parent)
     with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): no checkpoint is there"):
         beginning(values, checkpoint.parent.parent / "nowhere")
 
@@ -342,11 +382,24 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
 def test_a_checkpoint_from_before_a_key_has_its_default(values: dict, checkpoint: Path):
     files = RunFiles(values["storage_path"], "earlier")
     recorded = PPOConfig.parse(values | {"name": "earlier"}).model_dump(mode="json")
-    del recorded["learner"]["critic_workers"]
+    del recorded["ppo"]["advantage"]
     files.write_config(recorded)
     beginning(values, checkpoint)
-    with pytest.raises(ConfigError, match=r"learner.critic_workers \(1\): .* of a run with 0"):
-        beginning(values, checkpoint, learner={"critic_workers": 1})
+    with pytest.raises(ConfigError, match=r"ppo.advantage \(reinforce\): .* of a run with gae"):
+        beginning(values, checkpoint, ppo={"advantage": "reinforce"})
+
+
+@pytest.mark.parametrize(
+    "learner", [{"num_workers": 2}, {"critic_workers": 1}, {"zero_stage": 3}], ids=str
+)
+def test_a_run_goes_on_with_other_workers_and_at_another_zero_stage(
+    values: dict, checkpoint: Path, learner: dict
+):
+    beginning(values, checkpoint, learner=learner)  # another run's state
+    files = RunFiles(values["storage_path"], values["name"])
+    files.write_config(PPOConfig.parse(values).model_dump(mode="json"))
+    files.append_metrics(1, {})
+    check_run_folder(PPOConfig.parse(values | {"learner": learner}), files)  # its own
 
 
 def test_how_an_adapter_travels_is_no_part_of_a_checkpoint(values: dict, checkpoint: Path):
@@ -366,7 +419,6 @@ def test_how_an_adapter_travels_is_no_part_of_a_checkpoint(values: dict, checkpo
     ("changes", "told"),
     [
         ({"num_steps": 3}, r"num_steps \(3\): from_checkpoint .* is of step 3"),
-        ({"learner": {"zero_stage": 1}}, r"learner.zero_stage \(1\): .* of a run with 2"),
         ({"ppo": {"advantage": "reinforce"}}, r"ppo.advantage \(reinforce\): .* with gae"),
     ],
 )

@@ -325,3 +325,38 @@ def test_config_of_a_wrong_key_names_the_right_one(capsys: pytest.CaptureFixture
         explain("dpo.beta")
     explain("dpo.beta", recipe="dpo")
     assert "Factor on the log-ratio" in capsys.readouterr().out
+    for wrong, remedy in (
+        ("ppo.kl.coef.x", "`raypo config ppo.kl.coef` prints ppo.kl.coef."),
+        ("quux", "`raypo config` prints the keys that matter first, and the sections."),
+    ):
+        capsys.readouterr()
+        with pytest.raises(typer.Exit):
+            explain(wrong)
+        told = capsys.readouterr().err
+        assert told == f"raypo: KEY ({wrong}): there is no such key. {remedy}\n"
+
+
+def test_config_takes_what_an_override_says_and_a_preset(capsys: pytest.CaptureFixture[str]):
+    from raypo.cli.explain import explain
+
+    explain("ppo.kl.coef=0.2")
+    assert capsys.readouterr().out.startswith("ppo.kl.coef ")
+    explain("dr_grpo")
+    told = capsys.readouterr().out
+    assert told.startswith("ppo.preset: dr_grpo sets below ppo\n  advantage: dr_grpo, ")
+
+
+def test_init_writes_a_run_file_and_keeps_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    made, command = tmp_path / "run.yaml", tmp_path / "run.sh"
+    command.write_text("python3 -m verl.trainer.main_ppo \\\n  actor_rollout_ref.rollout.n=5\n")
+    given = ("init", "--from-verl", command, "--to", made)
+    assert exit_status(monkeypatch, *given) == 0
+    assert "samples_per_prompt: 5 # actor_rollout_ref.rollout.n" in made.read_text()
+    assert exit_status(monkeypatch, *given) == 2
+    assert f"--to ({made}): is there already" in capsys.readouterr().err
+    wrong = ("--from-verl", "ls", "--to", tmp_path / "other.yaml")
+    assert exit_status(monkeypatch, "init", *wrong) == 2
+    assert "--from-verl: no argument of verl was found" in capsys.readouterr().err
+    assert exit_status(monkeypatch, "init") == 2

@@ -23,6 +23,8 @@ OF_THE_QUICKSTART = ("own_functions", "ports", "verifiable_reward")
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Path:
     """A copy of the example, as after its data and the runs before: the current folder."""
+    if name == "verifiers_game":
+        pytest.importorskip("verifiers", reason="the package verifiers is optional")
     mine = copied(name, tmp_path / "mine")
     source = copied("quickstart", tmp_path / "quickstart") if name in OF_THE_QUICKSTART else mine
     monkeypatch.chdir(source)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import yaml
 
+from raypo.checks.resume_checks import check_run_folder
 from raypo.config import ConfigError, PPOConfig
+from raypo.inputs import record_inputs
 from raypo.storage.run_files import RunFiles
-from raypo.trainer import PPOTrainer
-from raypo.trainer.settings import with_rows
+from raypo.trainer import DPOTrainer, PPOTrainer
+from raypo.trainer.given_rows import with_rows
 
 ROWS = [
     {"prompt": [{"role": "user", "content": "1+1="}], "answer": 2},
@@ -43,16 +45,16 @@ def trainer(values: dict[str, Any], tmp_path: Path, **arguments: Any) -> PPOTrai
     return PPOTrainer(path, reward_fn=judge, **arguments)
 
 
-def refusal(values: dict[str, Any], tmp_path: Path, datasets: Any) -> str:
+def refusal(values: dict[str, Any], tmp_path: Path, **arguments: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        trainer(values, tmp_path, datasets=datasets)
+        trainer(values, tmp_path, **arguments)
     return str(error.value)
 
 
 def test_rows_stand_in_the_run_folder_and_the_config_names_them(
     values: dict[str, Any], tmp_path: Path
 ):
-    made = trainer(values, tmp_path, datasets={"data.prompts": ROWS, "eval.prompts": ROWS[1:]})
+    made = trainer(values, tmp_path, rows={"data.prompts": ROWS, "eval.prompts": ROWS[1:]})
     for sources, rows in ((made.config.data.prompts, ROWS), (made.config.eval.prompts, ROWS[1:])):
         (path,) = map(str, sources or ())
         assert Path(path).parent == tmp_path / "runs" / "run" / "given_rows"
@@ -64,14 +66,14 @@ def test_the_same_rows_have_the_same_name_and_others_another(
     values: dict[str, Any], tmp_path: Path
 ):
     first, again, other = (
-        trainer(values, tmp_path, datasets={"data.prompts": rows}).config.data.prompts
+        trainer(values, tmp_path, rows={"data.prompts": rows}).config.data.prompts
         for rows in (ROWS, [dict(row) for row in ROWS], ROWS[:1])
     )
     assert first == again != other, "a run that goes on with other rows is refused"
 
 
 def test_rows_come_back_after_the_folder_is_removed(values: dict[str, Any], tmp_path: Path):
-    made = trainer(values, tmp_path, datasets={"data.prompts": ROWS})
+    made = trainer(values, tmp_path, rows={"data.prompts": ROWS})
     RunFiles(values["storage_path"], "run").remove()  # as fresh=True does, before any config
     with_rows(made.config, {"data.prompts": ROWS})
     assert Path(str(made.config.data.prompts[0])).is_file()
@@ -88,7 +90,7 @@ def test_rows_of_a_run_at_a_uri_lie_there_too(values: dict[str, Any], tmp_path: 
 
 def test_what_numpy_holds_is_written_as_numbers_and_lists(values: dict[str, Any], tmp_path: Path):
     rows = [{"prompt": "p", "answer": np.int64(3), "ids": np.arange(2)}]
-    made = trainer(values, tmp_path, datasets={"data.prompts": rows})
+    made = trainer(values, tmp_path, rows={"data.prompts": rows})
     text = Path(str(made.config.data.prompts[0])).read_text()
     assert json.loads(text) == {"prompt": "p", "answer": 3, "ids": [0, 1]}
 
@@ -96,30 +98,85 @@ def test_what_numpy_holds_is_written_as_numbers_and_lists(values: dict[str, Any]
 def test_a_data_set_of_the_real_package_is_taken(values: dict[str, Any], tmp_path: Path):
     datasets = pytest.importorskip("datasets", reason="the package datasets is optional")
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(3)]
-    made = trainer(values, tmp_path, datasets={"data.prompts": datasets.Dataset.from_list(rows)})
+    made = trainer(values, tmp_path, rows={"data.prompts": datasets.Dataset.from_list(rows)})
     lines = Path(str(made.config.data.prompts[0])).read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    "arguments",
     [
-        ({"train": ROWS}, "datasets (train): its keys are those of the config whose place rows "
-         "take: data.prompts, eval.prompts."),
-        ({"data.prompts": iter(ROWS)}, "datasets (data.prompts: list_iterator): rows are a "
-         "datasets.Dataset or a list of dicts. What streams is written to files first "
-         "(save_to_disk, write_parquet), and data.prompts names them."),
-        ({"data.prompts": [ROWS[1], {"prompt": b"x"}]}, "datasets (data.prompts): row 2 cannot be "
-         "written as JSON: a bytes is in it. Rows are mappings of texts, numbers, lists and "
-         "mappings; leave other columns out."),
+        {"datasets": {"train": ROWS, "eval": ROWS[1:]}},
+        {"datasets": {"data.prompts": ROWS, "eval.prompts": ROWS[1:]}},  # its former meaning
+        {"datasets": {"train": ROWS}, "rows": {"eval.prompts": ROWS[1:]}},
+        {"train_dataset": ROWS, "eval_dataset": ROWS[1:]},
+    ],
+)
+def test_every_argument_for_rows_writes_the_same_files(
+    values: dict[str, Any], tmp_path: Path, arguments: dict[str, Any]
+):
+    rows = {"data.prompts": ROWS, "eval.prompts": ROWS[1:]}
+    whole, made = (trainer(values, tmp_path, **each).config for each in ({"rows": rows}, arguments))
+    assert (made.data.prompts, made.eval.prompts) == (whole.data.prompts, whole.eval.prompts)
+
+
+def test_held_out_data_of_dpo_are_pairs(values: dict[str, Any], tmp_path: Path):
+    pairs = [{"prompt": "1", "chosen": "2", "rejected": "3"}]
+    del values["data"]
+    made = DPOTrainer(values, datasets={"train": pairs, "eval": pairs})
+    assert made.config.eval.pairs
+    assert made.config.eval.prompts is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"datasets": {"valid": ROWS}}, "datasets (valid): its keys are train and eval. The "
+         "argument rows takes the keys of the config: data.prompts, eval.prompts."),
+        ({"datasets": {"train": ROWS}, "rows": {"data.prompts": ROWS}}, "datasets (data.prompts): "
+         "its rows are given twice. Give them once."),
+        ({"rows": {"data.prompts": iter(ROWS)}}, "data.prompts (builtins.list_iterator): rows are "
+         "a ray.data.Dataset, a datasets.Dataset or a list of dicts. What streams is written to "
+         "files first (save_to_disk, write_parquet), and data.prompts names them."),
+        ({"rows": {"data.prompts": [ROWS[1], {"prompt": b"x"}]}}, "data.prompts (given in Python): "
+         "row 2 cannot be written as JSON: a bytes is in it. Rows are mappings of texts, numbers, "
+         "lists and mappings; leave other columns out."),
+        ({"datasets": {"train": []}}, "data.prompts (given in Python): there are no rows. Give at "
+         "least one."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_rows_is_refused(
-    values: dict[str, Any], tmp_path: Path, given: Any, told: str
+    values: dict[str, Any], tmp_path: Path, arguments: Any, told: str
 ):
-    assert refusal(values, tmp_path, given) == told
+    assert refusal(values, tmp_path, **arguments) == told
 
 
 def test_wrong_rows_are_told_like_those_of_a_file(values: dict[str, Any], tmp_path: Path):
-    told = refusal(values, tmp_path, {"data.prompts": [{"promt": "p", "answer": 1}]})
+    told = refusal(values, tmp_path, rows={"data.prompts": [{"promt": "p", "answer": 1}]})
     assert told.startswith("data.prompt_key (prompt): ")
+
+
+@pytest.mark.parametrize("changed_inputs", ["refuse", "accept"])
+def test_a_run_goes_on_with_other_rows_only_if_changed_inputs_are_accepted(
+    values: dict[str, Any], tmp_path: Path, changed_inputs: str
+):
+    begun = trainer(values, tmp_path, rows={"data.prompts": ROWS}).config
+    files = RunFiles(values["storage_path"], "run")
+    files.write_config(begun.model_dump(mode="json"))
+    record_inputs(begun, files, resumes=False)
+    files.append_metrics(1, {})
+    check_run_folder(trainer(values, tmp_path, rows={"data.prompts": ROWS}).config, files)
+    values["checkpoint"] = {"changed_inputs": changed_inputs}
+    other = trainer(values, tmp_path, rows={"data.prompts": ROWS[:1]}).config
+    if changed_inputs == "accept":
+        check_run_folder(other, files)
+        said = record_inputs(other, files, resumes=True)
+    else:
+        with pytest.raises(ConfigError, match=r"^checkpoint\.changed_inputs \(refuse\)") as error:
+            check_run_folder(other, files)
+        said = [line.strip() for line in str(error.value).splitlines()]
+    assert "data.prompts (given in Python): the data set has changed" in said
+    values["data"]["prompts"] = str(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": 1}\n')
+    with pytest.raises(ConfigError, match=r"a run of another config:\n  data\.prompts: "):
+        check_run_folder(trainer(values, tmp_path).config, files)

@@ -1,6 +1,6 @@
 """Bugs that trainers of this field have had; formulas: ppo/test_field_bugs.py."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +11,16 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
 from raypo.data.stream import Draw
+from raypo.deployment.handle import local_handle
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.sharding import to_experience
-from raypo.serving.requests import Completion
+from raypo.serving.client import EngineClient
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Experience, Prompt, Rollout
-from raypo.weight_sync.probe import Probe
-from raypo.weight_sync.push import push_weights
+from raypo.weight_sync.probe import Probe, try_probe
 from raypo.weights.manifest import WeightError
-from tests.stand_ins import Engine, Lossy, NoTransport, Reference
+from tests.stand_ins import Engine, Lossy, Reference
 from tests.unit.config.test_run_config import with_keys
 from tests.unit.ppo.steps import estimate
 
@@ -49,9 +50,6 @@ class Learner:
 
     log_prob: float
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "w", torch.ones(2)
-
     def log_probs(self, experience: Experience) -> torch.Tensor:
         return torch.where(experience.response_mask, self.log_prob, 0.0)
 
@@ -61,11 +59,16 @@ def sampled(num_draws: int) -> list[Rollout]:
     return Sampler(ALIKE, Lossy(), SAMPLING).sample(draws)
 
 
+class Served:
+    """An engine in its process."""
+
+    def submit(self, requests: Sequence[SamplingRequest], *, alone: bool) -> list[Completion]:
+        return [completion() for _ in requests]
+
+
 def push_to_an_engine_that_says_minus_one(log_prob: float, dtype: str) -> dict[str, float]:
     probe = Probe([PROMPT], max_new_tokens=3, temperature=1.0, dtype=dtype, seed=0)
-    return push_weights(
-        Learner(log_prob), ALIKE, version=1, transport=NoTransport(), probe=probe, workers=Workers()
-    )
+    return try_probe(Learner(log_prob), EngineClient(local_handle(Served())), probe, 1, Workers())
 
 
 def test_bug_8_an_engine_that_kept_its_old_weights_stops_the_run():

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._private import worker
+from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.core.generated import gcs_service_pb2
 from ray.exceptions import RayActorError
@@ -41,6 +43,7 @@ from raypo.ray_internals import (
     read_environment_again,
     run_controllers_here,
     with_runs,
+    without_worker_output,
 )
 
 
@@ -199,3 +202,15 @@ def test_the_dashboard_is_that_of_the_cluster_and_not_the_default_port(
     assert dashboard_address() is None
     monkeypatch.setenv("RAY_OVERRIDE_DASHBOARD_URL", "https://ours/ray")
     assert dashboard_address() == "https://ours/ray"
+
+
+def test_output_of_workers_is_not_printed_for_a_while(capsys: pytest.CaptureFixture[str]):
+    dispatcher.add_handler("ray_print_logs", lambda data: print(data["lines"]))
+    try:
+        with without_worker_output():
+            dispatcher.emit({"lines": "of a run"})
+        dispatcher.emit({"lines": "later"})
+    finally:
+        dispatcher.remove_handler("ray_print_logs")
+    assert capsys.readouterr().out == "later\n"
+    assert "global_worker_stdstream_dispatcher.add_handler(" in inspect.getsource(worker.connect)

@@ -93,12 +93,78 @@ def test_workers_of_a_critic_are_counted_by_ray_with_the_others():
         resolve(apart, ScalingConfig(num_workers=2), None)
 
 
-@pytest.mark.parametrize("count", [(1, 4), (2, 2), (0, 4)])
-def test_elastic_workers_are_refused_with_what_works(values: dict[str, Any], count: Any):
-    text = refusal(values, reward_fn=judge, scaling_config=ScalingConfig(num_workers=count))
-    assert text.startswith(f"ScalingConfig.num_workers ({count}): ")
-    assert f"Set it to one number, like {count[1]}" in text
-    assert "max_failures" in text
+def test_labels_and_accelerator_types_from_python_reach_the_learners_bundles():
+    given = ScalingConfig(
+        num_workers=2,
+        use_gpu=True,
+        label_selector={"tier": "gold"},
+        accelerator_type="H100",
+        resources_per_worker={"CPU": 1, "GPU": 1},
+    )
+    labels = {"tier": "gold", "ray.io/accelerator-type": "H100"}
+    resolved = resolve(config(), given, None)
+    assert resolved.placement.label_selector == labels, "recorded, and for dedicated roles too"
+    scaling = scaling_of(resolved, given)
+    assert scaling.label_selector == labels
+    assert scaling.additional_resources_per_worker == {}, "the type is asked for once, as a label"
+    values = config().model_dump()
+    values["placement"] |= {"mode": "dedicated", "label_selector": {"engine": {"tier": "silver"}}}
+    apart = resolve(PPOConfig.parse(values), given, None).placement
+    assert apart.labels_of("learner") == labels
+    assert apart.labels_of("engine") == {"tier": "silver"}
+    each = ScalingConfig(num_workers=2, label_selector=[{"tier": "gold"}, {"tier": "silver"}])
+    with pytest.raises(ConfigError, match=r"^ScalingConfig.label_selector \(.*Give one mapping"):
+        resolve(config(), each, None)
+
+
+def test_elastic_workers_of_python_and_of_a_file_are_the_same():
+    given = ScalingConfig(num_workers=(1, 4), elastic_resize_monitor_interval_s=5.0)
+    of_python = resolve(config(), given, None)
+    of_file = PPOConfig.parse({**config().model_dump(), "learner": {"num_workers": [1, 4]}})
+    for each in (of_python, of_file):
+        assert (each.learner.min_workers, each.learner.num_workers) == (1, 4)
+        assert PPOConfig.parse(each.model_dump()) == each
+    assert scaling_of(of_python, given).elastic_resize_monitor_interval_s == 5.0
+    assert scaling_of(of_file, None).num_workers == (1, 4)
+    fixed = ScalingConfig(num_workers=3)
+    assert resolve(of_file, fixed, None).learner.min_workers is None
+    one = of_file.with_workers(1)
+    assert (one.learner.num_workers, one.learner.is_elastic) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "told"),
+    [
+        ((0, 4), {}, r"learner.min_workers \(0\): "),
+        (
+            (1, 2),
+            {"learner": {"critic_workers": 1}},
+            r"learner.critic_workers \(1\): needs a fixed number",
+        ),
+        (
+            (1, 2),
+            {"placement": {"mode": "dedicated"}},
+            r"learner.min_workers \(1\): .* the dedicated group for free",
+        ),
+        (
+            (2, 4),
+            {"learner": {"num_workers": 4}, "rollout": {"engine": {"tensor_parallel": 2}}},
+            r"learner.num_workers \(\[2, 4\]\) with 3: rollout.engine.tensor_parallel \(2\): must",
+        ),
+        (
+            (1, 4),
+            {"learner": {"num_workers": 4}, "rollout": {"engine": {"count": 2}}},
+            r"\(\[1, 4\]\) with 1: rollout.engine.count \(2\)",
+        ),
+    ],
+)
+def test_elastic_workers_that_could_not_go_on_are_refused_before_anything_starts(
+    values: dict[str, Any], count: Any, changes: dict[str, Any], told: str
+):
+    tiny_policy(values["model"]["policy"])
+    scaling = ScalingConfig(num_workers=count)
+    with pytest.raises(ConfigError, match=told):
+        PPOTrainer(PPOConfig.parse(values | changes), reward_fn=judge, scaling_config=scaling)
 
 
 def test_what_is_seldom_meant_is_said_before_anything_starts(

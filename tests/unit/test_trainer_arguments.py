@@ -262,7 +262,7 @@ def test_reward_functions_by_import_path_are_imported_by_each_process(policy: st
 def test_other_weights_of_the_same_functions_are_noticed(policy: str):
     def recorded(weights: list[float]) -> Any:
         made = grpo(policy, reward_funcs=[exact, short], reward_weights=weights)
-        return inputs_of(made.config, made._given_functions)["reward.function"]
+        return inputs_of(made.config, made.given_functions)["reward.function"]
 
     assert recorded([1, 1]) == recorded([1.0, 1.0])
     assert recorded([1, 1]) != recorded([1, 2])
@@ -270,7 +270,7 @@ def test_other_weights_of_the_same_functions_are_noticed(policy: str):
 
 def test_rows_and_a_path_for_the_same_key_are_refused(policy: str):
     said = refusal(lambda: grpo(policy, train_dataset="x.jsonl", datasets={"data.prompts": ROWS}))
-    assert "train_dataset: datasets has rows of data.prompts too" in said
+    assert "train_dataset: datasets or rows has data.prompts too" in said
 
 
 def test_arguments_of_trl_without_a_counterpart_say_what_to_do(policy: str):
@@ -322,17 +322,32 @@ def test_fit_shows_the_config_that_the_arguments_make(
     assert values["ppo"] == {"preset": "grpo"}
 
 
-def test_rows_of_ray_data_are_refused_with_what_works(policy: str):
-    rows = type("Dataset", (), {"__module__": "ray.data.dataset"})()
-    assert "Give rows.take_all()" in refusal(lambda: grpo(policy, train_dataset=rows))
-
-
 def test_rows_of_python_count_as_given_before_the_config_is_checked(policy: str):
     from ray.train import CheckpointConfig, RunConfig
 
     best = CheckpointConfig(checkpoint_score_attribute="eval/score_mean")
     made = grpo(policy, eval_dataset=ROWS, run_config=RunConfig(checkpoint_config=best))
     assert made.config.checkpoint.best_by == "eval/score_mean"
+
+
+def test_habits_of_hugging_face_get_the_counterpart(policy: str):
+    trainer = grpo(policy)
+    with pytest.raises(AttributeError, match=r"GRPOTrainer.train: Call fit\(\)"):
+        trainer.train()  # type: ignore[attr-defined]
+    assert not hasattr(trainer, "quux")
+    said = refusal(lambda: GRPOTrainer(policy, [exact], {}, ROWS))
+    assert said == (
+        "GRPOTrainer (4 positional arguments): only the config may have no name. Write model=..., "
+        "reward_funcs=..., args=..., train_dataset=..."
+    )
+
+
+def test_a_function_of_python_is_read_too(policy: str):
+    def judge(rollouts: list[Any]) -> list[float]:
+        return [float(each.text == "2") for each in rollouts]
+
+    said = refusal(lambda: grpo(policy, reward_funcs=[exact, judge]))
+    assert "reads each.text, and a rollout has no text." in said
 
 
 def test_a_config_class_explains_wrong_values_itself():
@@ -438,6 +453,15 @@ def test_a_sum_has_named_parts_and_skips_samples_without_a_score():
     assert (second, second.parts) == (1.0, {"short": -1.0, "some": 3.0})  # type: ignore[attr-defined]
     (failed,) = score(WeightedSum([some], [1.0]), [rollout(1)])
     assert np.isnan(failed)
+
+
+def test_parts_of_a_function_stay_parts_of_the_sum():
+    def judge(rollouts: list[Rollout]) -> list[dict[str, float]]:
+        return [{"score": 2.0, "format": 0.5, "score_of": 1.0} for _ in rollouts]
+
+    (total,) = score(WeightedSum([short, judge], [1.0, 3.0]), [rollout(1)])
+    named = {"short": -1.0, "judge": 2.0, "judge/format": 0.5, "judge/score_of": 1.0}
+    assert (total, total.parts) == (5.0, named)  # type: ignore[attr-defined]
 
 
 def test_a_part_never_takes_the_place_of_the_sum():

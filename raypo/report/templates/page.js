@@ -5,8 +5,8 @@
   const byId = (id) => document.getElementById(id);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  const unpack = async (id) => {
-    const packed = byId(id).textContent.trim();
+  const unpack = async (id, page = document) => {
+    const packed = page.getElementById(id).textContent.trim();
     if (!packed) return "";
     const bytes = Uint8Array.from(atob(packed), (character) => character.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -238,23 +238,67 @@
     return show;
   };
 
+  const recolour = [];
+  const fill = async (elements, data) => {
+    for (const element of elements) {
+      if (element.classList.contains("samples")) { recolour.push(browse(element, data[element.id])); continue; }
+      if (!window.Plotly) {
+        const script = make("script");
+        script.textContent = await unpack("packed-plotly");
+        document.head.append(script);
+      }
+      if (element.classList.contains("explorer")) explore(element, byId(`${element.id}-choice`), data[element.id]);
+      else await draw(element, data[element.id]);
+    }
+  };
+  const BLOCKS = ".samples, .chart";
+
+  // A live page asks its server for another version, and takes it over without losing the reader's
+  // place: charts that are drawn get new data, and sections that the reader operates stay as they are.
+
+  const ASK_EVERY_MS = 3000;
+  const take = async (page) => {
+    const data = JSON.parse((await unpack("packed-data", page)) || "{}");
+    const opened = [...document.querySelectorAll("details[open] summary")].map((each) => each.textContent);
+    const y = window.scrollY, fresh = [];
+    const sections = [...page.querySelectorAll("main > section")].map((section) => {
+      const old = byId(section.id);
+      if (old && old.querySelector(".samples, .explorer")) return old;
+      section.querySelectorAll(BLOCKS).forEach((element) => {
+        const known = byId(element.id);
+        if (known && drawn.has(known)) element.replaceWith(known);
+        fresh.push(known && drawn.has(known) ? known : element);
+      });
+      section.querySelectorAll("summary").forEach((each) => { each.parentElement.open = opened.includes(each.textContent); });
+      return section;
+    });
+    document.title = page.title;
+    document.querySelector("header").replaceWith(page.querySelector("header"));
+    document.querySelector("main").replaceChildren(byId("problem"), ...sections);
+    drawn.forEach((_, element) => { if (!element.isConnected) drawn.delete(element); });
+    window.scrollTo(0, y);
+    await fill(fresh, data);
+    window.scrollTo(0, y);
+    document.body.dataset.version = page.body.dataset.version;
+  };
+  const follow = async () => {
+    const headers = { "If-None-Match": document.body.dataset.version };
+    let answer = null;
+    try { answer = await fetch(location.href, { headers, cache: "no-store" }); } catch { /* told below */ }
+    const problem = byId("problem");
+    problem.hidden = Boolean(answer && (answer.ok || answer.status === 304));
+    if (!problem.hidden) problem.textContent = "raypo monitor does not answer any more: this is what it told last.";
+    if (answer && answer.ok) await take(new DOMParser().parseFromString(await answer.text(), "text/html"));
+    setTimeout(follow, ASK_EVERY_MS);
+  };
+
   const start = async () => {
     const data = JSON.parse((await unpack("packed-data")) || "{}");
-    const recolour = [];
-    document.querySelectorAll(".samples").forEach((root) => recolour.push(browse(root, data[root.id])));
-    const charts = [...document.querySelectorAll(".chart")];
-    if (charts.length) {
-      const script = make("script");
-      script.textContent = await unpack("packed-plotly");
-      document.head.append(script);
-      for (const element of charts) {
-        if (element.classList.contains("explorer")) explore(element, byId(`${element.id}-choice`), data[element.id]);
-        else await draw(element, data[element.id]);
-      }
-    }
+    await fill(document.querySelectorAll(BLOCKS), data);
     const dark = window.matchMedia("(prefers-color-scheme: dark)");
     dark.addEventListener("change", () => { redraw(); recolour.forEach((show) => show()); });
     document.body.dataset.ready = "true";
+    if (document.body.dataset.version) setTimeout(follow, ASK_EVERY_MS);
   };
   start().catch((error) => {
     const problem = byId("problem");

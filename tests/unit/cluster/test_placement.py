@@ -7,7 +7,9 @@ import pytest
 
 from raypo.cluster.hardware import parse_cluster
 from raypo.cluster.placement import (
+    NODE_ID_LABEL,
     Bundle,
+    LabelledResources,
     PlacementError,
     Resources,
     ServedRole,
@@ -15,6 +17,7 @@ from raypo.cluster.placement import (
     first_workers,
     groups_side_by_side,
     lay_out,
+    matches,
     nearest,
     place,
     without,
@@ -405,3 +408,89 @@ def test_vllm_gives_log_probs_of_prompts_at_temperature_1_alone():
     with pytest.raises(ConfigError, match=r"temperature is 0\.7\. Set it to torch"):
         PPOConfig.parse(values)
     PPOConfig.parse(values | {"rollout": {}})
+
+
+LABELLED = [
+    LabelledResources({"CPU": 4.0}, {NODE_ID_LABEL: "a"}),
+    LabelledResources({"CPU": 4.0}, {NODE_ID_LABEL: "b", "tier": "gold", "spot": "yes"}),
+    LabelledResources({"CPU": 4.0}, {NODE_ID_LABEL: "c", "tier": "silver"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("selector", "nodes"),
+    [
+        ({}, [0, 1, 2]),
+        ({"tier": "gold"}, [1]),
+        ({"tier": "!gold"}, [0, 2]),
+        ({"tier": "in(gold, silver)"}, [1, 2]),
+        ({"tier": "!in(gold,silver)"}, [0]),
+        ({"tier": "in(gold, silver)", "spot": "!yes"}, [2]),
+    ],
+)
+def test_a_selector_matches_labels_by_rays_rules(selector: dict[str, str], nodes: list[int]):
+    """`tests/slow/test_autoscaler.py` shows Ray's own."""
+    assert [n for n, node in enumerate(LABELLED) if matches(selector, node.labels)] == nodes
+
+
+def test_each_role_lies_on_nodes_with_its_labels():
+    run = config(
+        {"engine": "dedicated", "reward": "dedicated"},
+        engines=2,
+        label_selector={"learner": {"tier": "silver"}, "engine": {"spot": "yes"}},
+    )
+    made = lay_out(run, LABELLED, use_gpu=False)
+    nodes = {str(occupant): each.node for each in made for occupant in each.bundle.occupants}
+    assert nodes["engine:0"] == nodes["engine:1"] == 1
+    assert nodes["learner worker 0"] == nodes["reference:0"] == 2
+    assert {nodes["reward_0:0"], nodes["reward_1:0"]} <= {0, 1, 2}
+    assert [dict(each.bundle.labels) for each in made[:2]] == [{"spot": "yes"}] * 2
+    everywhere = config(label_selector={"tier": "gold"})
+    assert {each.node for each in lay_out(everywhere, LABELLED, use_gpu=False)} == {1}
+
+
+def test_a_bundle_with_labels_gets_its_node_before_one_without():
+    loose, tied = bundles(1, CPU=4), [Bundle({"CPU": 4.0}, (), {"tier": "gold"})]
+    assert place([*loose, *tied], LABELLED[1:], "PACK") == {1: 0, 0: 1}
+
+
+def test_replicas_with_different_labels_share_no_gpu():
+    run = config(engines=1, label_selector={"reference": {"tier": "gold"}})
+    assert layout(run) == [
+        "1 CPU, 1 GPU for engine:0",
+        "1 CPU, 1 GPU with tier=gold for reference:0",
+        "1 CPU, 1 GPU for reward_0:0, reward_1:0",
+    ]
+
+
+def test_labels_that_no_node_has_are_refused_with_those_that_there_are():
+    run = workers(placement={"label_selector": {"tier": "brass"}})
+    with pytest.raises(PlacementError) as caught:
+        lay_out(run, LABELLED, use_gpu=False)
+    assert str(caught.value) == (
+        "placement.label_selector ({'tier': 'brass'}): no node matches it, for learner worker 0; "
+        "the cluster has 1 node without labels; 1 node with spot=yes, tier=gold; 1 node with "
+        "tier=silver. Correct it, or add nodes that were started with these labels (ray start "
+        "--labels)."
+    )
+    assert lay_out(run, [{"CPU": 4.0}], use_gpu=False), "a text of a cluster names no labels"
+
+
+def test_too_few_nodes_with_the_labels_are_counted_without_the_others():
+    run = workers(placement={"label_selector": {"tier": "gold"}}, learner={"num_workers": 5})
+    with pytest.raises(PlacementError, match=r"has 4 CPU on 1 node with tier=gold, the largest"):
+        lay_out(run, LABELLED, use_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        ({"tier": "gold,silver"}, r"label_selector \(tier: gold,silver\): Ray selects by v, !v"),
+        ({"engine": {"tier": "gold"}}, r"label_selector.engine \(.*\): has no effect, a coloc"),
+        ({"critic": {"tier": "gold"}}, "label_selector.critic: must be one of learner, engine"),
+        ({"learner": {"tier": ""}}, r"label_selector.learner \(tier: \): Ray selects by"),
+    ],
+)
+def test_a_selector_that_ray_would_refuse_or_that_has_no_effect(selector: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        config("colocated", label_selector=selector)

@@ -38,9 +38,27 @@ def test_episodes_name_their_own_tools():
     assert PPOConfig.parse(with_keys(data__tools_key="tools")).data.tools_key == "tools"
 
 
+VERIFIERS = ENVIRONMENT | {"rollout__environment": "verifiers:my-env"}
+
+
+def test_an_environment_of_verifiers_is_an_agent_that_keeps_its_arguments():
+    keys = {"rollout__environment_args": {"most": 2}, "rollout__endpoint_host": "0.0.0.0"}
+    section = PPOConfig.parse(with_keys(**VERIFIERS, **keys)).rollout
+    assert (section.verifiers, section.has_agent, section.reads_text) == ("my-env", True, True)
+    plain = PPOConfig.parse(with_keys(**ENVIRONMENT)).rollout
+    assert (plain.verifiers, plain.has_agent, plain.reads_text) == (None, False, False)
+    function = "judge.py:score"
+    assert_refused("reward.function", function, **VERIFIERS, reward__function=function)
+    kl = {"ppo__kl__placement": "loss", "ppo__kl__estimator": "k3"}
+    assert_refused("ppo.advantage", "gigpo", **VERIFIERS, ppo__advantage="gigpo", **kl)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "others"),
     [
+        ("rollout.environment_processes", 2, VERIFIERS),
+        ("rollout.limit_score", 0.5, VERIFIERS),
+        ("rollout.agent_args", {"n": 2}, VERIFIERS),
         ("rollout.max_turns", 3, {}),
         ("rollout.environment_processes", 2, AGENT),
         ("rollout.agent_args", {"n": 2}, {}),

@@ -57,6 +57,11 @@ def file(tmp_path):
     return path
 
 
+def test_the_fewest_workers_are_no_more_than_all():
+    assert_refused("learner.min_workers", 3, learner__num_workers=2, learner__min_workers=3)
+    assert_refused("learner.min_workers", 4, learner__num_workers=[4, 2])
+
+
 # Numbers
 
 

@@ -1,10 +1,8 @@
 """Patterns, folders of save_to_disk, several sources, and a system prompt before the messages."""
 
 import json
-import tracemalloc
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
 
@@ -129,19 +127,6 @@ def test_a_saved_folder_needs_the_package(tmp_path, monkeypatch):
         f"data.prompts ({path}): a folder of save_to_disk needs the package datasets. pip install "
         "datasets on every node."
     )
-
-
-def test_of_a_saved_folder_a_few_bytes_a_prompt_stay_in_memory(tmp_path, tokenizer):
-    count, length = 3_000, 500
-    folder = save_to_disk(tmp_path / "set", [{"prompt": "1" * length}] * count)
-    load_prompts(section(folder, max_prompt_tokens=length), tokenizer)  # what is imported once
-    tracemalloc.start()
-    arrow = pa.total_allocated_bytes()
-    loaded = load_prompts(section(folder, max_prompt_tokens=length), tokenizer)
-    kept = tracemalloc.get_traced_memory()[0] + pa.total_allocated_bytes() - arrow
-    tracemalloc.stop()
-    assert len(loaded.prompts) == count
-    assert 8 * count <= kept < 0.2 * count * length, "the text alone is 1.5 MB"
 
 
 # Several sources

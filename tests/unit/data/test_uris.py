@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import fsspec
 import pyarrow.fs
 import pytest
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
 from raypo.checks.input_checks import check_inputs
-from raypo.config import RECIPES, ConfigError
+from raypo.config import RECIPES, ConfigError, PPOConfig
 from raypo.data.prompts import load_prompts
+from raypo.inputs import inputs_of
 from tests.unit.data.prompt_files import ROWS, peek, refused, section, write
 
 ENDINGS = [".jsonl", ".json", ".csv", ".parquet"]
@@ -87,6 +89,22 @@ def test_a_prefix_is_a_folder(bucket, check):
 
 def test_another_kind_of_file(bucket, check):
     assert ".txt is not a kind of file that raypo reads" in refused(check, "s3://bucket/data/a.txt")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_file_system_of_fsspec_is_opened_by_its_name(tmp_path, tokenizer, ending):
+    path = Path(write(tmp_path / f"a{ending}", ROWS))
+    storage = fsspec.filesystem("memory")
+    storage.pipe(f"/bucket/{ending[1:]}/a{ending}", path.read_bytes())
+    uri = f"fsspec+memory://bucket/{ending[1:]}/*{ending}"
+    loaded = load_prompts(section(uri, label_key="answer"), tokenizer)
+    assert [(p.text, p.label) for p in loaded.prompts] == [("1+1=", "2"), ("10+10=", "20")]
+    values = {"name": "run", "model": {"policy": str(tmp_path)}, "data": {"prompts": uri}}
+    config = PPOConfig.parse(values | {"reward": {"function": "exact"}})
+    before = inputs_of(config)["data.prompts"]
+    assert list(before[uri]) == [uri.replace("*", "a")]
+    storage.pipe(f"/bucket/{ending[1:]}/a{ending}", path.read_bytes() + b"\n")
+    assert inputs_of(config)["data.prompts"] != before
 
 
 def test_a_scheme_that_pyarrow_does_not_know(check):

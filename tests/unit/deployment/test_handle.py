@@ -17,12 +17,10 @@ from ray.exceptions import ActorDiedError
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
-from raypo.deployment.handle import DeploymentHandle
-from raypo.deployment.replica_client import ReplicaClient
+from raypo.deployment.handle import DeploymentHandle, ReplicaClient
 from raypo.deployment.spec import Call, Deployment, Lost, Prerequisite, Unprepared
-from raypo.rollout.dispatch import dispatch
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
-from raypo.serving.client import EngineClient
+from raypo.serving.client import Completions, EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 
@@ -182,7 +180,13 @@ def test_a_request_that_is_sent_during_a_push_requires_what_was_pushed():
     engines, pushes = EngineClient(handle), Pushes()
     required: list[Prerequisite | None] = []
     requests = [SamplingRequest(np.array([5], np.int32), 4, 1.0, seed=n) for n in range(2)]
-    sampling = threading.Thread(target=dispatch, args=(requests, EnginesInFlight(engines, pushes)))
+    asking = EnginesInFlight(engines, pushes).per_engine()
+    sent: list[Completions] = []
+    sampling = threading.Thread(
+        target=lambda: sent.extend(
+            each.generate([request]) for each, request in zip(asking, requests, strict=True)
+        )
+    )
     with pushes.push():
         engines.require()
         sampling.start()
@@ -190,5 +194,6 @@ def test_a_request_that_is_sent_during_a_push_requires_what_was_pushed():
         assert not any(each.calls for each in scripted(handle))
         engines.require(PUSH)
     sampling.join(10)
+    assert [len(each.result(10)) for each in sent] == [1, 1]
     required = [call.prerequisite for each in scripted(handle) for call in each.calls]
     assert required == [("hold", (PUSH,))] * 2

@@ -352,7 +352,11 @@ def test_one_that_takes_turns_takes_its_memory_again_when_it_is_asked_to_work(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The learner may have it when Ray starts the replica again."""
-    context = SimpleNamespace(was_current_actor_reconstructed=True, get_accelerator_ids=dict)
+    context = SimpleNamespace(
+        was_current_actor_reconstructed=True,
+        get_accelerator_ids=dict,
+        get_actor_name=lambda: None,
+    )
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     counter = replica(takes_turns=True)

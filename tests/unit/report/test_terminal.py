@@ -71,12 +71,13 @@ def test_episodes_are_shown_turn_by_turn_with_rewards_and_errors(tmp_path: Path)
     lines = [line.strip("│ \n") for line in stream.getvalue().splitlines()]
     assert "2 turns" in stream.getvalue()
     first, between, last = (WORDS[each] for each in (1, 4, 2))
-    at = lines.index(f"{first}  +0.5")
+    at = lines.index(f"policy: {first}  +0.5")
+    assert lines[at - 1].startswith("prompt: ")
     assert lines[at : at + 4] == [
-        f"{first}  +0.5",
+        f"policy: {first}  +0.5",
         "calculator (0.25 s)",
-        f"< {between}",
-        f"{last}  -1",
+        f"environment: {between}",
+        f"policy: {last}  -1",
     ]
     assert lines[at + 4 : at + 6] == [
         "a call failed: not JSON (0 s)",

@@ -2,17 +2,17 @@
 
 import json
 import math
+import os
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, datetime
 from decimal import Decimal
 from email.utils import formatdate
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ import pytest
 import uvicorn
 from tenacity import AsyncRetrying, RetryCallState
 
-from raypo.rewards.remote import RemoteReward, _Retryable, _seconds
+from raypo.rewards.remote import JsonServers, RemoteReward, _Retryable, _seconds
 from raypo.rewards.scoring import FailedScore, RewardError, first_reason, score
 from raypo.rewards.server import make_app
 from raypo.rewards.wire import TOKEN_VARIABLE, WireError, from_answer, from_request, to_request
 from raypo.types import Rollout
+from tests.unit.rewards.scripted_server import scripted
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -93,7 +94,10 @@ def test_a_score_that_no_float_can_hold_is_the_servers_mistake():
 def client(*urls: str, **changes: Any) -> RemoteReward:
     settings: dict[str, Any] = {"batch_size": 3, "max_concurrent": 4, "timeout_s": 5.0}
     settings |= {"max_attempts": 3, "backoff_s": (0.01, 0.05)}
-    return RemoteReward(urls, **(settings | changes))
+    settings |= {"token": os.environ.get(TOKEN_VARIABLE)}
+    settings |= changes
+    batch_size = settings.pop("batch_size")
+    return RemoteReward(JsonServers(urls, **settings), batch_size=batch_size)
 
 
 @contextmanager
@@ -112,45 +116,6 @@ def served(function: Callable[..., Any], **options: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/score"
     finally:
         server.should_exit = True
-        thread.join()
-
-
-@contextmanager
-def scripted(
-    answer: Callable[[dict[str, Any], int], tuple[int, Any]],
-) -> Iterator[tuple[str, list]]:
-    """A server that does what `answer(body, number of the request)` says: status and JSON."""
-    requests: list[dict[str, Any]] = []
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                requests.append(body)
-                number = len(requests)
-            status, content = answer(body, number)
-            if status == 0:  # hang up without an answer
-                self.close_connection = True
-                return
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            with suppress(BrokenPipeError, ConnectionResetError):  # the client gave up
-                self.wfile.write(data)
-
-        def log_message(self, format: str, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/score", requests
-    finally:
-        server.shutdown()
-        server.server_close()
         thread.join()
 
 
@@ -219,13 +184,14 @@ def test_the_next_attempt_waits(header: dict[str, str]):
     """At least as long as the server says, within the longest wait; else a random growing time."""
     error = _Retryable("busy")
     error.retry_after_s = _seconds(header.get("Retry-After"))
-    reward = client("http://127.0.0.1:1/score", backoff_s=(0.1, 0.5))
+    limits = {"max_concurrent": 1, "timeout_s": 1.0, "max_attempts": 9}
+    servers = JsonServers(["http://127.0.0.1:1"], token=None, backoff_s=(0.1, 0.5), **limits)
     waits: dict[int, list[float]] = {}
     for attempt in (1, 8):
         state = RetryCallState(AsyncRetrying(), None, (), {})
         state.attempt_number = attempt
         state.set_exception((_Retryable, error, None))
-        waits[attempt] = [reward._wait(state) for _ in range(200)]
+        waits[attempt] = [servers._wait(state) for _ in range(200)]
     if header:
         assert min(waits[1] + waits[8]) >= 0.4
     else:

@@ -6,7 +6,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from raypo.rewards.scoring import RewardError, parts_of, score, too_many_failures
+from raypo.rewards.scoring import (
+    FailedScore,
+    RewardError,
+    parts_of,
+    score,
+    texts_of,
+    too_many_failures,
+)
 from raypo.rewards.verifiers import contains_answer, exact_match
 from raypo.types import Rollout
 
@@ -245,6 +252,9 @@ def test_a_part_that_is_missing_is_left_out_and_a_missing_score_fails():
     assert parts_of(found) == {"length": 3.0}
     (found,) = score(answering([{"score": None, "a": 1}]), [rollout()])
     assert math.isnan(found)
+    (found,) = score(answering([{"score": ValueError("no"), "a": 1, "why": "x"}]), [rollout()])
+    assert isinstance(found, FailedScore)
+    assert (found.reason, parts_of(found), texts_of(found)) == ("no", {"a": 1.0}, {"why": "x"})
 
 
 @pytest.mark.parametrize(
@@ -252,7 +262,8 @@ def test_a_part_that_is_missing_is_left_out_and_a_missing_score_fails():
     [
         ({"right": 1.0}, "'score' is the one that is trained on"),
         ({"score": 1.0, 2: 1.0}, "Named parts are texts"),
-        ({"score": 1.0, "right": "yes"}, "part 'right', returned 'yes'"),
+        ({"score": "1"}, "part 'score', returned '1'"),
+        ({"score": 1.0, "right": [1]}, r"part 'right', returned \[1\]"),
     ],
 )
 def test_parts_that_are_none_are_refused(answer, told):

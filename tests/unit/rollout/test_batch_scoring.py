@@ -84,7 +84,7 @@ def test_servers_are_asked_while_the_function_works_and_add_by_their_weight():
 
     reward = RewardSection.model_validate({"url": "http://a/score", "weights": {"url": 0.5}})
     judge = Scorer.from_config(
-        function, (), reward=reward, model=ModelSection(policy="p"), servers=servers
+        function, (), reward=reward, model=ModelSection(policy="p"), servers={"url": servers}
     )
     first, second = by_source(judge, rollouts(4.0, 5.0))
     assert first == {"function": 1.0, "url": 4.0}
@@ -122,7 +122,7 @@ def test_who_is_apart_judges_a_draw_while_others_are_sampled_and_whoever_is_not_
         return judge
 
     judge = Scorer(
-        says("function"), (RewardModel(says("model")),), {}, says("url"), models_apart=True
+        says("function"), (RewardModel(says("model")),), {}, {"url": says("url")}, models_apart=True
     )
     groups = draws(2, 1, 2)
     scoring = judge.begin()

@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from raypo.collectives import Workers
-from raypo.concurrency import completed, daemon_future
+from raypo.concurrency import daemon_future
 from raypo.data.stream import Draw
+from raypo.deployment.spec import SharedCall
 from raypo.rollout.collect import Sampler, Sampling
-from raypo.rollout.dispatch import dispatch
+from raypo.rollout.dispatch import all_completions, engine_batches
 from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
-from tests.stand_ins import Lossy, seed_of
+from tests.stand_ins import Engine, Lossy, completed, seed_of
 from tests.unit.learner.plain import on_workers
 
 PROMPT = np.array([5], np.int32)
@@ -40,31 +42,36 @@ class Fleet:
 
 
 @dataclass
-class Engines(client.Engines):
+class Engines:
     """As one worker sees them."""
 
     fleet: Fleet
-    numbers: tuple[int, ...]
-    id: str = ""
-    part: Sequence[int] = ()
-
-    @property
-    def preferred(self) -> tuple[int, ...]:
-        return self.numbers
+    preferred: tuple[int, ...]
 
     def per_engine(self) -> list[Engines]:
-        return [Engines(self.fleet, (number,)) for number in self.numbers]
-
-    def sharing_call(self, id: str, part: Sequence[int]) -> Engines:
-        return Engines(self.fleet, self.numbers, id, part)
+        return [Engines(self.fleet, (number,)) for number in self.preferred]
 
     def generate(
-        self, requests: Sequence[SamplingRequest], on_completion: client.OnCompletion | None = None
+        self,
+        requests: Sequence[SamplingRequest],
+        on_completion: client.OnCompletion | None = None,
+        shared: SharedCall | None = None,
     ) -> client.Completions:
+        assert shared is not None
         seeds = [seed_of(each) for each in requests]
         with self.fleet.lock:
-            assert self.fleet.lots.setdefault(self.id, seeds) == seeds, "one id, two lots"
-        return completed([completion(seeds[place]) for place in self.part])
+            assert self.fleet.lots.setdefault(shared.id, seeds) == seeds, "one id, two lots"
+        return completed([completion(seeds[place]) for place in shared.part])
+
+    def submit(self, requests: Any, on_completion: Any = None) -> client.Completions:
+        raise AssertionError("a synchronous worker sends batches")
+
+
+def sampled(requests: list[SamplingRequest], engines: client.Engines, **options: Any):
+    batches = engine_batches(requests, engines, **options)
+    return all_completions(
+        [each.engine.generate(each.requests, each.on_completion, each.shared) for each in batches]
+    )
 
 
 def seeds(answers: Sequence[Completion]) -> list[int]:
@@ -74,7 +81,7 @@ def seeds(answers: Sequence[Completion]) -> list[int]:
 def together(workers: Workers, fleet: Fleet, own: Sequence[tuple[int, ...]], count: int):
     """Each worker asks for as many responses as its rank says, and `count` more."""
     requests = [request(10 * workers.rank + number) for number in range(workers.rank + count)]
-    answers = dispatch(requests, Engines(fleet, own[workers.rank]), sharing=workers)
+    answers = sampled(requests, Engines(fleet, own[workers.rank]), sharing=workers)
     assert seeds(answers) == [each.seed for each in requests]
     return len(answers)
 
@@ -101,17 +108,18 @@ def test_a_worker_without_prompts_asks_with_the_others_and_gets_nothing():
 
 
 @dataclass
-class Slow(client.Engines):
+class Slow(Engine):
     """An engine that reports early completions twice, as one that was restarted."""
 
+    answers: Any = None
     early: list[int] = field(default_factory=list)
     has_ended: threading.Event = field(default_factory=threading.Event)
 
-    def per_engine(self) -> list[Slow]:
-        return [self]
-
     def generate(
-        self, requests: Sequence[SamplingRequest], on_completion: client.OnCompletion | None = None
+        self,
+        requests: Sequence[SamplingRequest],
+        on_completion: client.OnCompletion | None = None,
+        shared: SharedCall | None = None,
     ) -> client.Completions:
         for place in 2 * self.early:
             assert on_completion is not None
@@ -150,4 +158,4 @@ def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_
 def test_who_does_not_listen_is_told_nothing_and_gets_all():
     engine = Slow(has_ended=threading.Event())
     engine.has_ended.set()
-    assert seeds(dispatch([request(n) for n in range(3)], engine)) == [200, 201, 202]
+    assert seeds(sampled([request(n) for n in range(3)], engine)) == [200, 201, 202]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from raypo.concurrency import daemon_future
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
-from tests.stand_ins import seed_of
+from tests.stand_ins import Engine, seed_of
 
 Answers = Callable[[list[SamplingRequest]], list[Completion]]
 
@@ -30,10 +29,11 @@ def completion(request: SamplingRequest, reason: str = "stop") -> Completion:
 
 
 @dataclass
-class Engines(client.Engines):
+class Engines(Engine):
     """Each call is answered by the next of `calls`."""
 
-    calls: list[Answers]
+    answers: Any = None
+    calls: list[Answers] = field(default_factory=list)
     asked: list[list[int]] = field(default_factory=list)
 
     def submit(
@@ -48,9 +48,6 @@ class Engines(client.Engines):
         answers = self.calls.pop(0)
         return daemon_future(lambda: answers(list(requests)), name="engine")
 
-    def per_engine(self) -> list[Engines]:
-        return [self]
-
 
 def whole(requests: list[SamplingRequest]) -> list[Completion]:
     return [completion(each) for each in requests]
@@ -62,7 +59,7 @@ def generated(asking: EnginesInFlight, *requests: SamplingRequest) -> list[Compl
 
 def joined(asking: EnginesInFlight, *requests: SamplingRequest) -> list[Completion]:
     """Each by itself."""
-    return [asyncio.run(asking.sample(each)) for each in requests]
+    return [asking.submit([each]).result()[0] for each in requests]
 
 
 def seeds(answers: list[Completion]) -> list[int]:
@@ -74,7 +71,9 @@ def test_what_a_pause_gives_back_is_asked_for_anew_and_keeps_its_place():
         reasons = ["stop", "paused", "length", "paused"]
         return [completion(*each) for each in zip(requests, reasons, strict=True)]
 
-    engines = Engines([paused, lambda given: [completion(each, "paused") for each in given], whole])
+    engines = Engines(
+        calls=[paused, lambda given: [completion(each, "paused") for each in given], whole]
+    )
     answer = EnginesInFlight(engines, Pushes()).generate([request(n) for n in range(4)])
     assert seeds(answer.result()) == [0, 1, 2, 3]
     assert engines.asked == [[0, 1, 2, 3], [1, 3], [1, 3]]
@@ -85,7 +84,7 @@ def test_what_has_come_is_told_by_its_place_among_all_requests():
         return [completion(requests[0]), *(completion(each, "paused") for each in requests[1:])]
 
     early: list[int] = []
-    engines = Engines([first_only, whole])
+    engines = Engines(calls=[first_only, whole])
     EnginesInFlight(engines, Pushes()).generate(
         [request(n) for n in range(4)], lambda index, completion: early.append(index)
     ).result()
@@ -94,7 +93,7 @@ def test_what_has_come_is_told_by_its_place_among_all_requests():
 
 
 def test_what_a_pause_gives_back_is_asked_for_anew_where_each_is_asked_by_itself():
-    engines = Engines([lambda given: [completion(given[0], "paused")], whole, whole])
+    engines = Engines(calls=[lambda given: [completion(given[0], "paused")], whole, whole])
     assert seeds(joined(EnginesInFlight(engines, Pushes()), request(1), request(2))) == [1, 2]
     assert engines.asked == [[1], [1], [2]]
 
@@ -102,7 +101,7 @@ def test_what_a_pause_gives_back_is_asked_for_anew_where_each_is_asked_by_itself
 @pytest.mark.parametrize("ask", [generated, joined])
 @pytest.mark.parametrize("reason", ["cancelled", "timeout"])
 def test_what_was_withdrawn_is_taken_for_no_response_that_has_ended(ask: Any, reason: str):
-    engines = Engines([lambda given: [completion(given[0], reason)]])
+    engines = Engines(calls=[lambda given: [completion(given[0], reason)]])
     with pytest.raises(RuntimeError, match=reason):
         ask(EnginesInFlight(engines, Pushes()), request(7))
 
@@ -128,7 +127,7 @@ def test_a_request_that_is_lost_during_a_push_is_asked_for_when_it_has_ended(ask
         return whole(requests)
 
     pushing = threading.Thread(target=push)
-    engines = Engines([lost, after])
+    engines = Engines(calls=[lost, after])
     assert seeds(ask(EnginesInFlight(engines, pushes), request(7))) == [7]
 
 
@@ -137,14 +136,14 @@ def test_without_a_push_a_lost_engine_is_an_error(ask: Any):
     def lost(requests: list[SamplingRequest]) -> list[Completion]:
         raise NoReplicaLeft("nothing is kept")
 
-    engines = Engines([lost])
+    engines = Engines(calls=[lost])
     with pytest.raises(NoReplicaLeft, match="nothing is kept"):
         ask(EnginesInFlight(engines, Pushes()), request(7))
 
 
 @pytest.mark.parametrize("ask", [generated, joined])
 def test_who_asks_during_a_push_waits_for_its_end_also_where_it_fails(ask: Any):
-    pushes, engines = Pushes(), Engines([whole])
+    pushes, engines = Pushes(), Engines(calls=[whole])
     asking = EnginesInFlight(engines, pushes)
     answers: list[Completion] = []
     asks = threading.Thread(target=lambda: answers.extend(ask(asking, request(3))))

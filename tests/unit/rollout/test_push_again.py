@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -42,12 +42,14 @@ class Pushed(Engine):
 
 @dataclass(frozen=True)
 class Together(Workers):
-    """This worker, and as many others that are left without an engine."""
+    """This worker, and as many others that are left without an engine until the push."""
 
     others_lost: int = 0
+    sums: list[int] = field(default_factory=list)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return values + self.others_lost
+        self.sums.append(int(values))
+        return values + (self.others_lost if len(self.sums) == 1 else 0)
 
 
 def answers(engine: Pushed, workers: Workers, draws: list[Draw] | None = None) -> list[int]:
@@ -66,6 +68,12 @@ def test_who_lost_it_asks_again_after_the_push():
     engine = Pushed(serves_from=1)
     assert answers(engine, Together(others_lost=0)) == [1]
     assert (engine.pushes, engine.calls) == (1, 2)
+
+
+def test_where_the_push_was_in_vain_there_is_another():
+    engine = Pushed(serves_from=2)
+    assert answers(engine, Together(others_lost=0)) == [2]
+    assert (engine.pushes, engine.calls) == (2, 3)
 
 
 def test_who_has_his_answers_joins_the_push_and_keeps_them():

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
-from raypo.metrics.clock import Clock
-from raypo.recipes.ppo import collect
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sample_counts import SampleCounts, sample_count_metrics
@@ -113,7 +111,7 @@ def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
         stream, figures = prompts(), []
         source = PromptSource(stream, 2)
 
-        def scored(draws, clock, workers):
+        def scored(draws):
             return [
                 ScoredRollout(rollout(draw.group_index, n), float(n * (draw.group_index % 3)), {})
                 for draw in draws
@@ -121,7 +119,10 @@ def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
             ]
 
         for step in range(1, 4):
-            taken = collect(StepBatch(4, ON, RewardSection()), source, scored, Clock(), workers)
+            batch = StepBatch(4, ON, RewardSection())
+            while batch.num_wanted:
+                batch.add(scored(source.draw(batch.num_wanted, workers)), workers)
+            taken = batch.collected(workers)
             accounts = sample_count_metrics(
                 source.counts(taken), taken, workers, step=step, max_staleness=None
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from transformers import AutoTokenizer
 
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers
+from raypo.concurrency import background_future
 from raypo.rollout.collect import PushAgain
 from raypo.rollout.session import Session
+from raypo.serving.client import Completions
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from tests.stand_ins import seed_of
@@ -56,11 +59,14 @@ class Joined(Talking):
 
     most_threads = 0
 
-    async def sample(self, request: SamplingRequest) -> Completion:
+    def submit(self, requests: Sequence[SamplingRequest], on_completion: Any = None) -> Completions:
+        (request,) = requests
+        return background_future(self.joined(request))
+
+    async def joined(self, request: SamplingRequest) -> list[Completion]:
         await asyncio.sleep(0.001 * (seed_of(request) % 7))
         self.most_threads = max(self.most_threads, threading.active_count())
-        (completion,) = self._answer([request])
-        return completion
+        return self._answer([request])
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +230,7 @@ def test_a_turn_that_nobody_waits_for_is_not_sampled_to_its_end(tokenizer, label
 
         num_asked, num_withdrawn = 0, 0
 
-        async def sample(self, request: SamplingRequest) -> Completion:
+        async def joined(self, request: SamplingRequest) -> list[Completion]:
             self.num_asked += 1
             if self.num_asked == 2:
                 try:
@@ -232,7 +238,7 @@ def test_a_turn_that_nobody_waits_for_is_not_sampled_to_its_end(tokenizer, label
                 except asyncio.CancelledError:
                     self.num_withdrawn += 1
                     raise
-            return await super().sample(request)
+            return await super().joined(request)
 
     engine = Endless()
     rollouts = test_agents.played(

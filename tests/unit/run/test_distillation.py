@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from raypo.collectives import Workers
-from raypo.concurrency import completed
 from raypo.config import DistillationConfig
 from raypo.data.stream import ShuffledStream
 from raypo.recipes.distillation import DistillationRecipe
 from raypo.types import Example, ScoredRollout
+from tests.stand_ins import completed
 from tests.unit.run.test_rejection_sampling import scored
 
 CONFIG = DistillationConfig.parse(

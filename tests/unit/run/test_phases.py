@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from raypo.collectives import Workers
-from raypo.concurrency import completed
 from raypo.run.phases import ALLOWED, PRESENT, Phase, PhaseError, Phases
+from tests.stand_ins import completed
 
 STEP = [Phase.PUSH, Phase.PROBE, Phase.GENERATE, Phase.SCORE, Phase.LEARN]
 

@@ -1,20 +1,17 @@
 """The thread that owns vLLM, with a stand-in for vLLM: thousands of turns in a second.
 
-What vLLM does with requests that join, leave and see new weights: tests/integration/
-test_engine_joins.py. Here is what takes many interleavings, or a device, to be seen.
+What an engine promises is in tests/engine_contract.py. Here is what takes many interleavings, or a
+device, to be seen.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,136 +19,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.serving import gauges, vllm_loop
+from raypo.deployment import gauges
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_loop import Serving, VllmLoop
 from raypo.serving.vllm_requests import completion_of
+from tests.stand_in_vllm import FlatLogprobs, Pause, StandIn, in_place_of_vllm
 from tests.stand_ins import versions_of
 
 SOON_S = 10.0
 PROMPT = np.array([1], dtype=np.int32)
 
 
-class Pause(IntEnum):
-    UNPAUSED, PAUSED_ALL = 0, 2
-
-
-@dataclass
-class FlatLogprobs:
-    """The fields of vLLM's class that are read; `test_vllm_sources` looks for them there."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def append(self, token: int, log_prob: float) -> None:
-        self.token_ids.append(token)
-        self.logprobs.append(log_prob)
-
-
-class Request:
-    """Of the stand-in: its tokens are 0, 1, 2, ..., each with its number as its log-prob."""
-
-    def __init__(self, name: str, length: int) -> None:
-        self.num_preemptions = 0
-        self.external_req_id, self.length = name, length
-        self.ids: list[int] = []
-        self.detokenizer = SimpleNamespace(
-            output_token_ids=self.ids, num_output_tokens=lambda: len(self.ids)
-        )
-        self.logprobs_processor = SimpleNamespace(logprobs=FlatLogprobs())
-
-    def sample(self) -> None:
-        number = len(self.ids)
-        self.ids.append(number)
-        self.logprobs_processor.logprobs.append(number, -number)
-
-
-class StandIn:
-    """What the thread asks of a `vllm.LLM`; every call fails in another thread than the first."""
-
-    def __init__(self, *, ahead: bool = False, max_num_seqs: int = 3) -> None:
-        self.numbers = itertools.count()
-        self.requests: dict[str, Request] = {}
-        self.entered: list[list[str]] = []
-        self.thread = threading.current_thread()
-        self.ahead = ahead
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs))
-        self.scheduler = SimpleNamespace(
-            requests={},
-            kv_cache_manager=SimpleNamespace(usage=0.0),
-            set_pause_state=lambda state: setattr(self, "pause", state),
-        )
-        self.core = SimpleNamespace(scheduler=self.scheduler, batch_queue=[] if ahead else None)
-        self.pause = Pause.UNPAUSED
-        self.llm_engine = SimpleNamespace(
-            vllm_config=config,
-            output_processor=SimpleNamespace(request_states=self.requests),
-            engine_core=SimpleNamespace(engine_core=self.core),
-            step=self.step,
-            abort_request=self.abort_request,
-        )
-
-    def enqueue(self, prompts: list, params: list[SamplingRequest], **_: Any) -> list[str]:
-        assert threading.current_thread() is self.thread
-        names = [str(next(self.numbers)) for _ in prompts]
-        self.entered.append(names)
-        for name, request in zip(names, params, strict=True):
-            self.requests[f"{name}-x"] = Request(name, request.max_new_tokens)
-            self.scheduler.requests[f"{name}-x"] = self.requests[f"{name}-x"]
-        return [f"{name}-x" for name in names]
-
-    def step(self) -> list[Any]:
-        """A token of each; where vLLM is ahead, of those that were there one step before."""
-        assert threading.current_thread() is self.thread
-        batch = [] if self.pause is Pause.PAUSED_ALL else list(self.requests)
-        if self.ahead:
-            self.core.batch_queue.insert(0, batch)
-            if len(self.core.batch_queue) < 2 and self.pause is Pause.UNPAUSED:
-                return []
-            batch = self.core.batch_queue.pop()
-            self.core.batch_queue = [each for each in self.core.batch_queue if each]
-        finished = []
-        for name in batch:
-            if name in self.requests:
-                request = self.requests[name]
-                request.sample()
-                if len(request.ids) == request.length:
-                    self.forget(name)
-                    said = SimpleNamespace(
-                        token_ids=request.ids,
-                        logprobs=request.logprobs_processor.logprobs,
-                        finish_reason="length",
-                    )
-                    output = SimpleNamespace(
-                        finished=True, request_id=request.external_req_id, outputs=[said]
-                    )
-                    finished.append(output)
-        return finished
-
-    def abort_request(self, names: list[str], internal: bool) -> None:
-        assert threading.current_thread() is self.thread
-        assert internal
-        for name in names:
-            self.forget(name)
-
-    def forget(self, name: str) -> None:
-        del self.requests[name], self.scheduler.requests[name]
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        if reset_running_requests:
-            self.preempt_all()
-        return reset_running_requests or not self.requests
-
-    def preempt_all(self) -> None:
-        for request in self.requests.values():
-            request.num_preemptions += 1
-
-
 @pytest.fixture(autouse=True)
-def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_loop, "sampling_params", lambda request: request)
-    interface = SimpleNamespace(PauseState=Pause)
-    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.interface", interface)
+def no_vllm() -> Iterator[None]:
+    with in_place_of_vllm():
+        yield
 
 
 @pytest.fixture
@@ -205,8 +87,8 @@ def test_every_request_of_many_callers_is_answered_once(loop: VllmLoop) -> None:
             request = ask(chance.randint(1, 12), id=name, timeout_s=timeout_s)
             alone = chance.random() < 0.2
             (asked,) = loop.submit([request], alone=alone)
-            asked.answer.add_done_callback(lambda _, name=name: answered.append(name))
-            answers.append((request, asked.answer))
+            asked.add_done_callback(lambda _, name=name: answered.append(name))
+            answers.append((request, asked))
             if chance.random() < 0.2:
                 chance.choice(answers)[1].cancel()
             if caller == 0 and number % 5 == 0:
@@ -240,28 +122,15 @@ def test_what_a_pause_restarts_enters_again_at_its_place_while_others_still_run_
     pause(loop, None)
     until(lambda: loop.call(lambda: len(loop._running)) == 2)
     assert [each.name is not None for each in asked] == [True, True, False, False]
-    asked[0].answer.cancel()
-    until(lambda: all(each.answer.done() for each in asked[2:]))
-    assert not asked[1].answer.done()
-    asked[1].answer.cancel()
+    asked[0].cancel()
+    until(lambda: all(each.done() for each in asked[2:]))
+    assert not asked[1].done()
+    asked[1].cancel()
     for each in asked:
-        done = each.answer.result(SOON_S)
+        done = each.result(SOON_S)
         assert set(versions_of(done)) <= {2}, "sampled from its first token"
         assert done.token_ids.tolist() == list(range(len(done.token_ids)))
     loop.close()
-
-
-def test_what_nobody_waits_for_any_more_is_given_back() -> None:
-    loop = VllmLoop(partial(StandIn, max_num_seqs=2), Serving(version=1), max_waiting=8)
-    asked = loop.submit([ask(10**9)] * 3, alone=False)
-    until(lambda: loop.call(lambda: len(loop._running)) == 2)
-    running, stays, waits = [each.answer for each in asked]
-    for left in (waits, running):
-        assert not left.cancel(), "it is answered all the same"
-        assert left.result(SOON_S).finish_reason == "cancelled"
-    assert (len(waits.result().token_ids), stays.done()) == (0, False)
-    loop.close()
-    assert not stays.cancel()
 
 
 def test_a_probe_does_not_wait_for_a_response_to_end_where_all_places_are_taken() -> None:
@@ -271,7 +140,7 @@ def test_a_probe_does_not_wait_for_a_response_to_end_where_all_places_are_taken(
     for _ in range(2):
         probes = loop.submit([ask(4, priority=-1)] * 3, alone=False)
         for each in probes:
-            assert each.answer.result(SOON_S).finish_reason == "length"
+            assert each.result(SOON_S).finish_reason == "length"
     assert [each.name is not None for each in asked] == [True, True, False]
     loop.close()
 
@@ -281,8 +150,8 @@ def test_what_is_restarted_was_not_answered_and_is_late_at_its_old_time() -> Non
     (late,) = loop.submit([ask(10**9, timeout_s=1.5)], alone=False)
     until(lambda: loop.call(lambda: bool(loop._running)))
     loop.call(loop.restart_running)
-    assert not late.answer.done()
-    assert late.answer.result(SOON_S).finish_reason == "timeout"
+    assert not late.done()
+    assert late.result(SOON_S).finish_reason == "timeout"
     loop.close()
 
 
@@ -295,9 +164,9 @@ def test_preemptions_are_those_that_vllm_makes_for_want_of_room() -> None:
     pause(loop, "recompute")
     push(loop, 2)
     loop.call(loop.llm.preempt_all)
-    first.answer.cancel()
+    first.cancel()
     pause(loop, None)
-    loop.submit([ask(1)], alone=False)[0].answer.result(SOON_S)
+    loop.submit([ask(1)], alone=False)[0].result(SOON_S)
     until(lambda: loop.load.running == 0)
     assert loop.load.preemptions == 2
     loop.close()
@@ -311,7 +180,7 @@ def test_what_a_dead_attempt_has_asked_is_given_back_also_what_comes_later(loop:
     assert loop.cancel_other_attempts("run", "2") == 3
     late = loop.submit([ask(3, id="run/1")], alone=True)
     late += loop.submit([ask(3, id="run/1"), ask(3, id="run/2")], alone=False)
-    reasons = [each.answer.result(SOON_S).finish_reason for each in (*batch, *waiting, *late)]
+    reasons = [each.result(SOON_S).finish_reason for each in (*batch, *waiting, *late)]
     assert reasons == ["cancelled"] * 3 + ["length"] * 2 + ["cancelled"] * 2 + ["length"]
     assert (loop.load.queued, loop.load.running) == (0, 0)
     loop.submit([ask(1)] * 8, alone=False)  # all places are free again, or this would wait
@@ -330,7 +199,7 @@ def test_a_step_that_hangs_is_seen_and_one_that_waits_for_work_is_not(loop: Vllm
     (asked,) = loop.submit([ask(1)], alone=True)
     until(lambda: loop.progress.stalled_s() > 0.1)
     goes_on.set()
-    asked.answer.result(SOON_S)
+    asked.result(SOON_S)
     until(lambda: loop.progress.stalled_s() == 0.0)
 
 
@@ -341,13 +210,13 @@ def test_the_load_of_a_stretch_is_that_since_the_one_before(loop: VllmLoop) -> N
     until(lambda: loop.load.queued == 5)
     pause(loop, None)
     for each in asked:
-        each.answer.result(SOON_S)
+        each.result(SOON_S)
     busy = loop.stretch()
     assert (busy.queued_max, busy.running_max) == (5, 3)
     assert 0.0 < busy.queued_mean <= 5
     time.sleep(0.1)
     (asked,) = loop.submit([ask(1)], alone=False)
-    asked.answer.result(SOON_S)
+    asked.result(SOON_S)
     begin, end = loop.stretch().idle[-1]
     assert 0.1 <= end - begin < SOON_S
 
@@ -358,19 +227,19 @@ def test_a_batch_that_runs_alone_enters_alone_and_what_joins_fills_the_room(loop
     asked += loop.submit([ask(4)] * 7, alone=True) + loop.submit([ask(4)] * 2, alone=False)
     pause(loop, None)
     for each in asked:
-        each.answer.result(timeout=SOON_S)
+        each.result(timeout=SOON_S)
     assert [len(names) for names in loop.llm.entered] == [1] * 5 + [7] + [1] * 2
 
 
 def test_calls_wait_for_a_batch_that_runs_alone_and_for_nothing_else(loop: VllmLoop) -> None:
     (joined,) = loop.submit([ask(10**6)], alone=False)
     assert loop.call(lambda: loop.call(lambda: 3)) == 3, "from within, at once"
-    assert not joined.answer.done()
-    joined.answer.cancel()
+    assert not joined.done()
+    joined.cancel()
     (alone,) = loop.submit([ask(3000)], alone=True)
     until(lambda: len(loop.llm.entered) == 2)
-    assert loop.call(lambda: alone.answer.done())
-    assert joined.answer.done()
+    assert loop.call(lambda: alone.done())
+    assert joined.done()
 
 
 def test_what_a_call_raises_is_raised_at_its_caller_and_the_thread_goes_on(loop: VllmLoop) -> None:
@@ -379,7 +248,7 @@ def test_what_a_call_raises_is_raised_at_its_caller_and_the_thread_goes_on(loop:
 
     with pytest.raises(ValueError, match="wrong"):
         loop.call(fail)
-    assert len(loop.submit([ask(2)], alone=True)[0].answer.result(SOON_S).token_ids) == 2
+    assert len(loop.submit([ask(2)], alone=True)[0].result(SOON_S).token_ids) == 2
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -395,7 +264,7 @@ def test_a_failure_to_take_requests_in_is_told_to_them_and_to_those_behind(
     pause(loop, None)
     for each in asked:
         with pytest.raises(RuntimeError, match="ValueError: a prompt that vLLM does not like"):
-            each.answer.result(timeout=SOON_S)
+            each.result(timeout=SOON_S)
     assert loop.serving.broken is not None
 
 
@@ -413,8 +282,8 @@ def test_tokens_that_vllm_sampled_ahead_are_of_the_weights_before_the_push() -> 
     push(loop, 2)
     assert loop.llm.pause is Pause.UNPAUSED
     until(lambda: loop.call(num_tokens) > before[2] + 10**3)
-    asked.answer.cancel()
-    done = asked.answer.result(timeout=SOON_S)
+    asked.cancel()
+    done = asked.result(timeout=SOON_S)
     num_old = int((versions_of(done) == 1).sum())
     assert before[2] <= num_old < len(done.token_ids)
     assert done.later_versions == ((num_old, 2),)
@@ -437,7 +306,7 @@ def test_vllm_is_unpaused_where_settling_fails(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="wrong"):
         loop.call(settle)
     assert loop.llm.pause is Pause.UNPAUSED
-    asked.answer.cancel()
+    asked.cancel()
     loop.close()
 
 
@@ -448,7 +317,7 @@ def test_outside_of_an_actor_no_gauge_is_set(monkeypatch: pytest.MonkeyPatch) ->
     context = SimpleNamespace(get_actor_name=lambda: None)
     of_a_driver = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
     monkeypatch.setattr(gauges, "ray", of_a_driver)
-    gauges.tell_load(load, threading.Event())
+    gauges.export_gauges("engine", load, threading.Event())
 
 
 def test_no_call_is_overlooked_that_comes_while_others_are_taken(loop: VllmLoop) -> None:

@@ -1,7 +1,7 @@
 """Each name inside vLLM that raypo uses is in vLLM's sources, and takes the arguments it is given.
 
 Nothing is imported. Where a new version fails here, `serving/inside_vllm.py` and
-`serving/worker_extension.py` have to follow it; what vLLM promises (`vllm.LLM`, `SamplingParams`)
+`serving/vllm_processes.py` have to follow it; what vLLM promises (`vllm.LLM`, `SamplingParams`)
 is checked too, for it changes as well. The sources are those of the installed vLLM, or of the
 unpacked wheel that RAYPO_VLLM names (`scripts/gpu_build.sh`).
 """

@@ -1,46 +1,128 @@
-"""A checkpoint whose files are damaged is named, with what to do."""
+"""Damage of a checkpoint's files is found; the checkpoint before it is the one to go on from."""
 
+import asyncio
+import json
+import shutil
 from pathlib import Path
 
 import pytest
-import torch
+from ray.train import Checkpoint, CheckpointConfig
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
+from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 
-from raypo.storage.checkpoints import DamagedCheckpointError, damage_named
+from raypo.ray_internals import CHECKPOINTS
+from raypo.storage.checkpoints import (
+    MANIFEST,
+    DamagedCheckpointError,
+    damages,
+    digests,
+    mend_list,
+    no_whole_checkpoint,
+)
 from raypo.storage.run_files import RunFiles
 
-
-def restore(directory: Path, files: RunFiles) -> None:
-    with damage_named(directory, files):
-        torch.load(directory / "learner_0.pt", weights_only=True)
+NAMES = ["learner_0.pt", "policy_0.pt", "policy_1.pt", "run.json"]
 
 
-@pytest.mark.parametrize("damage", ["cut short", "empty", "gone", "other bytes"])
-def test_a_damaged_checkpoint_is_named_with_another_one_to_begin_with(tmp_path: Path, damage: str):
-    files = RunFiles(str(tmp_path), "run")
-    directory = files.folder / "checkpoint_2"
-    for folder in (directory, files.folder / "checkpoint_1"):
-        folder.mkdir(parents=True)
-        torch.save({"layout": {}, "torch": torch.zeros(1000)}, folder / "learner_0.pt")
-    restore(directory, files)
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "run" / "checkpoint_2"
+    folder.mkdir(parents=True)
+    for index, name in enumerate(NAMES):
+        (folder / name).write_bytes(bytes(range(index, 200)) * 50_000)  # longer than a buffer
+    (folder / MANIFEST).write_text(json.dumps(digests(folder, NAMES)))
+    return folder
 
-    state = directory / "learner_0.pt"
-    whole = state.read_bytes()
-    state.write_bytes(
-        {"cut short": whole[: len(whole) // 2], "other bytes": b"x" * 99}.get(damage, b"")
-    )
+
+def test_a_whole_checkpoint_has_no_damage(checkpoint: Path):
+    assert damages(checkpoint) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("cut short", "has 1000 bytes in place of"),
+        ("empty", "has 0 bytes in place of"),
+        ("gone", "is missing"),
+        ("one bit", "has other content than was written"),
+    ],
+)
+def test_a_damaged_file_is_named_by_one_worker_of_several(
+    checkpoint: Path, name: str, damage: str, told: str
+):
+    path = checkpoint / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes({"cut short": content[:1000], "empty": b""}.get(damage, content))
     if damage == "gone":
-        state.unlink()
-    with pytest.raises(DamagedCheckpointError) as caught:
-        restore(directory, files)
-    text = str(caught.value)
-    assert text.startswith(f"{directory}: this checkpoint cannot be read, a file of it is missing")
-    assert f"from_checkpoint: {files.location}/checkpoint_1" in text
-    assert "--fresh" in text
+        path.unlink()
+    (found,) = damages(checkpoint)
+    assert found.startswith(f"{name} {told}")
+    assert [each for rank in range(3) for each in damages(checkpoint, rank=rank, count=3)] == [
+        found
+    ]
 
 
-def test_what_is_no_damage_is_raised_as_it_is(tmp_path: Path):
+@pytest.mark.parametrize("damage", ["gone", "cut short"])
+def test_without_a_manifest_it_is_not_whole_for_any_worker(checkpoint: Path, damage: str):
+    if damage == "gone":
+        (checkpoint / MANIFEST).unlink()
+    else:
+        (checkpoint / MANIFEST).write_bytes((checkpoint / MANIFEST).read_bytes()[:50])
+    for rank in range(2):
+        assert damages(checkpoint, rank=rank, count=2) == ["manifest.json is missing or cut short"]
+
+
+def test_a_run_without_a_whole_checkpoint_is_told_which_and_what_to_do(tmp_path: Path):
     files = RunFiles(str(tmp_path), "run")
-    with pytest.raises(ValueError, match="other workers"), damage_named(tmp_path, files):
-        raise ValueError("was saved with other workers")
-    with pytest.raises(RuntimeError, match="CUDA out of memory"), damage_named(tmp_path, files):
-        raise RuntimeError("CUDA out of memory")
+    places = [f"{files.location}/checkpoint_{number}" for number in (1, 2)]
+    for place in places:
+        Path(place).mkdir(parents=True)
+    told = str(no_whole_checkpoint({places[1]: "run.json is missing"}, files))
+    assert f"{places[1]}: run.json is missing" in told
+    assert f"Set from_checkpoint to {places[0]}, or start over (--fresh" in told
+    told = str(no_whole_checkpoint(dict.fromkeys(places, "cut"), files))
+    assert "Restore them from a copy, or start over (--fresh" in told
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("damage", ["cut short", "a folder is gone", "the newest is gone"])
+def test_ray_train_starts_with_what_is_left_of_its_list(tmp_path: Path, damage: str):
+    storage = StorageContext(str(tmp_path), "run")
+    files = RunFiles(str(tmp_path), "run")
+
+    async def save() -> None:
+        manager = CheckpointManager(CheckpointConfig(), storage)  # type: ignore[arg-type]
+        for step in (1, 2, 3):
+            folder = tmp_path / "run" / f"checkpoint_{4 - step}"
+            folder.mkdir(parents=True)
+            state = {"step": step, "metrics": {"x": 0.5}}
+            (folder / "run.json").write_text(json.dumps(state))
+            saved = Checkpoint(str(folder), storage.storage_filesystem)
+            metrics = {"step": step, "x": 0.5}
+            manager.register_checkpoint(_TrainingReport(saved, metrics, False))
+
+    asyncio.run(save())
+    assert mend_list(files) is None
+    if damage == "cut short":
+        files.write(CHECKPOINTS, (files.read(CHECKPOINTS) or b"")[:200])
+    else:
+        shutil.rmtree(tmp_path / "run" / f"checkpoint_{1 if damage == 'the newest is gone' else 2}")
+    told = mend_list(files)
+    assert told is not None
+    assert f"warning: {CHECKPOINTS} was written anew, because" in told
+    assert mend_list(files) is None
+
+    left = CheckpointManager(CheckpointConfig(), storage)  # type: ignore[arg-type]
+    latest = left.latest_checkpoint_result
+    assert latest is not None
+    wanted = 2 if damage == "the newest is gone" else 3
+    assert (latest.metrics["step"], latest.metrics["x"]) == (wanted, 0.5)
+    assert len(left.best_checkpoint_results) == (3 if damage == "cut short" else 2)
+
+    for folder in (tmp_path / "run").glob("checkpoint_?"):
+        shutil.rmtree(folder)
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint is whole"):
+        mend_list(files)

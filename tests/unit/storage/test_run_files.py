@@ -166,9 +166,7 @@ def test_rollouts_have_the_columns_and_types_of_the_design(storage):
     files.sync()
 
     path = folder / "rollouts" / "step_00012.parquet"
-    assert {
-        f.name: str(f.type).replace(" ('scores_by_source')", "") for f in pq.read_schema(path)
-    } == {
+    assert {f.name: str(f.type).replace(f" ('{f.name}')", "") for f in pq.read_schema(path)} == {
         "prompt": "string",
         "response": "string",
         "label": "string",
@@ -179,6 +177,7 @@ def test_rollouts_have_the_columns_and_types_of_the_design(storage):
         "ref_log_probs": "list<element: float>",
         "score": "double",
         "scores_by_source": "map<string, double>",
+        "reward_texts": "map<string, string>",
         "response_mask": "list<element: bool>",
         "turn_rewards": "list<element: float>",
         "turn_index": "list<element: int32>",

@@ -74,10 +74,11 @@ def test_without_a_terminal_there_are_plain_lines_and_phases_only_before_the_fir
     assert [line[:10] for line in lines[5:7]] == ["step  3/40", "step  4/40"]
     assert lines[7] == "saved [bold]policy[/bold]"
     assert lines[8] == (
-        "raypo: finished after 4 steps in 1 min 23 s (score +0.412 -> +0.500), "
+        "raypo: finished after 4 steps in 1 min 23 s (held-out score +0.750 -> +0.750), "
         "files in runs/quickstart"
     )
-    assert len(lines) == 9
+    assert lines[9] == "  its page: raypo report runs/quickstart"
+    assert len(lines) == 10
 
 
 def test_plain_lines_hold_no_control_characters():
@@ -97,7 +98,7 @@ def test_a_terminal_gets_a_bar_above_which_the_same_lines_stand():
     assert "━" in text
     assert "step  3/40  score +0.412  kl 0.021  length 57.3  ratios clipped 4.1%  6.2 s" in text
     assert "saved [bold]policy[/bold]" in text
-    assert text.splitlines()[-1].endswith("files in runs/quickstart")
+    assert text.splitlines()[-1].endswith("raypo report runs/quickstart")
 
 
 def test_a_terminal_sees_how_the_run_stands_and_where_the_time_goes():
@@ -138,8 +139,24 @@ def resumed(**options):
 
 
 def test_a_resumed_run_ends_with_what_it_gained_since_its_own_first_step():
-    first = metrics(1)["rollout/score_mean"]
-    assert f"finished after 8 steps (score {first:+.3f} -> +0.800)" in resumed()
+    first = metrics(1)["eval/initial_score_mean"]
+    assert f"finished after 8 steps (held-out score {first:+.3f} -> " in resumed()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"eval/score_mean": 0.5, "rollout/score_mean": 0.2}, "held-out score +0.100 -> +0.500"),
+        ({"train/loss": 1.0}, "loss +1.000 -> +1.000"),
+    ],
+)
+def test_the_last_line_prefers_what_was_measured_on_held_out_prompts(row: dict, said: str):
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 1, None, "runs/r")
+    console.step({"eval/initial_score_mean": 0.1, **row})
+    console.close("interrupted")
+    assert f"raypo: interrupted after 1 step ({said}), files in runs/r\n" in stream.getvalue()
 
 
 def test_a_resumed_run_does_not_repeat_the_warnings_of_its_first_command():

@@ -33,6 +33,7 @@ def test_the_dashboard_has_every_plot_once_without_overlap():
 
 def test_metrics_and_patterns_are_asked_of_the_chosen_runs():
     assert expression("rollout/score_mean") == 'ray_raypo_rollout_score_mean{run=~"$run"}'
+    assert expression("engine/queued") == 'ray_raypo_engine_queued{engine=~"raypo:($run):.*"}'
     assert expression("time/*", "") == (
         '{__name__=~"ray_raypo_time_.*", __name__!~".*(_initial_.*|_time_step_s)", }'
     )

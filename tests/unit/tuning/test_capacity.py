@@ -139,6 +139,11 @@ def test_a_trial_that_never_fits_is_refused():
         )
 
 
+def test_elastic_trials_are_refused():
+    with pytest.raises(ConfigError, match=r"learner.min_workers \(1\): every trial .* overrides"):
+        slots([{"CPU": 8.0}], num_workers=[1, 4])
+
+
 def test_who_asks_for_too_much_reads_how_the_key_is_called_in_the_sweep_file():
     with pytest.raises(ConfigError, match=r"base\.yaml: .* overrides\.learner\.num_workers"):
         slots([{"CPU": 2.0}], num_workers=4)

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from raypo.cli.monitor import page_of as live_page_of
 from raypo.config.sweep_config import SweepConfig
 from raypo.report.page import Chart, Table, Words
 from raypo.storage.rollout_table import rollout_table
@@ -200,3 +201,11 @@ def test_a_run_is_no_sweep(tmp_path: Path):
     files = RunFiles(str(tmp_path), "run")
     files.write_config({"name": "run", "recipe": "ppo"})
     assert load_sweep(files) is None
+
+
+def test_the_live_page_of_a_sweep_follows_its_trials(folder: RunFiles):
+    make_page, version = live_page_of([folder.location])
+    before = version()
+    assert "trial 0 of 3" in make_page().html(with_plotly=False)
+    RunFiles(f"{folder.location}/trials", "s-00000").append_metrics(1, {SCORE: 0.5})
+    assert version() != before

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import pytest
 import torch
 
 from raypo.collectives import Workers
-from raypo.serving.client import Engines
+from raypo.deployment.handle import local_handle
+from raypo.serving.client import EngineClient
 from raypo.weight_sync.broadcast import BroadcastTransport
 from raypo.weights.buckets import unpack
 from raypo.weights.group import Group, connect
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
 from raypo.weights.messages import BroadcastBucket, OfferedBucket, PushStart, Ready, Rendezvous
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 LIMIT_S = 2.0
 TENSORS = {f"w{i}": torch.arange(50.0) + i for i in range(6)}
@@ -56,44 +52,8 @@ class Receiver:
         return Manifest.of(manifest.version, self._arrived)
 
 
-class Receives(Protocol):
-    """What a push asks of one engine."""
-
-    def begin_push(self, start: PushStart) -> Ready: ...
-    def join_group(self, rendezvous: Rendezvous) -> None: ...
-    def load_bucket(self, bucket: OfferedBucket) -> None: ...
-    def finish_push(self, manifest: Manifest) -> Manifest: ...
-
-
-class Handle(Engines):
-    """Calls every receiver in a thread, as an engine client calls replicas."""
-
-    def __init__(self, *receivers: Receives) -> None:
-        self.receivers = list(receivers)
-        self._threads = ThreadPoolExecutor(max_workers=8)
-
-    def _called(
-        self, methods: list[Callable[P, T]], *args: P.args, **kwargs: P.kwargs
-    ) -> list[Future[T]]:
-        return [self._threads.submit(each, *args, **kwargs) for each in methods]
-
-    def begin_push(self, start: PushStart) -> list[Future[Ready]]:
-        return self._called([each.begin_push for each in self.receivers], start)
-
-    def join_group(self, rendezvous: Rendezvous) -> list[Future[None]]:
-        return self._called([each.join_group for each in self.receivers], rendezvous)
-
-    def load_bucket(self, bucket: OfferedBucket) -> list[Future[None]]:
-        return self._called([each.load_bucket for each in self.receivers], bucket)
-
-    def finish_push(self, manifest: Manifest) -> list[Future[Manifest]]:
-        return self._called([each.finish_push for each in self.receivers], manifest)
-
-    def up(self) -> Handle:
-        return self
-
-    def require(self, *pushes: object) -> None:
-        raise AssertionError("a transport requires nothing: its caller does")
+def client(*receivers: Any) -> EngineClient:
+    return EngineClient(local_handle(*receivers))
 
 
 def transport(timeout_s: float = LIMIT_S, **options: Any) -> BroadcastTransport:
@@ -107,14 +67,14 @@ def transport(timeout_s: float = LIMIT_S, **options: Any) -> BroadcastTransport:
     )
 
 
-def push(sender: BroadcastTransport, handle: Handle, version: int) -> None:
-    sender.push(TENSORS.items(), handle, version=version, workers=Workers())
+def push(sender: BroadcastTransport, version: int, *receivers: Receiver) -> None:
+    sender.push(TENSORS.items, client(*receivers), version=version, workers=Workers())
 
 
 def test_every_receiver_gets_every_tensor_and_the_group_stays():
     sender, receivers = transport(), [Receiver(), Receiver()]
     for version in (1, 2):
-        push(sender, Handle(*receivers), version)
+        push(sender, version, *receivers)
     for receiver in receivers:
         assert receiver.version == 2
         assert receiver.epochs == [1], "the second push needs no new group"
@@ -123,7 +83,7 @@ def test_every_receiver_gets_every_tensor_and_the_group_stays():
 
 def test_what_begins_a_push_says_what_becomes_of_requests_in_flight():
     receiver, sender = Receiver(), transport(in_flight="keep")
-    push(sender, Handle(receiver), 1)
+    push(sender, 1, receiver)
     assert receiver.start is not None
     assert sender.kept is not None
     assert receiver.start == PushStart(1, sender.kept.id, "keep")
@@ -131,10 +91,10 @@ def test_what_begins_a_push_says_what_becomes_of_requests_in_flight():
 
 def test_a_group_that_lost_or_gained_a_member_is_succeeded_by_another():
     sender, first, second = transport(), Receiver(), Receiver()
-    push(sender, Handle(first, second), 1)
-    push(sender, Handle(first), 2)
+    push(sender, 1, first, second)
+    push(sender, 2, first)
     replacement = Receiver()
-    push(sender, Handle(first, replacement), 3)
+    push(sender, 3, first, replacement)
     assert first.epochs == [1, 2, 3]
     assert replacement.epochs == [3]
     assert (first.version, second.version, replacement.version) == (3, 1, 3)
@@ -150,7 +110,7 @@ class Refuses(Receiver):
 def test_a_receiver_that_gives_up_ends_the_push_before_the_time_out():
     receivers = [Receiver(), Refuses()]
     with pytest.raises(RuntimeError, match=r"^this engine cannot go on"):
-        push(transport(10 * LIMIT_S), Handle(*receivers), 1)
+        push(transport(10 * LIMIT_S), 1, *receivers)
     assert [receiver.version for receiver in receivers] == [None, None]
 
 
@@ -168,7 +128,7 @@ class Late(Receiver):
 def test_a_receiver_that_hangs_is_told_after_the_time_out_with_the_remedy():
     released = threading.Event()
     with pytest.raises(WeightError, match=r"time-out.*NCCL_SOCKET_IFNAME.*push_timeout_s"):
-        push(transport(), Handle(Late(released)), 1)
+        push(transport(), 1, Late(released))
     released.set()
 
 
@@ -181,7 +141,7 @@ class Absent(Receiver):
 
 def test_a_group_that_does_not_meet_is_told():
     with pytest.raises(WeightError, match="not all of its 2 processes met within 2 s"):
-        push(transport(), Handle(Absent()), 1)
+        push(transport(), 1, Absent())
 
 
 def test_a_member_that_never_connects_is_waited_for_no_longer_than_is_said():
@@ -206,7 +166,7 @@ def test_a_member_that_never_connects_is_waited_for_no_longer_than_is_said():
 @pytest.mark.parametrize("how", ["leaves", "sends another group's bucket"])
 def test_a_receiver_notices_that_the_sender_is_gone(how: str):
     sender, receiver = transport(), Receiver()
-    push(sender, Handle(receiver), 1)
+    push(sender, 1, receiver)
     assert sender._group is not None
     assert receiver.group is not None
     epoch = receiver.group.rendezvous.epoch
@@ -230,9 +190,9 @@ def failing_tensors(where: int) -> Any:
 def test_the_next_push_after_one_that_broke_off_forms_a_new_group():
     sender, receiver = transport(), Receiver()
     with pytest.raises(ValueError, match="the learner broke"):
-        sender.push(failing_tensors(4), Handle(receiver), version=1, workers=Workers())
+        sender.push(lambda: failing_tensors(4), client(receiver), version=1, workers=Workers())
     assert receiver.version is None
-    push(sender, Handle(receiver), 2)
+    push(sender, 2, receiver)
     assert (receiver.version, receiver.epochs) == (2, [1, 2])
 
 
@@ -246,5 +206,5 @@ def test_corrupted_bytes_end_the_push(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Group, "broadcast", send_changed)
     receiver = Receiver()
     with pytest.raises(WeightError, match="w0: the bytes that arrived do not have the checksum"):
-        push(transport(), Handle(receiver), 1)
+        push(transport(), 1, receiver)
     assert receiver.version is None

@@ -21,7 +21,7 @@ from raypo.weight_sync.ipc import IpcTransport
 from raypo.weights.buckets import stage, unpack
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
 from raypo.weights.messages import IpcBucket, OfferedBucket, PushStart, Ready, Rendezvous
-from tests.unit.weight_sync.test_broadcast import Handle
+from tests.unit.weight_sync.test_broadcast import client
 
 GPUS = ("GPU-0", "GPU-1")
 WAIT_S = 20.0
@@ -82,6 +82,9 @@ class InThread(Workers):
     def gather(self, value: Any) -> list[Any]:
         return self.together.gather(self.rank, value)
 
+    def broadcast(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
 
 class Engine:
     """A vLLM worker on each of some GPUs, which reads the bucket there."""
@@ -123,13 +126,13 @@ class Refuses(Engine):
 
 def push(engine: Engine, tensors: Callable[[int], Any]) -> list[Exception | None]:
     """What became of each learner worker."""
-    together, handle = Together(), Handle(engine)
+    together, handle = Together(), client(engine)
 
     def work(rank: int) -> Exception | None:
         workers = InThread(rank, together.count, together=together)
         transport = IpcTransport(torch.device("cuda", rank), bucket_bytes=100)
         try:
-            transport.push(tensors(rank), handle, version=3, workers=workers)
+            transport.push(lambda: tensors(rank), handle, version=3, workers=workers)
         except Exception as error:
             return error
         return None

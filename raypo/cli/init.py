@@ -1,0 +1,45 @@
+"""`raypo init`: write a run file from a script or command of another project."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raypo.cli.exit_status import exit_status
+
+
+@exit_status()
+def init(
+    from_trl: Annotated[Path | None, typer.Option(help="A Python script of TRL.")] = None,
+    from_verl: Annotated[str | None, typer.Option(help="A command, or a shell file.")] = None,
+    from_openrlhf: Annotated[str | None, typer.Option(help="A command, or a shell file.")] = None,
+    to: Annotated[Path, typer.Option(help="The run file; must not exist yet.")] = Path("run.yaml"),
+) -> None:
+    """Translate a TRL script, a verl command or an OpenRLHF command into a run file.
+
+    Nothing is run. What cannot be translated is listed at the top of the file.
+    """
+    from raypo.config import ConfigError
+    from raypo.config.translation import read_command, read_script, translate
+
+    given = {"TRL": from_trl, "verl": from_verl, "OpenRLHF": from_openrlhf}
+    chosen = {project: each for project, each in given.items() if each is not None}
+    if len(chosen) != 1:
+        raise ConfigError("Give one of --from-trl, --from-verl and --from-openrlhf.")
+    if to.exists():
+        raise ConfigError(f"--to ({to}): is there already. Name another file, or remove it.")
+    ((project, source),) = chosen.items()
+    is_file = len(str(source)) < 1000 and Path(source).is_file()
+    if project == "TRL" and not is_file:
+        raise ConfigError(f"--from-trl ({source}): there is no such file.")
+    text = Path(source).read_text() if is_file else str(source)
+    if project == "TRL":
+        recipe, arguments = read_script(text)
+    else:
+        recipe, arguments = "ppo", read_command(text, project)
+    if not arguments:
+        raise ConfigError(f"--from-{project.lower()}: no argument of {project} was found in it.")
+    to.write_text(translate(project, arguments, recipe))
+    typer.echo(f"raypo: wrote {to}. Read the notes at its top; then: raypo plan {to}")

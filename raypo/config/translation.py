@@ -1,0 +1,290 @@
+"""Run files from a script of TRL, or a command of verl or OpenRLHF, which is read and not run.
+
+A value is copied where the tables of `raypo.config.migration` say that it means the same. Batch
+sizes, the KL and the estimator are computed here. All else becomes a note, and so does a value that
+raypo refuses.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed, remedy_for_unknown
+from raypo.config.migration import Counterpart, rows_of
+from raypo.config.recipe_config import RECIPES
+
+Settings = dict[str, tuple[Any, str]]
+"""Dotted key -> its value, and the name that it comes from."""
+TRL_RECIPES = {"GRPO": "ppo", "SFT": "sft", "DPO": "dpo", "Reward": "reward_model"}
+"""Beginning of the names of TRL's trainers and configs -> recipe."""
+_LEARNED = ("ppo.", "rollout.", "data.max_", "dpo.", "learner.", "eval.temperature")
+"""Keys that change what is learned: where the other project's default differs, it is set."""
+_NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
+_DEFAULT = "'s default"
+_WORDS = {
+    **{"group_norm": "grpo", "reinforce_plus_plus": "reinforce"},
+    **{"reinforce_plus_plus_baseline": "reinforce_baseline"},
+    **{"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
+    **{"seq-mean-token-sum-norm": "constant", "vanilla": "ppo", "geo_mean": "gmpo"},
+    **{"low_var_kl": "k3", "mse": "k2", "kl": "k1"},
+}
+"""Values of verl and OpenRLHF -> raypo's."""
+_LOSS_TYPES = {"grpo": "sequence_mean", "dr_grpo": "constant"}
+_LOSS_TYPES |= {"bnpo": "token_mean", "dapo": "token_mean"}
+
+
+def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> str:
+    """Return a run file; its comments say what it could not translate, and each key's origin.
+
+    Args:
+        project: TRL, verl or OpenRLHF.
+        given: Name there -> value; an `ast.AST` is an expression whose value is unknown.
+        recipe: The recipe that the arguments are for.
+    """
+    known = known_keys(RECIPES[recipe])
+    rows = [*rows_of(project), *(rows_of("peft") if project == "TRL" else ())]
+    by_name = {name: row for row in rows for name in row.names}
+    values = _Values(given, by_name)
+    done, notes = _COMPUTED[project](values, recipe)
+    for name in [name for name in given if name not in values.used]:
+        row, value = by_name.get(name), given[name]
+        keys = row.keys_in(known) if row else ()
+        if row and row.is_same and keys and not isinstance(value, ast.AST):
+            done |= {key: (value, name) for key in keys}
+        else:
+            shown = ast.unparse(value) if isinstance(value, ast.AST) else value
+            near = remedy_for_unknown(name, known).replace("Remove it.", "No counterpart is known.")
+            why = f"{' and '.join(keys)}. {row.note}" if row else near
+            notes.append(f"{name} ({shown}): {why.removeprefix('. ').strip()}")
+    for row in [row for row in rows if row.is_same and row.default]:
+        for key in row.keys_in(known):
+            if key.startswith(_LEARNED) and not key.startswith(_NOT_LEARNED):
+                done.setdefault(key, (parsed(row.default), f"{row.names[0]}{_DEFAULT}"))
+    for key in ("name", "model.policy", "data.prompts"):
+        done.setdefault(key, ("TODO", "set this"))
+    config = _accepted(done, notes, recipe)
+    title = f"Translated from {project} by raypo init; keys not shown have raypo's defaults."
+    head = [title, *(["Left to you:"] if notes else []), *(f"- {each}" for each in notes)]
+    return (
+        "\n".join([*(f"# {line}" for line in head), *_with_origins(config.to_yaml(), done)]) + "\n"
+    )
+
+
+def read_script(source: str) -> tuple[str, dict[str, Any]]:
+    """Return the recipe and the arguments of a script's TRL trainer and its configs.
+
+    Raises:
+        ConfigError: the script is not Python, or makes no trainer that raypo has.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except SyntaxError as error:
+        raise ConfigError(f"--from-trl: line {error.lineno} is not Python: {error.msg}.") from None
+    assigned = [each for each in nodes if isinstance(each, ast.Assign)]
+    constants = {ast.unparse(each.targets[0]): each.value for each in assigned}
+    recipe, given = "", {}
+    for node in nodes:
+        name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        match = re.fullmatch(r"(\w+?)(Trainer|Config)", name)
+        if not isinstance(node, ast.Call) or not match or match[1] not in {*TRL_RECIPES, "Lora"}:
+            continue
+        recipe = TRL_RECIPES.get(match[1], recipe)
+        named: dict[str, ast.expr] = {each.arg: each.value for each in node.keywords if each.arg}
+        if match[2] == "Trainer":
+            named |= dict(zip(("model", "reward_funcs"), node.args, strict=False))
+        for key in ("args", "processing_class", "peft_config"):  # objects, read by themselves
+            named.pop(key, None)
+        given |= {key: _literal(value, constants) for key, value in named.items()}
+    if not recipe:
+        which = ", ".join(f"{each}Trainer" for each in TRL_RECIPES)
+        raise ConfigError(f"--from-trl: no {which} of TRL is made in it. Give a script with one.")
+    return recipe, given
+
+
+def read_command(text: str, project: str) -> dict[str, Any]:
+    """Return the arguments of a shell command: `key=value` of verl, `--key value` of OpenRLHF."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    words = shlex.split("\n".join(lines).replace("\\\n", " "))
+    variables = {"HOME": str(Path.home())}
+    variables |= dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
+    for _ in variables:  # a variable may use others
+        words = [Template(word).safe_substitute(variables) for word in words]
+    if project == "verl":
+        pairs = [re.fullmatch(r"[+~]*(\w+(?:\.\w+)+)=(.*)", word) for word in words]
+        return {pair[1]: parsed(pair[2]) for pair in pairs if pair}
+    given: dict[str, Any] = {}
+    for start, word in enumerate(words):
+        if word.startswith("--"):
+            name, _, value = word.removeprefix("--").partition("=")
+            after = takewhile(lambda each: not each.startswith("--"), words[start + 1 :])
+            values = [parsed(each) for each in ([value] if value else after)]
+            given[name] = values if len(values) > 1 else values[0] if values else True
+    return given
+
+
+class _Values:
+    """Values that are given, else the other project's defaults; it remembers which were used."""
+
+    def __init__(self, given: Mapping[str, Any], rows: Mapping[str, Counterpart]) -> None:
+        self.given, self.rows, self.used = given, rows, set[str]()
+
+    def __call__(self, name: str, usual: Any = None) -> Any:
+        """Return a value by its name or an older one; `usual` if there is no default."""
+        row = self.rows.get(name)
+        for each in row.names if row else (name,):
+            if each in self.given and not isinstance(self.given[each], ast.AST):
+                self.used.add(each)
+                return self.given[each]
+        return parsed(row.default) if row and row.default else usual
+
+
+def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
+    per_device, accumulated = get("per_device_train_batch_size"), get("gradient_accumulation_steps")
+    batch, steps = per_device * accumulated, get("max_steps")
+    origin = "per_device_train_batch_size x gradient_accumulation_steps"
+    done: Settings = {"recipe": (recipe, "the trainer")}
+    for name, key in _TRL_OBJECTS.items():
+        if (value := get(name)) is not None:
+            done[key] = value, name
+    if folder := get("output_dir"):
+        done["name"], done["storage_path"] = (
+            (each, "output_dir") for each in (Path(folder).name, str(Path(folder).parent))
+        )
+    if recipe != "ppo":
+        done["learner.batch_size"] = batch, origin
+        done |= {
+            f"dpo.{key}": (get(name), name) for name, key in _TRL_DPO.items() if name in get.given
+        }
+        if steps <= 0:
+            done["num_epochs"] = get("num_train_epochs"), "num_train_epochs"
+    else:
+        generated = get("generation_batch_size") or per_device * get(
+            "steps_per_generation", accumulated
+        )
+        prompts = generated // get("num_generations")
+        done["rollout.samples_per_prompt"] = get("num_generations"), "num_generations"
+        done["rollout.prompts_per_step"] = prompts, "responses of a generation / num_generations"
+        done["ppo.minibatch_size"] = batch, origin
+        done["ppo.preset"] = "grpo", "GRPOTrainer"
+        done["ppo.kl.coef"] = get("beta"), "beta"
+        done["ppo.num_epochs"] = get("num_iterations"), "num_iterations"
+        if (loss := get("loss_type")) in _LOSS_TYPES:
+            done["ppo.aggregation"] = _LOSS_TYPES[loss], "loss_type"
+        else:
+            done["ppo.preset"] = loss, "loss_type"
+        if get("scale_rewards") in (False, "none"):
+            done["ppo.advantage"] = "dr_grpo", "scale_rewards"
+        steps = math.ceil(steps / (max(generated // batch, 1) * get("num_iterations")))
+    if steps > 0:
+        done["num_steps"] = steps, "max_steps"
+    names = [each for each in done if each.endswith(("batch_size", "prompts_per_step"))]
+    return done, [f"{' and '.join(names)}: of one process. Multiply by the number of processes."]
+
+
+_TRL_OBJECTS = {"model": "model.policy", "train_dataset": "data.prompts"}
+_TRL_OBJECTS |= {"eval_dataset": "eval.prompts"}
+_TRL_DPO = {"beta": "beta", "loss_type": "loss"}
+
+
+def _verl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
+    actor, samples = "actor_rollout_ref.actor.", get("actor_rollout_ref.rollout.n")
+    rows = get(f"{actor}ppo_mini_batch_size") * samples
+    done: Settings = {"ppo.minibatch_size": (rows, "ppo_mini_batch_size x n")}
+    done["rollout.samples_per_prompt"] = samples, "actor_rollout_ref.rollout.n"
+    for name, key in (
+        ("algorithm.adv_estimator", "ppo.advantage"),
+        (f"{actor}loss_agg_mode", "ppo.aggregation"),
+        (f"{actor}policy_loss.loss_mode", "ppo.policy_loss"),
+    ):
+        done[key] = _WORDS.get(get(name), get(name)), name
+    in_loss, in_reward = get(f"{actor}use_kl_loss"), get("algorithm.use_kl_in_reward")
+    coef = f"{actor}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
+    if in_loss:
+        kind = get(f"{actor}kl_loss_type")
+        done["ppo.kl.placement"] = "loss", f"{actor}use_kl_loss"
+        done["ppo.kl.estimator"] = _WORDS.get(kind, kind), f"{actor}kl_loss_type"
+    done["ppo.kl.coef"] = (get(coef), coef) if in_loss or in_reward else (0, "no KL there")
+    model = "actor_rollout_ref.model."
+    _set_lora(get, done, rank=f"{model}lora_rank", alpha=f"{model}lora_alpha")
+    _set_workers(get, done, gpus="trainer.n_gpus_per_node", nodes="trainer.nnodes")
+    done["data.label_key"] = "reward_model", "verl's files have the ground truth there"
+    if any("custom_reward_function" in name for name in get.given):
+        return done, []
+    return done, ["verl chooses a score by data_source: set reward.function to file.py:name"]
+
+
+def _openrlhf(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
+    estimator = get("algo.advantage.estimator")
+    done: Settings = {"ppo.advantage": (_WORDS.get(estimator, estimator), "advantage.estimator")}
+    if get("algo.kl.use_loss"):
+        done["ppo.kl.placement"] = "loss", "algo.kl.use_loss"
+    _set_lora(get, done, rank="ds.lora.rank", alpha="ds.lora.alpha")
+    if len(clip := get("actor.eps_clip_low_high", ())) == 2:
+        for key, value in zip(("ppo.clip_low", "ppo.clip_high"), clip, strict=True):
+            done[key] = value, "actor.eps_clip_low_high"
+    _set_workers(get, done, gpus="actor.num_gpus_per_node", nodes="actor.num_nodes")
+    return done, []
+
+
+def _set_lora(get: _Values, done: Settings, *, rank: str, alpha: str) -> None:
+    if get(rank):  # 0 means no LoRA
+        done["model.lora.rank"], done["model.lora.alpha"] = (get(rank), rank), (get(alpha), alpha)
+
+
+def _set_workers(get: _Values, done: Settings, *, gpus: str, nodes: str) -> None:
+    if any(name in get.given for name in get.rows[gpus].names):
+        done["learner.num_workers"] = get(gpus) * get(nodes, 1), f"{gpus} x {nodes}"
+
+
+_COMPUTED: dict[str, Callable[[_Values, str], tuple[Settings, list[str]]]] = {
+    "TRL": _trl,
+    "verl": _verl,
+    "OpenRLHF": _openrlhf,
+}
+
+
+def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
+    """Return the config of all values that raypo accepts; a refused one becomes a note."""
+    while True:
+        try:
+            return RECIPES[recipe].parse(nested({key: value for key, (value, _) in done.items()}))
+        except ConfigError as error:
+            lines = [line.removeprefix("config: ") for line in str(error).splitlines()]
+            refused = {key: line for line in lines for key in done if re.match(rf"{key}\b", line)}
+            if not refused:
+                raise
+            for key, line in refused.items():
+                if not (origin := done.pop(key)[1]).endswith(_DEFAULT):
+                    notes.append(f"{origin}: {line}")
+
+
+def _with_origins(text: str, done: Settings) -> list[str]:
+    """Return the lines of a run file, each with the origin of its key as a comment."""
+    path, lines = [], []
+    for line in text.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        path[depth:] = [line.strip().partition(":")[0]]
+        origin = done.get(".".join(path))
+        lines.append(f"{line} # {origin[1]}" if origin and not line.endswith(":") else line)
+    return lines
+
+
+def _literal(value: ast.expr, constants: Mapping[str, ast.expr]) -> Any:
+    """Return a literal, also of a variable or a call of `load_dataset`, else the expression."""
+    value = constants.get(ast.unparse(value), value)
+    with suppress(ValueError, IndexError):
+        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("load_dataset"):
+            named = {each.arg: each.value for each in value.keywords if each.arg == "split"}
+            named |= dict(zip(("path", "config"), value.args, strict=False))
+            return {name: ast.literal_eval(each) for name, each in named.items()}
+        return ast.literal_eval(value)
+    return value

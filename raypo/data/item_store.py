@@ -1,0 +1,89 @@
+"""Sequences of prompts or examples that may be larger than memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import weakref
+from array import array
+from collections.abc import Iterable, Sequence
+from threading import Lock
+from typing import TypeVar, overload
+
+from raypo.config import ConfigError
+
+Item = TypeVar("Item")
+
+MEMORY_BYTES = 64 << 20
+"""Bytes of a store that stay in memory. A larger store is written to a temporary file."""
+
+
+class Selection(Sequence[Item]):
+    """Items of a sequence at the given places, which are read on each access."""
+
+    def __init__(self, items: Sequence[Item], places: Sequence[int]) -> None:
+        self._items, self._places = items, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+    @overload
+    def __getitem__(self, place: slice) -> Selection[Item]: ...
+    def __getitem__(self, place: int | slice) -> Item | Selection[Item]:
+        if isinstance(place, slice):
+            return Selection(self._items, self._places[place])
+        return self._items[self._places[place]]
+
+
+class ItemStore(Sequence[Item]):
+    """A list that is only appended to. It keeps 8 bytes per item in memory, and the items pickled.
+
+    Up to `MEMORY_BYTES` the pickles are in memory too, above that in a temporary file of this
+    process (in `TMPDIR`), which has no name and goes with the process. Any thread may read.
+    """
+
+    def __init__(self, items: Iterable[Item] = ()) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
+        self._lock = Lock()  # the file has one position
+        self._ends = array("q", [0])
+        for item in items:
+            self.append(item)
+
+    def append(self, item: Item) -> None:
+        """Add an item at the end.
+
+        Raises:
+            ConfigError: the temporary folder is full, or cannot be written to.
+        """
+        content = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            with self._lock:
+                self._file.seek(self._ends[-1])
+                self._file.write(content)
+        except OSError as error:
+            raise ConfigError(
+                f"TMPDIR ({os.environ.get('TMPDIR')}): rows that do not fit into memory are stored "
+                f"in the temporary folder, and a file there cannot be written: {error}. Set TMPDIR "
+                f"to a folder with more room, on every node."
+            ) from error
+        self._ends.append(self._ends[-1] + len(content))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, place: int) -> Item: ...
+    @overload
+    def __getitem__(self, place: slice) -> Selection[Item]: ...
+    def __getitem__(self, place: int | slice) -> Item | Selection[Item]:
+        if isinstance(place, slice):
+            return Selection(self, range(len(self))[place])
+        place = range(len(self))[place]
+        with self._lock:
+            self._file.seek(self._ends[place])
+            content = self._file.read(self._ends[place + 1] - self._ends[place])
+        return pickle.loads(content)

@@ -1,0 +1,99 @@
+"""Environments of the package `verifiers`, by name: checked without an import, and loaded.
+
+Supported are versions 0.1.14 to 0.3, whose environments run in the worker's process. Version 0.4
+has only environments that start a program per episode in a container or in the cloud.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+from unittest.mock import patch
+
+from raypo.config import ConfigError
+from raypo.custom.loader import check_factory, load_factory
+from raypo.extras import require
+
+OLDEST, TOO_NEW = (0, 1, 14), (0, 4)
+"""Bounds of the supported versions: from the first, below the second."""
+
+
+def check_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> None:
+    """Refuse an environment that is not installed, without importing it.
+
+    Args:
+        name: Name of the environment, or a Python file.
+        arguments: Keyword arguments of its `load_environment`.
+        key: Config key of the name.
+
+    Raises:
+        ConfigError: the package is missing or its version is not supported, there is no such
+            environment, or it does not take the arguments.
+    """
+    _check_version(name, key)
+    check_factory(factory_of(name), arguments, key=key)
+
+
+def load_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
+    """Import an environment and call its `load_environment`, as the package does.
+
+    Args:
+        name: Name of the environment, or a Python file.
+        arguments: Keyword arguments of its `load_environment`.
+        key: Config key of the name.
+
+    Returns:
+        A `verifiers.Environment`.
+
+    Raises:
+        ConfigError: as `check_verifiers`, or its `load_environment` raises.
+    """
+    _check_version(name, key)
+    import verifiers  # pyright: ignore[reportMissingImports]
+
+    factory = load_factory(factory_of(name), key=key)
+    try:
+        with _signals_kept(verifiers):
+            environment = factory(**arguments)
+    except Exception as error:
+        raise ConfigError(
+            f"{key} (verifiers:{name}): its load_environment({dict(arguments)}) raised "
+            f"{type(error).__name__}: {error}. Correct the arguments, or the environment."
+        ) from error
+    if not isinstance(environment, verifiers.Environment):
+        raise ConfigError(
+            f"{key} (verifiers:{name}): its load_environment returned a "
+            f"{type(environment).__name__}, and a verifiers.Environment is wanted."
+        )
+    return environment
+
+
+def factory_of(name: str) -> str:
+    """Return the import path of an environment's `load_environment`."""
+    module = name if name.endswith(".py") else name.rpartition("/")[2].replace("-", "_")
+    return f"{module}:load_environment"
+
+
+def _check_version(name: str, key: str) -> None:
+    require("verifiers", f"{key} (verifiers:{name})")
+    installed = version("verifiers")
+    numbers = tuple(int(each) for each in installed.split(".")[:3] if each.isdigit())
+    if not OLDEST <= numbers < TOO_NEW:
+        raise ConfigError(
+            f"{key} (verifiers:{name}): verifiers {installed} is installed, and 0.1.14 to 0.3 are "
+            "supported. pip install 'raypo[verifiers]' on every node."
+        )
+
+
+@contextmanager
+def _signals_kept(verifiers: Any) -> Iterator[None]:
+    """Let environments leave the handlers of signals alone.
+
+    They replace those of SIGINT and SIGTERM, which are the run's, and which Python lets only the
+    main thread do.
+    """
+    with patch.object(sys.modules[verifiers.Environment.__module__], "signal"):
+        yield

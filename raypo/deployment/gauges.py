@@ -1,0 +1,38 @@
+"""Prometheus gauges of a replica and of the object in it, on Ray's metrics endpoint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import ray
+
+EVERY_S = 2.0
+"""Update interval in seconds. Ray drops a gauge that is not set for some seconds."""
+
+
+def export_gauges(
+    kind: str, values: Callable[[], Mapping[str, float]], ended: threading.Event
+) -> None:
+    """Start a thread that exports a gauge `raypo_<kind>_<key>` for each value.
+
+    The label <kind> is the name of the actor. Outside of a named actor nothing is exported.
+
+    Args:
+        kind: engine or replica.
+        values: Returns the current values, always with the same keys. Called in the thread.
+        ended: Ends the thread when set.
+    """
+    name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
+    if not name:
+        return
+    from ray.util.metrics import Gauge
+
+    gauges = {key: Gauge(f"raypo_{kind}_{key}", tag_keys=(kind,)) for key in values()}
+
+    def export() -> None:
+        while not ended.wait(EVERY_S):
+            for key, value in values().items():
+                gauges[key].set(value, tags={kind: name})
+
+    threading.Thread(target=export, name=f"raypo-gauges-{kind}", daemon=True).start()

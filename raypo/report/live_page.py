@@ -1,0 +1,60 @@
+"""A report that changes while it is read: a server of one page, which `raypo monitor` starts.
+
+The page's script asks for another version every few seconds (`templates/page.js`). The server
+renders the page in a thread, only if the run's files have changed since it did so last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from anyio.to_thread import run_sync
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from raypo.http_server import has_token, is_secret
+from raypo.report.page import Page
+
+_HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+
+
+def make_app(make_page: Callable[[], Page], version: Callable[[], str], *, token: str) -> Starlette:
+    """Return the application: GET / is the page, and nothing can be changed.
+
+    Args:
+        make_page: Builds the page from the run's files.
+        version: Returns a text that changes with the files.
+        token: Token that a reader gives: as `?token=...` in the address, or as bearer token.
+    """
+    lock = threading.Lock()
+    made: dict[str, Page] = {}
+
+    def current(known: str | None) -> str | None:
+        with lock:  # several readers get one page
+            newest = version()
+            if newest == known:
+                return None
+            if newest not in made:
+                page = make_page()
+                page.version = newest
+                made.clear()
+                made[newest] = page
+            # A reader that knows a version has plotly.js, the largest part of the page.
+            return made[newest].html(with_plotly=known is None)
+
+    async def answer(request: Request) -> Response:
+        given = request.query_params.get("token", "")
+        if not (is_secret(given, token) or has_token(request.headers, token)):
+            return PlainTextResponse(
+                "The token is missing or wrong: open the address that raypo monitor has printed.\n",
+                401,
+            )
+        html = await run_sync(current, request.headers.get("If-None-Match"))
+        if html is None:
+            return Response(status_code=304, headers=_HEADERS)
+        return Response(html, media_type="text/html", headers=_HEADERS)
+
+    return Starlette(routes=[Route("/", answer, methods=["GET"])])

@@ -1,0 +1,74 @@
+"""Uploads of checkpoints and models to a URI, while the next steps run.
+
+Concurrency. `Records.report` hands a checkpoint to Ray Train, whose thread of this worker calls the
+function that `begin` returned. The main thread calls `wait` before it writes models or another
+checkpoint, so that at most one upload is under way, and before the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import ray.train
+from ray.train import Checkpoint
+
+from raypo.ray_internals import checkpoint_folder, kept_runs
+from raypo.storage.folder import copy_to
+from raypo.storage.run_files import RunFiles
+
+TOLD_AFTER_S = 30.0
+"""Interval of messages about an upload for which the run waits."""
+
+
+class Uploads:
+    """Uploads of one worker."""
+
+    def __init__(self, files: RunFiles, tell: Callable[[str], None]) -> None:
+        self._files, self._tell = files, tell
+        self._step = 0
+        self._under_way: Future[None] | None = None
+
+    def begin(self, step: int) -> Callable[[Checkpoint, str], Checkpoint]:
+        """Return the function that uploads a step's checkpoint, and before it the models.
+
+        Args:
+            step: Step of the checkpoint. The upload before it must have ended (`wait`).
+        """
+        self._step, self._under_way = step, (done := Future[None]())
+
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            try:
+                self._files.sync(models=True)
+                uploaded = self._upload(checkpoint, name)
+            except BaseException as error:
+                done.set_exception(error)
+                raise
+            done.set_result(None)
+            return uploaded
+
+        return upload
+
+    def wait(self) -> None:
+        """Wait for the upload that is under way, and say so if it takes long.
+
+        Raises:
+            StorageError: the upload has failed, after several attempts.
+        """
+        if self._under_way is None:
+            return
+        while not wait([self._under_way], timeout=TOLD_AFTER_S).done:
+            self._tell(
+                f"waiting for the upload of the checkpoint of step {self._step} to "
+                f"{self._files.location}"
+            )
+        self._under_way.result()
+
+    def _upload(self, checkpoint: Checkpoint, name: str) -> Checkpoint:
+        storage = ray.train.get_context().get_storage()
+        (system, _), target = kept_runs(storage), checkpoint_folder(storage, name)
+        system.create_dir(target)
+        for path in sorted(Path(checkpoint.path).iterdir()):
+            copy_to(path, f"{target}/{path.name}", system, tell=self._tell)
+        return Checkpoint(path=target, filesystem=system)

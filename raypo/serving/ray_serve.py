@@ -1,0 +1,104 @@
+"""A trained policy on Ray Serve LLM: the config that it takes, and a server of one model."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raypo.config import ConfigError, EngineSection, load_run_config
+from raypo.http_server import address
+from raypo.serving.openai_server import server_arguments
+from raypo.serving.vllm_settings import DEFAULTS, EAGER
+from raypo.storage.run_files import policy_of
+
+if TYPE_CHECKING:
+    from ray.serve.llm import LLMConfig
+
+_OF_RAY = ("model", "distributed_executor_backend")
+"""Arguments of vLLM that Ray Serve LLM sets itself and refuses from others."""
+
+
+def llm_config(
+    model: str | Path,
+    *,
+    name: str | None = None,
+    use_gpu: bool | None = None,
+    engine_kwargs: dict[str, Any] | None = None,
+    **fields: Any,
+) -> LLMConfig:
+    """Return Ray Serve LLM's config of a policy, with the settings of `raypo serve`.
+
+    Args:
+        model: Folder of a run, of its best step, or of a model; or a hub id. A run with LoRA is
+            served with its adapter merged.
+        name: Model name that clients request. None means the end of the path.
+        use_gpu: Whether replicas run on GPUs. None means as this machine.
+        engine_kwargs: Arguments of vLLM, which override raypo's.
+        fields: Other fields of `LLMConfig`, like `deployment_config` or `accelerator_type`.
+
+    Raises:
+        ConfigError: Ray Serve LLM is not installed.
+    """
+    try:
+        from ray.serve.llm import LLMConfig
+    except ImportError as error:
+        raise ConfigError(
+            f"Ray Serve LLM: cannot be imported here ({str(error).splitlines()[0]}). pip install "
+            f"'ray[serve]' beside raypo's cpu or gpu extra, on every node."
+        ) from None
+    policy, run_config = policy_of(str(model))
+    of_run = getattr(load_run_config(run_config), "model", None) if run_config else None
+    device = "cuda" if (torch.cuda.is_available() if use_gpu is None else use_gpu) else "cpu"
+    arguments = server_arguments(
+        policy,
+        EngineSection(gpu_memory_fraction=0.9),
+        dtype=getattr(of_run, "dtype", "float32"),
+        max_model_len=None,
+        device=device,
+    )
+    variables = DEFAULTS | (EAGER if arguments.get("enforce_eager") else {})
+    values: dict[str, Any] = {
+        "model_loading_config": {"model_id": name or Path(model).name, "model_source": policy},
+        "engine_kwargs": {k: v for k, v in arguments.items() if k not in _OF_RAY}
+        | (engine_kwargs or {}),
+        "deployment_config": {"num_replicas": 1},
+        "runtime_env": {"env_vars": {k: os.environ.get(k, v) for k, v in variables.items()}},
+    }
+    if device == "cpu":
+        values["accelerator_config"] = {"kind": "cpu"}
+    return LLMConfig(**(values | fields))
+
+
+def serve_on_ray(config: LLMConfig, *, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve a model by Ray Serve on the connected cluster until Ctrl-C, then take it down.
+
+    Args:
+        config: Config of the model.
+        host: Interface to listen on.
+        port: Port to listen on.
+        ready: Callback `(address)`, called once the model answers.
+
+    Raises:
+        ConfigError: Ray Serve runs on the cluster already.
+    """
+    from ray import serve
+    from ray.serve.llm import build_openai_app
+
+    if serve.status().applications:
+        raise ConfigError(
+            f"--ray: this cluster serves already ({', '.join(serve.status().applications)}). Add "
+            f"the model there: serve.run(build_openai_app({{'llm_configs': "
+            f"[raypo.llm_config(...)]}}), name=..., route_prefix=...)."
+        )
+    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+    try:
+        serve.run(build_openai_app({"llm_configs": [config]}), name="raypo", route_prefix="/")
+        ready(address(host, port))
+        threading.Event().wait()
+    finally:
+        serve.shutdown()

@@ -1,0 +1,53 @@
+"""Repeat of reads and writes that fail for a while: a full disk, a URI that does not answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+WAITS_S = (5.0, 15.0, 45.0)
+"""Seconds before the second, third and fourth attempt. There is no fifth."""
+_LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Errors that another attempt would not change."""
+
+
+class StorageError(RuntimeError):
+    """Error: storage refused all attempts of a read or write."""
+
+
+def retried(
+    work: Callable[[], T], what: str, *, tell: Callable[[str], None] = lambda message: None
+) -> T:
+    """Return the result of `work`, which is repeated a few times if it raises an OSError.
+
+    Args:
+        work: Work that may be repeated from its beginning: it must not wait for other workers.
+        what: What it does, for messages, like `writing metrics.jsonl`.
+        tell: Callback for a message about each failed attempt. The log gets it too.
+
+    Raises:
+        StorageError: the last attempt failed.
+        OSError: a file or a permission is missing; this is not repeated.
+    """
+    for wait_s in WAITS_S:
+        try:
+            return work()
+        except _LASTING:
+            raise
+        except OSError as error:
+            message = f"warning: {what} failed ({error}); next attempt in {wait_s:g} s"
+            logging.getLogger(__name__).warning(message)
+            tell(message)
+            time.sleep(wait_s)
+    try:
+        return work()
+    except OSError as error:
+        raise StorageError(
+            f"{what} failed {len(WAITS_S) + 1} times in {sum(WAITS_S):g} s, the last time with: "
+            f"{error}. Free some space or bring the storage back, and start the run again: it goes "
+            f"on from its last checkpoint."
+        ) from error

@@ -1,0 +1,156 @@
+"""Rows that a script passes to a trainer: written into the run's folder, which the config names.
+
+A Ray Data set is executed once, while its rows are written; the rows are never in memory together.
+The learner workers read the file like any other, so the order of a run depends neither on the
+number of workers nor on how Ray schedules the tasks of the data set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import xxhash
+
+from raypo.cluster.connect import connect
+from raypo.config import ConfigError, RecipeConfig
+from raypo.storage.folder import TEMPORARY, below
+from raypo.storage.run_files import GIVEN_ROWS, RunFiles
+
+AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
+
+Rows = Any
+"""A `ray.data.Dataset`, or a sized iterable of mappings: a `datasets.Dataset`, a list of dicts."""
+
+
+def named_rows(
+    datasets: Mapping[str, Rows] | None, rows: Mapping[str, Rows] | None, *, held_out: str
+) -> dict[str, Rows]:
+    """Return config key -> rows of a trainer's arguments `datasets` and `rows`.
+
+    Args:
+        datasets: `train` or `eval`, as in Ray Train, -> rows. Config keys are accepted too, which
+            is the former meaning of the argument.
+        rows: Config key -> rows.
+        held_out: Config key of `eval`.
+
+    Raises:
+        ConfigError: two arguments have rows of one key.
+    """
+    names = {"train": "data.prompts", "eval": held_out}
+    found: dict[str, Rows] = {}
+    for key, value in [
+        *((names.get(name, name), value) for name, value in (datasets or {}).items()),
+        *(rows or {}).items(),
+    ]:
+        if key in found:
+            raise ConfigError(f"datasets ({key}): its rows are given twice. Give them once.")
+        found[key] = value
+    return found
+
+
+def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
+    """Refuse rows for an unknown key, and rows that can be read only once.
+
+    Raises:
+        ConfigError: a key or its rows are refused.
+    """
+    known = [key for key in kind.paths if key.startswith(("data.", "eval."))]
+    for key, rows in given.items():
+        if key not in known:
+            raise ConfigError(
+                f"datasets ({key}): its keys are train and eval. The argument rows takes the keys "
+                f"of the config: {', '.join(known)}."
+            )
+        if isinstance(rows, str | Mapping) or not (is_ray_data(rows) or hasattr(rows, "__len__")):
+            raise ConfigError(
+                f"{key} ({type(rows).__module__}.{type(rows).__name__}): rows are a "
+                f"ray.data.Dataset, a datasets.Dataset or a list of dicts. What streams is written "
+                f"to files first (save_to_disk, write_parquet), and {key} names them."
+            )
+
+
+def is_ray_data(rows: Rows) -> bool:
+    """Return whether rows are a Ray Data set. Imports Ray Data only if the rows come from there."""
+    if not type(rows).__module__.startswith("ray.data"):
+        return False
+    from ray.data import Dataset
+
+    return isinstance(rows, Dataset)
+
+
+def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
+    """Write Python's rows into the run's folder, and return the config that names the files.
+
+    A file's name contains a hash of its content, so that other rows never overwrite those of a run
+    that goes on.
+
+    Raises:
+        ConfigError: there are no rows, a row is no mapping, or JSON cannot represent it.
+    """
+    if not given:
+        return config
+    files = RunFiles(config.storage_path, config.name)
+    values = config.model_dump()
+    for key, rows in given.items():
+        section, _, name = key.partition(".")
+        if is_ray_data(rows):
+            connect(config.cluster)
+            with _in_order(rows):
+                values[section][name] = _write(key, rows.iter_rows(), files)
+        else:
+            values[section][name] = _write(key, rows, files)
+    files.sync()
+    return type(config).parse(values, origin="trainer")
+
+
+@contextmanager
+def _in_order(dataset: Any) -> Iterator[None]:
+    """Let a Ray Data set yield its blocks in their order, and not as their tasks end."""
+    options = dataset.context.execution_options
+    earlier, options.preserve_order = options.preserve_order, True
+    try:
+        yield
+    finally:
+        options.preserve_order = earlier
+
+
+def _write(key: str, rows: Iterable[Any], files: RunFiles) -> str:
+    """Write rows as JSON lines, and return the path or URI."""
+    folder = files.folder / GIVEN_ROWS
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
+    content = xxhash.xxh3_64()
+    try:
+        with temporary.open("wb") as file:
+            for line in _lines(key, rows):
+                file.write(line)
+                content.update(line)
+            if not file.tell():
+                raise ConfigError(f"{key} (given in Python): there are no rows. Give at least one.")
+        name = f"{key}-{content.hexdigest()}.jsonl"
+        os.replace(temporary, folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return below(files.location, GIVEN_ROWS, name)
+
+
+def _lines(key: str, rows: Iterable[Any]) -> Iterator[bytes]:
+    for number, row in enumerate(rows, start=1):
+        try:
+            yield json.dumps(dict(row), ensure_ascii=False, default=_plain).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{key} (given in Python): row {number} cannot be written as JSON: {error}. Rows "
+                f"are mappings of texts, numbers, lists and mappings; leave other columns out."
+            ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Convert NumPy values to lists and numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is in it")

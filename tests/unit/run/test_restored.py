@@ -1,0 +1,247 @@
+"""A run goes on from its newest whole checkpoint; uploads to a URI are waited for."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.train
+from fsspec.implementations.local import LocalFileSystem
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+from ray.train import Checkpoint
+from ray.train.v2._internal.execution.storage import StorageContext
+
+from raypo.collectives import Workers
+from raypo.config import PPOConfig
+from raypo.run import run_checkpoints, uploads
+from raypo.run.records import Records
+from raypo.run.run import Run
+from raypo.run.run_checkpoints import Checkpoints
+from raypo.run.setup import Runtime
+from raypo.run.uploads import Uploads
+from raypo.storage import retries
+from raypo.storage.checkpoints import DamagedCheckpointError
+from raypo.storage.retries import StorageError
+from raypo.storage.run_files import RunFiles
+from tests.unit.learner.plain import on_workers
+
+STEPS = (1, 2, 3)
+
+
+class Console:
+    """The run's messages, of every worker."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.message = self.messages.append
+
+    def stop_requested(self) -> bool:
+        return False
+
+
+class Counter:
+    """A learner whose state is a number."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.value = rank, 0
+
+    def save(self, directory: Path) -> None:
+        (directory / f"learner_{self.rank}.pt").write_text(str(self.value))
+
+    def restore(self, directory: Path) -> None:
+        self.value = int((directory / f"learner_{self.rank % 2}.pt").read_text())
+
+
+def checkpoints_of(folder: Path, workers: Workers) -> Checkpoints:
+    config = PPOConfig.parse(
+        {
+            "name": "run",
+            "model": {"policy": "p"},
+            "data": {"prompts": "d"},
+            "checkpoint": {"every": 1},
+        }
+    )
+    runtime, files = Runtime("run", str(folder), str(folder)), RunFiles(str(folder), "run")
+    run: Run[Any] = Run(config, runtime, workers, files, Console())  # type: ignore[arg-type]
+    return Checkpoints(run, Records(run), workers, {})
+
+
+def saved_by(workers: Workers, folder: Path) -> None:
+    checkpoints, learner = checkpoints_of(folder, workers), Counter(workers.rank)
+    for step in STEPS:
+        learner.value = 10 * step + workers.rank
+        # In its own folder each, as with a URI, and in one, as on a shared disk.
+        staged = checkpoints.save_when_due(step, {}, learner, state={"mine": step})
+        assert staged is not None
+        place = folder / "run" / f"checkpoint_{step}"
+        place.mkdir(exist_ok=True)
+        for path in Path(staged.path).iterdir():
+            path.rename(place / path.name)
+        if workers.rank == 0:
+            checkpoints.run.files.append_metrics(step, {})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Checkpoints of three steps of two workers, as Ray Train knows them."""
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: None)
+    monkeypatch.setattr(run_checkpoints, "log_to_file", lambda *_, **__: None)  # one process
+    on_workers(2, lambda workers: saved_by(workers, tmp_path))
+    reported = [
+        SimpleNamespace(
+            checkpoint=Checkpoint(str(tmp_path / "run" / f"checkpoint_{step}")),
+            metrics={"step": step},
+        )
+        for step in (2, 3, 1)  # by score
+    ]
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: reported[1].checkpoint)
+    monkeypatch.setattr(
+        ray.train, "get_all_reported_checkpoints", lambda consistency_mode: reported
+    )
+    return tmp_path
+
+
+def damage(folder: Path, step: int, name: str) -> None:
+    path = folder / "run" / f"checkpoint_{step}" / name
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damaged", "goes_on_from"),
+    [
+        ([], 3),
+        ([(3, "learner_1.pt")], 2),
+        ([(3, "learner_1.pt"), (2, "learner_0.pt")], 1),
+        ([(3, "manifest.json"), (2, "run.json")], 1),
+        ([(2, "run.json")], 3),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_damaged_checkpoints_are_skipped_for_the_one_before(
+    folder: Path, damaged: list[tuple[int, str]], goes_on_from: int, count: int
+):
+    for step, name in damaged:
+        damage(folder, step, name)
+
+    def restored(workers: Workers) -> tuple[int, int, list[str]]:
+        checkpoints, learner = checkpoints_of(folder, workers), Counter(workers.rank)
+        state = checkpoints.restore(learner)
+        return state["mine"], learner.value, checkpoints.run.tell.messages  # type: ignore
+
+    for rank, (mine, value, messages) in enumerate(on_workers(count, restored)):
+        assert mine == goes_on_from
+        assert value == 10 * goes_on_from + rank % 2
+        skipped = [text for text in messages if "is damaged and skipped" in text]
+        wanted = [each for each in damaged if each[0] > goes_on_from]
+        assert len(skipped) == len(wanted)
+        for (step, name), text in zip(wanted, skipped, strict=True):
+            assert f"checkpoint_{step} is damaged and skipped: {name}" in text
+        others = f"is of 2 workers, and goes on with {count}"
+        assert any(others in text for text in messages) == (count != 2)
+    files = RunFiles(str(folder), "run")
+    assert files.last_step() == goes_on_from, "steps that are repeated have no line any more"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(folder: Path):
+    for step in STEPS:
+        damage(folder, step, "run.json")
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint is whole") as caught:
+        checkpoints_of(folder, Workers()).restore(Counter(0))
+    assert all(f"checkpoint_{step}: run.json has" in str(caught.value) for step in STEPS)
+    assert RunFiles(str(folder), "run").last_step() == 3, "nothing is lost"
+
+
+def test_each_step_is_saved_once_a_node_is_about_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    checkpoints = checkpoints_of(tmp_path, Workers())
+    monkeypatch.setattr(
+        checkpoints.run.config.checkpoint.__class__, "is_due", lambda *_, **__: False
+    )
+    for leaving in (None, object()):
+        monkeypatch.setattr(ray.train, "get_preemption_info", lambda leaving=leaving: leaving)
+        saved = checkpoints.save_when_due(1, {}, Counter(0), state={})
+        assert (saved is None) == (leaving is None)
+    assert "about to be taken away" in checkpoints.run.tell.messages[-1]  # type: ignore
+
+
+class Slow(LocalFileSystem):
+    """Storage that refuses some writes, and lets the others wait."""
+
+    cachable = False
+
+    def __init__(self, failures: int, go_on: threading.Event) -> None:
+        super().__init__(auto_mkdir=True)
+        self.failures, self.go_on = failures, go_on
+
+    def _open(self, path: str, mode: str = "rb", block_size: Any = None, **kwargs: Any) -> Any:
+        if "w" in mode and "policy_0" in path:
+            self.go_on.wait(10)
+            if self.failures:
+                self.failures -= 1
+                raise OSError(5, "the storage does not answer")
+        return super()._open(path, mode, block_size=block_size, **kwargs)
+
+
+def uploading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, failures: int, go_on: threading.Event
+) -> tuple[Uploads, threading.Thread, list[Checkpoint | BaseException], list[str]]:
+    """Upload of a checkpoint and a model in a thread, as Ray Train does it."""
+    monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(uploads, "TOLD_AFTER_S", 0.05)
+    system = PyFileSystem(FSSpecHandler(Slow(failures, go_on)))
+    storage = StorageContext(str(folder / "far"), "run", storage_filesystem=system)
+    context = SimpleNamespace(get_storage=lambda: storage)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    staged, files = folder / "staged", RunFiles(f"file://{folder}/far", "run")
+    staged.mkdir()
+    (staged / "policy_0.pt").write_text("state")
+    (files.folder / "policy").mkdir()
+    (files.folder / "policy" / "model.safetensors").write_text("weights")
+    messages: list[str] = []
+    ended: list[Checkpoint | BaseException] = []
+    uploads_here = Uploads(files, messages.append)
+    upload = uploads_here.begin(3)
+
+    def work() -> None:
+        try:
+            ended.append(upload(Checkpoint.from_directory(str(staged)), "checkpoint_3"))
+        except StorageError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return uploads_here, thread, ended, messages
+
+
+def test_a_run_waits_for_a_slow_upload_that_fails_three_times_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    go_on = threading.Event()
+    mine, thread, ended, messages = uploading(tmp_path, monkeypatch, 3, go_on)
+    threading.Timer(0.2, go_on.set).start()
+    mine.wait()
+    thread.join()
+    (uploaded,) = ended
+    assert isinstance(uploaded, Checkpoint)
+    far = tmp_path / "far" / "run"
+    assert uploaded.path == str(far / "checkpoint_3")
+    assert (far / "checkpoint_3" / "policy_0.pt").read_text() == "state"
+    assert (far / "policy" / "model.safetensors").read_text() == "weights"
+    waited = f"waiting for the upload of the checkpoint of step 3 to file://{far}"
+    assert messages.count(waited) >= 2
+    assert sum("does not answer); next attempt" in text for text in messages) == 3
+    mine.wait()  # nothing is under way any more
+
+
+def test_an_upload_that_fails_for_good_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    go_on = threading.Event()
+    go_on.set()
+    mine, thread, ended, _ = uploading(tmp_path, monkeypatch, 99, go_on)
+    with pytest.raises(StorageError, match=r"policy_0.pt to .* failed 4 times"):
+        mine.wait()
+    thread.join()
+    assert isinstance(ended[0], StorageError)
