@@ -101,11 +101,12 @@ def test_each_source_has_a_teacher_of_its_own(folder: Path):
 def test_a_policy_teaches_itself_and_goes_on_to_the_same_numbers(folder: Path):
     """With its start as the teacher in a deployment, the first round learns the same."""
 
-    def distillation(name: str, **changes: Any) -> list[dict[str, Any]]:
-        values = rounds_values(folder, "distillation") | {"name": name, "num_steps": 2} | changes
-        values["model"] |= changes.get("model", {})
-        hint = f"{folder}/hints.py:hint"
-        values |= {"distillation": {"top_k": 20, "teacher_prompt": hint}}
+    def distillation(name: str, num_steps: int = 2, **changes: Any) -> list[dict[str, Any]]:
+        values = rounds_values(folder, "distillation") | {"name": name, "num_steps": num_steps}
+        for section, keys in changes.items():
+            values[section] |= keys
+        shown = {"teacher_prompt": f"{folder}/hints.py:hint", "max_teacher_prompt_tokens": 64}
+        values |= {"distillation": {"top_k": 20, **shown}}
         DistillationTrainer(DistillationConfig.parse(values)).fit()
         return read_metrics(folder / "runs" / name)
 
