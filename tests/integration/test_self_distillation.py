@@ -18,10 +18,10 @@ def test_the_policys_own_opinion_is_that_of_a_deployment_of_it(model: str, stage
     learner = example_learner("distillation", model, "float32", {"zero_stage": stage})
     generator = np.random.default_rng(0)
     nothing = np.zeros((0, 0))
-    items = [
-        Taught(*(generator.integers(4, 60, n).astype(np.int32) for n in sizes), nothing, nothing)
-        for sizes in ((9, 7), (3, 1), (3, 4), (1, 6))
-    ]
+    items = []
+    for prompt, response in ((9, 7), (3, 1), (3, 4), (1, 6)):
+        ids = generator.integers(4, 60, prompt + response).astype(np.int32)
+        items.append(Taught(ids[:prompt], ids[prompt:], nothing, nothing))
     mine = learner.asked(items, learner.task.top_log_probs)  # type: ignore[attr-defined]
     deployed = ReferenceModel(model, dtype="float32", temperature=1.0, max_batch_tokens=24)
     sequences = [(each.prompt_ids, each.response_ids) for each in items]
