@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from examples.verifiers_game import make_data
+from raypo.checks.input_checks import check_inputs
 from raypo.collectives import Workers
-from raypo.config import ConfigError, RolloutSection
+from raypo.config import ConfigError, PPOConfig, RolloutSection
 from raypo.data.rows import read_rows
 from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
@@ -19,16 +22,24 @@ from raypo.rewards.scoring import parts_of
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.episodes import Episodes
+from raypo.run.online_inputs import OnlineInputs
 from raypo.run.rollout_metrics import rollout_metrics
+from raypo.run.run import Run
+from raypo.run.setup import Runtime
+from raypo.serving.requests import Completion, SamplingRequest
+from raypo.storage.run_files import RunFiles
 from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES
-from tests.stand_ins import seed_of
+from tests.stand_ins import Engine, seed_of
 from tests.tiny import tiny_tokenizer
 from tests.unit.rollout.test_episodes import END, SIZE, Talking
 from tests.unit.rollout.test_sessions import CALL, TEMPLATE, Calling
+from tests.unit.run.test_few_prompts import Said
 
 pytest.importorskip("verifiers", reason="the package verifiers is optional: raypo[verifiers]")
 
+HIGHER = 13
+"""Token of `>` in the example's vocabulary; 3 to 10 are the numbers."""
 GAME = str(Path(__file__).parents[3] / "examples/verifiers_game/higher_lower.py")
 OWN = '''
 import asyncio
@@ -177,6 +188,43 @@ def test_what_goes_wrong_fails_its_episode(tokenizer, own, keys, error):
         assert each.episode is not None
         assert (each.episode.error or "").startswith(error or "")
         assert (each.episode.error is None) == (error is None)
+
+
+class Halving(Engine):
+    """Plays the game of the example by halving what is left, as token ids of its model."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda requests: [self._completion(each) for each in requests])
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        low, high = 0, 7
+        tokens = request.prompt_ids.tolist()[1:]  # after the question
+        for guess, answer in zip(tokens[::2], tokens[1::2], strict=True):
+            low, high = (guess - 2, high) if answer == HIGHER else (low, guess - 4)
+        ids = np.array([(low + high) // 2 + 3], np.int32)
+        return Completion(ids, np.zeros(1, np.float32), "length", 1)
+
+
+def test_the_example_loads_and_is_played(tmp_path: Path):
+    make_data.main(tmp_path)
+    policy = str(tmp_path / "policy")
+    config = PPOConfig.load(Path(GAME).parent / "ppo.yaml", [f"model.policy={policy}"])
+    check_inputs(config)
+    runtime = Runtime(name="game", storage_path=str(tmp_path), working_dir=str(tmp_path))
+    files = RunFiles(str(tmp_path), "game")
+    with ExitStack() as at_end:
+        run = Run(config, runtime, Workers(), files, Said(), at_end=at_end)
+        inputs = OnlineInputs.load(run)
+        draws = inputs.source.draw(8, Workers())
+        rollouts = Sampler(Halving(), inputs.tokenizer, inputs.sampling).sample(draws)
+        scored = scores_of(rollouts)
+    assert {each.rollout.episode.error for each in scored} == {None}
+    assert len(scored) == 8 * 16
+    figures = rollout_metrics(scored, Workers())
+    assert figures["reward/found"] == 7 / 8
+    assert figures["reward/numbers"] == 1.0
+    assert figures["rollout/score_mean"] == pytest.approx(7 / 8 + 0.1)
+    assert {each.rollout.row_index for each in scored} == {0}
 
 
 def test_rows_are_those_of_the_environment(own):
