@@ -246,6 +246,9 @@ def elastic() -> dict[str, Any]:
     flag.touch()
     made = cluster([{"num_cpus": 1}])
     other = made.add_node(num_cpus=1)
+    # Only the main thread may set the handlers of signals that a node of Ray's otherwise has.
+    made._shutdown_at_exit = False
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "20"
     ray.init(address=made.address, namespace="raypo", log_to_driver=False)
     values = sft_values(folder, lr=1e-4)
     values |= {"num_steps": 200, "callbacks": [f"{folder}/slow.py:while_asked"]}
