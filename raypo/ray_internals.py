@@ -169,8 +169,7 @@ def dashboard_address() -> str | None:
 def has_autoscaler() -> bool:
     """Return whether the connected cluster has an autoscaler, which can add nodes.
 
-    Every Ray has the autoscaler's process; without a config it only mirrors the nodes, and names
-    the type of each after the node.
+    Every Ray runs the autoscaler's process; without a config it only reports the nodes.
     """
     import ray
     from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
@@ -179,18 +178,14 @@ def has_autoscaler() -> bool:
     from ray.autoscaler.v2.utils import is_autoscaler_v2
     from ray.experimental.internal_kv import _internal_kv_get
 
-    types: Iterable[str]
-    if is_autoscaler_v2(fetch_from_server=True):
+    if is_autoscaler_v2(fetch_from_server=True):  # it knows each node by its id in the cloud
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
-        nodes = [*status.active_nodes, *status.idle_nodes]
-        types = [each.ray_node_type_name for each in nodes]
-    else:
-        report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
-        summary = report.get("autoscaler_report") or {}
-        types = [*summary.get("active_nodes", ()), *(summary.get("idle_nodes") or ())]
-    return not {*filter(None, types)} <= {
-        format_readonly_node_type(node["NodeID"]) for node in ray.nodes()
-    }
+        return any(each.instance_id for each in [*status.active_nodes, *status.idle_nodes])
+    # The first version names node types by its config, and without one after the nodes.
+    report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
+    summary = report.get("autoscaler_report") or {}
+    types = {*summary.get("active_nodes", ()), *(summary.get("idle_nodes") or ())}
+    return not types <= {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
 
 
 def is_driver() -> bool:

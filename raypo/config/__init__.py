@@ -37,6 +37,7 @@ from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
     Criterion,
+    CurriculumSection,
     DataSection,
     EvalSection,
     JudgeSection,

@@ -3,6 +3,7 @@
 import ast
 import inspect
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -214,3 +215,22 @@ def test_output_of_workers_is_not_printed_for_a_while(capsys: pytest.CaptureFixt
         dispatcher.remove_handler("ray_print_logs")
     assert capsys.readouterr().out == "later\n"
     assert "global_worker_stdstream_dispatcher.add_handler(" in inspect.getsource(worker.connect)
+
+
+def test_what_tells_an_autoscaler_has_its_names():
+    """`tests/slow/test_autoscaler.py` asks real ones."""
+    from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+    from ray.autoscaler._private.autoscaler import AutoscalerSummary
+    from ray.autoscaler._private.util import format_readonly_node_type
+    from ray.autoscaler.v2.schema import ClusterStatus, NodeInfo
+    from ray.autoscaler.v2.sdk import get_cluster_status
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    assert {"active_nodes", "idle_nodes"} <= {each.name for each in fields(AutoscalerSummary)}
+    assert {"active_nodes", "idle_nodes"} <= {each.name for each in fields(ClusterStatus)}
+    assert "instance_id" in {each.name for each in fields(NodeInfo)}
+    assert format_readonly_node_type("ab") == "node_ab"
+    assert isinstance(DEBUG_AUTOSCALING_STATUS, str)
+    assert "fetch_from_server" in inspect.signature(is_autoscaler_v2).parameters
+    assert all(callable(each) for each in (get_cluster_status, _internal_kv_get))

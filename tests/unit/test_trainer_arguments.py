@@ -342,6 +342,12 @@ def test_habits_of_hugging_face_get_the_counterpart(policy: str):
     )
 
 
+def test_a_model_and_data_are_asked_for_by_the_names_of_the_arguments(policy: str):
+    said = refusal(lambda: GRPOTrainer(model=policy, reward_funcs=exact))
+    assert said == "train_dataset (None): is needed. Give train_dataset, or data.prompts in args."
+    assert refusal(lambda: SFTTrainer({"data.prompts": "x"})).startswith("model (None): is needed")
+
+
 def test_a_function_of_python_is_read_too(policy: str):
     def judge(rollouts: list[Any]) -> list[float]:
         return [float(each.text == "2") for each in rollouts]
