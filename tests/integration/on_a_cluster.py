@@ -246,6 +246,8 @@ def elastic() -> dict[str, Any]:
     flag.touch()
     made = cluster([{"num_cpus": 1}])
     other = made.add_node(num_cpus=1)
+    # Only the main thread may set the handlers of signals that a node of Ray's otherwise has.
+    made._shutdown_at_exit = False
     ray.init(address=made.address, namespace="raypo", log_to_driver=False)
     values = sft_values(folder, lr=1e-4)
     values |= {"num_steps": 200, "callbacks": [f"{folder}/slow.py:while_asked"]}
@@ -390,6 +392,8 @@ PROGRAMS = {"placement": placement, "colocated": colocated, "elastic": elastic, 
 if __name__ == "__main__":
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"
     what, given = sys.argv[1:]
+    if what == "elastic":  # Ray counts a lost node for a while, and starts with too many workers
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "20"
     answer = ppo(Task(**json.loads(given))) if what == "ppo" else PROGRAMS[what]()
     print(json.dumps(answer), flush=True)
     reset_ray_address()  # it would lead others to this cluster, which is gone in a moment

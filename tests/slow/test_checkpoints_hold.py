@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("examples")
     write_examples(folder)
-    return sft_values(folder) | {"eval": {}, "checkpoint": {"every": 1, "keep": 3}}
+    rates = {"lr_schedule": "constant"}  # or the number of steps could not change
+    return sft_values(folder, **rates) | {"eval": {}, "checkpoint": {"every": 1, "keep": 3}}
 
 
 @pytest.fixture(scope="module")
