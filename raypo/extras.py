@@ -13,8 +13,8 @@ EXTRAS = {
     "sweep": ("optuna", *_REPORT),  # a sweep ends with its page
     "verifiers": ("verifiers", "openai"),
 }
-"""Extra -> the packages that it adds. Environments of verifiers also need the extra serve, for their
-endpoint."""
+"""Extra -> the packages that it adds. Environments of verifiers also need the extra serve, for
+their endpoint."""
 
 
 def require(extra: str, use: str) -> None:

@@ -211,6 +211,7 @@ class Taught:
     response_ids: np.ndarray  # int32 [T], the end of sequence included
     teacher_log_probs: np.ndarray  # float32 [T, K]
     teacher_ids: np.ndarray  # int32 [T, K], tokens that the log-probs belong to
+    teacher_prompt_ids: np.ndarray | None = None  # int32 [P'], None: the teacher reads prompt_ids
 
     @property
     def num_tokens(self) -> int:

@@ -68,6 +68,11 @@ def _check_judged(config: OnlineConfig) -> None:
             "package.module:name, set model.reward, reward.url or reward.judge, or pass reward_fn "
             "to the trainer."
         )
+    if config.distillation.teacher_prompt == "success":
+        raise ConfigError(
+            "distillation.teacher_prompt (success): shows a sample that passes, and nothing judges "
+            "the responses. Set reward.function, model.reward or reward.url."
+        )
     if config.eval.prompts and not (config.eval.function or functions_of(config.eval.prompts)):
         raise ConfigError(
             "eval.function (None): nobody judges the answers to eval.prompts. Set it to "

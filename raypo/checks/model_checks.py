@@ -90,20 +90,40 @@ def check_positions(config: Any) -> None:
     for key, path in models_of(config):
         if key != "model.reward":  # a reward model may use its own tokenizer
             check_positions_of(config, key, path)
+    if isinstance(config, DistillationConfig) and config.distillation.teacher_prompt:
+        _check_teacher_prompts(config)
+
+
+def _check_teacher_prompts(config: DistillationConfig) -> None:
+    """Refuse teacher prompts that, with a response, are longer than the teacher's positions."""
+    for key, path in models_of(config):
+        if not key.startswith("model.teacher") and (key != "model.policy" or config.teacher_of):
+            continue
+        positions = _positions(key, path)
+        if positions is not None and config.max_teacher_len > positions:
+            raise ConfigError(
+                f"distillation.max_teacher_prompt_tokens + {config.rollout.length_key} "
+                f"({config.max_teacher_len}): {key} ({path}) has positions for {positions} tokens. "
+                f"Lower the two by {config.max_teacher_len - positions} together."
+            )
 
 
 def check_positions_of(config: Any, key: str, path: str) -> None:
     """Refuse prompts and responses that are longer than the positions of one model."""
-    folder, longest = Path(path).expanduser(), config.max_model_len
-    if not (folder / "config.json").is_file():
-        return
-    positions = max_positions(model_config_of(folder, key))
+    longest, positions = config.max_model_len, _positions(key, path)
     if positions is not None and longest > positions:
         response = config.rollout.length_key
         raise ConfigError(
             f"data.max_prompt_tokens + {response} ({longest}): {key} ({path}) has positions for "
             f"{positions} tokens. Lower the two by {longest - positions} together."
         )
+
+
+def _positions(key: str, path: str) -> int | None:
+    """Return the number of positions of a local model; None if it has no limit, or is not here."""
+    folder = Path(path).expanduser()
+    known = (folder / "config.json").is_file()
+    return max_positions(model_config_of(folder, key)) if known else None
 
 
 def check_models(config: AnyConfig) -> None:

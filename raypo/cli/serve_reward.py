@@ -50,7 +50,8 @@ def serve_reward(
 
         model = RewardModel(target, policy=None, dtype=dtype, max_batch_tokens=max_batch_tokens)
         function = model.score
-    from raypo.rewards.server import make_app, run_server
+    from raypo.http_server import run_server
+    from raypo.rewards.server import make_app
 
     app = make_app(function, name=target, token=token)
 

@@ -3,11 +3,11 @@
 from raypo.config.base import Config, ConfigError, flatten, is_import_path
 from raypo.config.dpo_config import DPOConfig, DPOSection, PreferencesSection
 from raypo.config.placement_section import FrozenSection, PlacementSection
-from raypo.config.ppo_section import (
+from raypo.config.ppo_section import PPOSection
+from raypo.config.ppo_subsections import (
     CorrectionSection,
     FilterSection,
     KLSection,
-    PPOSection,
     ShapingSection,
 )
 from raypo.config.presets import PRESETS
@@ -37,6 +37,7 @@ from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
     Criterion,
+    CurriculumSection,
     DataSection,
     EvalSection,
     JudgeSection,

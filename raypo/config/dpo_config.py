@@ -106,7 +106,7 @@ class DPOLearnerSection(ExamplesLearnerSection):
     """Learner workers that train on preferences."""
 
     lr: float = Field(default=1e-6, ge=0.0)
-    """Highest learning rate (AdamW)."""
+    """Highest learning rate."""
 
 
 class DPOEvalSection(EvalSection):

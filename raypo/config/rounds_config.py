@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from raypo.config.base import Config
+from raypo.config.base import Config, ImportPath, is_import_path
 from raypo.config.dpo_config import DPOSection
 from raypo.config.run_config import OnlineConfig
 from raypo.config.sections import DataSection, ReferenceModelSection, SampledModelSection
@@ -65,10 +65,12 @@ class RoundsConfig(OnlineConfig):
 class TeacherModelSection(SampledModelSection):
     """The models of a distillation."""
 
-    teacher: str | dict[str, str]
+    teacher: str | dict[str, str] | None = None
     """Teacher model with the policy's vocabulary, or one teacher per source of data.prompts by
     name: {sums: PATH, products: PATH}. Teachers are deployed like a reference model; their keys are
-    placement.frozen.reference, placement.gpus.reference and placement.mode.reference."""
+    placement.frozen.reference, placement.gpus.reference and placement.mode.reference. null means
+    the policy itself, with its weights at the start of each round; it then needs
+    distillation.teacher_prompt."""
 
 
 class DistilledDataSection(DataSection):
@@ -102,20 +104,35 @@ class DistillationSection(Config):
     on_policy_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
     """Fraction of a round's prompts that the policy answers itself. The others use the texts in
     data.response_key."""
+    teacher_prompt: Literal["solution", "success"] | ImportPath | None = None
+    """Prompt with which the teacher reads a response, if it is to know more than the policy.
+    solution: with the row's label as the solution (OPSD, arXiv:2601.18734; SDFT, arXiv:2601.19897);
+    success: with another sample of the prompt that passes, a score of 1 or more (SDPO,
+    arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples of a prompt
+    (list[ScoredRollout]) and returns the teacher's prompt for each: a text, chat messages, or None
+    for a sample that is not learned. null means the policy's prompt."""
+    max_teacher_prompt_tokens: int = Field(default=1024, ge=1)
+    """Maximum length of the teacher's prompt in tokens; samples with a longer one are not learned,
+    and counted in selection/prompts_too_long."""
 
     def _problems(self) -> Iterator[str]:
         if self.divergence != "jsd":
             why = f"distillation.divergence is {self.divergence}"
             yield from self._idle("beta", why, "set distillation.divergence to jsd")
+        if self.teacher_prompt is None:
+            why, remedy = "distillation.teacher_prompt is null", "set it"
+            yield from self._idle("max_teacher_prompt_tokens", why, remedy)
 
 
 class DistillationConfig(RoundsConfig):
     """Run file of the `distillation` recipe: a policy learns the distributions of a teacher.
 
-    Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649.
+    Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649. Self-distillation, with a teacher that is
+    shown the solution: `distillation.teacher_prompt`.
     """
 
     paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.teacher")
+    functions: ClassVar[tuple[str, ...]] = (*OnlineConfig.functions, "distillation.teacher_prompt")
 
     recipe: Literal["distillation"] = "distillation"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: TeacherModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -124,8 +141,10 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def teacher_of(self) -> dict[str, str]:
-        """Name of each source -> path of its teacher."""
+        """Name of each source -> path of its teacher; empty if the policy teaches itself."""
         teacher = self.model.teacher
+        if teacher is None:
+            return {}
         names = [source_name(source) for source in self.data.prompts]
         return dict.fromkeys(names, teacher) if isinstance(teacher, str) else teacher
 
@@ -140,13 +159,26 @@ class DistillationConfig(RoundsConfig):
         return {f"reference_{number}": model for number, model in enumerate(models)}
 
     @property
+    def max_teacher_len(self) -> int:
+        """Maximum number of tokens that a teacher reads, if it reads a prompt of its own."""
+        return self.distillation.max_teacher_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """Config key -> import path of the user's function of teacher prompts."""
+        shown = self.distillation.teacher_prompt or ""
+        return {"distillation.teacher_prompt": shown} if is_import_path(shown) else {}
+
+    @property
     def prompts_answered(self) -> int:
         """Number of prompts in a round that the policy answers."""
         return round(self.distillation.on_policy_fraction * self.rollout.prompts_per_step)
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        yield from self._problems_of_teachers()
+        if self.model.teacher is not None:
+            yield from self._problems_of_teachers()
+        yield from self._problems_of_teacher_prompts()
         yield from self._problems_of_texts()
 
     def _problems_of_teachers(self) -> Iterator[str]:
@@ -162,6 +194,41 @@ class DistillationConfig(RoundsConfig):
                     f"model.teacher ({', '.join(self.teacher_of)}): the source {name} of "
                     f"data.prompts has none. Add one, or give one path for all."
                 )
+
+    def _problems_of_teacher_prompts(self) -> Iterator[str]:
+        section, tools = self.distillation, self.data.tools_key
+        shown, fraction = section.teacher_prompt, section.on_policy_fraction
+        if shown is None:
+            if self.model.teacher is None:
+                yield (
+                    "model.teacher (None): a policy learns nothing from itself if it reads the "
+                    "same prompt as its teacher. Name a teacher, or set "
+                    "distillation.teacher_prompt to solution, success or file.py:name."
+                )
+            return
+        if shown == "solution" and self.data.label_key is None:
+            yield (
+                "distillation.teacher_prompt (solution): shows the label of a row, and "
+                "data.label_key is null. Set data.label_key to the column of the solutions."
+            )
+        if shown == "success" and self.rollout.samples_per_prompt < 2:
+            yield (
+                "distillation.teacher_prompt (success): shows another sample of the prompt, and "
+                "rollout.samples_per_prompt is 1. Set rollout.samples_per_prompt to 2 or more."
+            )
+        if fraction < 1.0:
+            yield (
+                f"distillation.on_policy_fraction ({fraction:g}): distillation.teacher_prompt "
+                f"({shown}) is for samples of the policy. Set it to 1."
+            )
+        if tools is not None:
+            yield (
+                f"data.tools_key ({tools}): a prompt of distillation.teacher_prompt ({shown}) "
+                f"names no tools. Remove one of the two."
+            )
+        if self.model.teacher is None:
+            keys = "distillation.max_teacher_prompt_tokens + rollout.max_new_tokens"
+            yield from self.learner.no_room_for(self.max_teacher_len, keys)
 
     def _problems_of_texts(self) -> Iterator[str]:
         fraction, prompts = self.distillation.on_policy_fraction, self.rollout.prompts_per_step

@@ -11,16 +11,19 @@ from pydantic import BeforeValidator, Field
 from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
 from raypo.config.paths import is_uri
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
-from raypo.config.ppo_section import MAX_KL_ERROR, PPOSection
+from raypo.config.ppo_section import PPOSection
+from raypo.config.ppo_subsections import MAX_KL_ERROR
 from raypo.config.rollout_section import EngineSection, RolloutSection
 from raypo.config.sections import (
     CheckpointSection,
     ClusterSection,
+    CurriculumSection,
     DataSection,
     EvalSection,
     LearnerSection,
     LoggingSection,
     ModelSection,
+    RatedDataSection,
     RewardModelEntry,
     RewardSection,
     SampledModelSection,
@@ -101,6 +104,12 @@ class RecipeConfig(RunFile):
         learner, steps = getattr(self, "learner", None), self.scheduled_steps
         if isinstance(learner, WorkersSection) and steps:
             yield from learner.endless_warmup(*steps)
+        has_lora = getattr(getattr(self, "model", None), "lora", None) is not None
+        if has_lora and isinstance(learner, WorkersSection) and learner.optimizer == "muon":
+            yield (
+                "learner.optimizer (muon): updates whole matrices, and model.lora trains two thin "
+                "factors of each. Remove model.lora, or set learner.optimizer to adamw."
+            )
         watched = {"checkpoint.best_by": self.checkpoint.best_by}
         watched["stop.metric"] = self.stop.metric if self.stop.watches else None
         for key, metric in watched.items():
@@ -221,6 +230,19 @@ class OnlineConfig(RecipeConfig):
     def is_refilled(self) -> bool:
         """True if a step may draw more prompts than `rollout.prompts_per_step`."""
         return False
+
+    @property
+    def curriculum(self) -> CurriculumSection | None:
+        """How prompts are chosen by their pass rates; None means shuffled epochs."""
+        return None
+
+    @property
+    def draws_in_flight(self) -> int:
+        """Maximum number of draws before a step's whose samples may still be missing when its
+        prompts are drawn.
+        """
+        steps = self.rollout.staleness + 1 if self.rollout.has_requests_in_flight else 0
+        return max(steps, int(self.is_refilled)) * self.rollout.prompts_per_step
 
     @property
     def trained_temperature(self) -> float:
@@ -348,6 +370,7 @@ class PPOConfig(OnlineConfig):
 
     recipe: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
+    data: RatedDataSection  # pyright: ignore[reportIncompatibleVariableOverride]
     ppo: PPOSection = PPOSection()
     learner: LearnerSection = LearnerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -370,6 +393,11 @@ class PPOConfig(OnlineConfig):
         if not self.ppo.needs_reference or self.model.is_own_reference:
             return None
         return self.model.reference or self.model.policy
+
+    @property
+    def curriculum(self) -> CurriculumSection | None:
+        """How prompts are chosen by their pass rates; None means shuffled epochs."""
+        return self.data.curriculum
 
     @property
     def needs_critic(self) -> bool:

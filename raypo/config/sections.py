@@ -177,6 +177,29 @@ class DataSection(Config):
         return value
 
 
+class CurriculumSection(Config):
+    """Choice of prompts by their predicted pass rate.
+
+    Paper: Qu et al. 2025 (MoPPS), arXiv:2507.04632.
+    """
+
+    target: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Pass rate to aim at: a step takes the prompts whose predicted pass rates are closest."""
+    pass_score: float = 1.0
+    """Lowest score of a sample that passes. The default suits verifiers that return 0 or 1."""
+    memory: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Weight of what was known of a prompt when it is sampled again. 1: all samples count alike;
+    less: recent ones count more, because the policy changes."""
+
+
+class RatedDataSection(DataSection):
+    """Prompt data of a run that may choose its prompts by their difficulty."""
+
+    curriculum: CurriculumSection | None = None
+    """Choose prompts by their predicted pass rate instead of in shuffled epochs; {} means the
+    defaults. It helps if prompts come several times. null means shuffled epochs."""
+
+
 class RewardWeights(Config):
     """Weights of the kinds of reward. The score is the weighted sum."""
 
@@ -362,6 +385,11 @@ class WorkersSection(Config):
     warm-up of a policy begins after that of its critic (ppo.critic_warmup_steps)."""
     lr_floor: float = Field(default=0.0, ge=0.0, le=1.0)
     """Final learning rate of a schedule, as a fraction of the highest."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer. adamw: arXiv:1711.05101; muon: Muon, with a momentum of 0.95, for the layers'
+    linear weights, and AdamW for embeddings, heads, norms and biases. Muon's updates are scaled so
+    that learning rates of AdamW suit (arXiv:2502.16982), and no gradient is clipped. It needs whole
+    matrices: not with model.lora."""
     adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment (arXiv:1711.05101)."""
     adam_eps: float = Field(default=1e-8, gt=0.0)
@@ -424,6 +452,8 @@ class WorkersSection(Config):
             why = "learner.lr_schedule is constant"
             yield from self._idle("lr_floor", why, "set learner.lr_schedule to linear or cosine")
         yield from self._deepspeed_problems()
+        if self.optimizer == "muon":
+            yield from self._muon_problems()
 
     def _deepspeed_problems(self) -> Iterator[str]:
         key = "learner.deepspeed.zero_optimization"
@@ -462,6 +492,25 @@ class WorkersSection(Config):
                     f"on, and the stage is {stage}. Remove it, or set learner.zero_stage to 3."
                 )
 
+    def _muon_problems(self) -> Iterator[str]:
+        why = "learner.optimizer is muon, whose updates do not depend on the norm"
+        yield from self._idle("max_grad_norm", why, "set learner.optimizer to adamw")
+        key = "learner.deepspeed.zero_optimization"
+        zero = self.deepspeed.get("zero_optimization")
+        zero = zero if isinstance(zero, dict) else {}
+        for name in ("offload_optimizer", "reduce_scatter"):
+            if zero.get(name):
+                yield (
+                    f"{key}.{name} ({zero[name]}): is not supported with learner.optimizer muon. "
+                    f"Remove it, or set learner.optimizer to adamw."
+                )
+        if self.total_workers > self.num_workers:
+            yield (
+                f"learner.critic_workers ({self.total_workers - self.num_workers}): is not "
+                f"supported with learner.optimizer muon. Set it to 0, or learner.optimizer to "
+                f"adamw."
+            )
+
     def endless_warmup(self, count: int, keys: str) -> Iterator[str]:
         """Yield a problem if the learning-rate warm-up never ends.
 
@@ -499,9 +548,9 @@ class LearnerSection(WorkersSection):
     policy, and both are updated at the same time. 0 means that the `num_workers` hold both. The
     numbers of a step are the same either way."""
     policy_lr: float = Field(default=1e-6, ge=0.0)
-    """Highest learning rate of the policy (AdamW)."""
+    """Highest learning rate of the policy."""
     critic_lr: float = Field(default=1e-5, ge=0.0)
-    """Highest learning rate of the critic (AdamW)."""
+    """Highest learning rate of the critic."""
     save_critic: bool = False
     """Also save the critic, in the run's folder `critic/`, which `model.critic` accepts."""
     peak_tflops: float | None = Field(default=None, gt=0.0)

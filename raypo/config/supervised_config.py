@@ -40,7 +40,7 @@ class ExamplesLearnerSection(WorkersSection):
     """Learner workers that train on examples."""
 
     lr: float = Field(default=1e-5, ge=0.0)
-    """Highest learning rate (AdamW)."""
+    """Highest learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Learning rate after the warm-up. constant: stays; linear, cosine: decays to `lr_floor` at
     num_steps, along a line or half a cosine."""

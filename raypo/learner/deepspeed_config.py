@@ -94,7 +94,8 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
-        "gradient_clipping": section.max_grad_norm,
+        # Stages 2 and 3 would clip Muon's orthogonal updates in place of gradients.
+        "gradient_clipping": 0.0 if section.optimizer == "muon" else section.max_grad_norm,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW steps on CPUs too
         "zero_optimization": {"stage": stage},
@@ -103,6 +104,8 @@ def deepspeed_config(
         # The timer would synchronise the device before and after every forward pass.
         "timers": {"throughput": {"enabled": False}},
     }
+    if section.optimizer == "muon":  # it needs whole gradients
+        generated["zero_optimization"]["reduce_scatter"] = False
     if dtype == "bfloat16":
         generated["data_types"] = {"grad_accum_dtype": "fp32"}
     merged = OmegaConf.to_container(OmegaConf.merge(generated, section.deepspeed))

@@ -37,11 +37,21 @@ class Student(Policy):
         super().__init__(model, temperature=1.0)
         self._section, self._vocabulary = section, vocabulary
 
-    def forward(self, batch: Experience | Sequence[Taught], **arguments: Any) -> Any:
-        """Return log-probs of an experience (as `Policy`), or divergences [M] of taught items."""
+    def forward(
+        self, batch: Experience | Sequence[Taught], *, top_k: int | None = None, **arguments: Any
+    ) -> Any:
+        """Return log-probs of an experience (as `Policy`), or divergences [M] of taught items.
+
+        With `top_k` return the K likeliest tokens of taught items instead: log-probs, float32
+        [M, K], and token ids, int64 [M, K], best first.
+        """
         if isinstance(batch, Experience):
             return super().forward(batch, **arguments)
         device = self.model.get_output_embeddings().weight.device
+
+        def top_of_logits(logits: Tensor) -> tuple[Tensor, Tensor]:
+            top = logits[:, : self._vocabulary].float().log_softmax(-1).topk(top_k or 1)
+            return top.values, top.indices
 
         def of_logits(logits: Tensor, log_probs: Tensor, ids: Tensor) -> tuple[Tensor]:
             section, vocabulary = self._section, self._vocabulary
@@ -61,6 +71,8 @@ class Student(Policy):
             [item.response_ids for item in batch],
             device=device,
         )
+        if top_k is not None:
+            return over_logits(self.model, packed, top_of_logits)
         log_probs = torch.from_numpy(np.concatenate([each.teacher_log_probs for each in batch]))
         ids = torch.from_numpy(np.concatenate([each.teacher_ids for each in batch])).long()
         known = (to_device(each, device) for each in (log_probs, ids))
@@ -75,6 +87,20 @@ class DistillationTask(PolicyTask[Taught]):
     def __init__(self, model: Any, section: DistillationSection, *, vocabulary: int) -> None:
         """Wrap a causal language model; arguments as for `Student`."""
         self.module = Student(model, section, vocabulary=vocabulary)
+        self._count = min(section.top_k or vocabulary, vocabulary)
+
+    def top_log_probs(
+        self, model: Any, items: Sequence[Taught], device: Any
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the model's own likeliest tokens at each response position of each item.
+
+        Returns:
+            For each item log-probs, float32 [T, K], and token ids, int32 [T, K].
+        """
+        found = model(items, top_k=self._count)
+        ends = np.cumsum([len(item.response_ids) for item in items])[:-1]
+        log_probs, ids = (np.split(each.cpu().numpy(), ends) for each in found)
+        return list(zip(log_probs, (each.astype(np.int32) for each in ids), strict=True))
 
     def weight(self, item: Taught) -> float:
         """Return the number of response tokens."""

@@ -1,4 +1,4 @@
-"""Master weights and AdamW's moments in files that depend neither on workers nor on ZeRO stages.
+"""Master weights and moments in files that depend neither on workers nor on ZeRO stages.
 
 Each worker writes the fragments that it holds: ranges of flattened parameters, by the parameter's
 name. A reader copies from all files what overlaps its own fragments, so any number of workers at
@@ -8,8 +8,9 @@ before they are loaded, and do not exist for stage 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,36 @@ import torch
 from torch import Tensor
 
 from raypo.collectives import Workers
+from raypo.config import ConfigError
 from raypo.learner.state import write_tensors
 
 
 @dataclass(frozen=True)
+class Moment:
+    """Range of a flattened parameter whose moments a worker holds, and its place in their tensor.
+
+    It is that of the weights, except for Muon at ZeRO stages 1 and 2: there each worker holds the
+    moments of whole parameters if it holds a part of their weights (DeepSpeed 0.19).
+    """
+
+    start: int
+    """Index of its first element in the flattened parameter."""
+    size: int
+    offset: int
+    """Index of its first element in the flattened tensor of moments."""
+    shape: tuple[int, ...]
+    """Shape of that tensor."""
+    dtype: torch.dtype
+
+    def of(self, tensor: Tensor, first: int, last: int) -> Tensor:
+        """Return the view of the elements first to last, excluded, of the flattened parameter."""
+        begin = self.offset + first - self.start
+        return tensor.detach().view(-1)[begin : begin + last - first]
+
+
+@dataclass(frozen=True)
 class Fragment:
-    """Range of a flattened parameter, and its place in a tensor that AdamW updates."""
+    """Range of a flattened parameter, and its place in a tensor that the optimizer updates."""
 
     name: str
     numel: int
@@ -31,16 +56,28 @@ class Fragment:
     """Index of its first element in the flattened parameter."""
     size: int
     owner: Tensor
-    """Tensor that AdamW updates: the parameter, or at ZeRO stages 1 to 3 a flat float32 one that
-    holds fragments of many parameters."""
+    """Tensor that the optimizer updates: the parameter, or at ZeRO stages 1 to 3 a flat float32 one
+    that holds fragments of many parameters."""
     offset: int = 0
     """Index of its first element in the flattened owner."""
     is_on_every_worker: bool = False
     """True at stage 0, where all workers hold the same."""
+    is_muon: bool = False
+    """True if Muon updates the parameter, and not AdamW."""
+    moment: Moment | None = None
+    """Layout of the moments. None means that of the owner."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the view of the fragment in the owner, or in a moment of the owner."""
+        """Return the view of the fragment in the owner."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
+
+    @property
+    def of_moment(self) -> Moment:
+        """Layout of the moments."""
+        owner = self.owner
+        if self.moment:
+            return self.moment
+        return Moment(self.start, self.size, self.offset, owner.shape, owner.dtype)
 
 
 def fragments(engine: Any, optimizer: torch.optim.Optimizer, workers: Workers) -> list[Fragment]:
@@ -61,20 +98,50 @@ def _fragments(
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
+        is_muon = getattr(parameter, "use_muon", False)
         if hasattr(parameter, "ds_id"):  # stage 3; the last worker's part may end with padding
             group, offset, share = zero.grad_position[zero.get_param_id(parameter)]
             numel, start = parameter.ds_numel, workers.rank * share
             if (size := min(share, numel - start)) > 0:
                 owner = zero.fp32_partitioned_groups_flat[group]
-                yield Fragment(name, numel, start, size, owner, offset)
+                held = Fragment(name, numel, start, size, owner, offset, is_muon=is_muon)
+                if is_muon:  # its moments have the data type of communicated gradients
+                    dtype = zero.communication_data_type
+                    held = replace(held, moment=replace(held.of_moment, dtype=dtype))
+                yield held
         elif hasattr(parameter, "_hp_mapping"):  # stages 1 and 2, and BF16_Optimizer
             if (part := parameter._hp_mapping) is not None:
                 (owner,) = optimizer.param_groups[part.param_group_index]["params"]
                 low, high = part.lp_fragment_address, part.hp_fragment_address
-                yield Fragment(name, parameter.numel(), low.start, low.numel, owner, high.start)
+                yield Fragment(
+                    name,
+                    parameter.numel(),
+                    low.start,
+                    low.numel,
+                    owner,
+                    high.start,
+                    is_muon=is_muon,
+                    moment=_whole_moment(zero, part.param_group_index, parameter, owner.dtype)
+                    if is_muon
+                    else None,
+                )
         else:
             numel = parameter.numel()
-            yield Fragment(name, numel, 0, numel, parameter, is_on_every_worker=True)
+            yield Fragment(
+                name, numel, 0, numel, parameter, is_on_every_worker=True, is_muon=is_muon
+            )
+
+
+def _whole_moment(zero: Any, group: int, parameter: Tensor, dtype: torch.dtype) -> Moment | None:
+    """Return the layout of Muon's moments at ZeRO stages 1 and 2; None for BF16_Optimizer."""
+    held = vars(zero).get("params_in_partition")
+    if held is None:
+        return None
+    offset = total = 0
+    for each in held[group]:
+        offset = total if each is parameter else offset
+        total += each.numel()
+    return Moment(0, parameter.numel(), offset, (total,), dtype)
 
 
 def save_fragments(
@@ -96,7 +163,10 @@ def save_fragments(
             "numel": fragment.numel,
             "start": fragment.start,
             "weight": fragment.of(fragment.owner),
-            "moments": {key: fragment.of(moment) for key, moment in _moments(optimizer, fragment)},
+            "moments": {
+                key: fragment.of_moment.of(moment, fragment.start, fragment.start + fragment.size)
+                for key, moment in _moments(optimizer, fragment)
+            },
             "step": optimizer.state.get(fragment.owner, {}).get("step"),
         }
     write_tensors(path, saved)
@@ -113,6 +183,7 @@ def load_fragments(
         optimizer: Optimizer that gets their moments.
 
     Raises:
+        ConfigError: the files are those of a run with another optimizer.
         RuntimeError: the files lack a part of a parameter.
     """
     # Mapped, so that a worker reads only what it copies.
@@ -121,31 +192,55 @@ def load_fragments(
     for fragment in held:
         missing = fragment.size
         for part in (saved[fragment.name] for saved in files if fragment.name in saved):
-            first = max(fragment.start, part["start"])
-            last = min(fragment.start + fragment.size, part["start"] + part["weight"].numel())
-            if part["numel"] != fragment.numel or first >= last:
+            if part["numel"] != fragment.numel:
+                continue
+            _load_moments(part, fragment, optimizer)
+            first, last = _overlap(part, fragment.start, fragment.size)
+            if first >= last:
                 continue
             missing -= last - first
             here = slice(first - fragment.start, last - fragment.start)
             there = slice(first - part["start"], last - part["start"])
             fragment.of(fragment.owner)[here].copy_(part["weight"][there])
-            if part["step"] is None:  # it has not been updated yet
-                continue
-            state = optimizer.state[fragment.owner]
-            # As AdamW creates it. A flat owner has one count for fragments that have one each.
-            count = state.setdefault("step", torch.zeros((), device=fragment.owner.device))
-            count.fill_(max(count.item(), part["step"].item()))
-            for key, moment in part["moments"].items():
-                whole = state.setdefault(key, torch.zeros_like(fragment.owner))
-                fragment.of(whole)[here].copy_(moment[there])
         if missing:
             raise RuntimeError(f"the state of {fragment.name} is missing or has another shape")
+
+
+def _load_moments(
+    part: dict[str, Any], fragment: Fragment, optimizer: torch.optim.Optimizer
+) -> None:
+    layout = fragment.of_moment
+    first, last = _overlap(part, layout.start, layout.size)
+    if first >= last or not part["moments"]:  # elsewhere, or it has not been updated yet
+        return
+    if fragment.is_muon != ("momentum_buffer" in part["moments"]):
+        own, other = ("muon", "adamw") if fragment.is_muon else ("adamw", "muon")
+        raise ConfigError(
+            f"learner.optimizer ({own}): the checkpoint has the state of {other}. Set it to "
+            f"{other}, or start from the weights alone, with model.policy."
+        )
+    device = fragment.owner.device
+    state = optimizer.state[fragment.owner]
+    if part["step"] is not None:
+        # As AdamW creates it. A flat owner has one count for fragments that have one each.
+        count = state.setdefault("step", torch.zeros((), device=device))
+        count.fill_(max(count.item(), part["step"].item()))
+    for key, moment in part["moments"].items():
+        empty = torch.zeros(layout.shape, dtype=layout.dtype, device=device)
+        there = slice(first - part["start"], last - part["start"])
+        layout.of(state.setdefault(key, empty), first, last).copy_(moment[there])
+
+
+def _overlap(part: dict[str, Any], start: int, size: int) -> tuple[int, int]:
+    """Return the common range of a saved fragment and another one: first element and end."""
+    end = part["start"] + part["weight"].numel()
+    return max(start, part["start"]), min(start + size, end)
 
 
 def _moments(optimizer: torch.optim.Optimizer, fragment: Fragment) -> Iterator[tuple[str, Tensor]]:
     for key, value in optimizer.state.get(fragment.owner, {}).items():
         if key == "step":
             continue
-        if value.numel() != fragment.owner.numel():
+        if value.numel() != math.prod(fragment.of_moment.shape):
             raise RuntimeError(f"{key} of {fragment.name} does not have the shape of its weights")
         yield key, value

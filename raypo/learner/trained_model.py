@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,11 @@ from raypo.collectives import Workers
 from raypo.config import WorkersSection
 from raypo.learner.deepspeed_config import deepspeed_config
 from raypo.learner.offload import Offload
+from raypo.learner.optimizers import (
+    compiled_only_on_gpus,
+    new_optimizer,
+    set_learning_rate,
+)
 from raypo.learner.roles import DataParallel
 from raypo.learner.sharded_state import Fragment, fragments, load_fragments, save_fragments
 from raypo.learner.team_order import compare_within
@@ -29,7 +34,7 @@ from raypo.models.packed_attention import reads_packed
 
 
 class TrainedModel:
-    """Module with AdamW and ZeRO sharding.
+    """Module with its optimizer and ZeRO sharding.
 
     Losses are already divided by the counts of the whole optimizer step, so DeepSpeed must only
     sum: a factor undoes its mean over workers, and its division by accumulation steps is off.
@@ -58,7 +63,8 @@ class TrainedModel:
             compare_within(mpu.group)
         parameters = list(module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True, **_adamw(section))
+        optimizer = new_optimizer(trained, outermost_networks(module), section)
+        self._is_muon = section.optimizer == "muon"
         if section.activation_checkpointing:
             for network in outermost_networks(module):
                 network.gradient_checkpointing_enable({"use_reentrant": False})
@@ -119,20 +125,20 @@ class TrainedModel:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the next updates; it is 0 at first."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self._engine.optimizer.param_groups, learning_rate)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of a loss, this worker's part of the sum over workers."""
-        self._engine.backward(loss * self._workers.count, scale_wrt_gas=False)
+        with compiled_only_on_gpus() if self._is_muon else nullcontext():
+            self._engine.backward(loss * self._workers.count, scale_wrt_gas=False)
 
     def step(self) -> tuple[bool, float | None]:
         """Update the weights with the accumulated gradients.
 
         Returns:
             applied: False if a gradient was not finite and the update was skipped.
-            grad_norm: Global norm before clipping. None if the update was skipped, and at stage 0
-                with several workers.
+            grad_norm: Global norm before clipping. None if the update was skipped, at stage 0 with
+                several workers, and with Muon, because DeepSpeed's norm is one of its updates.
         """
         norm = None
         if self._stage == 0:  # DeepSpeed neither checks for non-finite gradients nor reports them
@@ -143,10 +149,13 @@ class TrainedModel:
                 self._engine.zero_grad()
                 return False, None
             norm = own_norm if self._workers.count == 1 else None
-        self._engine.step()
+        with compiled_only_on_gpus() if self._is_muon else nullcontext():
+            self._engine.step()
         if not self._engine.was_step_applied():
             return False, None
         self._read_masters()
+        if self._is_muon:
+            return True, None
         norm = self._engine.get_global_grad_norm() if norm is None else norm
         return True, None if norm is None else float(norm)
 
@@ -212,15 +221,6 @@ class TrainedModel:
                 master = safe_get_full_fp32_param(parameter)
                 assert master is not None, "a head is trained, so it has master weights"
                 self._masters[parameter] = head.masters[name] = master
-
-
-def _adamw(section: WorkersSection) -> dict[str, Any]:
-    """Return AdamW's constants from the config, without the learning rate."""
-    return {
-        "betas": section.adam_betas,
-        "eps": section.adam_eps,
-        "weight_decay": section.weight_decay,
-    }
 
 
 @contextmanager

@@ -106,6 +106,11 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         Plot("Log-probabilities", ["*/*_log_prob_mean"], "nats per response"),
         Plot("Margin: chosen less rejected", ["eval/margin_mean", "train/margin_mean"], "reward"),
         Plot("Held out, pass@k", ["eval/pass_at_*"], "share of prompts"),
+        Plot(
+            "Pass rates of the prompts",
+            ["curriculum/pass_rate_p*", "curriculum/step_pass_rate"],
+            "quantiles over prompts, and of a step's samples",
+        ),
         Plot("Spread of the scores", ["rollout/score_std"], "std over samples"),
     ),
     "Distance from the reference": (
@@ -189,6 +194,13 @@ MEANINGS = {
     "eval/loss": "the loss of held-out examples",
     "eval/pass_at_<k>": "share of held-out prompts with a right answer among k samples",
     "rollout/score_mean": "the score that is trained on, before KL and shaping",
+    "curriculum/pass_rate_p<q>": "quantile of the prompts' mean pass rates, over the prompts "
+    "sampled so far: [Curriculum](methods.md#curriculum)",
+    "curriculum/step_pass_rate": "share of a step's samples that passed",
+    "curriculum/seen_fraction": "share of the prompts that were sampled so far",
+    "selection/responses": "samples that a round learns from",
+    "selection/prompts_too_long": "samples that are not learned because their teacher's prompt is "
+    "too long: [Self-distillation](recipes.md#self-distillation)",
     "rollout/score_mean/<source>": "the same by "
     "[source](your-own-run.md#prompts-and-examples), where there are several; also of `eval/`",
     "reward/<name>": "a named part of a reward function's answers",

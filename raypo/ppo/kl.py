@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from raypo.config.ppo_section import MAX_KL_ERROR
+from raypo.config.ppo_subsections import MAX_KL_ERROR
 from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, keep
 
 KL_KINDS = ("k1", "k2", "k3")

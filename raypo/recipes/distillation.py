@@ -10,22 +10,42 @@ from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
+import numpy as np
+
+from raypo.collectives import as_tensor
 from raypo.config import DistillationConfig, ResponsesSection, source_name
 from raypo.data.examples import load_examples
 from raypo.data.item_store import ItemStore
 from raypo.data.mixing import mix_of
 from raypo.data.stream import ShuffledStream
 from raypo.learner.distillation_task import DistillationTask
+from raypo.learner.supervised import SupervisedLearner
 from raypo.models.loading import Limits, stop_token_ids
 from raypo.models.lora import load_policy
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import is_trainable
+from raypo.rollout.teacher_prompts import teacher_prompts, tokenised_prompt
 from raypo.run.online_inputs import OnlineInputs
-from raypo.run.rounds_run import Place, RoundsRecipe, place
+from raypo.run.rounds_run import Place, RoundsRecipe, handed_out, learnable, place
 from raypo.run.run import Run
 from raypo.run.services import Services
-from raypo.serving.frozen import Ids
 from raypo.types import Example, ScoredRollout, Taught
+
+
+def untaught_of(prompt_ids: np.ndarray, response_ids: np.ndarray) -> Taught:
+    """Return an item that no teacher has read yet."""
+    nothing = np.zeros((len(response_ids), 0))
+    return Taught(prompt_ids, response_ids, nothing.astype(np.float32), nothing.astype(np.int32))
+
+
+def untaught_of_sample(scored: ScoredRollout) -> Taught:
+    """Return a sample as an item that no teacher has read yet."""
+    return untaught_of(scored.rollout.prompt_ids, scored.rollout.response_ids)
+
+
+def read_by_teacher(item: Taught) -> np.ndarray:
+    """Return the prompt with which the teacher reads the response, int32 [P]."""
+    return item.prompt_ids if item.teacher_prompt_ids is None else item.teacher_prompt_ids
 
 
 class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
@@ -35,6 +55,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         """Read the texts."""
         super().__init__(run, inputs)
         config, data, tokenizer = run.config, run.config.data, inputs.tokenizer
+        self.teacher_prompts = teacher_prompts(config.distillation)
         self._vocabulary = len(tokenizer)
         # Texts to learn off-policy, each with the name of its source. None if all are sampled.
         self.texts: ShuffledStream[tuple[str, Example]] | None = None
@@ -76,32 +97,88 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
     ) -> tuple[dict[Place, Taught], dict[str, float]]:
         """Return this worker's responses and its share of the texts, with teacher log-probs."""
         teacher_of = self.run.config.teacher_of
-        pupils: dict[str, dict[Place, Ids]] = {path: {} for path in teacher_of.values()}
-        for each in scored:
-            if is_trainable(each):
-                rollout = each.rollout
-                found = pupils[teacher_of[str(rollout.data_source)]]
-                found[place(each)] = rollout.prompt_ids, rollout.response_ids
+        sampled, metrics = self._sampled(scored)
+        if metrics.get("selection/responses") == 0:
+            self.run.tell.message(
+                f"round {step}: no sample has a prompt for its teacher, so nothing is learned"
+            )
+        if not teacher_of:
+            return {place(each): untaught for each, untaught in sampled}, metrics
+        pupils: dict[str, dict[Place, Taught]] = {path: {} for path in teacher_of.values()}
+        for each, untaught in sampled:
+            pupils[teacher_of[str(each.rollout.data_source)]][place(each)] = untaught
         if self.texts is not None:
             rollout = self.run.config.rollout
             count = rollout.prompts_per_step - self.run.config.prompts_answered
             drawn = self.texts.take(count * rollout.samples_per_prompt)
             for position, (source, text) in drawn[self.run.workers.rank :: self.run.workers.count]:
                 # Texts belong to no group. -1 keeps their keys apart from those of samples.
-                pupils[teacher_of[source]][-1, position] = text.prompt_ids, text.response_ids
+                pupils[teacher_of[source]][-1, position] = untaught_of(
+                    text.prompt_ids, text.response_ids
+                )
         wanted = self.run.config.distillation.top_k
         count = min(wanted or self._vocabulary, self._vocabulary)
         asked = []
         for role, path in self.run.config.references.items():
             if found := pupils[path]:
-                teacher, sequences = services.references[role], list(found.values())
+                teacher = services.references[role]
+                sequences = [(read_by_teacher(each), each.response_ids) for each in found.values()]
                 answer = teacher.top_log_probs(sequences, count, self._vocabulary)
                 asked.append((found, answer))
         return {
-            where: Taught(*sequence, *opinion)
+            where: replace(untaught, teacher_log_probs=log_probs, teacher_ids=ids)
             for found, answer in asked
-            for (where, sequence), opinion in zip(found.items(), answer.result(), strict=True)
-        }, {}
+            for (where, untaught), (log_probs, ids) in zip(
+                found.items(), answer.result(), strict=True
+            )
+        }, metrics
+
+    def prepare_items(
+        self,
+        mine: Mapping[Place, Taught],
+        places: Sequence[Place],
+        learner: SupervisedLearner[Taught],
+        services: Services,
+    ) -> Mapping[Place, Taught]:
+        """Add the policy's own log-probs, as its teacher, if no deployment computed them."""
+        if self.run.config.teacher_of:
+            return mine
+        task, workers = learner.task, self.run.workers
+        assert isinstance(task, DistillationTask)
+        hands = [places[rank :: workers.count] for rank in range(workers.count)]
+        held = handed_out(mine, hands, workers)
+        own = [held[where] for where in hands[workers.rank]]
+        read = [replace(each, prompt_ids=read_by_teacher(each)) for each in own]
+        opinions = learner.asked(read, task.top_log_probs)
+        return {
+            where: replace(untaught, teacher_log_probs=log_probs, teacher_ids=ids)
+            for where, untaught, (log_probs, ids) in zip(
+                hands[workers.rank], own, opinions, strict=True
+            )
+        }
+
+    def _sampled(
+        self, scored: Sequence[ScoredRollout]
+    ) -> tuple[list[tuple[ScoredRollout, Taught]], dict[str, float]]:
+        """Return the samples to learn with the prompts that their teacher reads, and counts."""
+        if self.teacher_prompts is None:
+            usable = [each for each in scored if is_trainable(each)]
+            return [(each, untaught_of_sample(each)) for each in usable], {}
+        sampled: list[tuple[ScoredRollout, Taught]] = []
+        most, too_long = self.run.config.distillation.max_teacher_prompt_tokens, 0
+        for group in learnable(scored):
+            for each, prompt in zip(group, self.teacher_prompts(group), strict=True):
+                if prompt is None:
+                    continue
+                ids = tokenised_prompt(self.inputs.tokenizer, prompt)
+                if len(ids) > most:
+                    too_long += 1
+                else:
+                    untaught = replace(untaught_of_sample(each), teacher_prompt_ids=ids)
+                    sampled.append((each, untaught))
+        counts = self.run.workers.sum(as_tensor(len(sampled), too_long)).tolist()
+        names = ("selection/responses", "selection/prompts_too_long")
+        return sampled, dict(zip(names, counts, strict=True))
 
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
         """Return lengths of all workers' rollouts, and their scores if a reward is configured."""

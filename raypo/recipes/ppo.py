@@ -88,7 +88,9 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 filling = StepBatch.from_config(config)
                 while filling.num_wanted:  # prompts; those that `ppo.filter` drops are replaced
                     draws = inputs.source.draw(filling.num_wanted, workers)
-                    filling.add(score(draws, clock, workers), workers)
+                    scored = score(draws, clock, workers)
+                    inputs.source.learn(inputs.source.outcomes(scored, workers))
+                    filling.add(scored, workers)
                 batch = filling.collected(workers)
             dealt = shard(
                 batch.trained,
@@ -111,7 +113,9 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                     step=step,
                     clock=clock,
                 )
-            metrics |= batch_metrics(run, batch, rollouts.counts(batch), inputs.sampling, step=step)
+            metrics |= rollouts.pass_rates(batch, workers) | batch_metrics(
+                run, batch, rollouts.counts(batch), inputs.sampling, step=step
+            )
             records.write_samples(
                 step, partial(rollout_rows, dealt, experience) if roles.trains_policy else list
             )

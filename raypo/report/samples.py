@@ -66,17 +66,23 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
         if all(prompt in each for each in scores)
     ]
     up, down = (sum(sign * (b - a) > 0 for a, b in judged) for sign in (1, -1))
-    changed = [p for p in shared if before[p]["response"] != after[p]["response"]]
-    same = [p for p in shared if before[p]["response"] == after[p]["response"]]
-    chosen = evenly(changed, MAX_PROMPTS)
-    chosen += evenly(same, MAX_PROMPTS - len(chosen)) if len(chosen) < MAX_PROMPTS else []
+    chosen: list[Any] = []
+    for number in range(3):  # of response and score, how many are the same
+        alike = [
+            prompt
+            for prompt in shared
+            if sum(before[prompt][name] == after[prompt][name] for name in ("response", "score"))
+            == number
+        ]
+        if room := MAX_PROMPTS - len(chosen):
+            chosen += evenly(alike, room)
     tokenizer = tokenizer_of(files, files.config() or {})
     when = "before the first update" if first == 0 else f"after step {first}"
     section.add(
         Words(
             f"Of {len(judged)} held-out prompts, {up} score higher after step {last} than {when}, "
-            f"{down} lower, {len(judged) - up - down} the same. Evenly chosen ones whose response "
-            f"has changed first:"
+            f"{down} lower, {len(judged) - up - down} the same. Evenly chosen ones, first those "
+            f"with another score, then those with another response:"
         ),
         Table(
             ["prompt", "label", when, "score", f"after step {last}", "score"],

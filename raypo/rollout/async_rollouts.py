@@ -213,6 +213,17 @@ class AsyncRollouts:
         with self._changed:
             return self.prompts.counts(batch)
 
+    def pass_rates(self, batch: Collected, workers: Workers) -> dict[str, float]:
+        """Return metrics of the curriculum after the step that took this batch.
+
+        Args:
+            batch: This worker's rollouts of the step.
+            workers: Process group of the main thread; all call it together.
+        """
+        with self._changed:
+            rates = self.prompts.settled(self._begins.get(self._last_step + 1, self._front))
+        return rates | self.prompts.step_pass_rate(batch, workers)
+
     def tell_unused(self, tell: Callable[[str], None], workers: Workers) -> None:
         """Report how many samples were requested ahead and are not trained, if there are any."""
         if left := workers.sum(as_tensor(self.prompts.sample_counts.carried)):
@@ -275,7 +286,11 @@ class AsyncRollouts:
             next_ones = self._next_begun if self.overlaps else self._next_in_turn
             filling = self.new_batch()
             while filling.num_wanted:
-                filling.add(next_ones(filling.num_wanted, laps), self.workers)
+                scored = next_ones(filling.num_wanted, laps)
+                outcomes = self.prompts.outcomes(scored, self.workers)
+                with self._changed:
+                    self.prompts.learn(outcomes, until=self._front)
+                filling.add(scored, self.workers)
             collected = filling.collected(self.workers)
             collected.metrics.update(laps)
             with self._changed:
@@ -380,11 +395,11 @@ class AsyncRollouts:
     @property
     def _drawn(self) -> int:
         """Index of the next draw."""
-        return self.prompts.position()["position"]
+        return self.prompts.drawn
 
     def _before(self, step: int) -> dict[str, Any]:
         """Return the position of the prompt stream before a step's batch."""
-        return self.prompts.position() | {"position": self._begins.get(step, self._front)}
+        return self.prompts.position(self._begins.get(step, self._front))
 
 
 def _is_complete(batch: Future[Collected]) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raypo.collectives import Workers
+from raypo.collectives import Workers, as_tensor
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.rollout.collect import next_draws
+from raypo.rollout.curriculum import CurriculumStream, Outcome
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.sample_counts import SampleCounts
-from raypo.types import Prompt
+from raypo.types import Prompt, ScoredRollout
 
 
 @dataclass
@@ -38,9 +39,69 @@ class PromptSource:
         """Return the counts of the step that took this batch (`SampleCounts.of_step`)."""
         return self.sample_counts.of_step(batch)
 
-    def position(self) -> dict[str, Any]:
-        """Return the position of the stream, for a checkpoint."""
-        return self.stream.state_dict()
+    @property
+    def drawn(self) -> int:
+        """Index of the next draw."""
+        return self.stream.state_dict()["position"]
+
+    @property
+    def curriculum(self) -> CurriculumStream | None:
+        """The stream, if it chooses prompts by their pass rates."""
+        return self.stream if isinstance(self.stream, CurriculumStream) else None
+
+    def outcomes(self, scored: Sequence[ScoredRollout], workers: Workers) -> dict[int, Outcome]:
+        """Return all workers' outcomes by draw, for `learn`; empty without a curriculum.
+
+        Args:
+            scored: This worker's samples of some draws. All samples of a draw lie on one worker.
+            workers: All workers, which call it together.
+        """
+        if self.curriculum is None:
+            return {}
+        shares = workers.gather(self.curriculum.outcomes(scored))
+        return {draw: outcome for share in shares for draw, outcome in share.items()}
+
+    def learn(self, outcomes: Mapping[int, Outcome], *, until: int | None = None) -> None:
+        """Tell the curriculum, if there is one, the outcomes of all draws before `until`.
+
+        Args:
+            outcomes: All workers' outcomes by draw.
+            until: The first draw that has no outcome yet. None means the next draw.
+        """
+        if self.curriculum:
+            self.curriculum.learn(outcomes, self.drawn if until is None else until)
+
+    def pass_rates(self, batch: Collected, workers: Workers) -> dict[str, float]:
+        """Return metrics of the curriculum after a step; empty without one.
+
+        Args:
+            batch: This worker's rollouts of the step.
+            workers: All workers, which call it together.
+        """
+        return self.settled(self.drawn) | self.step_pass_rate(batch, workers)
+
+    def settled(self, draw: int) -> dict[str, float]:
+        """Return the curriculum's metrics of the draws before this one, the first after a step."""
+        return self.curriculum.settled(draw) if self.curriculum else {}
+
+    def step_pass_rate(self, batch: Collected, workers: Workers) -> dict[str, float]:
+        """Return the pass rate of a step's samples, if there is a curriculum (`pass_rates`)."""
+        if self.curriculum is None:
+            return {}
+        outcomes = self.curriculum.outcomes(batch.scored).values()
+        counts = sum(each.passed for each in outcomes), sum(each.failed for each in outcomes)
+        passed, failed = workers.sum(as_tensor(*counts)).tolist()
+        return {"curriculum/step_pass_rate": passed / (passed + failed)} if passed + failed else {}
+
+    def position(self, at: int | None = None) -> dict[str, Any]:
+        """Return the position of the stream, for a checkpoint.
+
+        Args:
+            at: The first draw after the position. None means the next draw.
+        """
+        if self.curriculum:
+            return self.curriculum.state_dict(self.drawn if at is None else at)
+        return self.stream.state_dict() | ({} if at is None else {"position": at})
 
     def load_state_dict(self, state: Mapping[str, Any], workers: Workers) -> None:
         """Restore the position from a checkpoint's state."""

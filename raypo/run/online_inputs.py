@@ -24,6 +24,7 @@ from raypo.rewards.labels import label_checks
 from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampling
+from raypo.rollout.curriculum import CurriculumStream, few_draws_note
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.prompt_source import PromptSource
 from raypo.run.run import Run
@@ -83,6 +84,17 @@ class OnlineInputs:
         attempt = run.workers.broadcast(uuid.uuid4().hex)
         mix = mix_of(config.data, loaded.sizes, per_step)
         stream = ShuffledStream(loaded.prompts, seed=config.seed, mix=mix)
+        if curriculum := config.curriculum:
+            stream = CurriculumStream(
+                loaded.prompts,
+                curriculum,
+                seed=config.seed,
+                block=per_step,
+                mix=mix,
+                lag=config.draws_in_flight,
+            )
+            if note := few_draws_note(len(loaded.prompts), config.num_steps * per_step):
+                run.tell.message(note)
         return cls(
             tokenizer=tokenizer,
             prompts=loaded.prompts,

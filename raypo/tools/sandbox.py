@@ -46,6 +46,16 @@ class Ran:
     """True if output was truncated."""
 
 
+def text_for_model(ran: Ran, time_limit_s: float) -> str:
+    """Return a result as a text for the model."""
+    output = ran.output + ("\n... (cut)" if ran.is_cut else "")
+    if ran.exit_code is None:
+        return f"{output}\nended after {time_limit_s:g} s: the time limit".lstrip()
+    if ran.exit_code < 0:
+        return f"{output}\nended by {signal.Signals(-ran.exit_code).name}".lstrip()
+    return output or "(it printed nothing)"
+
+
 LOOK_EVERY_S = 0.02
 _turns: dict[int, threading.BoundedSemaphore] = {}
 """Maps a concurrency limit to the semaphore of this process. All sandboxes share it, because each
@@ -112,13 +122,7 @@ class PythonSandbox:
         Args:
             code: The program. Print what you want to see.
         """
-        ran = await self.run(code)
-        output = ran.output + ("\n... (cut)" if ran.is_cut else "")
-        if ran.exit_code is None:
-            return f"{output}\nended after {self._time_limit_s:g} s: the time limit".lstrip()
-        if ran.exit_code < 0:
-            return f"{output}\nended by {signal.Signals(-ran.exit_code).name}".lstrip()
-        return output or "(it printed nothing)"
+        return text_for_model(await self.run(code), self._time_limit_s)
 
     async def run(self, code: str) -> Ran:
         """Run a program until it ends, times out, or the caller is cancelled.

@@ -114,6 +114,10 @@ def read_arguments(
         recipe = kind.model_fields["recipe"].default
         values.setdefault("name", f"{Path(path).name or 'model'}-{recipe}")
     is_built = config is None or isinstance(config, Mapping)
+    for name, key in (("model", "model.policy"), ("train_dataset", "data.prompts")):
+        section, _, last = key.partition(".")
+        if is_built and last not in (values.get(section) or {}):
+            raise ConfigError(f"{name} (None): is needed. Give {name}, or {key} in args.")
     made = kind.parse(values, origin=origin)
     return Given(made, reward_fn, callbacks, rows, models, is_built)
 

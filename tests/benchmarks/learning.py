@@ -1,7 +1,8 @@
-"""How well policies learn, on several seeds of the quickstart: sampling ahead against sync, and the
-recipes beside each other.
+"""How well policies learn, on several seeds of the quickstart: sampling ahead against sync, the
+recipes beside each other, and Muon beside AdamW at the same learning rates.
 
-    python -m tests.benchmarks.learning modes|constant_rate|recipes [--seeds 0 1 2] [--only none]
+    python -m tests.benchmarks.learning modes|constant_rate|recipes|optimizers
+        [--seeds 0 1 2] [--only none]
 
 Every run starts from its seed's SFT policy, and is judged by the verifier on 256 held-out prompts,
 four samples each. Runs that are finished are not run again. Prints a table.
@@ -109,6 +110,15 @@ def run_recipes(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
     yield "distillation", pipeline.runs / told.name
 
 
+def run_optimizers(pipeline: Pipeline, only: str) -> Iterator[tuple[str, Path]]:
+    """The demo's PPO with each optimizer, the same steps and learning rates."""
+    for name in ("adamw", "muon"):
+        if only in name:
+            keys = {"name": folder_of(name), "learner.optimizer": name}
+            fit(PPOTrainer(pipeline.ppo_config(**keys)))
+            yield name, pipeline.runs / folder_of(name)
+
+
 def folder_of(name: str) -> str:
     return "learning-" + name.replace(", ", "-").replace(" ", "-").replace("'", "")
 
@@ -139,7 +149,12 @@ def staleness(folder: Path) -> str:
     return f"{mean(row['rollout/staleness_mean'] for row in rows):.1f}"
 
 
-KINDS = {"modes": run_modes, "constant_rate": run_constant_rate, "recipes": run_recipes}
+KINDS = {
+    "modes": run_modes,
+    "constant_rate": run_constant_rate,
+    "recipes": run_recipes,
+    "optimizers": run_optimizers,
+}
 
 
 def main() -> None:

@@ -26,11 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypo.config import EngineSection, RolloutSection
 from raypo.data.stream import Draw
+from raypo.deployment.handle import local_handle
 from raypo.models.loading import vocabulary_size
 from raypo.rollout.collect import Sampler, Sampling, request_of
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.session import Session
-from raypo.rollout.standalone_evaluation import LocalEngine
+from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 from raypo.types import Prompt, Rollout
@@ -202,14 +203,14 @@ def test_going_on_by_oneself(engine: Engine, folder: str, delay_s: float):
     keys = {"environment_args": {"delay_s": delay_s}, "max_new_tokens": 16}
     seconds: dict[str, list[float]] = {"in_step": [], "continuous": []}
     waited: dict[str, list[float]] = {way: [] for way in seconds}
-    seeds = itertools.count()
+    seeds, local = itertools.count(), EngineClient(local_handle(engine))
     rollouts: list[Rollout] = []
     for _ in range(ROUNDS + 1):
         for way in seconds:
             with closing(episodes(folder, "Ragged", turns=way, **keys)) as played:
                 sampling = Sampling(4, 16, 1.0, 1.0, (), next(seeds), episodes=played)
                 begin = time.perf_counter()
-                rollouts = Sampler(LocalEngine(engine), None, sampling).sample(prompts)  # pyright: ignore
+                rollouts = Sampler(local, None, sampling).sample(prompts)  # pyright: ignore
                 seconds[way].append(time.perf_counter() - begin)
                 waited[way].append(played.waited_s())
             assert all(each.episode and each.episode.error is None for each in rollouts)

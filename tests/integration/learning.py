@@ -50,6 +50,7 @@ def learner(
     rate: float = LR,
     workers: Workers | None = None,
     deepspeed: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
     **section: Any,
 ) -> Learner:
     """Two epochs of PPO with a critic; `section` are further keys of `model`."""
@@ -61,10 +62,10 @@ def learner(
             policy_lr=rate,
             critic_lr=LR,
             lr_schedule="cosine",  # the first step has the whole rate
-            max_grad_norm=MAX_NORM,
             max_tokens_per_microbatch=microbatch,
             max_skipped_updates=1,
             deepspeed=dict(deepspeed or {}),
+            **(optimizer or {"max_grad_norm": MAX_NORM}),
         ),
         temperature=1.0,
         max_new_tokens=T,

@@ -241,6 +241,12 @@ def test_a_seed_gives_its_response_in_any_batch(served: Pair) -> None:
             np.testing.assert_allclose(mine.log_probs, theirs.log_probs, atol=1e-4)
 
 
+def test_without_seeds_samples_of_one_prompt_differ_and_do_not_repeat(served: Pair) -> None:
+    same = [replace(requests(1)[0], seed=None)] * 4
+    first, second = served.engine.generate(same), served.engine.generate(same)
+    assert len({tuple(each.token_ids) for each in first + second}) == 8
+
+
 def test_seeded_prompts_may_have_more_tokens_than_a_step_of_vllm_takes(served: Pair) -> None:
     prompts = np.random.default_rng(0).integers(3, 60, (30, 390)).astype(np.int32)  # 11,700 > 4096
     many = [

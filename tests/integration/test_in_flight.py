@@ -5,7 +5,6 @@ The weights have other versions and the same values, so that all lengths are of 
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +18,16 @@ from scipy.stats import ks_2samp
 from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
-from raypo.concurrency import background_future
 from raypo.config import EngineSection, FilterSection, InFlight, RewardSection
 from raypo.data.stream import Draw, ShuffledStream
+from raypo.deployment.handle import local_handle
 from raypo.metrics.clock import Clock
 from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.collect import Sampler, Sampling, next_draws
 from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.prompt_source import PromptSource
-from raypo.serving import client
+from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout, ScoredRollout
@@ -58,25 +57,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @dataclass
-class Here(client.Engines):
-    """The engine of this process, asked as a deployment's is."""
-
-    engine: Engine
-
-    def submit(
-        self, requests: Sequence[SamplingRequest], on_completion: client.OnCompletion | None = None
-    ) -> client.Completions:
-        async def answers() -> list[Completion]:
-            futures = await asyncio.to_thread(self.engine.submit, requests)
-            return await asyncio.gather(*map(asyncio.wrap_future, futures))
-
-        return background_future(answers())
-
-    def per_engine(self) -> list[Here]:
-        return [self]
-
-
-@dataclass
 class Run:
     """A loop whose update changes no weight, and whose pushes come while the engine samples."""
 
@@ -90,7 +70,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.pushes = Pushes()
-        self.engines = EnginesInFlight(Here(self.pair.engine), self.pushes)
+        self.engines = EnginesInFlight(EngineClient(local_handle(self.pair.engine)), self.pushes)
         self.ahead = AsyncRollouts(
             PromptSource(ShuffledStream(PROMPTS, seed=1), SAMPLES),
             self._scored,
@@ -168,7 +148,7 @@ def undisturbed(pair: Pair) -> list[int]:
     pair.engine.load_weights(pair.push())
     draws = next_draws(ShuffledStream(PROMPTS, seed=1), STEPS * PROMPTS_PER_STEP, Workers())
     other = Sampling(SAMPLES, LONGEST, 1.0, 1.0, (END,), seed=4)
-    engines = EnginesInFlight(Here(pair.engine), Pushes())
+    engines = EnginesInFlight(EngineClient(local_handle(pair.engine)), Pushes())
     return lengths(Sampler(engines, Lossy(), other).sample(draws))
 
 

@@ -1,10 +1,13 @@
 """Data sets of Ray Data as rows of a trainer: the same files as from a list of dicts."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ray.data
 
@@ -48,18 +51,27 @@ def test_a_data_set_is_written_in_the_order_of_its_blocks(values: dict[str, Any]
     assert rows.context.execution_options.preserve_order is False
 
 
-def test_messages_in_blocks_of_pandas_and_files_of_parquet(values: dict[str, Any], tmp_path: Path):
+def test_messages_in_blocks_of_pandas_are_written_as_messages(values: dict[str, Any]):
     rows = ray.data.from_items(ROWS, override_num_blocks=3).map_batches(
         as_messages, batch_format="pandas"
     )
-    values = values | {"data": {"messages_key": "messages", "max_response_tokens": 99}}
-    values["eval"] = {}
+    data = {"messages_key": "messages", "max_prompt_tokens": 16, "max_response_tokens": 16}
+    made = SFTTrainer(values | {"data": data, "eval": {}}, train_dataset=rows).config
+    lines = Path(str(made.data.prompts[0])).read_text().splitlines()
+    said = [[each["content"] for each in json.loads(line)["messages"]] for line in lines]
+    assert said == [[row["prompt"], row["response"]] for row in ROWS]
+
+
+def test_files_of_parquet_are_read_in_the_order_of_their_names(
+    values: dict[str, Any], tmp_path: Path
+):
+    for number in (2, 0, 3, 1):
+        table = pa.Table.from_pylist(ROWS[10 * number : 10 * number + 10])
+        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=4)
+    rows = ray.data.read_parquet(str(tmp_path)).map(slow_at_first)
     made = SFTTrainer(values, train_dataset=rows).config
-    rows.write_parquet(str(tmp_path / "rows"))
-    again = SFTTrainer(values, train_dataset=ray.data.read_parquet(str(tmp_path / "rows"))).config
-    first = Path(str(made.data.prompts[0])).read_text().splitlines()
-    assert len(first) == len(ROWS)
-    assert sorted(Path(str(again.data.prompts[0])).read_text().splitlines()) == sorted(first)
+    same = SFTTrainer(values, train_dataset=ROWS).config
+    assert made.data.prompts == same.data.prompts
 
 
 def test_a_data_set_that_does_not_fit_the_recipe_is_refused(values: dict[str, Any]):

@@ -1,6 +1,7 @@
 """`raypo serve-reward` with a sequence classifier, asked over its port."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_a_served_model_scores_texts_as_transformers_does(model: Path) -> None:
         line = server.stdout.readline()
         assert "set reward.url to " in line, server.communicate()[1]
         url = line.split("set reward.url to ")[1].strip()
-        limits = {"max_concurrent": 2, "timeout_s": 60, "max_attempts": 2}
+        limits: dict[str, Any] = {"max_concurrent": 2, "timeout_s": 60, "max_attempts": 2}
         reward = RemoteReward(JsonServers([url], token=None, **limits), batch_size=2)
         scores = score(reward, rollouts)
     finally:

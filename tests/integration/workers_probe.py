@@ -74,7 +74,12 @@ def scored_rollouts() -> list[ScoredRollout]:
 
 
 def new_learner(
-    model: str, dtype: str, stage: int, roles: Roles, zero: dict[str, Any] | None = None
+    model: str,
+    dtype: str,
+    stage: int,
+    roles: Roles,
+    zero: dict[str, Any] | None = None,
+    section: dict[str, Any] | None = None,
 ) -> Learner:
     return Learner(
         ModelSection.model_validate({"policy": model, "dtype": dtype}),
@@ -89,6 +94,7 @@ def new_learner(
                 "deepspeed": {
                     "zero_optimization": {"stage3_param_persistence_threshold": 0, **(zero or {})}
                 },
+                **(section or {}),
             }
         ),
         temperature=1.0,
@@ -194,7 +200,7 @@ def main() -> None:
     roles = Roles.of(workers, task["critic_workers"])
     results = {}
     for dtype, stage in task["cases"]:
-        case = (task["model"], dtype, stage, roles)
+        case = (task["model"], dtype, stage, roles, None, task["learner"])
         before = held_bytes()
         learner = new_learner(*case)
         off_and_back(learner)
@@ -219,7 +225,7 @@ def main() -> None:
         directory = Path(task["checkpoints"]) / name
         while not (directory / "complete").exists():
             time.sleep(0.1)
-        learner = new_learner(task["model"], dtype, stage, roles)
+        learner = new_learner(task["model"], dtype, stage, roles, None, task["learner"])
         learner.restore(directory)
         results[name] = one_step(learner, roles, step=2)
     team = cache(lambda critic_workers: Roles.of(workers, critic_workers))

@@ -57,3 +57,21 @@ def test_a_run_that_was_stopped_and_lengthened_is_the_one_that_never_was(
     rows, ended = run(task, "longer")
     assert ended == {"status": "finished", "step": 4}
     assert numbers(rows) == numbers(first.metrics)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+def test_a_curriculum_goes_on_with_the_prompts_of_the_run_that_was_never_stopped(
+    task: Path, mode: str
+):
+    keys = {"data.curriculum": {"pass_score": 0.2, "memory": 0.5}, "num_steps": 6}
+    if mode != "sync":
+        keys |= {"rollout.mode": mode, "placement.mode": {"engine": "dedicated"}}
+    whole, _ = run(task, f"whole-{mode}", **keys)
+    run(task, f"halves-{mode}", **keys | {"num_steps": 2})
+    rows, ended = run(task, f"halves-{mode}", **keys)
+    assert ended == {"status": "finished", "step": 6}
+    assert numbers(rows) == numbers(whole)
+    assert 0 < rows[0]["curriculum/seen_fraction"] < rows[-1]["curriculum/seen_fraction"]
+    folders = [task.parent / "runs" / f"{name}-{mode}" for name in ("whole", "halves")]
+    weights = [(each / "policy" / "model.safetensors").read_bytes() for each in folders]
+    assert weights[0] == weights[1]

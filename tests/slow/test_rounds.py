@@ -96,3 +96,31 @@ def test_each_source_has_a_teacher_of_its_own(folder: Path):
         (figures,) = read_metrics(folder / "runs" / values["name"])
         losses.append(figures["train/loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_policy_teaches_itself_and_goes_on_to_the_same_numbers(folder: Path):
+    """With its start as the teacher in a deployment, the first round learns the same."""
+
+    def distillation(name: str, **changes: Any) -> list[dict[str, Any]]:
+        values = rounds_values(folder, "distillation") | {"name": name, "num_steps": 2} | changes
+        values["model"] |= changes.get("model", {})
+        hint = f"{folder}/hints.py:hint"
+        values |= {"distillation": {"top_k": 20, "teacher_prompt": hint}}
+        DistillationTrainer(DistillationConfig.parse(values)).fit()
+        return read_metrics(folder / "runs" / name)
+
+    (folder / "hints.py").write_text(
+        "def hint(samples):\n"
+        "    return [None if s.score > 0.9 else '1234 ' + s.rollout.prompt for s in samples]\n"
+    )
+    whole = distillation("itself")
+    assert all(0 < row["selection/responses"] <= 16 * 4 for row in whole)
+    assert all(row["train/loss"] > 0 for row in whole)
+    policy = rounds_values(folder, "distillation")["model"]["policy"]
+    deployed = distillation("deployed", model={"policy": policy, "teacher": policy})
+    assert whole[0]["train/loss"] == pytest.approx(deployed[0]["train/loss"], rel=1e-4)
+    assert whole[1]["train/loss"] != pytest.approx(deployed[1]["train/loss"], rel=1e-4)
+    distillation("halves", num_steps=1)
+    assert numbers(distillation("halves")) == numbers(whole)
+    workers = distillation("shares", learner={"num_workers": 2, "zero_stage": 3})
+    assert workers[0]["train/loss"] == pytest.approx(whole[0]["train/loss"], rel=1e-3)

@@ -257,6 +257,29 @@ def test_what_is_longer_than_the_positions_is_refused(here: Path):
     assert "model.reference (other) has positions for 300 tokens. Lower the two by 20 toge" in told
 
 
+@pytest.mark.parametrize("teacher", ["other", None])
+def test_a_teachers_prompt_is_within_the_positions_of_who_reads_it(here: Path, teacher: Any):
+    shown = {"teacher_prompt": "solution", "max_teacher_prompt_tokens": 449}
+    data = {"prompts": "rows.jsonl", "label_key": "response"}
+    keys: dict[str, Any] = {"data": data, "distillation": shown}
+    told = refusal(config_of("distillation", model={"teacher": teacher}, **keys))
+    name = "model.teacher (other)" if teacher else "model.policy (policy)"
+    assert told == (
+        f"distillation.max_teacher_prompt_tokens + rollout.max_new_tokens (513): {name} has "
+        f"positions for 512 tokens. Lower the two by 1 together."
+    )
+    shown["max_teacher_prompt_tokens"] = 448
+    check_inputs(
+        config_of("distillation", model={"teacher": teacher}, **keys), on_this_machine=False
+    )
+
+
+def test_a_success_that_a_teacher_is_shown_is_judged(here: Path):
+    shown = {"teacher_prompt": "success", "max_teacher_prompt_tokens": 100}
+    told = refusal(config_of("distillation", distillation=shown))
+    assert told.startswith("distillation.teacher_prompt (success): shows a sample that passes")
+
+
 def test_a_reward_model_that_reads_the_policys_ids_has_positions_for_them(here: Path):
     with_values(here / "reward", max_position_embeddings=300)
     told = refusal(config_of("ppo", model={"reward": "reward"}))

@@ -226,7 +226,11 @@ def test_more_workers_than_cores_are_refused_with_the_sum(values: dict):
     values["learner"] = {"num_workers": 2, "cpus_per_worker": cores}
     text = refusal(values)
     assert f"2 learner workers need {2 * cores} CPU cores, this machine has {cores}" in text
-    values["learner"]["num_workers"] = [1, 2]  # one is enough for an elastic run
+    # One worker is enough for an elastic run.
+    values["learner"] = {
+        "num_workers": [1, 2],
+        "cpus_per_worker": cores,
+    }
     for lost, notes in ((0, 1), (-1, 0)):
         told = check_inputs(PPOConfig.parse(values | {"max_failures": lost}))
         assert sum("max_failures, which is 0" in note for note in told) == notes

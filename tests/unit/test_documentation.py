@@ -1,5 +1,6 @@
 """README and docs agree with the program; what they tell a user to run is run in other tiers."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -61,6 +62,18 @@ def test_the_tables_of_other_projects_keys_are_what_the_config_says():
 def test_every_block_is_of_a_language_that_a_test_knows():
     for block in blocks():
         assert block.language in LANGUAGES, f"{block.where}: name one of {LANGUAGES}"
+
+
+def test_the_notebook_is_stored_without_outputs_and_its_links_lead_somewhere():
+    """A slow test runs it."""
+    file = REPOSITORY / "examples/notebook/first_run.ipynb"
+    cells = json.loads(file.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    text = "".join("".join(cell["source"]) for cell in cells if cell not in code)
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert links
+    assert all((file.parent / link).exists() for link in links)
 
 
 def test_bash_blocks_are_bash():

@@ -262,7 +262,7 @@ def test_reward_functions_by_import_path_are_imported_by_each_process(policy: st
 def test_other_weights_of_the_same_functions_are_noticed(policy: str):
     def recorded(weights: list[float]) -> Any:
         made = grpo(policy, reward_funcs=[exact, short], reward_weights=weights)
-        return inputs_of(made.config, made._given_functions)["reward.function"]
+        return inputs_of(made.config, made.given_functions)["reward.function"]
 
     assert recorded([1, 1]) == recorded([1.0, 1.0])
     assert recorded([1, 1]) != recorded([1, 2])
@@ -340,6 +340,12 @@ def test_habits_of_hugging_face_get_the_counterpart(policy: str):
         "GRPOTrainer (4 positional arguments): only the config may have no name. Write model=..., "
         "reward_funcs=..., args=..., train_dataset=..."
     )
+
+
+def test_a_model_and_data_are_asked_for_by_the_names_of_the_arguments(policy: str):
+    said = refusal(lambda: GRPOTrainer(model=policy, reward_funcs=exact))
+    assert said == "train_dataset (None): is needed. Give train_dataset, or data.prompts in args."
+    assert refusal(lambda: SFTTrainer({"data.prompts": "x"})).startswith("model (None): is needed")
 
 
 def test_a_function_of_python_is_read_too(policy: str):

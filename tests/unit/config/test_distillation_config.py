@@ -21,7 +21,33 @@ def parsed(**changes: object) -> DistillationConfig:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"model": {"policy": "student"}}, "model.teacher"),
+        ({"model": {"policy": "student"}}, "model.teacher .None.: a policy learns nothing from"),
+        ({"distillation": {"teacher_prompt": "solution"}}, "Set data.label_key"),
+        (
+            {"distillation": {"teacher_prompt": "success"}, "rollout": {"samples_per_prompt": 1}},
+            "rollout.samples_per_prompt to 2",
+        ),
+        ({"distillation": {"teacher_prompt": "other"}}, "distillation.teacher_prompt"),
+        (
+            TEXTS | {"distillation": {"teacher_prompt": "a.py:f", "on_policy_fraction": 0.5}},
+            "is for samples of the policy. Set it to 1",
+        ),
+        (
+            {
+                "data": {"prompts": "p", "tools_key": "tools"},
+                "distillation": {"teacher_prompt": "a.py:f"},
+            },
+            "data.tools_key .tools.",
+        ),
+        (
+            {
+                "model": {"policy": "student"},
+                "distillation": {"teacher_prompt": "a.py:f"},
+                "learner": {"max_tokens_per_microbatch": 600},
+            },
+            "max_tokens_per_microbatch to at least 1088",
+        ),
+        ({"distillation": {"max_teacher_prompt_tokens": 9}}, "max_teacher_prompt_tokens"),
         (
             {"model": VALUES["model"] | {"reference": "r"}},
             "model.reference: there is no such key. This recipe has no reference model. Remove it.",
@@ -139,3 +165,13 @@ def test_iterative_dpo_reads_the_reference_model_only_if_it_compares_with_the_st
         IterativeDPOConfig.parse(values)
     config = IterativeDPOConfig.parse(values | {"iterative_dpo": {"reference": "start"}})
     assert config.references == {"reference": "other"}
+
+
+def test_a_policy_that_teaches_itself_needs_no_deployment():
+    config = parsed(model={"policy": "p"}, distillation={"teacher_prompt": "success"})
+    assert config.references == {}
+    assert config.reference is None
+    assert config.own_functions == {}
+    named = parsed(distillation={"teacher_prompt": "hints.py:hint"})
+    assert named.own_functions == {"distillation.teacher_prompt": "hints.py:hint"}
+    assert named.references == {"reference": "teacher"}

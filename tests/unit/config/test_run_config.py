@@ -12,6 +12,7 @@ from raypo.config import (
     ConfigError,
     EvalSection,
     PPOConfig,
+    SFTConfig,
     SourceEntry,
     flatten,
     load_run_config,
@@ -537,3 +538,49 @@ def test_a_warm_up_of_a_critic_that_is_trained_alone_is_measured_by_its_own_step
     alone = {"num_steps": 9, "ppo__critic_warmup_steps": 9, "learner__save_critic": True}
     PPOConfig.parse(with_keys(**alone, learner__lr_warmup_steps=8))
     assert "in 9 steps (num_steps)" in refused(**alone, learner__lr_warmup_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"),
+    [
+        ({}, 0),
+        ({"rollout__mode": "one_step_off"}, 0),
+        ({"rollout__mode": "async", "rollout__max_staleness": 2}, 3),
+        ({"ppo__filter__enabled": True, "rollout__samples_per_prompt": 4}, 1),
+    ],
+)
+def test_a_curriculum_waits_for_the_steps_that_may_still_be_sampled(keys: dict, steps: int):
+    if "rollout__mode" in keys:
+        keys = keys | {"placement__mode": {"engine": "dedicated"}}
+    config = PPOConfig.parse(with_keys(rollout__prompts_per_step=8, ppo__minibatch_size=4, **keys))
+    assert config.draws_in_flight == 8 * steps
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"learner__max_grad_norm": 0.5}, "learner.max_grad_norm (0.5): has no effect"),
+        ({"model__lora": {}}, "learner.optimizer (muon): updates whole matrices"),
+        ({"learner__critic_workers": 1}, "learner.critic_workers (1): is not supported"),
+        (
+            {
+                "learner__deepspeed": {
+                    "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "stage": 2}
+                }
+            },
+            "learner.deepspeed.zero_optimization.offload_optimizer",
+        ),
+    ],
+)
+def test_what_muon_cannot_have_is_refused(keys: dict, words: str):
+    assert PPOConfig.parse(with_keys(learner__optimizer="muon")).learner.optimizer == "muon"
+    assert words in refused(learner__optimizer="muon", **keys)
+
+
+def test_a_curriculum_is_off_has_bounds_and_is_a_key_of_ppo():
+    assert PPOConfig.parse(with_keys()).curriculum is None
+    assert_refused("data.curriculum.target", 1.0)
+    assert_refused("data.curriculum.memory", 1.5)
+    sft = with_keys(data__curriculum={}, data__response_key="answer")
+    with pytest.raises(ConfigError, match=r"data\.curriculum"):
+        SFTConfig.parse(sft)

@@ -1,6 +1,7 @@
 """Conversations of several turns: which tokens are learned, by the template or by its prefixes."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def tokenizer(tmp_path):
     return AutoTokenizer.from_pretrained(tiny_tokenizer(tmp_path / "tokenizer"))
 
 
-def loaded(tmp_path, tokenizer, *rows: Any, **keys: Any) -> list[Example]:
+def loaded(tmp_path, tokenizer, *rows: Any, **keys: Any) -> Sequence[Example]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     values = {"prompts": str(path), "messages_key": "messages"} | keys

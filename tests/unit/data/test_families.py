@@ -1,6 +1,7 @@
 """Responses of the models that people have: one end, learned, whatever template and file."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def name(request):
     return request.param
 
 
-def examples(tmp_path: Path, tokenizers, name, *rows: Any, **keys: Any) -> list[Example]:
+def examples(tmp_path: Path, tokenizers, name, *rows: Any, **keys: Any) -> Sequence[Example]:
     path = write(tmp_path / f"rows{keys.pop('kind', '.jsonl')}", list(rows))
     section = ResponsesSection.model_validate({"prompts": path} | keys)
     tokenizer = tokenizers[name]

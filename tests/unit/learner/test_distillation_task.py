@@ -1,6 +1,7 @@
 """What a policy learns from a teacher: divergences by hand, whatever the cut and the chunks."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,3 +89,39 @@ def test_the_shortest_example_takes_part_in_a_pass():
     task = DistillationTask(deepcopy(tiny_llama()), DistillationSection(), vocabulary=VOCABULARY)
     loss, _ = task.loss(task.module, [task.blank], "cpu")
     assert bool(torch.isfinite(loss))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_self_distillation_is_the_divergence_from_the_policy_that_reads_more(kind):
+    """SDPO, eq. of the loss: KL(pi(. | x, y<t) || sg pi(. | x, f, y<t)), in float64 by hand."""
+    section = DistillationSection(divergence=kind, top_k=None)
+    task = DistillationTask(deepcopy(tiny_llama()), section, vocabulary=VOCABULARY)
+    shown = np.array([9, 8, 7, 1], np.int32)
+    items = taught(1)
+    read = [replace(item, prompt_ids=np.append(shown, item.prompt_ids)) for item in items]
+    with torch.no_grad():
+        opinions = task.top_log_probs(task.module, read, "cpu")
+    known = [
+        replace(item, teacher_log_probs=log_probs, teacher_ids=ids)
+        for item, (log_probs, ids) in zip(items, opinions, strict=True)
+    ]
+    total, _ = task.loss(task.module, known, "cpu")
+    total.backward()
+
+    exact = deepcopy(tiny_llama()).double()
+    by_hand = torch.zeros((), dtype=torch.float64)
+    for item, behind in zip(items, read, strict=True):
+        student, teacher = (
+            exact(torch.from_numpy(np.concatenate([prompt, item.response_ids])).long()[None])
+            .logits[0, len(prompt) - 1 : -1]
+            .log_softmax(-1)
+            for prompt in (item.prompt_ids, behind.prompt_ids)
+        )
+        one, other = (teacher, student) if kind == "forward_kl" else (student, teacher)
+        one, other = (each.detach() if each is teacher else each for each in (one, other))
+        by_hand = by_hand + (one.exp() * (one - other)).sum()
+    by_hand.backward()
+    assert total.item() == pytest.approx(by_hand.item(), rel=1e-5)
+    assert total.item() > 0.01
+    for mine, theirs in zip(task.module.model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)

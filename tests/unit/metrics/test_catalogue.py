@@ -30,3 +30,10 @@ def test_what_a_run_is_judged_by_is_documented():
     assert HEADLINES[0].name == "eval/score_mean"
     shown = {name for name, metric in METRICS.items() if metric.sign or metric.line}
     assert shown - {"time/step_s"} <= MEANINGS.keys()
+
+
+def test_the_pass_rates_of_a_curriculum_are_one_plot_with_short_labels():
+    (plot,) = [plot for plot in PLOTS["Learning"] if plot.title == "Pass rates of the prompts"]
+    names = [f"curriculum/pass_rate_p{share}" for share in (10, 50, 90)]
+    known = [*names, "curriculum/step_pass_rate", "curriculum/seen_fraction", "eval/score_mean"]
+    assert list(plot.lines(known).values()) == ["p10", "p50", "p90", "step"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raypo.collectives import Workers
 from raypo.config import KLSection, PPOSection
-from raypo.config.ppo_section import CovarianceSection
+from raypo.config.ppo_subsections import CovarianceSection
 from raypo.ppo.losses import AGGREGATIONS, explained_variance, policy_loss, value_loss
 from raypo.ppo.objective import StepCounts, policy_objective, value_objective
 from raypo.ppo.surrogates import SURROGATES

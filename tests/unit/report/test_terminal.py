@@ -126,12 +126,13 @@ def test_samples_before_and_after_show_changed_ones_first_and_turns_apart(tmp_pa
     files.write_rollouts(0, rollout_table(rows), held_out=True)
     later = [dict(row) for row in rows]
     later[7] |= {"response": "other"}
+    later[6] |= {"response": "better", "score": rows[6]["score"] + 1}
     later[5] |= {"response": "abc", "episode": episode()["episode"], "turn_index": [0, -1, 1]}
     later[5] |= {"response_ids": [1, 4, 2], "response_mask": [True, False, True]}
     files.write_rollouts(4, rollout_table(later), held_out=True)
     section = Section("")
     before_and_after_texts(section, files)
     (table,) = (part for part in section.blocks if isinstance(part, Table))
-    assert [row[0] for row in table.rows[:2]] == ["held out 5", "held out 7"]
-    assert table.rows[0][4] == f"{WORDS[1]}\n< {WORDS[4]}\n{WORDS[2]}"
+    assert [row[0] for row in table.rows[:3]] == [f"held out {n}" for n in (6, 5, 7)]
+    assert table.rows[1][4] == f"{WORDS[1]}\n< {WORDS[4]}\n{WORDS[2]}"
     assert len(table.rows) == 6

@@ -1,10 +1,12 @@
 """Rollouts ahead of the update: the bound holds, no prompt is lost or overtaken, resumes repeat."""
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypo.collectives import Workers
-from raypo.config import FilterSection, RewardSection
+from raypo.config import CurriculumSection, FilterSection, RewardSection
 from raypo.data.stream import Draw, ShuffledStream
 from raypo.metrics.clock import Clock
 from raypo.rollout.async_rollouts import AsyncRollouts
+from raypo.rollout.curriculum import CurriculumStream
 from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sample_counts import sample_count_metrics
@@ -39,9 +42,14 @@ class Run:
         workers: Workers | None = None,
         passes: Callable[[int], bool] | None = None,
         max_refills: int = 50,
+        stream: ShuffledStream[Prompt] | None = None,
     ) -> None:
         prompts = [Prompt(i, "p", np.array([5], np.int32)) for i in range(5)]
-        self.stream = ShuffledStream(prompts, seed=3)
+        self.stream = stream or ShuffledStream(prompts, seed=3)
+        self.prompts: dict[int, int] = {}
+        """Index of the prompt of each draw that this worker sampled."""
+        self.rates: list[dict[str, float]] = []
+        """Metrics of the curriculum by step."""
         self.workers = workers or Workers()
         self.ahead = AsyncRollouts(
             PromptSource(self.stream, 2),
@@ -75,6 +83,7 @@ class Run:
         first = self.version
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
+        self.prompts |= {draw.group_index: draw.prompt.index for draw in draws}
         for draw in draws:
             time.sleep(self.sampling_s(draw.group_index))
         clock.lap("time/generate_s")
@@ -118,6 +127,7 @@ class Run:
                 max_staleness=self.max_staleness_trained,
             )
             self.figures.append(collected.metrics | figures)
+            self.rates.append(self.ahead.pass_rates(collected, self.workers))
             time.sleep(update_s)
             self.push(step)
             self.last_step = step
@@ -374,6 +384,97 @@ def test_a_checkpoint_while_batches_are_sampled_rewinds_their_prompts_and_counts
     again = sum(each["rollout/samples_asked_again"] for each in resumed.figures)
     asked = sum(each["rollout/samples_asked"] for each in resumed.figures)
     assert (again, asked) == (8, 2 * PROMPTS_PER_STEP * (resumed.num_steps - 1) - 8)
+
+
+class Curriculum(Run):
+    """A run whose prompts are chosen; a prompt's samples pass by its index, not by its draw."""
+
+    def __init__(self, *, max_staleness: int, has_filter: bool, **arguments: Any) -> None:
+        prompts = [Prompt(i, "p", np.array([5], np.int32)) for i in range(9)]
+        stream = CurriculumStream(
+            prompts,
+            CurriculumSection(memory=0.5),
+            seed=3,
+            block=PROMPTS_PER_STEP,
+            lag=(max_staleness + 1) * PROMPTS_PER_STEP,
+        )
+        passes = (lambda group: self.prompts[group] % 3 > 0) if has_filter else None
+        super().__init__(
+            max_staleness=max_staleness,
+            num_steps=12,
+            passes=passes or (lambda group: self.prompts[group] % 2 > 0),
+            stream=stream,
+            **arguments,
+        )
+        self.filter = FilterSection(enabled=has_filter, max_refills=50)
+
+
+@given(
+    max_staleness=st.integers(0, 3),
+    delays=st.lists(st.sampled_from([0.0, 0.001, 0.004]), min_size=7, max_size=7),
+    has_filter=st.booleans(),
+    update_s=st.sampled_from([0.0, 0.002]),
+)
+@settings(max_examples=15, deadline=None)
+def test_a_curriculum_draws_the_same_prompts_whatever_the_timing(
+    max_staleness: int, delays: list[float], has_filter: bool, update_s: float
+):
+    def go(delay: Callable[[int], float], update_s: float) -> Curriculum:
+        run = Curriculum(max_staleness=max_staleness, has_filter=has_filter, sampling_s=delay)
+        run.go(update_s=update_s)
+        return run
+
+    run, other = go(lambda group: delays[group % 7], update_s), go(lambda group: 0.0, 0.0)
+    assert run.groups() == other.groups()
+    for group in run.groups():
+        assert run.prompts[group] == other.prompts[group]
+    assert run.rates == other.rates
+    assert run.rates[-1]["curriculum/seen_fraction"] > 0.5
+
+
+@pytest.mark.parametrize("has_filter", [False, True])
+@pytest.mark.parametrize("settles", [True, False])
+@pytest.mark.parametrize("killed_after", [1, 5, 8])
+def test_a_resumed_curriculum_draws_what_the_undisturbed_one_draws(
+    tmp_path: Path, settles: bool, killed_after: int, has_filter: bool
+):
+    def new() -> Curriculum:
+        return Curriculum(max_staleness=2, has_filter=has_filter, settles=settles)
+
+    whole = new()
+    whole.go()
+    first = new()
+    first.sampling_s = lambda group: 0.003 * (group % 3)  # so that batches begun are lost
+    first.go(until=killed_after)
+    state = json.loads(json.dumps({"stream": first.ahead.position()}))
+    first.ahead.save(tmp_path, first.workers)
+    first.ahead.close()
+    second = new()
+    second.version = second.last_step = killed_after
+    second.ahead.load_state_dict(state, second.workers)
+    second.ahead.restore(tmp_path, second.workers)
+    second.go()
+    assert first.groups() + second.groups() == whole.groups()
+    drawn = first.prompts | second.prompts
+    assert {group: drawn[group] for group in whole.groups()} == {
+        group: whole.prompts[group] for group in whole.groups()
+    }
+    assert first.rates + second.rates == whole.rates
+    assert_accounts_close(first.figures + second.figures)
+
+
+@pytest.mark.parametrize("has_filter", [False, True])
+def test_two_workers_of_different_speed_draw_what_one_worker_draws(has_filter: bool):
+    def go(workers: Workers) -> tuple[dict[int, int], list[dict[str, float]]]:
+        run = Curriculum(max_staleness=2, has_filter=has_filter, workers=workers)
+        run.sampling_s = lambda group: 0.003 * workers.rank
+        run.go()
+        return run.prompts, run.rates
+
+    ((whole, rates),) = on_workers(1, go)
+    (one, told), (other, others_told) = on_workers(2, go)
+    assert one | other == whole
+    assert told == others_told == rates
 
 
 def two_workers_of_different_speed(workers: Workers, folder: Path) -> tuple[list[int], list[int]]:

@@ -10,9 +10,12 @@ import numpy as np
 from raypo.collectives import Workers
 from raypo.config import DistillationConfig
 from raypo.data.stream import ShuffledStream
+from raypo.learner.distillation_task import DistillationTask
 from raypo.recipes.distillation import DistillationRecipe
-from raypo.types import Example, ScoredRollout
+from raypo.rollout.teacher_prompts import teacher_prompts
+from raypo.types import Example, ScoredRollout, Taught
 from tests.stand_ins import completed
+from tests.unit.learner.plain import on_workers
 from tests.unit.run.test_rejection_sampling import scored
 
 CONFIG = DistillationConfig.parse(
@@ -47,18 +50,31 @@ def text(written: str) -> Example:
     )
 
 
+def made(
+    config: DistillationConfig, *, texts: Any = None, workers: Workers | None = None
+) -> DistillationRecipe:
+    """A recipe without a run's files; its tokenizer knows characters."""
+
+    def tokenizer(texts: Any, **options: Any) -> dict[str, list]:
+        coded = [[ord(c) for c in one] for one in ([texts] if isinstance(texts, str) else texts)]
+        return {"input_ids": coded[0] if isinstance(texts, str) else coded}
+
+    recipe: Any = object.__new__(DistillationRecipe)
+    recipe.run = SimpleNamespace(config=config, workers=workers or Workers())
+    recipe.inputs = SimpleNamespace(tokenizer=tokenizer)
+    recipe.texts, recipe._vocabulary = texts, 300
+    recipe.teacher_prompts = teacher_prompts(config.distillation)
+    return recipe
+
+
 def test_each_teacher_is_asked_about_its_own_sources():
     one, other = Teacher(0), Teacher(1)
     texts = [("a", text("at")), ("b", text("bt")), ("c", text("ct"))]
-    recipe: Any = SimpleNamespace(
-        run=SimpleNamespace(config=CONFIG, workers=Workers()),
-        texts=ShuffledStream(texts, seed=0),
-        _vocabulary=300,
-    )
+    recipe = made(CONFIG, texts=ShuffledStream(texts, seed=0))
     samples = [of_source(0, "a"), of_source(1, "b"), of_source(2, "c"), of_source(3, "b")]
     services: Any = SimpleNamespace(references={"reference_0": one, "reference_1": other})
 
-    found, _ = DistillationRecipe.select(recipe, samples, services, 1)
+    found, _ = recipe.select(samples, services, 1)
 
     assert sorted(one.responses) == ["0.0", "2.0", "at", "ct"]
     assert sorted(other.responses) == ["1.0", "3.0", "bt"]
@@ -67,3 +83,89 @@ def test_each_teacher_is_asked_about_its_own_sources():
         written = bytes(taught.response_ids.astype(np.uint8)).decode()
         assert taught.teacher_ids.max() == (0 if written in one.responses else 1)
         assert taught.teacher_log_probs.shape == (len(written), 1)
+
+
+def shown(teacher: str | None, **section: Any) -> DistillationConfig:
+    return DistillationConfig.parse(
+        {
+            "name": "d",
+            "model": {"policy": "p", "teacher": teacher},
+            "data": {"prompts": "a.jsonl", "label_key": "answer"},
+            "rollout": {"prompts_per_step": 2, "samples_per_prompt": 3},
+            "distillation": {"top_k": 1} | section,
+        }
+    )
+
+
+def written(ids: np.ndarray) -> str:
+    return "".join(map(chr, ids))
+
+
+def test_a_teacher_reads_the_responses_behind_its_own_prompt():
+    recipe = made(shown("one", teacher_prompt="solution"))
+    read: list[str] = []
+
+    class Reads(Teacher):
+        def top_log_probs(self, sequences: list, count: int, vocabulary: int) -> Future[list]:
+            read.extend(written(prompt) for prompt, _ in sequences)
+            return super().top_log_probs(sequences, count, vocabulary)
+
+    services: Any = SimpleNamespace(references={"reference": Reads(4)})
+    samples = [of_source(0, "a"), of_source(1, "a")]
+    found, metrics = recipe.select(samples, services, 1)
+    solved = "A correct solution is:\n\n7\n\n"
+    assert read == [f"{solved}prompt 0", f"{solved}prompt 1"]
+    assert metrics == {"selection/responses": 2.0, "selection/prompts_too_long": 0.0}
+    for taught in found.values():
+        assert taught.prompt_ids.tolist() == [0, 0]  # what the policy learns from
+        assert taught.teacher_ids.max() == 4
+
+
+def test_a_sample_without_a_prompt_for_the_teacher_or_with_a_long_one_is_not_learned():
+    config = shown(None, teacher_prompt="success", max_teacher_prompt_tokens=40)
+    samples = [
+        *(scored(0, number, score) for number, score in enumerate([1.0, 0.0, 0.0])),
+        *(scored(1, number, 0.0) for number in range(3)),  # nobody passes
+        scored(2, 0, 1.0, "a long success"),
+        scored(2, 1, 0.0),
+    ]
+    found, metrics = made(config).select(samples, Any, 1)  # type: ignore[arg-type]
+    assert sorted(found) == [(0, 1), (0, 2)]  # the one that passes has no other to learn from
+    assert metrics == {"selection/responses": 2.0, "selection/prompts_too_long": 1.0}
+    prompt = found[0, 1].teacher_prompt_ids
+    assert prompt is not None
+    assert written(prompt) == "A correct solution is:\n\n0.0\n\nprompt 0"
+
+
+def as_own_teacher(workers: Workers) -> dict[Any, str]:
+    """What each worker is handed of the policy's opinions, each of which is what it read."""
+    recipe = made(shown(None, teacher_prompt="success"), workers=workers)
+    samples = [
+        scored(group, number, float(number == 0), response)
+        for group in range(3)[workers.rank :: workers.count]
+        for number, response in enumerate(["yes", f"no {group}", f"nope {group}"])
+    ]
+    mine, _ = recipe.select(samples, Any, 1)  # type: ignore[arg-type]
+    places = sorted(place for share in workers.gather(list(mine)) for place in share)
+
+    def asked(items: list[Taught], ask: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(each.prompt_ids.astype(np.float32), each.response_ids) for each in items]
+
+    task = object.__new__(DistillationTask)
+    learner: Any = SimpleNamespace(task=task, asked=asked)
+    found = recipe.prepare_items(mine, places, learner, Any)  # type: ignore[arg-type]
+    for where, taught in found.items():
+        assert written(taught.teacher_ids) == written(taught.response_ids)
+        assert taught.prompt_ids.tolist() == [0, 0]
+        assert written(taught.response_ids).endswith(str(where[0]))
+    return {
+        where: written(taught.teacher_log_probs.astype(np.int32)) for where, taught in found.items()
+    }
+
+
+def test_two_workers_ask_the_policy_what_one_asks():
+    (whole,) = on_workers(1, as_own_teacher)
+    one, other = on_workers(2, as_own_teacher)
+    assert len(one) == len(other) == 3
+    assert one | other == whole
+    assert whole[1, 2] == "A correct solution is:\n\nyes\n\nprompt 1"

@@ -27,10 +27,10 @@ class Said(MonitorClient):
         self.messages.append(text)
 
 
-@pytest.mark.parametrize(("num_prompts", "said"), [(3, True), (4, False)])
-def test_prompts_that_repeat_within_a_step_are_announced(
-    tmp_path: Path, num_prompts: int, said: bool
-):
+def loaded(
+    tmp_path: Path, num_prompts: int, **changes: dict[str, Any]
+) -> tuple[OnlineInputs, list[str]]:
+    """What a run loads of so many prompts, four in a step, and what it says of them."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         "".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(num_prompts))
@@ -41,7 +41,10 @@ def test_prompts_that_repeat_within_a_step_are_announced(
         "data": {"prompts": str(prompts)},
         "reward": {"function": "raypo.rewards.verifiers:exact_match"},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 8},
+        "num_steps": 5,
     }
+    for section, keys in changes.items():
+        values[section] |= keys
     tell = Said()
     run = Run(
         PPOConfig.parse(values),
@@ -51,9 +54,30 @@ def test_prompts_that_repeat_within_a_step_are_announced(
         tell,
     )
     with run.at_end:
-        OnlineInputs.load(run)
+        return OnlineInputs.load(run), tell.messages
+
+
+@pytest.mark.parametrize(("num_prompts", "said"), [(3, True), (4, False)])
+def test_prompts_that_repeat_within_a_step_are_announced(
+    tmp_path: Path, num_prompts: int, said: bool
+):
+    _, messages = loaded(tmp_path, num_prompts)
     expected = (
         "a step takes 4 prompts (rollout.prompts_per_step) and data.prompts has 3, so prompts "
         "repeat within a step; give more, or set rollout.prompts_per_step to at most 3"
     )
-    assert tell.messages == ([expected] if said else [])
+    assert messages == ([expected] if said else [])
+
+
+@pytest.mark.parametrize(("num_prompts", "said"), [(20, True), (19, False)])
+def test_a_curriculum_without_repeated_prompts_is_announced(
+    tmp_path: Path, num_prompts: int, said: bool
+):
+    inputs, messages = loaded(tmp_path, num_prompts, data={"curriculum": {"target": 0.3}})
+    assert inputs.source.curriculum is not None
+    expected = (
+        f"data.curriculum: has little to go by, the run draws 20 prompts (num_steps x "
+        f"rollout.prompts_per_step) and data.prompts has {num_prompts}, so that most are new when "
+        f"they are chosen; give fewer prompts or more steps, or remove it"
+    )
+    assert messages == ([expected] if said else [])

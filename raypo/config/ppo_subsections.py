@@ -1,0 +1,221 @@
+"""Sections of `ppo`: KL, rollout correction, covariance, score shaping, filter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from raypo.config.base import Config, ImportPath
+
+MAX_KL_ERROR = 0.2
+"""Bound on the relative error of the KL in the adaptive KL controller."""
+OVERLONG_SHARE = 5
+"""Divisor of the longest response for `overlong_buffer_tokens: auto` (DAPO: 4096 of 20480 tokens).
+"""
+
+
+def _crossed(key: str, low: float | None, high_name: str, high: float | None) -> Iterator[str]:
+    """Yield a problem if the lower of two bounds is not below the upper one."""
+    if low is not None and high is not None and low >= high:
+        yield (
+            f"{key} ({low:g}): must be below {high_name} ({high:g}), or nothing lies between them. "
+            f"Set {key} below {high:g}."
+        )
+
+
+class KLSection(Config):
+    """KL penalty towards the reference model."""
+
+    section = "ppo.kl."
+
+    coef: float = Field(default=0.01, ge=0.0)
+    """Initial coefficient of the KL penalty, in score per nat. 0 means no penalty, and no reference
+    model is started."""
+    estimator: Literal["k1", "k2", "k3", "k3_st"] = "k1"
+    """Per-token KL estimator (Schulman 2020). In the reward: k1. In the loss: k2, k3 (as GRPO
+    published it, with the gradient of the reverse KL) or k3_st (value of k3, gradient of k2;
+    arXiv:2510.01555)."""
+    placement: Literal["reward", "loss"] = "reward"
+    """Place of the penalty. reward: in the token rewards, or in the score of the response if
+    ppo.advantage compares the samples of a prompt; loss: a term of the policy loss."""
+    importance_weights: bool = False
+    """Multiply the KL term of each token by its ratio of new to old probability and by its weight
+    from ppo.correction, for placement loss. The term is then unbiased when the policy has moved on,
+    and k3 has the gradient of the KL itself (DeepSeek-V3.2, arXiv:2512.02556)."""
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    """Controller of the coefficient. fixed: constant; adaptive: steered so that the KL approaches
+    `target` (arXiv:1909.08593, section 2.2)."""
+    target: float | None = Field(default=None, gt=0.0)
+    """Target KL of the adaptive controller, in nats per response."""
+    horizon: float | None = Field(default=None, gt=0.0)
+    """Number of responses over which the adaptive controller spreads a full correction."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.estimator == "k1" and self.placement == "loss":
+            yield (
+                "ppo.kl.estimator (k1): cannot be a loss term, its gradient is 0 in expectation. "
+                "Set ppo.kl.estimator to k2 or k3, or ppo.kl.placement to reward."
+            )
+        if self.estimator != "k1" and self.placement == "reward":
+            yield (
+                f"ppo.kl.estimator ({self.estimator}): cannot be a penalty in the reward, where "
+                "only k1 has the KL's gradient. "
+                "Set ppo.kl.estimator to k1, or ppo.kl.placement to loss."
+            )
+        if self.controller == "fixed":
+            why, remedy = "ppo.kl.controller is fixed", "set ppo.kl.controller to adaptive"
+            yield from self._idle("target horizon", why, remedy)
+            return
+        for key in ("target", "horizon"):
+            if getattr(self, key) is None:
+                yield (
+                    f"ppo.kl.{key} (null): ppo.kl.controller: adaptive needs it. "
+                    f"Set ppo.kl.{key} above 0, or ppo.kl.controller to fixed."
+                )
+        if self.coef == 0.0:
+            yield (
+                "ppo.kl.coef (0.0): would stay 0 under ppo.kl.controller: adaptive. "
+                "Set ppo.kl.coef above 0, or ppo.kl.controller to fixed."
+            )
+
+
+class CorrectionSection(Config):
+    """Rollout correction: importance weights for the mismatch between engine and learner.
+
+    A ratio is the learner's probability before the update divided by the engine's. Tokens that are
+    dropped get weight 0 and still count in the denominator of the loss.
+    """
+
+    section = "ppo.correction."
+
+    kind: Literal["none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis"] = "none"
+    """Kind of correction. none: all weights are 1. tis, sequence_tis, geometric_tis: the weight is
+    the token's ratio, the product of the response's ratios, or their geometric mean, truncated at
+    `cap`. icepop: the weight is the token's ratio, and tokens outside [low, high] are dropped. mis:
+    weights as in tis, and responses whose `mask_ratio` is outside [low, high] are dropped."""
+    cap: float | None = Field(default=None, ge=1.0)
+    """Largest weight of tis, sequence_tis, geometric_tis and mis. null means 2, or 1.001 for
+    geometric_tis."""
+    low: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Smallest ratio that is kept, of a token (icepop) or of a response (mis). null means 0.5 for
+    icepop (arXiv:2510.18855), 0.999 for mis with the geometric mean and 0.5 with the product."""
+    high: float | None = Field(default=None, ge=1.0)
+    """Largest ratio that is kept, of a token (icepop) or of a response (mis). null means 5 for
+    icepop, 1.001 for mis with the geometric mean and 2 with the product."""
+    mask_ratio: Literal["geometric", "product"] = "geometric"
+    """Ratio of a response for mis. geometric: the geometric mean of its tokens' ratios, with
+    default bounds near 1 that suit responses of thousands of tokens (short ones need wider bounds);
+    product: the product of the ratios."""
+    token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Drop every response with a token whose ratio is below this, like 1e-4. It works with any
+    kind, none included. null means no veto."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Drop every token that was sampled by weights more than this number of versions older than
+    those at the start of the update. It works with any kind, none included. null means that none is
+    dropped."""
+
+    def _problems(self) -> Iterator[str]:
+        users = {
+            "cap": ("tis", "sequence_tis", "geometric_tis", "mis"),
+            "low": ("icepop", "mis"),
+            "high": ("icepop", "mis"),
+            "mask_ratio": ("mis",),
+        }
+        for name, kinds in users.items():
+            swap = name == "high" and self.kind in users["cap"]
+            remedy = "Set ppo.correction.cap instead" if swap else "Remove it"
+            for key, value in self.set_keys(name) if self.kind not in kinds else ():
+                yield (
+                    f"{key} ({value}): is used by {', '.join(kinds)}, not by "
+                    f"ppo.correction.kind: {self.kind}. {remedy}, or choose such a kind."
+                )
+
+    @property
+    def acts(self) -> bool:
+        """True if a token may get a weight other than 1 from `kind` or `token_veto`."""
+        return self.kind != "none" or self.token_veto is not None
+
+
+class CovarianceSection(Config):
+    """Tokens that `ppo.policy_loss: clip_cov` and `kl_cov` hold back, because they cost the most
+    entropy: those with a large product of log-prob and advantage, each minus its mean over the step
+    (arXiv:2505.22617). They are chosen once per step, with the log-probs before its updates.
+    """
+
+    fraction: float = Field(default=2e-4, gt=0.0, le=1.0)
+    """Fraction of the step's tokens that is held back, at least one token. clip_cov: drawn at
+    random from those with a product between `low` and `high`; kl_cov: those with the largest
+    product."""
+    low: float = 1.0
+    """clip_cov: lower bound on the product of the tokens that are held back."""
+    high: float = 5.0
+    """clip_cov: upper bound on the product of the tokens that are held back."""
+    penalty: float = Field(default=1.0, ge=0.0)
+    """kl_cov: weight of the loss term for these tokens, the absolute change of their log-probs in
+    nats."""
+
+    def _problems(self) -> Iterator[str]:
+        return _crossed("ppo.covariance.low", self.low, "high", self.high)
+
+
+class ShapingSection(Config):
+    """Shaping of the raw score before training, in the order of the keys below."""
+
+    section = "ppo.shaping."
+
+    function: ImportPath | None = None
+    """Shaping function, `file.py:name`, with the signature
+    (`raypo.ppo.custom_functions.StepScores`) -> scores. null means none."""
+    overlong_buffer_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Number of tokens before rollout.max_new_tokens over which the overlong penalty grows
+    (arXiv:2503.14476, eq. 13). auto: a fifth of rollout.max_new_tokens. null means no penalty."""
+    overlong_factor: float = Field(default=1.0, ge=0.0)
+    """Overlong penalty at the limit, in units of the score."""
+    truncated_score: float | None = None
+    """Score of every response that reached rollout.max_new_tokens. null means its own score."""
+    truncated_scale: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Factor c for truncated responses, whose score becomes score - (1 - c) * abs(score). null
+    means no change."""
+    normalize: bool = False
+    """Subtract the running mean of all scores so far and divide by their standard deviation."""
+    clip_low: float | None = None
+    """Lower bound on the shaped score. null means no bound."""
+    clip_high: float | None = None
+    """Upper bound on the shaped score. null means no bound."""
+
+    def _problems(self) -> Iterator[str]:
+        if self.truncated_score is not None and self.truncated_scale is not None:
+            yield (
+                f"ppo.shaping.truncated_score ({self.truncated_score:g}): replaces what "
+                f"ppo.shaping.truncated_scale ({self.truncated_scale:g}) would lower. "
+                "Set one of them to null."
+            )
+        yield from _crossed("ppo.shaping.clip_low", self.clip_low, "clip_high", self.clip_high)
+
+    def overlong_tokens(self, max_new_tokens: int) -> int | None:
+        """Return `overlong_buffer_tokens` as a number of tokens, with auto resolved."""
+        if self.overlong_buffer_tokens == "auto":
+            return max(max_new_tokens // OVERLONG_SHARE, 1)
+        return self.overlong_buffer_tokens
+
+
+class FilterSection(Config):
+    """Dynamic sampling: replace groups that give no learning signal (arXiv:2503.14476, eq. 11)."""
+
+    enabled: bool = False
+    """Train only on groups that pass the filter, and sample further prompts to replace the others.
+    """
+    min_std: float = Field(default=1e-6, ge=0.0)
+    """Standard deviation that the scores of a kept group exceed."""
+    low: float | None = None
+    """Exclusive lower bound on the mean score of a kept group. null means no bound."""
+    high: float | None = None
+    """Exclusive upper bound on the mean score of a kept group. null means no bound."""
+    max_refills: int = Field(default=10, ge=0)
+    """Maximum number of rounds of further prompts in a step. After them the step trains on the
+    groups that passed, and reports it."""
+
+    def _problems(self) -> Iterator[str]:
+        return _crossed("ppo.filter.low", self.low, "high", self.high)

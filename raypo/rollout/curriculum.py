@@ -1,0 +1,225 @@
+"""Choose prompts by the pass rate that they are predicted to have (`data.curriculum`).
+
+The pass rate of each prompt has a Beta posterior. For every block of draws (a step's) a rate is
+drawn from each posterior, and the prompts whose rates are closest to the target are taken: Thompson
+sampling, so that prompts about which little is known are tried too.
+
+Paper: Qu et al. 2025 (MoPPS), arXiv:2507.04632, with all prompts as candidates.
+
+The prompts of a block depend only on the seed and on the outcomes of draws that lie at least `lag`
+before the block, never on timing or on how many draws are taken at once. So a resumed run, and a
+run that samples ahead of the update, draw the same prompts for the same outcomes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raypo.config import CurriculumSection
+from raypo.data.stream import Mix, ShuffledStream
+from raypo.rollout.collect import samples_of
+from raypo.types import Prompt, ScoredRollout
+
+_SEED_WORD = 8
+"""First seed word of the rates drawn here; other modules use 1 to 7."""
+_PRIOR = 1.0
+"""Both parameters of the Beta prior, which is uniform."""
+
+
+_QUANTILES = (0.1, 0.5, 0.9)
+
+
+class Outcome(NamedTuple):
+    """Samples of one draw that have a score."""
+
+    passed: int
+    failed: int
+
+
+def few_draws_note(num_prompts: int, num_draws: int) -> str | None:
+    """Return a note for the user if a run is too short to learn pass rates, else None.
+
+    Args:
+        num_prompts: Number of prompts to choose from.
+        num_draws: Number of prompts that the whole run draws.
+    """
+    if num_draws > num_prompts:
+        return None
+    return (
+        f"data.curriculum: has little to go by, the run draws {num_draws} prompts "
+        f"(num_steps x rollout.prompts_per_step) and data.prompts has {num_prompts}, so that most "
+        f"are new when they are chosen; give fewer prompts or more steps, or remove it"
+    )
+
+
+class CurriculumStream(ShuffledStream[Prompt]):
+    """Endless draws of the prompts whose predicted pass rate is closest to the target.
+
+    A source's share of the draws is that of `mix`; the prompts within a source are chosen. A block
+    has no prompt twice, unless the source has too few. One thread at a time may use it.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        section: CurriculumSection,
+        *,
+        seed: int,
+        block: int,
+        mix: Mix | None = None,
+        lag: int = 0,
+    ) -> None:
+        """Start with the prior for all prompts.
+
+        Args:
+            prompts: The prompts, source by source.
+            section: Target, and how estimates are made.
+            seed: Seed of the run.
+            block: Number of draws that are chosen together.
+            mix: Sizes and weights of the sources. None means a single source.
+            lag: Number of draws before a block whose outcomes it does not use, because they may
+                still be sampled when it is drawn.
+        """
+        super().__init__(prompts, seed=seed, mix=mix)
+        self._section, self._block, self._lag = section, block, lag
+        self._begins = np.cumsum([0, *(mix.sizes if mix else (len(prompts),))])
+        self._origin = 0  # index of a block's first draw
+        self._counts = np.full((2, len(prompts)), _PRIOR)  # Beta parameters: passed, failed
+        self._settled = 0  # all draws before this one are in `_counts`
+        self._outcomes: dict[int, tuple[int, Outcome]] = {}  # of later draws: place and outcome
+        self._open: dict[int, int] = {}  # place of each draw without an outcome yet
+        self._chosen: tuple[int, list[int]] = (-1, [])  # a block's first draw, and its places
+
+    def take(self, count: int) -> list[tuple[int, Prompt]]:
+        """Return the next (position, prompt) pairs, and remember them until `learn`."""
+        draws = range(self._position, self._position + count)
+        places = {draw: self._place(draw) for draw in draws}
+        self._open |= places
+        self._position += count
+        return [(draw, self.items[place]) for draw, place in places.items()]
+
+    def learn(self, outcomes: Mapping[int, Outcome], until: int) -> None:
+        """Record the outcomes of all draws before `until`; without samples there is no change.
+
+        Args:
+            outcomes: Outcome by draw, over all workers.
+            until: The first draw that has no outcome yet.
+        """
+        for draw in [draw for draw in self._open if draw < until]:
+            self._outcomes[draw] = self._open.pop(draw), outcomes.get(draw, Outcome(0, 0))
+
+    def outcomes(self, scored: Sequence[ScoredRollout]) -> dict[int, Outcome]:
+        """Return the outcomes of samples, by draw. A sample without a score does not count."""
+        outcomes: dict[int, Outcome] = {}
+        for each in samples_of(list(scored)):
+            if math.isfinite(each.score):
+                passed, failed = outcomes.get(each.rollout.group_index, Outcome(0, 0))
+                passes = each.score >= self._section.pass_score
+                outcomes[each.rollout.group_index] = Outcome(passed + passes, failed + (not passes))
+        return outcomes
+
+    def settled(self, draw: int) -> dict[str, float]:
+        """Merge the outcomes that no draw from this one on needs singly, and no state from here on.
+
+        Returns:
+            Metrics of the mean pass rates of all prompts sampled before the draw.
+        """
+        counts = self._counts_before(draw)
+        passed, failed = counts[:, (counts != _PRIOR).any(0)]
+        limit = self._block_of(draw) - self._lag
+        self._counts = self._counts_before(limit)
+        self._settled = max(self._settled, limit)
+        self._outcomes = {draw: each for draw, each in self._outcomes.items() if draw >= limit}
+        metrics = {"curriculum/seen_fraction": len(passed) / len(self.items)}
+        if len(passed):
+            rates = np.quantile(passed / (passed + failed), _QUANTILES)
+            for share, rate in zip(_QUANTILES, rates.tolist(), strict=True):
+                metrics[f"curriculum/pass_rate_p{share * 100:.0f}"] = rate
+        return metrics
+
+    def state_dict(self, at: int | None = None) -> dict[str, Any]:
+        """Return the state before a draw that has not been settled; None means the next draw."""
+        state = super().state_dict()
+        return state if at is None else {"position": at} | {"curriculum": self._state(at)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Estimates of a run with another number of prompts are not used.
+        """
+        super().load_state_dict(state)
+        at = self._settled = self._origin = int(state["position"])
+        self._counts = np.full_like(self._counts, _PRIOR)
+        self._outcomes, self._open, self._chosen = {}, {}, (-1, [])
+        saved = state.get("curriculum")
+        if saved is None or saved["prompts"] != len(self.items):
+            return
+        for place, *counts in saved["counts"]:
+            self._counts[:, place] = counts
+        self._settled = saved["settled"]
+        self._outcomes = {
+            draw: (place, Outcome(*outcome)) for draw, place, *outcome in saved["outcomes"]
+        }
+        if (saved["block"], saved["lag"]) == (self._block, self._lag):
+            self._origin = saved["origin"]
+            return
+        # With other blocks the next draw begins one, and everything before it is known.
+        self._outcomes = {draw: each for draw, each in self._outcomes.items() if draw < at}
+
+    def _state(self, at: int) -> dict[str, Any]:
+        (seen,) = np.nonzero((self._counts != _PRIOR).any(0))
+        return {
+            "prompts": len(self.items),
+            "block": self._block,
+            "lag": self._lag,
+            "origin": self._origin,
+            "settled": self._settled,
+            "counts": [[place, *self._counts[:, place].tolist()] for place in seen.tolist()],
+            "outcomes": [
+                [draw, place, *outcome]
+                for draw, (place, outcome) in sorted(self._outcomes.items())
+                if draw < at
+            ],
+        }
+
+    def _block_of(self, draw: int) -> int:
+        """Return the first draw of the block of a draw."""
+        return draw - (draw - self._origin) % self._block
+
+    def _place(self, draw: int) -> int:
+        """Return the index of a draw's prompt."""
+        first = self._block_of(draw)
+        if self._chosen[0] != first:
+            self._chosen = first, self._choice(first)
+        return self._chosen[1][draw - first]
+
+    def _choice(self, first: int) -> list[int]:
+        """Return the indices of the prompts of the block that begins at a draw."""
+        rates = np.random.default_rng([_SEED_WORD, self._seed, first]).beta(
+            *self._counts_before(first - self._lag)
+        )
+        distances = np.abs(rates - self._section.target)
+        draws = range(first, first + self._block)
+        sources = np.array([self._turns.at(draw)[0] if self._turns else 0 for draw in draws])
+        places = np.empty(self._block, np.int64)
+        for source in set(sources.tolist()):
+            begin, end = self._begins[source : source + 2]
+            count = int((sources == source).sum())
+            closest = begin + np.argsort(distances[begin:end], kind="stable")[:count]
+            places[sources == source] = np.resize(closest, count)  # repeats if there are too few
+        return places.tolist()
+
+    def _counts_before(self, limit: int) -> np.ndarray:
+        """Return the Beta parameters after the outcomes of all draws before a limit; [2, N]."""
+        counts, memory = self._counts.copy(), self._section.memory
+        for draw in range(self._settled, limit):
+            assert draw in self._outcomes, f"draw {draw} has no outcome yet"
+            place, outcome = self._outcomes[draw]
+            if any(outcome):
+                faded = memory * counts[:, place] + (1.0 - memory) * _PRIOR
+                counts[:, place] = faded + outcome
+        return counts

@@ -1,0 +1,105 @@
+"""Prompts with which a teacher reads a response: the policy's prompt with a solution in it.
+
+Functions for `distillation.teacher_prompt`. Each takes all samples of a prompt and returns the
+teacher's prompt for each of them, a text or chat messages, or None for a sample that is not
+learned.
+
+Papers: Zhao et al. 2026 (OPSD), arXiv:2601.18734; Shenfeld et al. 2026 (SDFT), arXiv:2601.19897;
+Hübotter et al. 2026 (SDPO), arXiv:2601.20802.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from raypo.config import ConfigError, DistillationSection, is_import_path
+from raypo.custom.loader import load_function
+from raypo.data.chat_messages import chat_messages, render
+from raypo.data.prepared_rows import short
+from raypo.data.stop_tokens import prompt_ids
+from raypo.types import Rollout, ScoredRollout
+
+TeacherPrompt = str | list[dict[str, Any]] | None
+TeacherPrompts = Callable[[Sequence[ScoredRollout]], Sequence[TeacherPrompt]]
+
+PASSES = 1.0
+"""Lowest score of a sample that is shown as a solution."""
+
+
+def solution(samples: Sequence[ScoredRollout]) -> list[TeacherPrompt]:
+    """Show the label as the solution (OPSD; with a demonstration as the label, SDFT)."""
+    return [with_solution(each.rollout, str(each.rollout.label)) for each in samples]
+
+
+def success(samples: Sequence[ScoredRollout]) -> list[TeacherPrompt]:
+    """Show the first other sample that passes (SDPO without feedback); None if there is none."""
+    passed = [each.rollout for each in samples if each.score >= PASSES]
+    others = [next((one for one in passed if one is not each.rollout), None) for each in samples]
+    return [
+        other and with_solution(each.rollout, other.response)
+        for each, other in zip(samples, others, strict=True)
+    ]
+
+
+NAMED: dict[str, TeacherPrompts] = {"solution": solution, "success": success}
+"""Functions that `distillation.teacher_prompt` has names for."""
+
+
+def teacher_prompts(section: DistillationSection) -> TeacherPrompts | None:
+    """Return the function of `distillation.teacher_prompt`; None if the key is null.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    name = section.teacher_prompt
+    if name is None or not is_import_path(name):
+        return NAMED[name] if name else None
+    function = load_function(name, key="distillation.teacher_prompt")
+
+    def checked(samples: Sequence[ScoredRollout]) -> Sequence[TeacherPrompt]:
+        prompts = list(function(list(samples)))
+        if len(prompts) != len(samples):
+            raise ValueError(
+                f"distillation.teacher_prompt ({name}): returned {len(prompts)} prompts for "
+                f"{len(samples)} samples. Return one for each, or None."
+            )
+        return prompts
+
+    return checked
+
+
+def with_solution(rollout: Rollout, text: str) -> TeacherPrompt:
+    """Return a rollout's prompt with a solution: in the user's last message, or before a text."""
+    shown = f"A correct solution is:\n\n{text}"
+    if rollout.messages is None:
+        return f"{shown}\n\n{rollout.prompt}"
+    request = f"{shown}\n\nNow solve the problem yourself."
+    messages = list(rollout.messages)
+    asked = [place for place, each in enumerate(messages) if each["role"] == "user"]
+    if not asked:
+        return [*messages, {"role": "user", "content": request}]
+    last = messages[asked[-1]]
+    messages[asked[-1]] = {**last, "content": f"{last['content']}\n\n{request}"}
+    return messages
+
+
+def tokenised_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> np.ndarray:
+    """Return a teacher's prompt as token ids, int32 [P], as the policy's prompts are tokenised.
+
+    Raises:
+        ConfigError: it is neither a text nor chat messages, or the chat template refuses it.
+    """
+    if isinstance(prompt, str):
+        (ids,) = prompt_ids(tokenizer, [prompt])
+        return np.array(ids, np.int32)
+    try:
+        text = render(tokenizer, chat_messages(prompt), prompting=True)
+    except Exception as error:  # templates can raise anything
+        raise ConfigError(
+            f"distillation.teacher_prompt: returned {short(prompt)}, which is no text and cannot "
+            f"be rendered as chat messages: {error}. Correct what it returns."
+        ) from error
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
