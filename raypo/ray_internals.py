@@ -185,6 +185,8 @@ def has_autoscaler() -> bool:
     report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
     summary = report.get("autoscaler_report") or {}
     types = {*summary.get("active_nodes", ()), *(summary.get("idle_nodes") or ())}
+    others = [*summary.get("pending_nodes", ()), *summary.get("failed_nodes", ())]
+    types |= {node_type for _, node_type, *_ in others}
     return not types <= {format_readonly_node_type(node["NodeID"]) for node in ray.nodes()}
 
 

@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_policy(folder / "policy", tied=False)
     (folder / "config.yaml").write_text(
         f"name: trained\nrecipe: sft\nnum_steps: 1\nmodel: {{policy: {folder}/policy, "
-        f"dtype: float32}}\ndata: {{examples: nowhere.jsonl}}\n"
+        f"dtype: float32}}\ndata: {{prompts: nowhere.jsonl}}\n"
     )
     return folder
 
