@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 from ray.tune.search.variant_generator import generate_variants
 
+from raypo.checks.model_checks import check_models
 from raypo.cluster.placement import lay_out
 from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig, ConfigError, load_run_config, parse_run_config
@@ -35,8 +37,10 @@ from raypo.storage.folder import below
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.console import Console
 from raypo.trainer import RecipeTrainer, trainer_for
+from raypo.trainer.settings import check_not_started_by_import
 from raypo.tuning.capacity import plan_trials
 from raypo.tuning.experiment import StopOnRequest, connected, fit_trials, limits_itself
+from raypo.tuning.population import Segment
 from raypo.tuning.record import Point
 from raypo.tuning.sweep_folder import TRIALS_FOLDER
 from raypo.tuning.trial import TrialSetup, run_point
@@ -105,9 +109,12 @@ class Tuner:
             `checkpoint` is the run's training state, for `from_checkpoint`, and loads as no model.
 
         Raises:
-            ConfigError: no trial fits the cluster, or the folder holds another experiment.
+            ConfigError: no trial fits the cluster, the folder holds another experiment, or a
+                model's files are wrong.
             KeyboardInterrupt: a second Ctrl-C or SIGTERM; the first one ends all trials.
         """
+        check_not_started_by_import(self._base)
+        check_models(self._base)
         stop = StopOnRequest(self._run_config.stop)
         said = f"Stopping all trials; their runs are in {self.location}/{TRIALS_FOLDER}"
         with self._files.lock(), connected(self._base, stop, said=said):
@@ -232,14 +239,14 @@ class Tuner:
         rows = files.metrics()
         if not rows:
             return result
-        try:
-            checkpoint = tune.Checkpoint(find_checkpoint(files.location))
-        except ConfigError:  # it was stopped before its first one
-            checkpoint = result.checkpoint
+        kept = Segment.last(files).checkpoint  # of population-based training
+        if kept is None:
+            with suppress(ConfigError):  # it was stopped before its first one
+                kept = find_checkpoint(files.location)
         return replace(
             result,
             path=files.location,
-            checkpoint=checkpoint,
+            checkpoint=tune.Checkpoint(kept) if kept else None,
             metrics_dataframe=pd.DataFrame(rows),
         )
 

@@ -1,5 +1,6 @@
 """Ray Tune around runs as a user of Ray writes it, by `raypo.Tuner` and without it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -189,6 +190,10 @@ def test_rays_population_based_training(tmp_path: Path, local_ray: None):
     assert worse[-1]["step"] == better[-1]["step"] == 4
     assert worse[1]["eval/loss"] > better[1]["eval/loss"] > worse[-1]["eval/loss"]
     assert worse[-1]["config"]["learner.lr"] != 1e-6
+    for row in range(2):
+        checkpoint = results[row].checkpoint
+        assert checkpoint is not None
+        assert json.loads((Path(checkpoint.path) / STATE).read_text())["step"] == 4
 
 
 SCRIPT = """
