@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -31,10 +32,14 @@ def init(
     if to.exists():
         raise ConfigError(f"--to ({to}): is there already. Name another file, or remove it.")
     ((project, source),) = chosen.items()
-    is_file = len(str(source)) < 1000 and Path(source).is_file()
-    if project == "TRL" and not is_file:
-        raise ConfigError(f"--from-trl ({source}): there is no such file.")
-    text = Path(source).read_text() if is_file else str(source)
+    try:
+        text = Path(source).read_text()
+    except OSError as error:  # also if a whole command is too long for a file's name
+        if project == "TRL" or not re.search(r"[\s=]", str(source)):
+            raise ConfigError(
+                f"--from-{project.lower()} ({source}): {error.strerror}. Correct the path."
+            ) from None
+        text = str(source)
     if project == "TRL":
         recipe, arguments = read_script(text)
     else:
