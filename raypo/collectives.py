@@ -61,11 +61,11 @@ class Workers:
         return own
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the elementwise sum over all workers, on every worker, as a new tensor."""
+        """Return the elementwise sum over workers, on every worker. `values` is not changed."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum over all workers, on every worker, as a new tensor."""
+        """Return the elementwise maximum over workers, on every worker. `values` is not changed."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
