@@ -83,6 +83,9 @@ def deepspeed_config(
     Adam updates are too small. So stage 0 runs as DeepSpeed's stage 1, whose updates are the same.
 
     Args:
+        section: Settings of optimizer and ZeRO.
+        dtype: float32 or bfloat16.
+        num_workers: Number of workers that train the model.
         on_gpu: True if the workers have GPUs, whose streams can reduce gradients during the
             backward pass.
     """

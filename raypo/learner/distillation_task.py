@@ -107,7 +107,7 @@ class DistillationTask(PolicyTask[Taught]):
         return float(len(item.response_ids))
 
     def loss(self, model: Any, items: Sequence[Taught], device: Any) -> tuple[Tensor, Sums]:
-        """Return the summed divergence, and metrics with the teacher's known probability mass."""
+        """Return the summed divergence, and metrics, such as the teacher's known mass."""
         found = model(items)  # [M]
         told = np.concatenate([np.exp(item.teacher_log_probs).sum(-1) for item in items])
         tokens = float(len(told))

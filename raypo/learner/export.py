@@ -87,7 +87,7 @@ def save_adapter(
     base: str,
     workers: Workers,
 ) -> None:
-    """Save the network's adapter as a peft folder; rank 0 writes, all call it."""
+    """Save the network's adapter as a peft folder; rank 0 writes, all workers call it."""
     weights = kept(model.gathered(lora.adapter_weights(network)), workers)
     if workers.rank == 0:
         lora.save_adapter(folder, lora.adapter_config(network, section, base=base), weights)

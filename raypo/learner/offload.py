@@ -21,7 +21,7 @@ from raypo.models.loading import release_memory
 
 
 class Offload:
-    """Offloader of one DeepSpeed model. State goes to the host in two parts, and back in one."""
+    """Offloader of one DeepSpeed model: state goes to the host in two parts, and back at once."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         """Create an offloader.

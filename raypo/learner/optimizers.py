@@ -19,7 +19,7 @@ from raypo.config import ConfigError, WorkersSection
 MOMENTUM = 0.95
 """Muon's decay rate of the gradients' moving average."""
 UPDATE_RMS = 0.2
-"""Root mean square of Muon's updates in units of the learning rate, about that of AdamW's."""
+"""Root mean square of Muon's updates in units of the learning rate, about as for AdamW."""
 
 Group = dict[str, Any]
 """A parameter group of a torch optimizer."""

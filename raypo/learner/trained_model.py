@@ -194,7 +194,7 @@ class TrainedModel:
         load_fragments(paths, self._fragments(), self._optimizer)
         zero = self._engine.optimizer
         if self._stage == 3:
-            zero.checkpoint_event_prologue()  # shards what is gathered
+            zero.checkpoint_event_prologue()  # shards gathered parameters
             for group in range(len(zero.fp32_partitioned_groups_flat)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)
             zero.checkpoint_event_epilogue()  # gathers small parameters again

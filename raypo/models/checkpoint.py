@@ -201,7 +201,7 @@ def _without_place(info: Mapping[str, Any]) -> list[str]:
 
 
 def _untied(model: Any) -> list[str]:
-    """Return weights that the config ties but whose values differ, so transformers does not."""
+    """Return weights that the config ties, but not transformers, because their values differ."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     return sorted(set(tied) - set(model.all_tied_weights_keys))
 
@@ -258,7 +258,7 @@ def _meta_tensors(files: list[Path]) -> dict[str, Tensor]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silence transformers' progress bars and load report. Errors here replace the report."""
+    """Silence transformers' progress bars and load report, which an error message replaces."""
     level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

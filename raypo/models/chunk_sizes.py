@@ -1,4 +1,4 @@
-"""Sizes of chunks in forward passes, in a module without torch for `raypo plan`."""
+"""Sizes of chunks in forward passes. `raypo plan` reads them without importing torch."""
 
 from __future__ import annotations
 

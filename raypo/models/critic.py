@@ -32,8 +32,8 @@ class CriticStart:
 
     path: str
     reward_weight: float | None = None
-    """Factor of the reward model's score head, from which the value head starts. None means that it
-    starts from the value head of a saved critic, or at zero if there is none."""
+    """Factor by which a reward model's score head is multiplied to initialise the value head. None
+    means that the value head starts from that of a saved critic, or at zero if there is none."""
     remark: str = ""
     """Reason for `reward_weight`, for messages."""
 
@@ -43,9 +43,9 @@ def critic_start(
 ) -> CriticStart:
     """Choose what a critic starts from: `model.critic`, a usable reward model, or the policy.
 
-    The first usable reward model is taken if `model.critic` is not set, and the policy if there is
-    none. A reward model is usable if it is a decoder with the policy's vocabulary. Encoders are
-    excluded, because a value would depend on the very tokens for which it is the baseline.
+    Without `model.critic` this is the first usable reward model, or the policy if no reward model
+    is usable. A reward model is usable if it is a decoder with the policy's vocabulary. Encoders
+    are excluded, because a value would depend on the very tokens for which it is the baseline.
 
     The weighted score of a reward model is its part of a response's return (before KL), so its
     score head times the weights is a good initial value head. The critic has to learn the parts of

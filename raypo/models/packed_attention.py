@@ -51,9 +51,10 @@ LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
 """Head size above which the backward pass of flex attention needs much shared memory, and the bytes
 per multiprocessor that it then needs (pytorch/pytorch#198224)."""
 MAX_COMPILED = 64
-"""Maximum number of compiled variants of flex attention in a process. Dtype, heads, window and the
-use of gradients make variants, lengths do not. Further variants raise an error, because by default
-torch would silently run uncompiled and materialise all scores."""
+"""Maximum number of compiled variants of flex attention in a process. Each combination of
+dtype, heads, window and use of gradients is a variant; lengths make no variants. Further variants
+raise an error, because by default torch would silently run uncompiled and materialise all
+scores."""
 
 
 def can_read_packed(model: Any) -> bool:
@@ -233,14 +234,14 @@ def packed_inputs(packed: Packed) -> dict[str, Any]:
     return {
         "input_ids": packed.input_ids,
         "position_ids": packed.position_ids,
-        "attention_mask": torch.ones(1, 1, 1, 1, device=packed.input_ids.device),  # 4D: unchanged
+        "attention_mask": torch.ones(1, 1, 1, 1, device=packed.input_ids.device),  # 4D: used as is
         "layout": packed.layout,
         "use_cache": False,
     }
 
 
 def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
-    """Apply `read` ([n, L] -> [n, L, ...]) to one row per response. Return the requested M states.
+    """Apply `read` ([n, L] -> [n, L, ...]) to one row per response; return the M requested results.
 
     Rows are padded on the right. In a causal model no token attends to that padding.
     """

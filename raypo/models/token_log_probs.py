@@ -152,8 +152,8 @@ def _has_bare_head(model: Any) -> bool:
 def has_plain_head(model: Any) -> bool:
     """Return True if a causal language model's logits are exactly its head's output.
 
-    Some models cap or scale their logits. So both are computed once and compared bit for bit, and
-    the answer is cached.
+    Some models cap or scale their logits. So the logits of a short input are compared with the
+    head's output, bit for bit. This happens once, and the answer is cached.
     """
     if "raypo_has_plain_head" not in model.__dict__:
         model.raypo_has_plain_head = model.base_model is not model and _is_plain(model)

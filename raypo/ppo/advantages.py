@@ -41,7 +41,7 @@ def token_rewards(
     kl_coef: float,
     extra_rewards: Tensor | None = None,  # [B, T]
 ) -> Tensor:
-    """Return the reward of each token: the score at the last token, minus the KL at every token.
+    """Return the reward of each token: the score at the last token, minus the KL penalty of each.
 
     Args:
         scores: Score of each response.
@@ -144,7 +144,7 @@ def generalized_advantages(
         gamma: Discount.
         gae_lambda: One lambda for all rows, or a tensor with a lambda for each row.
         last_values: Value of the state after the last sampled token of truncated rows; 0 for rows
-            that ended. None means 0 for all.
+            that ended by themselves. None means 0 for all rows.
         turns: Turn of each token. If given, gamma and lambda apply between turns, and both are 1
             within a turn. None means that they apply to each token.
 
@@ -203,7 +203,7 @@ def discounted_returns(
     gamma: float,
     turns: Tensor | None = None,  # [B, T] int
 ) -> Tensor:
-    """Return, for each token, the discounted sum of its reward and all later ones of the row.
+    """Return for each token the discounted sum of its reward and all later rewards of its row.
 
     The computation is in float64, without gradient.
 

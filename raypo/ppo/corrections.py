@@ -23,7 +23,7 @@ CORRECTION_KINDS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "m
 MASK_RATIOS = ("geometric", "product")
 """Ratio of a response that `mis` bounds: geometric mean or product of its tokens' ratios."""
 DEFAULT_CAPS = {"tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 1.001, "mis": 2.0}
-"""Default of the largest weight, by kind."""
+"""Default cap of the weights, by kind."""
 DEFAULT_MASKS = {"icepop": (0.5, 5.0), "geometric": (0.999, 1.001), "product": (0.5, 2.0)}
 """Default range of ratios that a mask keeps: for icepop ratios of tokens, and for mis ratios of
 responses, `geometric` or `product`."""

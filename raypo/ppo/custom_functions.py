@@ -40,7 +40,7 @@ class StepScores:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRewards:
-    """Argument of a custom advantage function, which returns [B, T], or [B] with one per row."""
+    """Argument of a custom advantage function, which returns advantages [B, T], or [B] per row."""
 
     scores: Tensor  # [B] float32, shaped; 0 where not valid
     rewards: Tensor  # [B, T] float32, score at the last token, turn rewards, minus KL penalty

@@ -27,7 +27,7 @@ def log_ratio(
     base_log_probs: Tensor,  # [B, T]
     mask: Tensor | None = None,  # [B, T] bool
 ) -> Tensor:
-    """Return `log_probs - base_log_probs`, finite where a log-prob is -inf; NaN stays NaN.
+    """Return `log_probs - base_log_probs`, finite even if a log-prob is -inf. NaN stays NaN.
 
     Returns:
         log_ratio: [B, T] in nats, of at least float32, 0 where masked.

@@ -163,9 +163,10 @@ def in_blocks(
     *tensors: Tensor,  # [B, ...]
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Apply a function to tensors: on a CPU in blocks of rows, so that results fit the caches.
+    """Apply a function to tensors, on a CPU in blocks of rows.
 
-    On other devices all rows are one block.
+    The blocks are small enough for intermediate results to fit the caches. On other devices all
+    rows are one block.
 
     Args:
         function: Function of a block of each tensor. It returns tensors that can be concatenated.

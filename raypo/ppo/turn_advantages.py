@@ -73,7 +73,7 @@ def turn_advantages(
 
 
 def _states(experience: Experience, row: Tensor, place: Tensor) -> Tensor:
-    """Return a hash of each turn's state, [S] int64. All workers hash alike."""
+    """Return a hash of each turn's state, [S] int64. It is the same on all workers."""
     ids, sampled = experience.response_ids.cpu().numpy(), experience.response_mask.cpu().numpy()
     prompts, prompt_mask = experience.prompt_ids.cpu().numpy(), experience.prompt_mask.cpu().numpy()
     hashes = []

@@ -96,7 +96,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Taught], dict[str, float]]:
-        """Return this worker's samples and its share of the texts, with teacher log-probs; metrics.
+        """Return this worker's samples and share of texts, with teacher log-probs, and metrics.
 
         If the policy is its own teacher, `prepare_items` adds the teacher log-probs.
         """
