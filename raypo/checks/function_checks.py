@@ -71,7 +71,7 @@ def _check_judged(config: OnlineConfig) -> None:
     if config.distillation.teacher_prompt == "success":
         raise ConfigError(
             "distillation.teacher_prompt (success): shows a sample that passes, and nothing judges "
-            "the responses. Set reward.function, model.reward or reward.url."
+            "the responses. Set reward.function, model.reward, reward.url or reward.judge."
         )
     if config.eval.prompts and not (config.eval.function or functions_of(config.eval.prompts)):
         raise ConfigError(

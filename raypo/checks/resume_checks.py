@@ -132,6 +132,7 @@ _OF_A_CHECKPOINT = (
     "model.policy",
     "model.dtype",
     "model.lora",
+    "learner.optimizer",
     "ppo.advantage",
 )
 """Keys and sections on which the content of a checkpoint depends."""

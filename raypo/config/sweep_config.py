@@ -52,7 +52,7 @@ SET_BY_THE_SWEEP = (
 SharedRole = Literal["reward", "reference", "engine"]
 MAX_TEST_POINTS = 1000
 """Maximum number of points of the space that are validated against the run config."""
-_NOT_COPIED = ("model.", "learner.zero_stage.", "ppo.advantage.", "ppo.preset.")
+_NOT_COPIED = ("model.", "learner.optimizer.", "ppo.advantage.", "ppo.preset.")
 """Prefixes of keys that must not change when a run resumes from a checkpoint."""
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 
@@ -408,7 +408,7 @@ def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:
         if f"{key}.".startswith(_NOT_COPIED):
             raise ConfigError(
                 f"space ({key}): pbt changes values while a trial runs, and a checkpoint is of one "
-                f"model and one number of workers. Leave {key} out, or use another scheduler."
+                f"model and one optimizer. Leave {key} out, or use another scheduler."
             )
     is_adaptive = isinstance(base, PPOConfig) and base.ppo.kl.controller == "adaptive"
     if "ppo.kl.coef" in sweep.space and is_adaptive:

@@ -7,9 +7,7 @@ files must be there first.
 
 from __future__ import annotations
 
-import math
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ from raypo.run.watched import (
     of_its_kind,
     reason_to_stop,
 )
-from raypo.storage.checkpoints import SCORE
+from raypo.storage.checkpoints import score_of
 from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.summary import installed_versions, summarize
 from raypo.tracking.sinks import Sinks
@@ -297,18 +295,9 @@ class Records:
 def report_for_ray(
     step: int, metrics: Mapping[str, float], section: CheckpointSection
 ) -> dict[str, float]:
-    """Return a step's metrics for Ray Train, with the score that ranks checkpoints.
-
-    The score is the metric of `checkpoint.best_by`, or its negative, so that higher is better.
-    """
-    told = {"step": step, **metrics}
-    # A step that did not measure the metric gets the lowest score. Left to itself, Ray 2.60 ranks
-    # such a checkpoint as the best under the order `min` and deletes the real best; and it writes
-    # NaN as null, so that each later resume fails with a TypeError.
-    if section.best_by is not None:
-        value = metrics.get(section.best_by, math.nan) * (1 if section.best_mode == "max" else -1)
-        told[SCORE] = value if math.isfinite(value) else -sys.float_info.max
-    return told
+    """Return a step's metrics for Ray Train, with the score that ranks checkpoints."""
+    score = score_of(metrics, best_by=section.best_by, best_mode=section.best_mode)
+    return {"step": step, **metrics, **score}
 
 
 def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:

@@ -25,8 +25,9 @@ from raypo.storage.checkpoints import (
     find_checkpoint,
     no_whole_checkpoint,
 )
-from raypo.storage.folder import link_tree
+from raypo.storage.folder import link_tree, parent_and_name
 from raypo.storage.retries import retried
+from raypo.storage.run_files import RunFiles
 from raypo.tracking.logs import log_to_file
 from raypo.types import ScoredRollout
 
@@ -116,7 +117,9 @@ class Checkpoints:
             break
         else:
             if damaged:
-                raise no_whole_checkpoint(damaged, run.files)
+                other = None if ray.train.get_checkpoint() else self._other()
+                written_by = RunFiles.at(parent_and_name(other)[0]) if other else run.files
+                raise no_whole_checkpoint(damaged, written_by, is_own=other is None)
             state = {}
             if run.workers.rank == 0:
                 run.files.truncate(after_step=0)
@@ -126,7 +129,6 @@ class Checkpoints:
 
     def _candidates(self) -> Iterator[tuple[Checkpoint, bool]]:
         """Yield checkpoints to begin with, the newest first, and whether they are this run's."""
-        run = self.run
         if (newest := ray.train.get_checkpoint()) is not None:
             yield newest, True
             committed = CheckpointConsistencyMode.COMMITTED
@@ -134,13 +136,15 @@ class Checkpoints:
             for each in sorted(known, key=lambda each: each.metrics["step"], reverse=True):
                 if each.checkpoint.path != newest.path:
                     yield each.checkpoint, True
-            return
-        others = run.runtime.resume_from
-        if others is None and run.config.from_checkpoint is not None:
-            others = find_checkpoint(run.config.from_checkpoint)
-            run.tell.message(f"beginning with the state in {others}")
-        if others:
-            yield Checkpoint(others), False
+        elif (other := self._other()) is not None:
+            if self.run.runtime.resume_from is None:
+                self.run.tell.message(f"beginning with the state in {other}")
+            yield Checkpoint(other), False
+
+    def _other(self) -> str | None:
+        """Return the location of another run's checkpoint to begin with."""
+        place = self.run.config.from_checkpoint
+        return self.run.runtime.resume_from or (None if place is None else find_checkpoint(place))
 
     def _restore_from(
         self, directory: Path, learner: Saveable, rollouts: SavedRollouts | None, *, is_own: bool

@@ -16,6 +16,7 @@ from ray.train import Checkpoint
 
 from raypo.ray_internals import checkpoint_folder, kept_runs
 from raypo.storage.folder import copy_to
+from raypo.storage.retries import retried
 from raypo.storage.run_files import RunFiles
 
 TOLD_AFTER_S = 30.0
@@ -68,7 +69,7 @@ class Uploads:
     def _upload(self, checkpoint: Checkpoint, name: str) -> Checkpoint:
         storage = ray.train.get_context().get_storage()
         (system, _), target = kept_runs(storage), checkpoint_folder(storage, name)
-        system.create_dir(target)
+        retried(lambda: system.create_dir(target), f"creating {target}", tell=self._tell)
         for path in sorted(Path(checkpoint.path).iterdir()):
             copy_to(path, f"{target}/{path.name}", system, tell=self._tell)
         return Checkpoint(path=target, filesystem=system)

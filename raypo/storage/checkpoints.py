@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +63,28 @@ SCORE = "checkpoint/score"
 """Metric by which Ray Train ranks checkpoints. Higher is better, regardless of `best_mode`."""
 
 
+def score_of(
+    metrics: Mapping[str, float], *, best_by: str | None, best_mode: str
+) -> dict[str, Any]:
+    """Return the score that ranks a step's checkpoint; empty if `checkpoint.best_by` is not set.
+
+    The score is the metric of `checkpoint.best_by`, or its negative, so that higher is better.
+    """
+    if best_by is None:
+        return {}
+    # A step that did not measure the metric gets the lowest score. Left to itself, Ray 2.60 ranks
+    # such a checkpoint as the best under the order `min` and deletes the real best; and it writes
+    # NaN as null, so that each later resume fails with a TypeError.
+    value = metrics.get(best_by, math.nan) * (1 if best_mode == "max" else -1)
+    return {SCORE: value if math.isfinite(value) else -sys.float_info.max}
+
+
 MANIFEST = "manifest.json"
 """File in a checkpoint with the size and the digest of every other one. It is written last."""
 
 
-class DamagedCheckpointError(RuntimeError):
-    """No checkpoint of a run is whole, or not the one that it begins with."""
+class DamagedCheckpointError(ConfigError):
+    """Error: no checkpoint of a run is whole, or not the one that it begins with."""
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
@@ -109,19 +128,25 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def no_whole_checkpoint(damaged: Mapping[str, str], run: RunFiles) -> DamagedCheckpointError:
+def no_whole_checkpoint(
+    damaged: Mapping[str, str], run: RunFiles, *, is_own: bool = True
+) -> DamagedCheckpointError:
     """Return the error of a run that finds no checkpoint without damage.
 
     Args:
-        damaged: Checkpoint -> what is wrong with it. Not empty.
-        run: The run that resumes.
+        damaged: Checkpoint -> what is wrong with it. Not empty. Ray Train's paths have no scheme.
+        run: The run that has written them.
+        is_own: False for another run's, which `from_checkpoint` names.
     """
     lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())
-    others = {below(run.location, name) for name in _folders(run)} - damaged.keys()
-    remedy = f"Set from_checkpoint to {max(others)}" if others else "Restore them from a copy"
+    others = _folders(run) - {parent_and_name(place)[1] for place in damaged}
+    remedy, give_up = "Restore them from a copy", "start over (--fresh; in Python fresh=True)"
+    if others:
+        remedy = f"Set from_checkpoint to {below(run.location, max(others))}"
+    if not is_own:
+        give_up = "begin with a model's weights: remove from_checkpoint and set model.policy"
     return DamagedCheckpointError(
-        f"{run.location}: no checkpoint is whole:{lines}\n{remedy}, or start over (--fresh; in "
-        f"Python fresh=True)."
+        f"{run.location}: no checkpoint is whole:{lines}\n{remedy}, or {give_up}."
     )
 
 
@@ -152,12 +177,15 @@ def mend_list(files: RunFiles) -> str | None:
         gone = ", ".join(sorted({name for name, _ in listed} - found))
         problem = f"checkpoints of it are missing: {gone}"
     except ValueError:
-        states = {name: checkpoint_state(below(files.location, name)) for name in found}
-        steps = {name: state["step"] for name, state in states.items() if "step" in state}
-        kept = [
-            (name, {**states[name]["metrics"], "step": steps[name]})
-            for name in sorted(steps, key=lambda name: steps[name])
-        ]
+        section = (files.config() or {}).get("checkpoint", {})
+        by = {"best_by": section.get("best_by"), "best_mode": section.get("best_mode", "max")}
+        kept = []
+        for name in found:
+            with suppress(DamagedCheckpointError):
+                if state := checkpoint_state(below(files.location, name)):
+                    step, metrics = state["step"], state["metrics"]
+                    kept.append((name, {**metrics, "step": step, **score_of(metrics, **by)}))
+        kept.sort(key=lambda each: (each[1].get(SCORE, 0.0), each[1]["step"]))
         problem = "it is cut short"
     if not kept:
         raise no_whole_checkpoint({CHECKPOINTS: problem}, files)
@@ -171,8 +199,18 @@ def _folders(run: RunFiles) -> set[str]:
 
 
 def checkpoint_state(checkpoint: str) -> dict[str, Any]:
-    """Return the run's own state from a checkpoint: the step, and the state of its recipe."""
-    return json.loads(RunFiles.at(checkpoint).read(STATE) or b"{}")
+    """Return the run's own state from a checkpoint: the step, and the state of its recipe.
+
+    Raises:
+        DamagedCheckpointError: the file is cut short.
+    """
+    try:
+        return json.loads(RunFiles.at(checkpoint).read(STATE) or b"{}")
+    except ValueError:
+        raise DamagedCheckpointError(
+            f"{checkpoint}: {STATE} is cut short. Restore it from a copy, or name another "
+            f"checkpoint in from_checkpoint."
+        ) from None
 
 
 def config_of(checkpoint: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,9 +184,9 @@ class RemoteFolder(Folder):
             if self._synced.get(name) == stamp or not wanted(name.partition("/")[0]):
                 continue
             target = self._remote(name)
-            folder = target.rpartition("/")[0]
-            if folder not in self._made:
-                self._file_system.create_dir(folder, recursive=True)
+            if (folder := target.rpartition("/")[0]) not in self._made:
+                create = partial(self._file_system.create_dir, folder, recursive=True)
+                retried(create, f"creating {folder}")
                 self._made.add(folder)
             copy_to(path, target, self._file_system)
             self._synced[name] = stamp
