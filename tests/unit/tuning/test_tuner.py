@@ -50,6 +50,12 @@ def test_what_has_no_effect_is_refused(values: dict[str, Any]):
         Tuner(values, run_config=tune.RunConfig(name="my sweep"))
 
 
+@pytest.mark.parametrize("rule", ["loss < 1", [lambda trial, result: True]])
+def test_a_stop_rule_that_tune_does_not_know_is_refused(values: dict[str, Any], rule: Any):
+    with pytest.raises(ConfigError, match=r"RunConfig\.stop \(.*must be a mapping"):
+        Tuner(values, run_config=tune.RunConfig(stop=rule))
+
+
 def test_a_config_in_any_form_and_a_space_in_either(values: dict[str, Any], tmp_path: Path):
     from_trainer = Tuner(SFTTrainer(SFTConfig.parse(values)), param_space={"learner.lr": 0.1})
     nested = Tuner({**values}, param_space={"learner": {"lr": tune.grid_search([0.1, 0.2])}})
@@ -100,6 +106,8 @@ def test_the_users_stop_rule_stays_beside_the_signals():
     third.is_wanted = True
     assert third.stop_all()
     assert not StopOnRequest()("one", {"loss": 1.0})
+    several = StopOnRequest([MaximumIterationStopper(1), MaximumIterationStopper(3)])
+    assert several("one", {})
 
 
 def test_a_waiting_trial_is_told_once_with_who_holds_the_room(
