@@ -220,6 +220,11 @@ class Tuner:
                 )
             for key in point:
                 check_key(key, type(self._base), space="param_space")
+            if "reward.function" in point and self._trainer.given_functions:
+                raise ConfigError(
+                    "param_space.reward.function: every trial has the function that the trainer "
+                    "was given in Python. Leave one of them out."
+                )
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             trial = with_values(self._values, {**point, "name": self._files.name})
             yield parse_run_config(trial, origin=f"a trial with {words}" if words else "a trial")
