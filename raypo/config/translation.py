@@ -18,6 +18,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from yaml import YAMLError
+
 from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed, remedy_for_unknown
 from raypo.config.migration import Counterpart, rows_of
 from raypo.config.recipe_config import RECIPES
@@ -69,11 +71,10 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
         for key in row.keys_in(known):
             if key.startswith(_LEARNED) and not key.startswith(_NOT_LEARNED):
                 done.setdefault(key, (parsed(row.default), f"{row.names[0]}{_DEFAULT}"))
-    for key in ("name", "model.policy", "data.prompts"):
-        done.setdefault(key, ("TODO", "set this"))
     config = _accepted(done, notes, recipe)
     title = f"Translated from {project} by raypo init; keys not shown have raypo's defaults."
-    head = [title, *(["Left to you:"] if notes else []), *(f"- {each}" for each in notes)]
+    left = [f"- {' '.join(each.split())}" for each in notes]  # a value may have several lines
+    head = [title, *(["Left to you:"] if left else []), *left]
     return (
         "\n".join([*(f"# {line}" for line in head), *_with_origins(config.to_yaml(), done)]) + "\n"
     )
@@ -111,24 +112,44 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def read_command(text: str, project: str) -> dict[str, Any]:
-    """Return the arguments of a shell command: `key=value` of verl, `--key value` of OpenRLHF."""
+    """Return the arguments of a shell command: `key=value` of verl, `--key value` of OpenRLHF.
+
+    Raises:
+        ConfigError: the command has an open quotation.
+    """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    words = shlex.split("\n".join(lines).replace("\\\n", " "))
+    try:
+        words = shlex.split("\n".join(lines).replace("\\\n", " "))
+    except ValueError as error:
+        raise ConfigError(
+            f"--from-{project.lower()}: cannot be read as a shell command ({error}). Give the "
+            f"command alone, without comments behind it."
+        ) from None
     variables = {"HOME": str(Path.home())}
     variables |= dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
     for _ in variables:  # a variable may use others
         words = [Template(word).safe_substitute(variables) for word in words]
     if project == "verl":
-        pairs = [re.fullmatch(r"[+~]*(\w+(?:\.\w+)+)=(.*)", word) for word in words]
-        return {pair[1]: parsed(pair[2]) for pair in pairs if pair}
+        pairs = [re.fullmatch(r"[+~]*(\w+(?:\.\w+)+)=(.*)", word, re.DOTALL) for word in words]
+        return {pair[1]: _parsed(pair[2]) for pair in pairs if pair}
     given: dict[str, Any] = {}
     for start, word in enumerate(words):
         if word.startswith("--"):
             name, _, value = word.removeprefix("--").partition("=")
             after = takewhile(lambda each: not each.startswith("--"), words[start + 1 :])
-            values = [parsed(each) for each in ([value] if value else after)]
+            values = [_parsed(each) for each in ([value] if value else after)]
             given[name] = values if len(values) > 1 else values[0] if values else True
     return given
+
+
+def _parsed(text: str) -> Any:
+    """Return a value; an expression if the shell has to compute it, as in `$((2 * N))`."""
+    if "$" in text:
+        return ast.Name(text)
+    try:
+        return parsed(text)
+    except YAMLError:
+        return text
 
 
 class _Values:
@@ -255,6 +276,8 @@ _COMPUTED: dict[str, Callable[[_Values, str], tuple[Settings, list[str]]]] = {
 def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
     """Return the config of all values that raypo accepts; a refused one becomes a note."""
     while True:
+        for key in ("name", "model.policy", "data.prompts"):  # required
+            done.setdefault(key, ("TODO", "set this"))
         try:
             return RECIPES[recipe].parse(nested({key: value for key, (value, _) in done.items()}))
         except ConfigError as error:

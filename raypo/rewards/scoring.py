@@ -156,8 +156,8 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
 class WeightedSum:
     """Reward function that adds the weighted scores of several, each of which becomes a metric.
 
-    A function may leave samples out by None; a sample without any score has failed. Named parts of
-    a function's scores stay, as `<function>/<part>`.
+    A function may leave samples out by None; a sample without any score has failed. Named parts and
+    texts of a function's scores stay, as `<function>/<part>`.
     """
 
     def __init__(self, functions: Sequence[RewardFunction | str], weights: Sequence[float]) -> None:
@@ -196,15 +196,17 @@ class WeightedSum:
         ]
         answers: list[Any] = []
         for scores in zip(*by_function, strict=True):
-            parts: dict[str, float] = {}
+            parts: dict[str, Any] = {}
             for name, value in zip(names, scores, strict=True):
-                parts |= {f"{name}/{part}": each for part, each in parts_of(value).items()}
+                named = {**parts_of(value), **texts_of(value)}
+                parts |= {f"{name}/{part}": each for part, each in named.items()}
                 parts |= {name: float(value)} if math.isfinite(value) else {}
             total = sum(
                 w * s for w, s in zip(self.weights, scores, strict=True) if math.isfinite(s)
             )
             reason = first_reason(scores) or "no reward function gave a score"
-            answers.append({SCORE: total, **parts} if parts else RuntimeError(reason))
+            is_scored = any(map(math.isfinite, scores))
+            answers.append({**parts, SCORE: total if is_scored else RuntimeError(reason)})
         return answers
 
 
@@ -317,7 +319,7 @@ def score_of_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
     kept = {key: float(part) for key, part in parts.items() if math.isfinite(part)}
     if isinstance(value, FailedScore):
         return FailedScore(value.reason, kept, texts)
-    return ScoreOfParts(value, kept, texts) if math.isfinite(value) else value
+    return ScoreOfParts(value, kept, texts)
 
 
 def _short(value: Any) -> str:

@@ -84,15 +84,16 @@ def serve_on_ray(config: LLMConfig, *, host: str, port: int, ready: Callable[[st
         ready: Callback `(address)`, called once the model answers.
 
     Raises:
-        ConfigError: Ray Serve runs on the cluster already.
+        ConfigError: Ray Serve runs on the cluster already, with its own addresses.
     """
     from ray import serve
     from ray.serve.llm import build_openai_app
 
-    if serve.status().applications:
+    status = serve.status()
+    if status.proxies or status.applications:  # its proxies may listen to other machines
         raise ConfigError(
-            f"--ray: this cluster serves already ({', '.join(serve.status().applications)}). Add "
-            f"the model there: serve.run(build_openai_app({{'llm_configs': "
+            f"--ray: this cluster serves already ({', '.join(status.applications) or 'nothing'}). "
+            f"Add the model there: serve.run(build_openai_app({{'llm_configs': "
             f"[raypo.llm_config(...)]}}), name=..., route_prefix=...)."
         )
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})

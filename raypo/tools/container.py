@@ -24,9 +24,12 @@ REMEDY = (
     "them, or use raypo.tools.sandbox.PythonSandbox, which needs neither."
 )
 # The output is cut within the container, so that it cannot fill the memory of this process. It is
-# encoded, because Ray 2.60 fails at bytes that are no UTF-8. The exit code is that of the command.
+# encoded, because Ray 2.60 fails at bytes that are no UTF-8. A dot behind it shows that the command
+# has ended, and not the container. The exit code is that of the command.
 _CUT = """exec 3>&1
-exit "$( { { "$@" 2>&1 3>&- 4>&-; echo $? >&4; } | head -c "$0" | base64 >&3; } 4>&1 )"
+code="$( { { "$@" 2>&1 3>&- 4>&-; echo $? >&4; } | head -c "$0" | base64 >&3; } 4>&1 )"
+echo . >&3
+exit "$code"
 """
 
 
@@ -126,9 +129,19 @@ class ContainerSandbox:
                 raise SandboxError(f"the container has ended: {error}") from error
             finally:
                 timer.cancel()
+                timer.join()  # it may have begun to remove the container
+            packed, end, _ = ended.stdout.partition(".")
             if is_late.is_set():
                 self._id = None
-        text = base64.b64decode(ended.stdout).decode(errors="replace")
+            elif not end:
+                self._remove()
+                raise SandboxError(
+                    f"the container has ended, perhaps for lack of memory (exit code "
+                    f"{ended.exit_code}): {ended.stderr.strip()}"
+                )
+        packed = "".join(packed.split())
+        whole = packed[: len(packed) // 4 * 4]  # a container that ends cuts it anywhere
+        text = base64.b64decode(whole).decode(errors="replace")
         kept = text[: self._max_output_chars]
         exit_code = None if is_late.is_set() else ended.exit_code
         return Ran(kept, exit_code, is_cut=len(text) > len(kept))

@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 from ray.tune import Callback, ResultGrid, Stopper
 from ray.tune.experiment import Trial
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
+from ray.tune.stopper import CombinedStopper
 
 from raypo.cluster.connect import connect
 from raypo.cluster.placement_group_gc import start_placement_group_gc
@@ -54,8 +55,13 @@ class StopOnRequest(Stopper):
     """Tune stopper that ends all trials on request, around a rule of the user's."""
 
     rule: Any = None
-    """`tune.RunConfig.stop`: a mapping, a function, or a stopper."""
+    """`tune.RunConfig.stop`: a mapping, a function, a stopper, or a list of stoppers."""
     is_wanted: bool = False
+
+    def __post_init__(self) -> None:
+        """Combine a list of stoppers."""
+        if isinstance(self.rule, list):
+            self.rule = CombinedStopper(*self.rule)
 
     def __call__(self, trial_id: str, result: dict) -> bool:
         """Return True if the user's rule stops this trial."""

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from ray import tune
-from ray.tune import ResultGrid
+from ray.tune import ResultGrid, Stopper
 from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 from ray.tune.search.variant_generator import generate_variants
@@ -220,6 +220,11 @@ class Tuner:
                 )
             for key in point:
                 check_key(key, type(self._base), space="param_space")
+            if "reward.function" in point and self._trainer.given_functions:
+                raise ConfigError(
+                    "param_space.reward.function: every trial has the function that the trainer "
+                    "was given in Python. Leave one of them out."
+                )
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             trial = with_values(self._values, {**point, "name": self._files.name})
             yield parse_run_config(trial, origin=f"a trial with {words}" if words else "a trial")
@@ -278,11 +283,18 @@ def _trainer(config: AnyConfig | Mapping[str, Any] | str | Path) -> RecipeTraine
 
 
 def _check_run_config(run: tune.RunConfig) -> None:
-    """Refuse what has no effect on runs."""
+    """Refuse what has no effect on runs, and a stop rule that Tune does not know."""
     if run.storage_filesystem is not None:
         raise ConfigError(
             f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): runs write "
             f"through storage_path. Give it as a URI, like s3://bucket/folder."
+        )
+    rule = run.stop
+    are_stoppers = isinstance(rule, list) and all(isinstance(each, Stopper) for each in rule)
+    if not (rule is None or are_stoppers or isinstance(rule, Mapping) or callable(rule)):
+        raise ConfigError(
+            f"RunConfig.stop ({rule!r:.80}): must be a mapping of metrics to values, a function "
+            f"(trial_id, result) -> bool, a tune.Stopper, or a list of these stoppers."
         )
     if run.checkpoint_config is not None and run.checkpoint_config != tune.CheckpointConfig():
         raise ConfigError(

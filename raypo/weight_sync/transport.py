@@ -9,7 +9,7 @@ a push that fails in the middle leaves engines that refuse to sample.
         ObjectTransport.send          or IpcTransport, BroadcastTransport: packs and sends buckets
           EngineClient.load_bucket    to all engines that take part
             ... the frames of any call (`raypo.deployment.handle`)
-              Engine.load_bucket -> VllmWorkers.ask -> raypo_load_bucket -> vLLM's load_weights
+              Engine.load_bucket -> VllmProcesses.ask -> raypo_load_bucket -> vLLM's load_weights
 """
 
 from __future__ import annotations
