@@ -176,7 +176,7 @@ class PushSession:
 
     @contextmanager
     def engines_reasons_first(self) -> Iterator[None]:
-        """Raise the error that ended an engine, instead of the errors that this caused elsewhere."""
+        """Raise the error that ended an engine, instead of the errors that followed from it."""
         try:
             yield
         except WeightError:
