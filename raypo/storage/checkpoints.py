@@ -176,5 +176,5 @@ def checkpoint_state(checkpoint: str) -> dict[str, Any]:
 
 
 def config_of(checkpoint: str) -> dict[str, Any]:
-    """Return the config of the run whose folder contains a checkpoint. Without a run, it is empty."""
+    """Return the config of the run whose folder contains a checkpoint. Empty without a run."""
     return RunFiles.at(parent_and_name(checkpoint)[0]).config() or {}
