@@ -92,7 +92,7 @@ class Scorer:
         return Scoring(self).results(rollouts)
 
     def total(self, by_source: Mapping[str, float]) -> float:
-        """Return the score to train on: the weighted sum of all sources, NaN if any of them failed."""
+        """Return the score to train on: the sources' weighted sum, NaN if any source failed."""
         return math.fsum(self.weights.get(name, 1.0) * value for name, value in by_source.items())
 
     def model_total(self, by_source: Mapping[str, float]) -> float:

@@ -63,7 +63,7 @@ def open_verifiers(name: str, arguments: Mapping[str, Any]) -> partial[Verifiers
 
 
 class VerifiersAgent:
-    """Agent of one episode. The rubric's weighted sum is the score; its functions are named parts."""
+    """Agent of one episode. Its score is the rubric's weighted sum; each function is one part."""
 
     def __init__(self, environment: Environment, connections: _Connections) -> None:
         """Store the environment and the HTTP client, which all episodes share."""
