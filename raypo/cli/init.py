@@ -20,7 +20,7 @@ def init(
 ) -> None:
     """Translate a TRL script, a verl command or an OpenRLHF command into a run file.
 
-    Nothing is run. What cannot be translated is listed at the top of the file.
+    Nothing is executed. The top of the file lists everything that could not be translated.
     """
     from raypo.config import ConfigError
     from raypo.config.translation import read_command, read_script, translate
