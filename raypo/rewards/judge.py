@@ -189,7 +189,7 @@ class Judge:
 
 
 def _conversation(rollout: Rollout) -> str:
-    """Return the prompt as text: a single message's content, or several messages with their roles."""
+    """Return the prompt as text: a single message's content, or all messages with their roles."""
     if not rollout.messages:
         return rollout.prompt
     if len(rollout.messages) == 1:

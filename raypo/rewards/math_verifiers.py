@@ -84,7 +84,7 @@ def _is_right(rollout: Rollout) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether math-verify would misread a text: it reads words as products and skips dots."""
+    """Return True if math-verify would misread a text: it reads words as products, skips dots."""
     return is_words(text) or re.search(r"\\[lcd]?dots|…|\.\.\.", text) is not None
 
 

@@ -24,8 +24,8 @@ REMEDY = (
     "them, or use raypo.tools.sandbox.PythonSandbox, which needs neither."
 )
 # The output is cut inside the container, so that it cannot fill the memory of this process. It is
-# base64-encoded, because Ray 2.60 fails on bytes that are not UTF-8. The dot after it shows that the
-# command has ended, rather than the container. The exit code is the command's.
+# base64-encoded, because Ray 2.60 fails on bytes that are not UTF-8. The dot after it shows that
+# the command has ended, rather than the container. The exit code is the command's.
 _CUT = """exec 3>&1
 code="$( { { "$@" 2>&1 3>&- 4>&-; echo $? >&4; } | head -c "$0" | base64 >&3; } 4>&1 )"
 echo . >&3
