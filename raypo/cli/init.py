@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ def init(
 ) -> None:
     """Translate a TRL script, a verl command or an OpenRLHF command into a run file.
 
-    Nothing is run. What cannot be translated is listed at the top of the file.
+    Nothing is executed. The top of the file lists everything that could not be translated.
     """
     from raypo.config import ConfigError
     from raypo.config.translation import read_command, read_script, translate
@@ -31,7 +32,7 @@ def init(
     if to.exists():
         raise ConfigError(f"--to ({to}): is there already. Name another file, or remove it.")
     ((project, source),) = chosen.items()
-    is_file = len(str(source)) < 1000 and Path(source).is_file()
+    is_file = os.path.isfile(source)  # False for a command that is longer than a file's name
     if project == "TRL" and not is_file:
         raise ConfigError(f"--from-trl ({source}): there is no such file.")
     text = Path(source).read_text() if is_file else str(source)

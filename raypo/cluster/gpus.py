@@ -15,16 +15,16 @@ class Gpu:
     bfloat16_tflops: float
     float32_tflops: float
     memory_gbs: float
-    """Bandwidth of its own memory."""
+    """Bandwidth of the GPU's own memory."""
     link_gbs: float
-    """Bandwidth to another GPU of its node: NVLink, else PCIe."""
+    """Bandwidth to another GPU of the node: that of NVLink, or of PCIe without NVLink."""
     host_gbs: float
-    """Bandwidth to its node's RAM: PCIe."""
+    """Bandwidth to the node's RAM, over PCIe."""
     network_gbs: float
-    """One GPU's share of the bandwidth that a typical node has to other nodes."""
+    """One GPU's share of a typical node's network bandwidth."""
 
     def tflops(self, dtype: str) -> float:
-        """Return the TFLOP/s of matrix products in a dtype."""
+        """Return the TFLOP/s of matmuls in a dtype."""
         return self.bfloat16_tflops if dtype == "bfloat16" else self.float32_tflops
 
 

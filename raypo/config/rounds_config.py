@@ -67,10 +67,10 @@ class TeacherModelSection(SampledModelSection):
 
     teacher: str | dict[str, str] | None = None
     """Teacher model with the policy's vocabulary, or one teacher per source of data.prompts by
-    name: {sums: PATH, products: PATH}. Teachers are deployed like a reference model; their keys are
+    name: {sums: PATH, products: PATH}. Teachers are deployed like a reference model, as set by
     placement.frozen.reference, placement.gpus.reference and placement.mode.reference. null means
-    the policy itself, with its weights at the start of each round; it then needs
-    distillation.teacher_prompt."""
+    the policy itself, with its weights at the start of each round; distillation.teacher_prompt is
+    then required."""
 
 
 class DistilledDataSection(DataSection):
@@ -80,8 +80,8 @@ class DistilledDataSection(DataSection):
     """Column of the responses for off-policy distillation: a text, or one chat message of the
     assistant. null means no such responses."""
     max_response_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of such a response in tokens, including its end; longer ones follow
-    `too_long`."""
+    """Maximum length in tokens of a response of `response_key`, including its end of sequence.
+    `too_long` applies to longer ones."""
 
 
 class DistillationSection(Config):
@@ -95,8 +95,8 @@ class DistillationSection(Config):
     teacher), which keeps the policy to what the teacher does most; jsd: generalized Jensen-Shannon
     divergence, between the two."""
     beta: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """jsd: the teacher's weight in the mixture. Towards 0 its gradient is that of forward_kl,
-    towards 1 that of reverse_kl."""
+    """jsd: the teacher's weight in the mixture. Near 0 the gradient of jsd is that of forward_kl,
+    near 1 that of reverse_kl."""
     top_k: Annotated[int, Field(ge=1)] | None = 64
     """Number of most likely tokens per position for which the teacher returns probabilities. All
     other tokens count as one event, so the loss is a lower bound of the divergence. null means the
@@ -105,15 +105,16 @@ class DistillationSection(Config):
     """Fraction of a round's prompts that the policy answers itself. The others use the texts in
     data.response_key."""
     teacher_prompt: Literal["solution", "success"] | ImportPath | None = None
-    """Prompt with which the teacher reads a response, if it is to know more than the policy.
+    """Prompt with which the teacher reads a response, for a teacher that knows more than the
+    policy.
     solution: with the row's label as the solution (OPSD, arXiv:2601.18734; SDFT, arXiv:2601.19897);
     success: with another sample of the prompt that passes, a score of 1 or more (SDPO,
     arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples of a prompt
     (list[ScoredRollout]) and returns the teacher's prompt for each: a text, chat messages, or None
     for a sample that is not learned. null means the policy's prompt."""
     max_teacher_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of the teacher's prompt in tokens; samples with a longer one are not learned,
-    and counted in selection/prompts_too_long."""
+    """Maximum length of the teacher's prompt in tokens. Samples with a longer one are not trained
+    on, and are counted in selection/prompts_too_long."""
 
     def _problems(self) -> Iterator[str]:
         if self.divergence != "jsd":
@@ -150,8 +151,9 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def references(self) -> dict[str, str]:
-        """Role -> path of each teacher, deployed like a reference model; shared teachers appear
-        once.
+        """Role -> path of each teacher, which is deployed like a reference model.
+
+        A teacher of several sources appears once.
         """
         models = list(dict.fromkeys(self.teacher_of.values()))
         if len(models) == 1:
@@ -160,7 +162,7 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def max_teacher_len(self) -> int:
-        """Maximum number of tokens that a teacher reads, if it reads a prompt of its own."""
+        """Maximum number of tokens that a teacher with `teacher_prompt` reads."""
         return self.distillation.max_teacher_prompt_tokens + self.rollout.max_response_tokens
 
     @property
@@ -273,7 +275,7 @@ class SelectionSection(Config):
     min_score: float | None = None
     """Minimum score of a response. null means no minimum."""
     distinct: bool = True
-    """Keep only one of a prompt's responses with the same tokens."""
+    """Keep only one of several responses to a prompt that have the same tokens."""
     train: bool = True
     """Train on the selected responses. false: only write them, to `selected/`."""
 

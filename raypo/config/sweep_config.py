@@ -81,7 +81,8 @@ class SchedulerSection(Config):
     quantile: float = Field(default=0.25, gt=0.0, le=0.5)
     """pbt: fraction of the trials that is replaced by copies of the best."""
     resample: float = Field(default=0.25, ge=0.0, le=1.0)
-    """pbt: probability that a key is drawn again instead of multiplied by 0.8 or 1.2."""
+    """pbt: probability that the value of a key is drawn again instead of multiplied by 0.8 or
+    1.2."""
 
     def _problems(self) -> Iterator[str]:
         users = {
@@ -132,8 +133,9 @@ class Constraint:
         return cls(match[1], match[2], float(match[3]))
 
     def excess(self, value: float) -> float:
-        """Return how far a value violates the bound: 0 or less if it holds, infinity if the value
-        is NaN.
+        """Return how far a value is beyond the bound.
+
+        0 or less means that the value satisfies the bound. NaN violates it infinitely.
         """
         if math.isnan(value):
             return math.inf
@@ -164,8 +166,8 @@ class SweepConfig(RunFile):
     """Search space: dotted key of the base -> {choice | grid | uniform | loguniform | randint |
     quniform}."""
     metric: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("eval/score_mean",)
-    """Metric, or list of metrics, that ranks the trials by its last value. Several metrics give a
-    Pareto front."""
+    """Metric, or list of metrics, whose last values rank the trials. Several metrics give a Pareto
+    front."""
     mode: Annotated[tuple[Literal["max", "min"], ...], BeforeValidator(one_or_many)] = ("max",)
     """Direction of each metric. max: larger is better; min: smaller is better."""
     num_samples: int | None = Field(default=None, ge=1)
@@ -185,10 +187,11 @@ class SweepConfig(RunFile):
     share: Annotated[tuple[SharedRole, ...], BeforeValidator(one_or_many)] | Literal["auto"] = (
         "auto"
     )
-    """Roles that are started once for all trials, unless the space changes them or they are
-    dedicated: reward, reference, engine. Engines that hold adapters serve all trials at the same
-    time; other engines pass from trial to trial on CPUs and belong to each trial on GPUs. auto: all
-    roles; on GPUs, only if as many trials fit beside them."""
+    """Roles that are started once and shared by all trials: reward, reference, engine. A role is
+    not shared if the space changes it, or if it is dedicated. Engines that hold adapters serve all
+    trials at the same time. Other engines pass from trial to trial on CPUs; on GPUs each trial
+    starts its own. auto: all roles; on GPUs, only if sharing does not reduce the number of
+    concurrent trials."""
     share_batches: bool = False
     """Let trials on the same engines (`model.lora.push: adapter`) sample in the same batches
     instead of in turns. It is faster, but rounding then makes the numbers of a trial depend on
@@ -265,7 +268,7 @@ class SweepConfig(RunFile):
         return base
 
     def trials(self) -> Iterator[tuple[str, AnyConfig]]:
-        """Yield run configs that represent all trials, each with its values as text."""
+        """Yield points of the space to validate: their values as text, and the run config."""
         values = self.base_values()
         for point in _test_points(self):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
@@ -276,14 +279,12 @@ class SweepConfig(RunFile):
         return self.scheduler.perturb_every or base.eval.every
 
     def base_values(self) -> dict[str, Any]:
-        """Return the base as written, with the overrides. Defaults and preset values are not filled
-        in.
-        """
+        """Return the base as written, with the overrides, without defaults and preset values."""
         return read_yaml(Path(self.base), flatten(self.overrides))
 
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values with those of a point, given by dotted key, on top."""
+    """Return a copy of nested values, updated by a point: a mapping of dotted keys to values."""
     tree = copy.deepcopy(dict(values))
     for key, value in point.items():
         *sections, last = key.split(".")

@@ -30,7 +30,8 @@ TAKES = {
     "ppo.shaping.function": "the step",
     "callbacks": "the step",
 }
-"""Config key -> the argument of its function. All other functions get a list of rollouts."""
+"""Config key -> description of the argument of its function. Functions of other keys get a list of
+rollouts."""
 _importing: list[str] = []
 _MODULE_OF_FILE = "raypo_function_file"
 """Prefix of the names of modules that are loaded from a `file.py:name`."""
@@ -126,7 +127,7 @@ def required_columns(function: Callable[..., Any] | str) -> list[str]:
     """Return the columns that a reward function of TRL's form cannot be called without.
 
     Args:
-        function: The function, or its import path, whose source is read and not imported.
+        function: The function or its import path. The source of an import path is only read.
 
     Raises:
         ConfigError: as `check_function`.
@@ -150,7 +151,7 @@ def check_class(
     key: str,
     optional: Methods = NONE,
 ) -> None:
-    """Check in the source that a class is what `load_class` needs, without importing it.
+    """Check in the source that `load_class` can use a class, without importing the class.
 
     Args:
         spec: Import path.
@@ -161,8 +162,7 @@ def check_class(
 
     Raises:
         ConfigError: as `check_function`, a method is missing or has other parameters, or the class
-            does not take the arguments. Methods that a base class may define are checked by
-            `load_class`.
+            does not take the arguments. `load_class` checks methods that a base class may define.
     """
     if (outline := _outline(spec, key)) is not None:
         _check_methods(outline, methods, optional, spec, key)
@@ -273,8 +273,8 @@ def imported_now() -> str | None:
 def function_name(function: Callable[..., Any]) -> str:
     """Return a function's name for messages: package.module.name, or file.py:name as in configs.
 
-    A partial has the name of the function it wraps. Another object has its own text, else its
-    class's name.
+    A partial has the name of the function that it wraps. An object with a `__str__` has that text,
+    any other object the name of its class.
     """
     while isinstance(function, partial):
         function = function.func
@@ -345,9 +345,9 @@ def _imported(spec: str, key: str) -> Any:
 
 
 def _outline(spec: str, key: str) -> Any:
-    """Return a stub of the named function or class that has only its parameters.
+    """Return a stub of a function or class: the same parameters, and no code.
 
-    None means that only an import can show them.
+    A stub of a class has stubs of its methods. None means that only an import can show them.
     """
     place, name = _parts(spec, key)
     if place.endswith(".py"):
@@ -383,7 +383,7 @@ def _outline(spec: str, key: str) -> Any:
 
 
 class _WithAnyMethod(type):
-    """Metaclass for stubs of classes with base classes, which may have any further method."""
+    """Metaclass for stubs of classes with base classes, from which they may inherit any method."""
 
     def __getattr__(cls, name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -396,7 +396,7 @@ def _takes_anything(*args: Any, **kwargs: Any) -> None:
 
 
 def _outline_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
-    """Return a function with the same parameters, without evaluating any code of the user's."""
+    """Return a function with the same parameters, without evaluating any user code."""
     if node.decorator_list:  # a decorator may change the parameters
         return _takes_anything
     given = node.args
@@ -449,7 +449,7 @@ def _existing(place: str, spec: str, key: str) -> Path:
 
 
 def _module_source(module: str, spec: str, key: str) -> Path | None:
-    """Return a module's source file without importing its parents; None if it is compiled."""
+    """Return a module's source file, without importing its parents. None if it is compiled."""
     first, *rest = module.split(".")
     found = None
     with suppress(ValueError):  # a module without a spec, like __main__

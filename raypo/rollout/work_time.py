@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 
 class WorkTime:
-    """Quota and time limit of one call of the user's code. Neither counts while it is paused."""
+    """Quota and time limit of one call of the user's code.
+
+    A pause releases the quota and stops the clock.
+    """
 
     def __init__(self, method: str, quota: asyncio.Semaphore, limit_s: float | None) -> None:
         """Begin paused; `run` starts the work.
@@ -35,7 +38,7 @@ class WorkTime:
         """Run some work as soon as the quota admits it, and return its result.
 
         Raises:
-            TimeoutError: the work took too long. It is cancelled, but a thread goes on.
+            TimeoutError: the work took too long. It is cancelled, but work in a thread continues.
             Exception: any error of the work.
         """
 

@@ -15,8 +15,8 @@ from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 from raypo.weight_sync.probe import NUM_PROBES
 
 CALLERS = 64
-"""Calls in flight per engine before the next call goes to another replica. Each call may contain
-many requests."""
+"""Most calls in flight per engine; further calls go to another replica. Each call may contain many
+requests."""
 
 
 def class_and_arguments(
@@ -66,8 +66,8 @@ def deployment_of(
         more: Further arguments of the role's class.
     """
     cls, kwargs = class_and_arguments(role, config)
-    # Ray gives one thread to an actor that reserves no CPU. These take turns with their worker,
-    # so they may use its cores.
+    # Ray limits an actor that reserves no CPU to one thread. Replicas take turns with their
+    # worker, so they may use its cores.
     cores = min(num_threads, os.cpu_count() or num_threads)
     threads = max(1, cores // role.num_devices)
     return Deployment(

@@ -109,9 +109,9 @@ class TorchModel(FrozenModel):
         """Compute an answer for each sequence, in the order given.
 
         Args:
-            sequences: Prompt and response of each.
-            compute: Starts one forward pass over prompts and responses, and returns a function
-                that waits for its answers.
+            sequences: Prompt and response of each sequence.
+            compute: Function `(prompts, responses)` that starts one forward pass. It returns a
+                function that waits for the answers.
         """
         answers: dict[int, T] = {}
         batches = batches_by_tokens(
@@ -124,7 +124,7 @@ class TorchModel(FrozenModel):
         earlier: list[int] = []
         answers_of_earlier: Callable[[], Sequence[T]] = list
         # Read a batch's answers after the next pass is queued, so that the GPU does not idle while
-        # that one is packed. The last turn only reads.
+        # the next batch is packed. The empty last batch only reads.
         for rows in [*batches, []]:
             with frozen_memory_advice(self._name), self._progress.at_work():
                 started: Callable[[], Sequence[T]] = list
@@ -210,8 +210,8 @@ class RewardModel(TorchModel):
     """One replica of a reward model: rollouts in, one score for each out.
 
     If it shares the policy's vocabulary, it reads the policy's token ids. If not, it encodes the
-    text of prompt and response with its own tokenizer and chat template, and adds an end of
-    sequence if the response ended with one.
+    text of prompt and response with its own tokenizer and chat template, and appends an
+    end-of-sequence token if the response ended with one.
     """
 
     def __init__(

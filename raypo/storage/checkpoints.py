@@ -27,11 +27,11 @@ def find_checkpoint(place: str) -> str:
     """Return the path or URI of the checkpoint that a user names.
 
     Args:
-        place: Location of a run (meaning its newest checkpoint), of its `best/`, or of a
+        place: Location of a run, which stands for its newest checkpoint, of its `best/`, or of a
             checkpoint.
 
     Raises:
-        ConfigError: there is no checkpoint, or the run's list of them is cut short.
+        ConfigError: there is no checkpoint, or the run's list of checkpoints is cut short.
     """
     files = RunFiles.at(place)
     if files.read(STATE) is not None:
@@ -80,11 +80,11 @@ def score_of(
 
 
 MANIFEST = "manifest.json"
-"""File in a checkpoint with the size and the digest of every other one. It is written last."""
+"""File in a checkpoint with the size and the digest of each other file. It is written last."""
 
 
 class DamagedCheckpointError(ConfigError):
-    """Error: no checkpoint of a run is whole, or not the one that it begins with."""
+    """All checkpoints of a run are damaged, or the checkpoint that it starts from is."""
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
@@ -93,15 +93,15 @@ def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, compared with its manifest.
+    """Compare the files of a checkpoint with its manifest, and return their damages.
 
     Args:
         directory: Local folder of the checkpoint.
-        rank: This worker. The workers of a run divide the files among themselves.
+        rank: Rank of this worker. Each worker checks a part of the files.
         count: Number of workers.
 
     Returns:
-        A text for each damaged file of this worker's part. Empty if they are whole.
+        A text for each damaged file of this worker's part. Empty if no file is damaged.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
@@ -131,10 +131,11 @@ def _digest(path: Path) -> str:
 def no_whole_checkpoint(
     damaged: Mapping[str, str], run: RunFiles, *, is_own: bool = True
 ) -> DamagedCheckpointError:
-    """Return the error of a run that finds no checkpoint without damage.
+    """Return the error of a run all of whose checkpoints are damaged.
 
     Args:
-        damaged: Checkpoint -> what is wrong with it. Not empty. Ray Train's paths have no scheme.
+        damaged: Checkpoint -> description of its damage. At least one. Ray Train's paths have no
+            scheme.
         run: The run that has written them.
         is_own: False for another run's, which `from_checkpoint` names.
     """
@@ -153,8 +154,8 @@ def no_whole_checkpoint(
 def mend_list(files: RunFiles) -> str | None:
     """Rewrite Ray Train's list of checkpoints if it is cut short or names folders that are gone.
 
-    Ray Train writes the list in place, so a kill or a full disk may cut it short. It would not
-    start with such a list, nor with one that names a missing folder.
+    Ray Train writes the list in place, so a kill or a full disk may cut it short. Ray Train could
+    not start with such a list, or with a list that names a missing folder.
 
     Args:
         files: Folder of a run that is about to resume.
@@ -199,7 +200,7 @@ def _folders(run: RunFiles) -> set[str]:
 
 
 def checkpoint_state(checkpoint: str) -> dict[str, Any]:
-    """Return the run's own state from a checkpoint: the step, and the state of its recipe.
+    """Return raypo's own state in a checkpoint: the step, and the state of the recipe.
 
     Raises:
         DamagedCheckpointError: the file is cut short.
@@ -214,5 +215,5 @@ def checkpoint_state(checkpoint: str) -> dict[str, Any]:
 
 
 def config_of(checkpoint: str) -> dict[str, Any]:
-    """Return the config of the run whose folder contains a checkpoint; empty if there is none."""
+    """Return the config of the run whose folder contains a checkpoint. Empty without a run."""
     return RunFiles.at(parent_and_name(checkpoint)[0]).config() or {}

@@ -18,8 +18,8 @@ class WeightSnapshot:
     adapter: str | None = None
     """Name of the adapter that was pushed. None means the engine's own weights."""
     store: str | None = None
-    """Name of the `WeightStoreActor`. None means that nothing is kept: a restarted engine waits
-    for the next push."""
+    """Name of the `WeightStoreActor`. None means that the push is not stored: a restarted engine
+    waits for the next push."""
 
     def fetch(self) -> Any:
         """Return the `WeightPush` or `AdapterPush`. None if it is no longer kept."""

@@ -359,4 +359,6 @@ def test_init_writes_a_run_file_and_keeps_one_that_is_there(
     wrong = ("--from-verl", "ls", "--to", tmp_path / "other.yaml")
     assert exit_status(monkeypatch, "init", *wrong) == 2
     assert "--from-verl: no argument of verl was found" in capsys.readouterr().err
+    longer = " ".join(f"data.key_{number}=1" for number in range(30))  # than a file's name
+    assert exit_status(monkeypatch, "init", "--from-verl", longer, *wrong[2:]) == 0
     assert exit_status(monkeypatch, "init") == 2

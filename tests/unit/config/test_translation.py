@@ -86,12 +86,47 @@ def test_a_value_that_raypo_refuses_is_left_out_with_its_reason():
     assert "policy: TODO # set this" in text
 
 
+def test_a_name_that_raypo_refuses_is_left_to_be_set():
+    recipe, given = read_script("GRPOTrainer('m', f, args=GRPOConfig(output_dir='runs/a b'))")
+    text = translate("TRL", given, recipe)
+    assert "# - output_dir: name ('a b'): " in text
+    assert "name: TODO # set this" in text
+
+
 def test_verl_without_a_kl_has_none_here(tmp_path: Path):
     command = "N=8\nM=$N\nrun algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$M"
     config = config_of(translate("verl", read_command(command, "verl")), tmp_path)
     assert config.ppo.kl.coef == 0
     assert config.ppo.minibatch_size == 256 * 8
     assert config.rollout.max_new_tokens == 512
+
+
+def test_what_only_the_shell_knows_is_a_note():
+    command = """run actor_rollout_ref.rollout.n=$N data.train_batch_size=$((2 * N)) \\
+        actor_rollout_ref.actor.ppo_mini_batch_size=${M} trainer.total_training_steps=7"""
+    text = translate("verl", read_command(command, "verl"))
+    assert "# - actor_rollout_ref.rollout.n ($N): rollout.samples_per_prompt." in text
+    assert "# - actor_rollout_ref.actor.ppo_mini_batch_size (${M}): ppo.minibatch_size." in text
+    assert "# - data.train_batch_size ($((2): rollout.prompts_per_step." in text
+    assert "num_steps: 7 # trainer.total_training_steps" in text
+
+
+@pytest.mark.parametrize(
+    ("project", "given"),
+    [
+        ("TRL", read_script("GRPOTrainer('m', greeting='a\\nnum_steps: 3')")[1]),
+        ("verl", read_command("run trainer.experiment='a\nnum_steps: 3'", "verl")),
+    ],
+)
+def test_a_value_of_several_lines_stays_in_its_comment(project: str, given: dict[str, object]):
+    text = translate(project, given)
+    assert "(a num_steps: 3): " in text
+    assert not re.search("^num_steps", text, re.MULTILINE)
+
+
+def test_a_command_with_an_open_quotation_is_refused():
+    with pytest.raises(ConfigError, match=r"--from-verl: .*No closing quotation"):
+        read_command("run a.b=3  # don't", "verl")
 
 
 def test_a_script_of_dpo_is_a_dpo_run():
