@@ -53,7 +53,8 @@ class Episode:
     num_turns: int
     """Number of policy turns."""
     environment_s: float
-    """Seconds that the policy waited for the environment, or for the agent between its calls."""
+    """Seconds that the policy waited for the environment, or for the agent between the agent's
+    calls."""
     error: str | None = None
     """Reason of the failure; None if it did not fail."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -94,7 +95,7 @@ class Rollout:
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the prompt's row in the data."""
     episode: Episode | None = None
-    """The episode that the response is part of; None for a single-turn response."""
+    """Episode that the response is part of. None for a single-turn response."""
     row_index: int = 0
     """Index of the conversation in its episode. All conversations of an episode share its score and
     count as one sample."""

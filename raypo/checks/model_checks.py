@@ -27,7 +27,7 @@ def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
     Args:
         key: Config key of the model, for messages.
         path: Folder or hub id.
-        is_trained: Whether the model is trained, so that it must not be quantized.
+        is_trained: Whether the model is trained. It must then not be quantized.
 
     Raises:
         ConfigError: the model is refused.
@@ -81,7 +81,7 @@ def _local_shape(path: str) -> ModelShape | None:
         return None
     try:
         return ModelShape.read(path)
-    except ConfigError:  # not a transformer that raypo knows; vLLM may know it
+    except ConfigError:  # an architecture that raypo does not know, but vLLM may
         return None
 
 

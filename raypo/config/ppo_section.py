@@ -110,7 +110,8 @@ class PPOSection(Config):
     part_weights: dict[str, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] | None = None
     """gdpo: weights of the parts of the score, by name, such as {correct: 1, format: 0.5}. A part
     is a number that the reward function returns beside `score`, the score of one of several reward
-    functions given in Python, or the score from one source. The total score is not trained on."""
+    functions given in Python, or a source of the score, like `judge`. The total score is not
+    trained on."""
     policy_loss: (
         Literal[
             "ppo",
@@ -160,7 +161,8 @@ class PPOSection(Config):
     """gae: use the critic's value of the last state as the future return of a truncated response,
     instead of 0."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
-    """Clip advantages to +- this, after whitening if the estimator whitens. null means no clip."""
+    """Clip advantages to +- this value, after any whitening by the estimator. null means no
+    clip."""
     mask_truncated: bool = False
     """Leave responses that reached rollout.max_new_tokens out of all losses, their denominators
     (including that of `aggregation: constant`), and the mean and variance for whitening. Their
@@ -185,16 +187,15 @@ class PPOSection(Config):
     nll_min_score: float = 1.0
     """Minimum score, before KL and shaping, of a positive example."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """Clip range of the change of a value since before the update. null means plain squared
-    error."""
+    """Clip range of a value around its value before the update. null means plain squared error."""
     num_epochs: int = Field(default=1, ge=1)
     """Passes over the responses of a step."""
     minibatch_size: int = Field(default=32, ge=1)
     """Responses per optimizer step, over all workers. A step with fewer responses than planned is
     split into minibatches of similar size, none larger than this."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps at the start of the run that update only the critic. Their targets have
-    lambda 1 unless `critic_lambda` is set."""
+    """Number of steps at the start of the run that update only the critic. In these steps the
+    critic's targets have lambda 1 unless `critic_lambda` is set."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Initial coefficient of the entropy bonus. 0 means that entropy is only logged."""
     entropy_target: float | None = Field(default=None, gt=0.0)

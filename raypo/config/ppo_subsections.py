@@ -111,7 +111,8 @@ class CorrectionSection(Config):
     default bounds near 1 that suit responses of thousands of tokens (short ones need wider bounds);
     product: the product of the ratios."""
     token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Drop every response with a token whose ratio is below this, like 1e-4. It works with every
+    """Drop every response with a token whose ratio is below this value, like 1e-4. It works with
+    every
     `kind`, including none. null means no veto."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Drop every token whose staleness is above this: the number of versions by which the weights

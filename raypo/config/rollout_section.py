@@ -159,7 +159,7 @@ class SamplingSection(Config):
 
     @property
     def truncation(self) -> tuple[str, float] | None:
-        """First key that truncates the distribution, and its value; None if none does."""
+        """First key that truncates the distribution, and its value. None if no key does."""
         usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
         values = ((f"rollout.{key}", getattr(self, key), off) for key, off in usual.items())
         return next(((key, value) for key, value, off in values if value != off), None)
@@ -178,7 +178,7 @@ class RolloutSection(SamplingSection):
     """Schedule of sampling and updates. sync: sample, then update. one_step_off: sample the next
     step's batch while the learner updates, one weight version behind; runs repeat bit for bit.
     async: sample as far ahead as the learner needs, within `max_staleness`. one_step_off and async
-    need engines with resources of their own (placement.mode)."""
+    need dedicated engines (placement.mode)."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """async: maximum number of weight versions between the first token of a response and the update
     that trains it. auto: 1. The other modes have a fixed staleness: sync 0, one_step_off 1."""

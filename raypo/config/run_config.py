@@ -68,7 +68,7 @@ class RecipeConfig(RunFile):
     from_checkpoint: str | None = None
     """Start from the whole training state of another run of this recipe, even if the config
     differs: the folder or URI of that run (its newest checkpoint), its `best/`, or one of its
-    checkpoints. The numbers of steps continue from there. To start from that run's weights only,
+    checkpoints. Steps are numbered on from there. To start from that run's weights only,
     set model.policy to its policy/. null means a fresh start."""
     max_failures: int = Field(default=0, ge=-1)
     """Number of times that a run resumes automatically from its last checkpoint after the loss of a
@@ -127,7 +127,7 @@ class RecipeConfig(RunFile):
             )
 
     def with_workers(self, count: int) -> Self:
-        """Return the config of an elastic run while it has this number of workers.
+        """Return the config of an elastic run for the time that it has `count` workers.
 
         Raises:
             ConfigError: a rule does not hold with this number of workers.
@@ -197,7 +197,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the model of the reference deployment; None if no deployment is needed."""
+        """Path of the reference model to deploy. None if no deployment is needed."""
         return None
 
     @property
@@ -212,7 +212,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def judges(self) -> dict[str, Any]:
-        """Config key -> value of each key that configures a score of training responses."""
+        """Config key -> value of each setting that gives training responses a score."""
         of_sources = functions_of(self.data.prompts)
         judges = {
             "reward.function": self.reward.function,
@@ -235,7 +235,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def curriculum(self) -> CurriculumSection | None:
-        """Section of the choice of prompts by pass rate. None means shuffled epochs."""
+        """Settings for choosing prompts by pass rate. None means shuffled epochs."""
         return None
 
     @property
@@ -387,7 +387,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the model of the reference deployment; None if no deployment is needed.
+        """Path of the reference model to deploy. None if no deployment is needed.
 
         With `model.lora` and no model.reference, the learner with its adapter off is the reference.
         """
@@ -397,7 +397,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def curriculum(self) -> CurriculumSection | None:
-        """Section of the choice of prompts by pass rate. None means shuffled epochs."""
+        """Settings for choosing prompts by pass rate. None means shuffled epochs."""
         return self.data.curriculum
 
     @property

@@ -76,15 +76,17 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
 
 
 def check_callable(function: Any, *, name: str, key: str = "reward.function") -> None:
-    """Check that an object is a function of one argument, or has such a `__call__`.
+    """Check that an object can be called with one argument.
+
+    A reward function of TRL's form is accepted too.
 
     Args:
-        function: The object.
-        name: Its name in messages.
-        key: Config key that it comes from.
+        function: A function, or an object with `__call__`.
+        name: Name of the function in messages.
+        key: Config key that the function comes from.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the object is a class, is not callable, or needs other arguments.
     """
     is_reward = key not in TAKES
     takes = TAKES.get(key, "a list of rollouts")
@@ -124,10 +126,10 @@ def takes_columns(function: Any) -> bool:
 
 
 def required_columns(function: Callable[..., Any] | str) -> list[str]:
-    """Return the columns that a reward function of TRL's form cannot be called without.
+    """Return the columns that a reward function of TRL's form requires as arguments.
 
     Args:
-        function: The function or its import path. The source of an import path is only read.
+        function: The function or its import path, whose source is read without importing it.
 
     Raises:
         ConfigError: as `check_function`.
@@ -214,7 +216,7 @@ def check_factory(spec: str, arguments: Mapping[str, Any], *, key: str) -> None:
 
 
 def load_factory(spec: str, *, key: str) -> Callable[..., Any]:
-    """Import a function of any parameters.
+    """Import a function, whatever its parameters.
 
     Raises:
         ConfigError: the import fails, or the module has no such name.

@@ -481,14 +481,15 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """The config with the fewest workers, typed for the plan, which accepts all recipes."""
+        """Config with the lowest number of workers. Its type is Any, because a plan accepts all
+        recipes."""
         config: Any = self.config
         fewest = config.learner.min_workers
         return config if fewest is None else config.with_workers(fewest)
 
     @property
     def worker_resources(self) -> dict[str, float]:
-        """Resources of a learner worker, including custom ones of the scaling config."""
+        """Resources of a learner worker, including custom resources of the scaling config."""
         scaling = self.scaling_config
         resources: dict[str, Any] = {
             "CPU": scaling.num_cpus_per_worker,
