@@ -131,16 +131,14 @@ class PPOSection(Config):
     advantage per token (section 4.3); gmpo: arXiv:2507.20673; cispo: arXiv:2506.13585; sapo:
     arXiv:2511.20347; clip_cov: ppo without the tokens that `covariance` selects; kl_cov: ppo
     without a clip, and with a penalty on these tokens (both arXiv:2505.22617); dppo_tv and dppo_kl:
-    bounds on
-    the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a soft
-    kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
+    bounds on the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a
+    soft kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
     `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).
     token_mean: mean over all tokens; sequence_mean: mean over responses of each response's token
     mean; constant: sum divided by responses * max_new_tokens. All rows of an agent's episode are
-    one
-    response. The critic's loss is always a mean over tokens."""
+    one response. The critic's loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount factor per sampled token, or per turn with `discount_by: turn`. gigpo: per turn, for
     the returns of turns (0.95 in its paper)."""
@@ -161,8 +159,8 @@ class PPOSection(Config):
     """gae: use the critic's value of the last state as the future return of a truncated response,
     instead of 0."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
-    """Clip advantages to +- this value, after any whitening by the estimator. null means no
-    clip."""
+    """Clip advantages to +- this value, after any whitening by the estimator. null means no clip.
+    """
     mask_truncated: bool = False
     """Leave responses that reached rollout.max_new_tokens out of all losses, their denominators
     (including that of `aggregation: constant`), and the mean and variance for whitening. Their

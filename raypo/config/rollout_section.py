@@ -239,8 +239,8 @@ class RolloutSection(SamplingSection):
 
     @property
     def verifiers(self) -> str | None:
-        """Name of the environment of the package verifiers. None means another environment or
-        none."""
+        """Name of the environment of the package verifiers. None if there is no such
+        environment."""
         spec = self.environment or ""
         return spec.removeprefix(VERIFIERS) if spec.startswith(VERIFIERS) else None
 

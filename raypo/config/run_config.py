@@ -48,8 +48,8 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "storage_path",
 )
 """Sections and keys that may change when a run is resumed. `num_steps` may change too if no
-learning rate depends on it. Numbers of workers and the ZeRO stage change only the rounding of
-sums."""
+learning rate depends on it. Numbers of workers and the ZeRO stage change only the rounding of sums.
+"""
 
 
 class RecipeConfig(RunFile):
@@ -68,8 +68,8 @@ class RecipeConfig(RunFile):
     from_checkpoint: str | None = None
     """Start from the whole training state of another run of this recipe, even if the config
     differs: the folder or URI of that run (its newest checkpoint), its `best/`, or one of its
-    checkpoints. Steps are numbered on from there. To start from that run's weights only,
-    set model.policy to its policy/. null means a fresh start."""
+    checkpoints. Steps are numbered on from there. To start from that run's weights only, set
+    model.policy to its policy/. null means a fresh start."""
     max_failures: int = Field(default=0, ge=-1)
     """Number of times that a run resumes automatically from its last checkpoint after the loss of a
     learner worker or of the Ray Train controller, as in Ray's `FailureConfig(max_failures)`. -1
@@ -240,8 +240,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def draws_in_flight(self) -> int:
-        """Maximum number of earlier prompt draws that may lack samples when a step draws
-        prompts."""
+        """Maximum number of earlier draws that may lack samples when a step draws its prompts."""
         steps = self.rollout.staleness + 1 if self.rollout.has_requests_in_flight else 0
         return max(steps, int(self.is_refilled)) * self.rollout.prompts_per_step
 

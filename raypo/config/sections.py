@@ -268,8 +268,8 @@ class JudgeSection(Config):
     answer counts. A number outside the range is no grade."""
     pattern: str | None = None
     """Regular expression that locates the grade in the answer, like `Grade: (.*)`. The grade is
-    read from the first group of the last match. null means that it may be anywhere in the
-    answer."""
+    read from the first group of the last match. null means that it may be anywhere in the answer.
+    """
     chat: bool = True
     """Send the prompt as a chat message. false sends it as a text to complete, for base models."""
     sampling: dict[str, Any] = Field(default_factory=dict)
@@ -411,8 +411,8 @@ class WorkersSection(Config):
     """Maximum number of tokens of one forward and backward pass; a prompt with several responses
     counts once. auto: 4096 on CPUs, and on GPUs the largest of 16384, 8192 and 4096 that fits
     (`raypo plan` shows which). With auto, a longer sequence gets a separate pass. Dedicated
-    reference and reward models start before the learner's GPUs are known, so for them auto is
-    4096."""
+    reference and reward models start before the learner's GPUs are known, so for them auto is 4096.
+    """
     activation_checkpointing: bool = False
     """Keep only the inputs of the model's layers, and recompute the other activations in the
     backward pass. This takes about a third more time and a fraction of the memory. The gradients

@@ -81,8 +81,8 @@ class SchedulerSection(Config):
     quantile: float = Field(default=0.25, gt=0.0, le=0.5)
     """pbt: fraction of the trials that is replaced by copies of the best."""
     resample: float = Field(default=0.25, ge=0.0, le=1.0)
-    """pbt: probability that the value of a key is drawn again instead of multiplied by 0.8 or
-    1.2."""
+    """pbt: probability that the value of a key is drawn again instead of multiplied by 0.8 or 1.2.
+    """
 
     def _problems(self) -> Iterator[str]:
         users = {

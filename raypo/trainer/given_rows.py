@@ -75,8 +75,7 @@ def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
 
 
 def is_ray_data(rows: Rows) -> bool:
-    """Return whether rows are a Ray Data set. Ray Data is imported only if the rows come from
-    it."""
+    """Return whether rows are a Ray Data set. Ray Data is imported only for rows of its types."""
     if not type(rows).__module__.startswith("ray.data"):
         return False
     from ray.data import Dataset

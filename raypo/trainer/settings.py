@@ -246,7 +246,7 @@ def _has_cluster(config: RecipeConfig) -> bool:
 def _has_gpus(config: RecipeConfig) -> bool:
     """Return True if the Ray cluster has usable GPUs, or this machine if there is no cluster.
 
-    This does not start Ray.
+    This does not start a local Ray.
     """
     if _has_cluster(config):
         connect(config.cluster)

@@ -155,10 +155,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 default is `use_gpu=False`: pass True for GPUs, or leave the argument out.
             run_config: Ray's RunConfig. `name`, `storage_path`, `failure_config` (`max_failures`)
                 and `checkpoint_config` override keys of the config: `num_to_keep` overrides
-                `checkpoint.keep`, `checkpoint_score_attribute` and `checkpoint_score_order`
-                override
-                `checkpoint.best_by` and `best_mode`. Values equal to Ray's defaults count as not
-                set.
+                `checkpoint.keep`, and `checkpoint_score_attribute` and `checkpoint_score_order`
+                override `checkpoint.best_by` and `best_mode`. Values equal to Ray's defaults count
+                as not set.
             reward_fn: Reward function, for recipes that sample: (list[Rollout]) -> list[float], a
                 function or an object with `__call__`. Overrides `reward.function`.
             datasets: `{"train": rows, "eval": rows}`, as in Ray Train: a `ray.data.Dataset`, a
@@ -463,8 +462,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
 
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
-        """Wait until the learner workers' placement group fits: reserve such a group, and remove
-        it.
+        """Wait until there is room for the learner workers' placement group.
+
+        This reserves such a group, and removes it.
 
         Ray Train then creates its own group. Without this wait, nobody would report which bundle
         waits for which resources, because Ray Train does not.
@@ -481,8 +481,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """Config with the lowest number of workers. Its type is Any, because a plan accepts all
-        recipes."""
+        """Config with the lowest number of workers, typed as Any because plans take all recipes."""
         config: Any = self.config
         fewest = config.learner.min_workers
         return config if fewest is None else config.with_workers(fewest)
