@@ -64,7 +64,7 @@ def models_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_shards(config: OnlineConfig | PolicyExamplesConfig) -> None:
-    """Refuse local models that vLLM cannot shard. vLLM itself checks models of the hub."""
+    """Refuse local models that vLLM cannot shard. vLLM itself checks models from the hub."""
     for role in served_roles(config, num_workers=1, use_gpu=False):
         size, shape = role.num_devices, _local_shape(role.model)
         if size > 1 and shape and (rest := shape.does_not_divide(size)):

@@ -43,7 +43,7 @@ class Estimator:
     """Properties of an advantage estimator."""
 
     needs_critic: bool = False
-    """The baseline is the critic's values. If False, advantages are discounted returns."""
+    """The critic's values are the baseline. If False, advantages are discounted returns."""
     needs_group: bool = False
     """Scores are compared within the group of a prompt's samples. A KL penalty in the reward is
     then subtracted from the scores before they are compared. Subtracted afterwards, it would push
@@ -98,12 +98,13 @@ class PPOSection(Config):
         | ImportPath
     ) = "gae"
     """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). opo:
-    baseline weighted by length (arXiv:2505.23585); maxrl: scores of 0 to 1, divided by the group's
-    mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples (arXiv:2508.10751); gdpo:
-    the parts of the score, each normalised within the group (arXiv:2601.05242); gigpo: grpo, plus a
-    comparison of each turn's return with other turns of the prompt that follow the same text of the
-    environment (arXiv:2505.10978). Or a function of your own, `file.py:name`, with the signature
-    (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
+    baseline weighted by length (arXiv:2505.23585); maxrl: scores from 0 to 1 minus the group's
+    mean, divided by that mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples
+    (arXiv:2508.10751); gdpo: the parts of the score, each normalised within the group
+    (arXiv:2601.05242); gigpo: grpo, plus a comparison of each turn's return with other turns of the
+    prompt that follow the same text of the environment (arXiv:2505.10978). Or a function of your
+    own, `file.py:name`, with the signature (`raypo.ppo.custom_functions.StepRewards`) ->
+    advantages."""
     pass_k: int = Field(default=4, ge=1)
     """pass_at_k: number k of samples of which only the best one counts, at most
     rollout.samples_per_prompt. k = 1 is grpo with the population standard deviation."""

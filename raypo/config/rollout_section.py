@@ -197,7 +197,7 @@ class RolloutSection(SamplingSection):
     environment_processes: int = Field(default=0, ge=0)
     """Number of processes for environments per learner worker. A call that hangs in such a process
     is killed, and an environment is pickled between its turns. 0 runs environments in the learner
-    worker itself; those with blocking methods run in threads there."""
+    worker itself; environments with blocking methods then run in threads."""
     agent: str | None = None
     """Agent class, `file.py:Class` or `package.module:Class`, as an alternative to an environment.
     An agent calls the policy as often as it likes, and returns the score of the episode. null means
@@ -206,8 +206,8 @@ class RolloutSection(SamplingSection):
     """Keyword arguments for the agent of each episode."""
     limit_score: float | None = Field(default=None, allow_inf_nan=False)
     """Score of an agent's episode that ends because it would exceed `max_turns` or
-    `max_episode_tokens`; it counts as truncated. null means that it counts as failed. An
-    environment's episode keeps its rewards."""
+    `max_episode_tokens`. The episode then counts as truncated. null means that it counts as failed
+    instead. An environment's episode keeps its rewards."""
     endpoint_host: str = "127.0.0.1"
     """Address that the endpoint for agents listens on, and the host in `policy.base_url`. 0.0.0.0
     is for agents in containers or on other machines: the endpoint listens on all addresses of the

@@ -66,10 +66,10 @@ class RecipeConfig(RunFile):
     """Number of steps. ppo: a step is one rollout batch and its updates; sft, reward_model, dpo:
     one optimizer step; other recipes: one round. A larger number extends a finished run."""
     from_checkpoint: str | None = None
-    """Start from the whole training state of another run of this recipe, even if the config
-    differs: the folder or URI of that run (its newest checkpoint), its `best/`, or one of its
-    checkpoints. Steps are numbered on from there. To start from that run's weights only, set
-    model.policy to its policy/. null means a fresh start."""
+    """Training state of another run of this recipe to start from: the folder or URI of that run
+    (its newest checkpoint), its `best/`, or one of its checkpoints. The config may differ, except
+    in keys on which the state depends. Step numbers continue. To start from only the weights of
+    that run, set model.policy to its policy/. null means a fresh start."""
     max_failures: int = Field(default=0, ge=-1)
     """Number of times that a run resumes automatically from its last checkpoint after the loss of a
     learner worker or of the Ray Train controller, as in Ray's `FailureConfig(max_failures)`. -1

@@ -101,11 +101,11 @@ class SampledModelSection(Config):
     bfloat16 is faster on GPUs, and on CPUs with AMX or avx512_bf16. Value and score heads, gradient
     sums, master weights and AdamW's moments are always float32."""
     attention: Attention = "auto"
-    """Attention implementation of all passes of the torch models. auto: raypo's own over packed
-    rows, which reads each prompt once and needs no padding (flex attention on GPUs, SDPA on CPUs),
-    or transformers' default if the model does not support it. Any other value: the implementation
-    of that name in transformers, with one padded row per response. flash_attention_2 and
-    flash_attention_3 need GPUs and extra packages."""
+    """Attention implementation of all passes of the torch models. auto: raypo's own implementation
+    over packed rows, which reads each prompt once and needs no padding (flex attention on GPUs,
+    SDPA on CPUs), or transformers' default if the model does not support packed rows. Any other
+    value: the implementation of that name in transformers, with one padded row per response.
+    flash_attention_2 and flash_attention_3 need GPUs and extra packages."""
     lora: PolicyLoraSection | None = None
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
     """
@@ -121,7 +121,7 @@ class ReferenceModelSection(SampledModelSection):
 
     @property
     def is_own_reference(self) -> bool:
-        """True if the learner's policy with its adapter off is the reference."""
+        """True if the reference is the learner's policy with its adapter off."""
         return self.lora is not None and self.reference is None
 
 
@@ -346,7 +346,7 @@ class RewardSection(Config):
     """Address of a reward server, to which `samples` are posted, or a list of servers that share
     the load. null means no server."""
     judge: JudgeSection | None = None
-    """Language model that grades each response by a prompt (docs/rewards.md). null means none."""
+    """Language model that grades each response (docs/rewards.md). null means none."""
     request: RewardRequestSection = RewardRequestSection()
     weights: RewardWeights = RewardWeights()
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -559,7 +559,8 @@ class LearnerSection(WorkersSection):
     critic_lr: float = Field(default=1e-5, ge=0.0)
     """Highest learning rate of the critic."""
     save_critic: bool = False
-    """Also save the critic, in the run's folder `critic/`, which `model.critic` accepts."""
+    """Save the critic too, in the folder `critic/` of the run. `model.critic` accepts this folder.
+    """
     peak_tflops: float | None = Field(default=None, gt=0.0)
     """Peak TFLOP/s of a worker's device in `model.dtype`, the denominator of `perf/mfu`. null means
     the data sheet's value for a known GPU. For another device it means the rate of a matmul that is

@@ -135,7 +135,7 @@ class Constraint:
     def excess(self, value: float) -> float:
         """Return how far a value is beyond the bound.
 
-        0 or less means that the value satisfies the bound. NaN violates it infinitely.
+        0 or less means that the value satisfies the bound. For NaN the result is infinity.
         """
         if math.isnan(value):
             return math.inf
@@ -275,16 +275,19 @@ class SweepConfig(RunFile):
             yield words, parse_run_config(with_values(values, point), origin=f"space, {words}")
 
     def perturb_every(self, base: AnyConfig) -> int:
-        """Return the steps between two perturbations of pbt."""
+        """Return the number of steps between two perturbations of pbt."""
         return self.scheduler.perturb_every or base.eval.every
 
     def base_values(self) -> dict[str, Any]:
-        """Return the base as written, with the overrides, without defaults and preset values."""
+        """Return the values of the base file with the overrides.
+
+        Defaults and preset values are not filled in.
+        """
         return read_yaml(Path(self.base), flatten(self.overrides))
 
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested values, updated by a point: a mapping of dotted keys to values."""
+    """Return a copy of nested values with the values of a point set. A point has dotted keys."""
     tree = copy.deepcopy(dict(values))
     for key, value in point.items():
         *sections, last = key.split(".")

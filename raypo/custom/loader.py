@@ -244,7 +244,10 @@ def source_files(spec: str) -> list[Path]:
 
 
 def _neighbours(file: Path) -> list[Path]:
-    """Return the files in or below a file's own folder that its import statements name."""
+    """Return the local files that a file's import statements name.
+
+    An absolute import is looked up in the file's own folder.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -347,9 +350,10 @@ def _imported(spec: str, key: str) -> Any:
 
 
 def _outline(spec: str, key: str) -> Any:
-    """Return a stub of a function or class: the same parameters, and no code.
+    """Return a stub of a function or class, with the same parameters and no code.
 
-    A stub of a class has stubs of its methods. None means that only an import can show them.
+    A stub of a class has stubs of its methods. None means that only an import can show the
+    parameters.
     """
     place, name = _parts(spec, key)
     if place.endswith(".py"):

@@ -345,7 +345,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _start_group_gc(self, monitor: ActorHandle) -> ActorHandle | None:
         # Ray removes placement groups only when the job's driver ends. A task or an actor, like a
-        # trial of Ray Tune, needs a collector, because the job may go on after it was killed.
+        # trial of Ray Tune, needs a collector, because its job may outlive it.
         return None if is_driver() else start_placement_group_gc(until=monitor)
 
     def _check_folder(self) -> None:
@@ -466,8 +466,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
         This reserves such a group, and removes it.
 
-        Ray Train then creates its own group. Without this wait, nobody would report which bundle
-        waits for which resources, because Ray Train does not.
+        Ray Train then creates its own group. It would not report which bundle waits for which
+        resources, and this wait does.
         """
         group = reserve(
             worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
