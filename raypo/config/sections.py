@@ -385,8 +385,8 @@ class WorkersSection(Config):
     """Learning rate after the warm-up. constant: it does not change; linear, cosine: it decays to
     `lr_floor` at num_steps, along a line or half a cosine."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps of linear learning-rate warm-up from zero. It must be below the steps of the
-    run. The learning-rate warm-up of a policy begins after ppo.critic_warmup_steps."""
+    """Number of steps of linear learning-rate warm-up from zero. It must be below the number of
+    steps of the run. The learning-rate warm-up of a policy begins after ppo.critic_warmup_steps."""
     lr_floor: float = Field(default=0.0, ge=0.0, le=1.0)
     """Final learning rate of a schedule, as a fraction of the highest."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -405,8 +405,8 @@ class WorkersSection(Config):
     zero_stage: Literal[0, 1, 2, 3] = 2
     """ZeRO stage of DeepSpeed. 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3
     also the weights. With one worker there is nothing to shard, so stages 1 and 2 run as 0. In
-    bfloat16, stage 0 runs as 1, which makes the same updates, because DeepSpeed's own stage 0 would
-    sum gradients in bfloat16."""
+    bfloat16, stage 0 runs as 1, because DeepSpeed's own stage 0 would sum gradients in bfloat16.
+    The updates are the same otherwise."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of tokens of one forward and backward pass; a prompt with several responses
     counts once. auto: 4096 on CPUs, and on GPUs the largest of 16384, 8192 and 4096 that fits
