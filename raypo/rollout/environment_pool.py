@@ -1,4 +1,6 @@
-"""Run environments in worker processes. They are pickled between turns, so any process can go on.
+"""Run environments in worker processes.
+
+An environment is pickled after each call, so that any process can run its next call.
 
 Concurrency. Each learner worker has its own pool of processes, forked from a fork server. The event
 loop of the episodes submits calls and awaits their futures; a process runs one call at a time. If a

@@ -213,7 +213,11 @@ class Episodes:
     async def _first_observation(
         self, environment: UserObject, session: Session
     ) -> tuple[bool, np.ndarray]:
-        """Reset the environment. Return whether the episode is a chat, and the first prompt ids."""
+        """Reset the environment, and get its first observation.
+
+        Returns:
+            Whether the episode is a chat, and the token ids of its first prompt.
+        """
         prompt, tools = session.draw.prompt, self._class.tools
         chat, ids = prompt.messages is not None, prompt.token_ids
         given = prompt.messages if chat else prompt.text

@@ -25,7 +25,7 @@ class WorkTime:
 
         Args:
             method: Name of the method, for the error.
-            quota: Limits the calls of all episodes that run at the same time.
+            quota: Semaphore that limits how many calls run at the same time, over all episodes.
             limit_s: Seconds that the call may run between two pauses. None means no limit.
         """
         self._method, self._quota, self._limit_s = method, quota, limit_s

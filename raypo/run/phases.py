@@ -41,11 +41,11 @@ class OffloadingLearner(Protocol):
     """A learner that can move its state to the host and back; all workers call each method."""
 
     def offload_training_state(self) -> None:
-        """Move everything that a push does not need to the host."""
+        """Move to the host everything that a push does not need."""
         ...
 
     def offload_parameters(self) -> None:
-        """Move the weights to the host as well."""
+        """Move also the weights to the host."""
         ...
 
     def reload(self) -> None:

@@ -174,9 +174,9 @@ def _lengths(scored: list[ScoredRollout]) -> Lengths:
 
 
 def _shared_prompts(scored: list[ScoredRollout]) -> Lengths:
-    """Return the lengths of the prompts that repeat one of their group.
+    """Return the lengths of repeated prompts: all copies of a prompt in its group except the first.
 
-    A forward pass does not compute these, because it computes each prompt once per group.
+    A pass computes each prompt only once per group.
     """
     prompts = [(each.rollout.group_index, each.rollout.prompt_ids) for each in scored]
     groups = {(group, ids.tobytes()): len(ids) for group, ids in prompts}
