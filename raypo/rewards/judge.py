@@ -57,7 +57,7 @@ class Judge:
         Args:
             section: Template, criteria and grades.
             servers: The judge's servers.
-            max_attempts: Most requests for one grade, if the judge's temperature is above 0.
+            max_attempts: Most answers to request for one grade if the temperature is above 0.
         """
         self._section, self._servers = section, servers
         self._sampling = {
@@ -73,7 +73,9 @@ class Judge:
         return f"{self._section.model} at {self._servers}"
 
     async def __call__(self, rollouts: list[Rollout]) -> list[dict[str, Any]]:
-        """Return a score and its named parts per rollout. Without all grades it is an exception.
+        """Return a score and its named parts per rollout.
+
+        If a grade is missing, and `ungraded_score` does not replace it, the score is an exception.
 
         Raises:
             RewardError: a row lacks a column that the template names.

@@ -41,7 +41,7 @@ of the steps."""
 
 
 class Closed(Exception):
-    """The run has ended, and what is still sampled will not be trained."""
+    """The run has ended. Rollouts that are still being sampled will not be trained."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class AsyncRollouts:
         return [each for each in scored if first <= each.rollout.group_index < until]
 
     def _start_chunks(self) -> None:
-        """Start one chunk after the other, the same ones on all workers."""
+        """Start one chunk after the other. All workers start the same chunks."""
         while True:
             with self._changed:
                 self._wait_for(self._may_start)

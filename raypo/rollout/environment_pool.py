@@ -52,7 +52,7 @@ class EnvironmentPool:
         """Start the processes.
 
         Args:
-            load: Called once in each process. Returns the factory of environments.
+            load: Function that returns the factory of environments, called once in each process.
             processes: Number of processes.
             timeout_s: Seconds that one call may take. None means no limit.
         """
@@ -100,7 +100,7 @@ class EnvironmentPool:
 
 
 def _open(load: Callable[[], Callable[[], Any]]) -> None:
-    """Load the environment's factory; runs once in each process of the pool."""
+    """Load the environment's factory. This runs once in each process of the pool."""
     global _make
     _make = load()
 

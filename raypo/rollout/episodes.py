@@ -130,8 +130,8 @@ class Episodes:
             draws: This worker's draws.
             engine: The engines.
             sampling: Sampling parameters.
-            push_again: Repeats the last push if no engine is left. If it is given, all workers call
-                `play` together.
+            push_again: Repetition of the last push, for the case that no engine is left. If it is
+                given, all workers call `play` together.
 
         Returns:
             The rollouts of all episodes, in the order of draws and samples.

@@ -43,7 +43,7 @@ Reader = Callable[..., LoadedExamples[Item]]
 
 
 def examples_loop(setup: dict[str, Any], kind: type[ExamplesRecipe[Any, Any]]) -> dict[str, Any]:
-    """Run a recipe on one learner worker; Ray Train calls this on each of them.
+    """Run a recipe on one learner worker. Ray Train calls this on each worker.
 
     Args:
         setup: `config.model_dump()` of an ExamplesConfig.

@@ -86,7 +86,7 @@ def step_work(
 
     Args:
         collected: This worker's rollouts of the step.
-        models: Shapes of the models. None counts no FLOPs.
+        models: Shapes of the models. None means that FLOPs are not counted.
         config: The run's config.
         workers: The learner workers.
         step: Number of the step, counted from 1.
@@ -149,8 +149,8 @@ def work_metrics(
 
     Args:
         work: Work by phase.
-        seconds: Metrics such as `time/generate_s`, with `time/step_s`. `perf/generate_s` is used
-            if the phase ran in the background.
+        seconds: Metrics with the durations: `time/step_s`, and `time/<phase>_s` for each phase, or
+            `perf/<phase>_s` if the phase ran in the background.
         peak_flops: Peak FLOP/s of all devices together.
     """
     metrics: dict[str, float] = {}
