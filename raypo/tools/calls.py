@@ -249,9 +249,7 @@ def _functions_at(text: str, place: int, tools: Tools) -> tuple[list[Any], int]:
 
 
 def _objects_at(text: str, place: int) -> tuple[list[Any], int]:
-    """Parse a JSON object, a list of JSON objects, or a list of Python calls, into a list of
-    objects.
-    """
+    """Parse a JSON object, a list of these, or a list of Python calls. Return a list of objects."""
     try:
         found, end = _json_at(text, place, "a tool call is")
         return (found if isinstance(found, list) else [found]), end

@@ -104,8 +104,9 @@ def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a trial's run between two copies of checkpoints. In a segment, Ray Train itself
-    resumes.
+    """Part of a trial's run between two copies of checkpoints.
+
+    Within a segment, Ray Train resumes by itself.
     """
 
     trial: str

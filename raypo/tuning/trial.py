@@ -120,9 +120,7 @@ def run_point(point: Point, setup: TrialSetup) -> None:
 
 
 def _wait_for_predecessor(files: RunFiles) -> None:
-    """Wait for the earlier process of the trial. pbt has stopped it, but it may not have exited
-    yet.
-    """
+    """Wait for the earlier process of the trial, which pbt has stopped, to exit."""
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
     while files.is_running() and time.monotonic() < deadline:
         time.sleep(0.5)
