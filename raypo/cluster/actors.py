@@ -44,7 +44,8 @@ class NoReplicaLeft(DeploymentError):
 def survivors(
     calls: Iterable[Future[T]], *, passing_over: type[DeploymentError] = ReplicaLost
 ) -> list[T]:
-    """Wait for calls to several replicas, and return the results of those that were not lost.
+    """Wait for calls to several replicas, and return the results of the replicas that were not
+    lost.
 
     Args:
         calls: Pending calls, one per replica.

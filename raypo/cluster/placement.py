@@ -308,7 +308,9 @@ def first_workers(role: ServedRole, nodes: Sequence[Hashable]) -> list[int]:
 
 
 def nearest(first: Sequence[int], rank: int) -> int:
-    """Return the index of the replica that a worker uses: the last one that starts at or before it.
+    """Return the index of the replica that a worker uses.
+
+    This is the last replica whose first rank is at or below the worker's rank.
 
     Args:
         first: First rank of each replica, ascending.

@@ -117,8 +117,8 @@ class DeploymentHandle:
         """Call a method on one replica.
 
         Raises:
-            NoReplicaLeft: in the future; the prerequisite fails on all remaining replicas.
-            DeploymentError: in the future; the call timed out, or no replica is left.
+            NoReplicaLeft: raised by the future: the prerequisite fails on all remaining replicas.
+            DeploymentError: raised by the future: the call timed out, or no replica is left.
         """
         call = Call(method.__name__, args, kwargs, self._prerequisite.call)
         if self._shared is not None:
@@ -137,7 +137,7 @@ class DeploymentHandle:
         """Call a method on every replica, ahead of its queue; a call is never repeated.
 
         Raises:
-            ReplicaLost: in a future; this replica is down or cannot serve the call.
+            ReplicaLost: raised by a future: its replica is down or cannot serve the call.
         """
         name, required = method.__name__, self._prerequisite.call
         return [

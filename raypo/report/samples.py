@@ -129,7 +129,7 @@ def typical(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def _response(row: Row, tokenizer: Tokenizer | None) -> str:
-    """Return a response as text. Each turn of an episode is a line, with `<` for the environment."""
+    """Return a response as text. An episode has a line per turn; `<` marks the environment."""
     turns = turns_of(row, tokenizer)
     if len(turns) == 1:
         return row["response"]

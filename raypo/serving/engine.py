@@ -379,7 +379,8 @@ class Engine:
 
     @_between_steps
     def finish_push(self, manifest: Manifest) -> Manifest:
-        """End a push: check the weights, serve them, and invalidate the KV cache of the old ones.
+        """End a push: check the weights, serve them, and invalidate the KV cache of the old
+        weights.
 
         After any failure the engine has no version and refuses to sample until a push succeeds.
 

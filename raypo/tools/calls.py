@@ -34,8 +34,8 @@ MARKS = {
     "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
     "<|python_start|>": "<|python_end|>",  # Llama 4
 }
-"""Maps the mark that opens tool calls to the one that closes them. The end of the response or the
-next call also closes a call."""
+"""Opening mark of tool calls -> closing mark. A call also ends at the next call, or with the
+response."""
 PYTHON_TAG = "<|python_tag|>"
 """Tag that Llama 3 may write before a call."""
 _MARK = re.compile("|".join(map(re.escape, MARKS)))

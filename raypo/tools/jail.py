@@ -2,7 +2,7 @@
 
     python -I -S jail.py < jail.json     the fields of `Jail` as a JSON object
 
-The program gets new Linux namespaces, none of which needs root: processes (those that it leaves
+The program gets new Linux namespaces, none of which needs root: processes (any that it leaves
 behind are killed with it), mounts (its root is an empty file system in memory, with Python and the
 system's libraries read-only), network (there is none), users (it is nobody, without capabilities)
 and System V IPC. The kernel enforces the limits on memory, processes and files; system calls that

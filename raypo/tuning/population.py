@@ -1,4 +1,4 @@
-"""Population-based training: weak trials restart from the checkpoints of better ones.
+"""Population-based training: weak trials restart from the checkpoints of better trials.
 
 At a fixed interval all trials wait for each other and are compared at the same step. Ray Tune then
 passes checkpoints from trial to trial. A checkpoint here is only a pointer: a folder with a small
