@@ -1,4 +1,4 @@
-"""HTML page of a sweep: the best trial and the reason, all trials, and their cost. Without Ray."""
+"""HTML page of a sweep: the best trial, all trials, and their cost. Needs no Ray."""
 
 from __future__ import annotations
 
