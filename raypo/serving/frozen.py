@@ -244,7 +244,7 @@ class RewardModel(TorchModel):
         self._tokenizer = None if is_shared else load_tokenizer(model, key="model.reward")
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
-        """Return one score for each rollout, in the order given. Rollouts without tokens get NaN."""
+        """Return one score for each rollout, in the order given. It is NaN without tokens."""
         sequences = [sequence_ids(self._tokenizer, rollout) for rollout in rollouts]
         with_tokens = [(prompt, response) for prompt, response in sequences if len(prompt)]
         scores = iter(self._in_batches(with_tokens, self._scores_of))

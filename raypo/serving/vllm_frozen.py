@@ -221,7 +221,7 @@ class VllmReference(VllmModel):
 def _without_padding(
     log_probs: np.ndarray, ids: np.ndarray, count: int, vocabulary: int
 ) -> TopTokens:
-    """Keep the first `count` tokens with ids below `vocabulary` in each row, [T, N] -> [T, count]."""
+    """Keep each row's first `count` tokens with ids below `vocabulary`, [T, N] -> [T, count]."""
     is_padding = ids >= vocabulary
     padded = np.where(is_padding, np.exp(log_probs), 0.0).sum(1, keepdims=True)
     places = np.argsort(is_padding, axis=1, kind="stable")[:, :count]
@@ -271,7 +271,7 @@ class VllmRewardModel(VllmModel):
         )
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
-        """Return one score for each rollout, in the order given. Rollouts without tokens get NaN."""
+        """Return one score for each rollout, in the order given. It is NaN without tokens."""
         from vllm import PoolingParams
 
         sequences = [np.concatenate(sequence_ids(self._tokenizer, each)) for each in rollouts]
