@@ -49,7 +49,7 @@ class VllmModel(FrozenModel):
             kind: transformers' Auto class of the network; the files must hold all its weights.
             section: Devices and memory.
             dtype: float32 or bfloat16.
-            max_model_len: Most tokens of a sequence.
+            max_model_len: Maximum number of tokens of a sequence.
             num_threads: CPU threads for tensor operations. None keeps the current number.
             arguments: Further arguments of `vllm.LLM`.
 
@@ -248,7 +248,7 @@ class VllmRewardModel(VllmModel):
             model: Folder or hub id.
             section: Devices and memory.
             dtype: float32 or bfloat16.
-            max_model_len: Most tokens of a rollout. Doubled if the text is encoded with the reward
+            max_model_len: Maximum number of tokens of a rollout. Doubled if the text is encoded with the reward
                 model's own tokenizer.
             policy: Folder or hub id of the policy, to compare vocabularies. None means always
                 encode the text.
@@ -271,7 +271,7 @@ class VllmRewardModel(VllmModel):
         )
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
-        """Return one score for each rollout, in the order given. It is NaN without tokens."""
+        """Return one score for each rollout, in the order given. An empty rollout gets NaN."""
         from vllm import PoolingParams
 
         sequences = [np.concatenate(sequence_ids(self._tokenizer, each)) for each in rollouts]
