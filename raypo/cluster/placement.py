@@ -42,7 +42,7 @@ LEARNER = "learner worker"
 CRITIC = "critic worker"
 """A worker that trains only the critic (`learner.critic_workers`)."""
 LEARNERS = (LEARNER, CRITIC)
-"""Names of the learner's roles; served roles are engine, reference, reward_0, reward_1, ..."""
+"""Names of the learner's roles. Served roles are engine, reference, reward_0, reward_1, ..."""
 NODE_ID_LABEL = "ray.io/node-id"
 """Label that Ray gives to every node."""
 _ROUNDING = 1e-9

@@ -248,8 +248,8 @@ class VllmRewardModel(VllmModel):
             model: Folder or hub id.
             section: Devices and memory.
             dtype: float32 or bfloat16.
-            max_model_len: Maximum number of tokens of a rollout. Doubled if the text is encoded with the reward
-                model's own tokenizer.
+            max_model_len: Maximum number of tokens of a rollout. It is doubled if the text is
+                encoded with the reward model's own tokenizer.
             policy: Folder or hub id of the policy, to compare vocabularies. None means always
                 encode the text.
             num_threads: CPU threads for tensor operations. None keeps the current number.

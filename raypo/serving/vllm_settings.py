@@ -133,7 +133,8 @@ def engine_arguments(
         model: Folder or hub id.
         section: Engine settings.
         dtype: float32 or bfloat16.
-        max_model_len: Maximum number of tokens of prompt and response together; -1 means vLLM's choice.
+        max_model_len: Maximum number of tokens of prompt and response together. -1 means vLLM's
+            choice.
         seed: vLLM's own seed.
         device: cpu or cuda.
         reads_text: Load the model's tokenizer, which stop strings need.
