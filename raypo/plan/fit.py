@@ -1,6 +1,4 @@
-"""The plan of a run: bundles on nodes, memory of roles and devices, remedies if the memory does not
-suffice.
-"""
+"""Plan of a run: bundles on nodes, memory of roles and devices, remedies if it does not fit."""
 
 from __future__ import annotations
 
