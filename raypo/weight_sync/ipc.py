@@ -1,4 +1,4 @@
-"""Weight transport within a GPU: the engine reads the learner's bucket through a CUDA IPC handle."""
+"""Weight transport within a GPU: engines read the learner's bucket through a CUDA IPC handle."""
 
 from __future__ import annotations
 

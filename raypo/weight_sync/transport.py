@@ -91,7 +91,7 @@ class Transport:
                 with all_or_none(workers):
                     if workers.rank == 0:
                         self.kept = None
-                        self.weight_store.forget()  # free the old version before the new version comes
+                        self.weight_store.forget()  # free the old version first
                         session.begin()
                 with all_or_none(workers), drained(weights()) as tensors:
                     self.open(session, workers)
