@@ -167,6 +167,11 @@ class DistillationConfig(RoundsConfig):
         return self.distillation.max_teacher_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def max_reference_len(self) -> int:
+        """Maximum number of tokens that a teacher reads at once."""
+        return self.max_teacher_len if self.distillation.teacher_prompt else self.max_model_len
+
+    @property
     def own_functions(self) -> dict[str, str]:
         """Config key -> import path of the user's function of teacher prompts."""
         shown = self.distillation.teacher_prompt or ""

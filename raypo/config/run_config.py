@@ -191,6 +191,11 @@ class OnlineConfig(RecipeConfig):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def max_reference_len(self) -> int:
+        """Maximum number of tokens that a reference model or a teacher reads at once."""
+        return self.max_model_len
+
+    @property
     def own_functions(self) -> dict[str, str]:
         """Config key -> import path of each user function that replaces one of raypo's."""
         return {}

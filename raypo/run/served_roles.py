@@ -35,7 +35,7 @@ def class_and_arguments(
     assert isinstance(config, OnlineConfig), "others have engines only"
     in_vllm, is_reference = role.section.backend == "vllm", role.kind == "reference"
     if in_vllm:
-        kwargs |= lengths
+        kwargs |= lengths | ({"max_model_len": config.max_reference_len} if is_reference else {})
     else:
         kwargs["max_batch_tokens"] = config.learner.microbatch_tokens
         kwargs["attention"] = config.model.attention
