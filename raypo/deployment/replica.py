@@ -54,8 +54,8 @@ class Replica:
         self._target: Any = None  # set first: Ray calls `repr` even if the constructor fails
         self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._ready: dict[str, list[tuple[int, Any]]] = {}
-        """For each call id, the ready entries of the value with their indices, in order of
-        readiness."""
+        """Ready entries of each call's value, with their indices, in the order they became
+        ready."""
         self._preparing = threading.Lock()
         """Held while the object is built, and while a prerequisite or a control call runs."""
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
