@@ -85,9 +85,7 @@ def roles_of(
 def _learners(
     config: AnyConfig, models: Models, sharding: Sharding, device: Device
 ) -> Iterator[tuple[str, Memory]]:
-    """Yield the kinds of learner workers: one for both models, or one for policy and one for
-    critic.
-    """
+    """Yield the kinds of learner workers: one for both models, or one for each."""
     policy, critic = models.policy, models.critic
     weights = policy.parameters
     if isinstance(config, RewardModelConfig):

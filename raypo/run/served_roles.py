@@ -60,7 +60,7 @@ def deployment_of(
     Args:
         role: The role.
         config: The run's config.
-        num_threads: Threads of a replica, all its processes together.
+        num_threads: Number of threads of a replica, over all its processes.
         run_name: Name of the run, a part of the deployment's name.
         logs_dir: Folder for the logs of the replicas.
         more: Further arguments of the role's class.
