@@ -334,8 +334,7 @@ class RunFiles:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run's lock, without waiting for it. For a URI, which has no lock, this is a
-        no-op.
+        """Hold the run's lock, without waiting for it. A no-op for a URI, which has no lock.
 
         Raises:
             ConfigError: another process holds the lock.
