@@ -91,6 +91,7 @@ def test_a_score_keeps_its_texts_between_workers_and_over_http():
         ("**Grade**: 2 out of 5.", 0.25),
         ("3.0/5.0", 0.5),
         ("3 of 5 points", 0.5),
+        ("I give it a grade of 5.", 1.0),
         ("4/50", None),
         ("2.5", 0.375),
         ("0", None),
