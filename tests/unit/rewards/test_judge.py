@@ -316,7 +316,11 @@ def test_a_run_measures_the_grades_and_keeps_the_answers():
         ({"template": "{response}{criterion}"}, r"reward\.judge\.criteria \(none\)"),
         (
             {"criteria": {"score": "b"}, "template": "{response}{criterion}"},
-            r"reward\.judge\.criteria \(score\): is the name",
+            r"reward\.judge\.criteria \(score\): every score has it",
+        ),
+        (
+            {"criteria": {"judge_s": "b"}, "template": "{response}{criterion}"},
+            r"reward\.judge\.criteria \(judge_s\): every score has it",
         ),
         ({"grades": [5, 1]}, r"reward\.judge\.grades \(\[5\.0, 1\.0\]\): must rise"),
         ({"grades": {}}, r"reward\.judge\.grades \(\{\}\): has no word"),
