@@ -299,8 +299,9 @@ class JudgeSection(Config):
                 f"{key}.criteria ({', '.join(self.criteria) or 'none'}): the template names "
                 "{criterion} if, and only if, there are criteria. Add what is missing."
             )
-        if "score" in self.criteria:
-            yield f"{key}.criteria (score): is the name of the whole score. Give it another name."
+        for name in ("score", "judge_s", "judge_ungraded"):  # of `Judge`
+            if name in self.criteria:
+                yield f"{key}.criteria ({name}): every score has it already. Give it another name."
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)

@@ -140,7 +140,9 @@ class Judge:
             return by_word[found[-1]] if found else None
         lowest, highest = section.grades
         # 4/5 and 4.0 of 5.0 are a 4
-        text = re.sub(rf"\s*(?:/|(?:out )?of)\s*{highest:g}(?:\.0+)?(?!\w|\.\d)", "", text)
+        text = re.sub(
+            rf"(?:\s*(?:/|out of)|(?<=\d)\s+of)\s*{highest:g}(?:\.0+)?(?!\w|\.\d)", "", text
+        )
         numbers = _NUMBER.findall(text)
         grade = float(numbers[-1]) if numbers else math.nan
         return (grade - lowest) / (highest - lowest) if lowest <= grade <= highest else None
