@@ -1,4 +1,4 @@
-"""Collective operations on CPU data in a group of learner workers. One process needs no group."""
+"""Collective operations on CPU data in a group of learner workers, or in a single process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 PATIENCE = timedelta(days=7)
-"""Timeout of the gloo groups. The work that workers wait for has timeouts of its own, and a worker
-that dies is noticed at once."""
+"""Timeout of the gloo groups. It can be long, because the work that workers wait for has its own
+timeouts, and the death of a worker is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Workers:
     def current(cls) -> Workers:
         """Return the workers of the default process group, or a group of one if there is none.
 
-        They get a gloo group of their own.
+        The workers get a new gloo group.
         """
         if not dist.is_initialized():
             return cls()
@@ -61,11 +61,11 @@ class Workers:
         return own
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over the workers, on every worker; `values` is not changed."""
+        """Return the elementwise sum over workers, on every worker. `values` is not changed."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Return the maximum over the workers, on every worker; `values` is not changed."""
+        """Return the elementwise maximum over workers, on every worker. `values` is not changed."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def gather(self, value: Any) -> list[Any]:
@@ -84,8 +84,8 @@ class Workers:
 
         Returns:
             everyone: Each tensor with the rows of all workers in the order of ranks, on the CPU.
-                Two-dimensional ones are padded with zeros to the longest row.
-            mine: This worker's rows.
+                Two-dimensional tensors are padded with zeros to the longest row.
+            mine: Slice of this worker's rows.
         """
         shares = self.gather([each.detach().cpu() for each in tensors])
         everyone = []

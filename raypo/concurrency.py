@@ -1,4 +1,4 @@
-"""Futures of daemon threads and coroutines, and processes that are not forked from this one.
+"""Futures for daemon threads and coroutines, and processes that are not forked from this one.
 
 Concurrency. `background_future` runs coroutines on one event loop for the whole process, in the
 daemon thread `raypo-loop`. Coroutines there must not block, and must not wait for one another's
@@ -23,8 +23,8 @@ T = TypeVar("T")
 def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
     """Call a function in a daemon thread and return a future for its result.
 
-    The function runs in a copy of the caller's context (`contextvars`). The threads of an executor
-    would not do: Python joins them at exit, so one call that hangs would block the exit.
+    The function runs in a copy of the caller's context (`contextvars`). This does not use an
+    executor, because Python joins its threads at exit, so a call that hangs would block the exit.
 
     Args:
         function: The function, without arguments.
@@ -52,7 +52,7 @@ def settle(answer: Future[T], function: Callable[[], T]) -> None:
 
 
 def background_future(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine on the background event loop of this process; cancel it with the future."""
+    """Run a coroutine on this process's background event loop. Cancelling the future cancels it."""
     with _starting:  # `cache` alone would start a loop for each thread that calls it first
         loop = _background_loop()
     return asyncio.run_coroutine_threadsafe(coroutine, loop)

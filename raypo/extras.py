@@ -1,4 +1,4 @@
-"""Packages of the extras (`pip install 'raypo[report]'`), which the core does without."""
+"""Packages of the extras (`pip install 'raypo[report]'`), which the core does not need."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REPORT = ("jinja2", "plotly", "scipy")
 EXTRAS = {
     "report": _REPORT,
     "serve": ("httpx", "starlette", "tenacity", "uvicorn"),
-    "sweep": ("optuna", *_REPORT),  # a sweep ends with its page
+    "sweep": ("optuna", *_REPORT),  # a sweep writes its report page at the end
     "verifiers": ("verifiers", "openai"),
 }
 """Extra -> the packages that it adds. Environments of verifiers also need the extra serve, for
@@ -18,11 +18,11 @@ their endpoint."""
 
 
 def require(extra: str, use: str) -> None:
-    """Refuse what needs an extra that is not installed. Imports nothing.
+    """Check that the packages of an extra are installed, without importing them.
 
     Args:
         extra: A key of `EXTRAS`.
-        use: A config key with its value, or a command, for the message.
+        use: Config key with its value, or command, that needs the extra, for the message.
 
     Raises:
         ConfigError: a package is missing.

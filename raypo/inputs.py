@@ -36,7 +36,7 @@ Inputs = dict[str, dict[str, Files]]
 """Config key -> source as the config names it -> its files."""
 
 GIVEN = "given in Python"
-"""Source of rows that were passed to a trainer."""
+"""Name that stands for rows which were passed to a trainer."""
 LARGE_BYTES = 64 << 20
 _BLOCKS, _BLOCK_BYTES = 256, 64 << 10
 _HUB_TIMEOUT_S = 5.0
@@ -52,7 +52,7 @@ def inputs_of(
     """Return the digests of every file that the config names.
 
     Args:
-        config: Config of any recipe. Relative paths start at the current folder.
+        config: Config of any recipe. Relative paths are resolved against the current folder.
         given: Config key -> function passed in Python instead of a file.
     """
     found: Inputs = {}
@@ -78,10 +78,12 @@ def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None)
     """Return `key (source): file has changed` for each file that differs.
 
     Sources that only one side has are skipped; the comparison of configs reports them. Callbacks
-    are recorded and not compared: they only watch a run, and one that failed has to be corrected.
+    are recorded but not compared: they only watch a run, and a failed callback has to be corrected.
 
     Args:
-        keys: Config keys to compare. None compares all.
+        recorded: Inputs with which the run began.
+        now: Inputs of the config now.
+        keys: Config keys to compare. None means all except `callbacks`.
     """
     found: list[str] = []
     for key, sources in now.items():
@@ -97,7 +99,7 @@ def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None)
 
 
 def recorded_inputs(files: RunFiles) -> Inputs:
-    """Return the inputs that a run or sweep began with. Empty if its folder has no record."""
+    """Return the inputs with which a run or sweep began. Empty if its folder has no record."""
     return (files.inputs() or {}).get("inputs", {})
 
 
@@ -108,12 +110,12 @@ def record_inputs(
     resumes: bool,
     given: Mapping[str, Callable[..., Any]] | None = None,
 ) -> list[str]:
-    """Write `inputs.json`, and return the changes that `checkpoint.changed_inputs` accepts.
+    """Write `inputs.json`. Return the changed inputs that `checkpoint.changed_inputs` accepts.
 
     Args:
         config: Config of any recipe.
         files: Folder of the run or sweep.
-        resumes: Whether the run goes on from earlier steps. Otherwise an earlier record is dropped.
+        resumes: Whether the run continues after earlier steps. If not, an old record is dropped.
         given: See `inputs_of`.
     """
     now, record = inputs_of(config, given), (files.inputs() or {}) if resumes else {}
@@ -162,7 +164,10 @@ def _items(value: Any) -> list[Any]:
 
 
 def _name_of(source: str | SourceEntry) -> str:
-    """Return the source as the config names it. The names of given rows change with the rows."""
+    """Return the source as the config names it, or `GIVEN` for rows given in Python.
+
+    The file names of rows given in Python contain a hash, so they change with the rows.
+    """
     return GIVEN if is_given(path_of(source)) else str(source)
 
 
@@ -226,7 +231,7 @@ def _python_files(spec: str) -> Files:
 def _source(function: Callable[..., Any]) -> Files:
     """Digest the source of a function. The rest of its script may change, like a `num_steps`.
 
-    The source of a sum of functions is that of each, and the weights.
+    For a weighted sum, digest the source of each function, and the weights.
     """
     if isinstance(function, WeightedSum):
         parts = [
@@ -271,7 +276,7 @@ def _remote_digest(uri: str, key: str) -> str:
 
 
 def _content(file: BinaryIO | Any, size: int, *, whole: bool = False) -> Iterator[bytes]:
-    """Read a file in blocks: all of it, or evenly spread ones of a large file, ends included."""
+    """Yield all blocks of a file, or evenly spread blocks of a large file, including both ends."""
     if whole or size <= LARGE_BYTES:
         while block := file.read(1 << 20):
             yield block

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ray.tune.schedulers import TrialScheduler
 
 CHECKPOINTS = "checkpoint_manager_snapshot.json"
-"""Ray Train's list of checkpoints in a run's folder. Checkpoints that it lacks are incomplete."""
+"""File in which Ray Train lists a run's checkpoints. A checkpoint that it lacks is incomplete."""
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable in which `ray job submit` passes its runtime environment to the driver."""
 CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
@@ -40,7 +40,7 @@ def address_file() -> Path:
 
 
 def read_environment_again() -> None:
-    """Make Ray's core read the environment variables again, which it did when it was imported."""
+    """Make Ray's core read the environment variables again. It first read them on import."""
     from ray import _raylet
 
     core: Any = _raylet
@@ -54,7 +54,7 @@ def readiness(actor: ActorHandle) -> Any:
 
 
 def cause_of(failure: BaseException) -> BaseException:
-    """Return the exception of a Ray Train worker, unwrapped from Ray Train's own."""
+    """Return the exception of a Ray Train worker, unwrapped from Ray Train's own exception."""
     return getattr(failure, "_base_exc", failure)
 
 
@@ -64,7 +64,7 @@ def failed_to_start(failure: BaseException) -> bool:
 
 
 def kept_runs(storage: Any) -> tuple[FileSystem, str]:
-    """Return the storage of Ray Train's runs: a file system, and the path of their folder on it.
+    """Return where Ray Train stores runs: a file system, and the path of their folder on it.
 
     Args:
         storage: `ray.train.get_context().get_storage()`.
@@ -78,10 +78,11 @@ def checkpoint_folder(storage: Any, name: str) -> str:
 
 
 def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
-    """Return the content of `CHECKPOINTS` for these checkpoints; the last step's is the newest.
+    """Return the content of `CHECKPOINTS` for these checkpoints. The last step's one is the latest.
 
     Args:
-        kept: Name of the folder and reported metrics, with `step`, in ascending order of score.
+        kept: Folder name and reported metrics (with `step`) of each checkpoint, in ascending order
+            of score.
     """
     from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (
         _CheckpointManagerState,
@@ -108,7 +109,7 @@ def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
 
 
 def check_shared(storage: Any) -> None:
-    """Refuse a run's folder that this node does not share with the others, as Ray Train does.
+    """Check that this node sees the files in the run's folder, as Ray Train does.
 
     Raises:
         RuntimeError: this node does not see the folder's files.
@@ -118,9 +119,9 @@ def check_shared(storage: Any) -> None:
 
 @contextmanager
 def without_worker_output() -> Iterator[None]:
-    """Do not print the output of Ray's workers in this process, as with `log_to_driver=False`.
+    """Suppress the output of Ray's workers in this process, as `log_to_driver=False` would.
 
-    After the user's own `ray.init()`, Ray would print each line of them.
+    If the user has called `ray.init()`, Ray would otherwise print each line of that output.
     """
     from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
@@ -142,7 +143,7 @@ def leave_out_callbacks(trainer: TorchTrainer, names: Iterable[str]) -> None:
 
 
 def run_controllers_here(trainer: TorchTrainer) -> None:
-    """Run Ray Train's controller in the trainer's process; Ray would start an actor for it."""
+    """Run Ray Train's controller in the trainer's process. Ray would otherwise start an actor."""
     from ray.train.v2._internal.execution.controller import TrainController
 
     def run(**arguments: Any) -> Result:
@@ -156,8 +157,8 @@ def run_controllers_here(trainer: TorchTrainer) -> None:
 def dashboard_address() -> str | None:
     """Return the address of the connected cluster's dashboard, or None if it has none.
 
-    `ray.init().dashboard_url` is right only in drivers: in a worker, like a trial of Ray Tune, it
-    has the default port, whatever port the cluster has (Ray 2.60).
+    `ray.init().dashboard_url` is right only in drivers. In a worker, such as a trial of Ray Tune,
+    it has the default port, whatever port the dashboard uses (Ray 2.60).
     """
     from ray._private.services import get_webui_url_from_internal_kv
 
@@ -169,7 +170,8 @@ def dashboard_address() -> str | None:
 def has_autoscaler() -> bool:
     """Return whether the connected cluster has an autoscaler, which can add nodes.
 
-    Every Ray runs the autoscaler's process; without a config it only reports the nodes.
+    Every Ray cluster runs the autoscaler's process. Without an autoscaler config, that process only
+    reports the nodes.
     """
     import ray
     from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
@@ -178,10 +180,11 @@ def has_autoscaler() -> bool:
     from ray.autoscaler.v2.utils import is_autoscaler_v2
     from ray.experimental.internal_kv import _internal_kv_get
 
-    if is_autoscaler_v2(fetch_from_server=True):  # it knows each node by its id in the cloud
+    if is_autoscaler_v2(fetch_from_server=True):  # v2 knows the id of each node in the cloud
         status = get_cluster_status(ray.get_runtime_context().gcs_address)
         return any(each.instance_id for each in [*status.active_nodes, *status.idle_nodes])
-    # The first version names node types by its config, and without one after the nodes.
+    # Version 1 takes the names of node types from its config. Without a config, it names them after
+    # the nodes.
     report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}")
     summary = report.get("autoscaler_report") or {}
     types = {*summary.get("active_nodes", ()), *(summary.get("idle_nodes") or ())}
@@ -208,7 +211,7 @@ def with_runs(results: ResultGrid, result_of: Callable[[str, Any], Any]) -> Resu
 
     Args:
         results: Results of `Tuner.fit`.
-        result_of: Function that gets a trial's name and Tune's result, and returns another result.
+        result_of: Function `(trial's name, Tune's result)` that returns the replacement.
     """
     from ray.tune import ResultGrid
 
@@ -240,7 +243,7 @@ def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str
         last: Mapping[str, float] = {}
         for last in reports:
             scheduler.on_trial_result(controller, trial, dict(last))
-            # The median rule refuses reports of trials that it stopped. Here reports come in
-            # another order than they did, so the rule may stop a trial that went on.
+            # The median stopping rule refuses reports of trials that it stopped. The order of this
+            # replay differs from the original one, so the rule may stop a trial that then went on.
             getattr(scheduler, "_stopped_trials", set()).discard(trial)
         scheduler.on_trial_complete(controller, trial, dict(last))

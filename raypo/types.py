@@ -25,7 +25,7 @@ class Prompt:
     token_ids: np.ndarray  # int32 [P]
     label: Any = None
     messages: list[dict[str, Any]] | None = None
-    """Chat messages, if the prompt was given as such."""
+    """Chat messages of the prompt. None if the row has a text instead."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Episode:
     num_turns: int
     """Number of policy turns."""
     environment_s: float
-    """Seconds that the policy waited for the environment, or for the agent between its calls."""
+    """Seconds that the policy waited for the environment, or for the agent's next call."""
     error: str | None = None
-    """Reason of the failure; None if it did not fail."""
+    """Reason of the failure. None if the episode did not fail."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that the environment or the agent reported."""
     tool_uses: tuple[ToolUse, ...] = ()
@@ -88,13 +88,13 @@ class Rollout:
     group_index: int = 0
     """Index of the prompt's draw in the run, from 0. The samples of one draw are a group."""
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt, if it was given as such."""
+    """Chat messages of the prompt. None if the row has a text instead."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the prompt's row in the data."""
     episode: Episode | None = None
-    """The episode that the response is part of; None for a single-turn response."""
+    """Episode that the response is part of. None for a single-turn response."""
     row_index: int = 0
     """Index of the conversation in its episode. All conversations of an episode share its score and
     count as one sample."""
@@ -105,12 +105,12 @@ class Rollout:
     """int32 [T]: index of the turn that sampled each token, within the row; -1 elsewhere. None for
     a single-turn response."""
     later_versions: tuple[tuple[int, int], ...] = ()
-    """Weight updates during the response: index of the first token sampled by the new weights, and
-    their version."""
+    """Weight updates during the response, each as the index of the first token that the new weights
+    sampled, and the version of these weights."""
 
     @property
     def key(self) -> RolloutKey:
-        """Key that identifies the rollout among all of its run."""
+        """Key that identifies the rollout within its run."""
         return self.group_index, self.sample_index, self.row_index
 
     @property
@@ -145,7 +145,8 @@ class ScoredRollout:
     scores_by_source: Mapping[str, float]
     ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
     minibatch: int = 0
-    """Index of the step's minibatch that trains it; set when the step's rollouts are sharded."""
+    """Index of the step's minibatch that trains the rollout. It is set when the step's rollouts are
+    sharded."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Example:
     prompt_ids: np.ndarray  # int32 [P]
     response_ids: np.ndarray  # int32 [T], the end of sequence included
     mask: np.ndarray | None = None  # bool [T]; None means True everywhere
-    """Tokens that are learned in a conversation of several turns."""
+    """True on the tokens to learn, if the response has several turns of a conversation."""
 
     @property
     def num_tokens(self) -> int:
@@ -195,7 +196,7 @@ class Verdict:
     is_desirable: bool
     other_ids: np.ndarray  # int32 [T'], a response to another prompt, to estimate the KL
     ref_log_probs: tuple[float, float] | None = None
-    """Log-probs of the response and of the other one under the reference, summed over tokens."""
+    """Log-probs of `response_ids` and `other_ids` under the reference, summed over tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -222,8 +223,8 @@ class Taught:
 def to_device(tensor: Tensor, device: Any) -> Tensor:
     """Copy a tensor to a device. A copy to a GPU is asynchronous.
 
-    It goes through pinned memory: a copy from pageable memory would wait for the work queued on the
-    GPU, which would then idle while the next microbatch is packed.
+    The copy goes through pinned memory. A copy from pageable memory would wait for the work queued
+    on the GPU, and the GPU would then idle while the next microbatch is packed.
     """
     if str(device).startswith("cuda") and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -300,14 +301,14 @@ class Experience:
 
     @property
     def is_first_row(self) -> Tensor:
-        """bool [B]: True on one row per sample, for counts of samples."""
+        """Mask with True on one row per sample, to count samples; bool [B]."""
         if self.row_index is None:
             return self.scores.new_ones(len(self)).bool()
         return self.row_index == 0
 
     @property
     def counted(self) -> Tensor:
-        """bool [B, T]: True on tokens that the losses count."""
+        """Mask with True on tokens that the losses count; bool [B, T]."""
         return self.response_mask if self.loss_mask is None else self.loss_mask
 
     def with_(self, **changes: Tensor) -> Experience:
@@ -322,8 +323,9 @@ class Experience:
         )
 
     def blank(self) -> Experience:
-        """Return a batch with the same fields and one row: one prompt and one response token, which
-        no loss counts.
+        """Return a batch of one row with the same fields.
+
+        The row has one prompt token and one response token, which no loss counts.
         """
 
         def row(name: str, value: Tensor) -> Tensor:
@@ -334,7 +336,11 @@ class Experience:
         return self._changed(row)
 
     def select(self, rows: Tensor) -> Experience:
-        """Return some rows, trimmed to their longest prompt and response; `rows` is int64 [b]."""
+        """Return the given rows, trimmed to their longest prompt and longest response.
+
+        Args:
+            rows: Indices of the rows; int64 [b].
+        """
         prompts = int(self.prompt_mask[rows].sum(1).max()) if len(rows) else 0
         responses = int(self.attention_mask[rows].sum(1).max()) if len(rows) else 0
         first = self.prompt_ids.shape[1] - prompts

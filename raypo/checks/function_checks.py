@@ -1,4 +1,4 @@
-"""Checks of the user's functions and classes: they exist, and each response has a score."""
+"""Checks that the user's functions and classes exist, and that each response gets a score."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from raypo.types import Rollout
 
 
 def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
-    """Refuse a config without a reward function, and user functions or classes that are missing."""
+    """Refuse a config that scores no responses, or that names missing functions or classes."""
     check_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)
@@ -52,9 +52,9 @@ def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
 
 
 def _check_judged(config: OnlineConfig) -> None:
-    """Refuse responses that no reward function scores.
+    """Refuse a config if nothing scores its responses.
 
-    Distillation needs no reward function for training, but one for held-out prompts.
+    Distillation needs a reward function only for held-out prompts, not for training.
     """
     if config.reward.function is not None:
         check_reward_function(config.reward.function)
@@ -71,7 +71,7 @@ def _check_judged(config: OnlineConfig) -> None:
     if config.distillation.teacher_prompt == "success":
         raise ConfigError(
             "distillation.teacher_prompt (success): shows a sample that passes, and nothing judges "
-            "the responses. Set reward.function, model.reward or reward.url."
+            "the responses. Set reward.function, model.reward, reward.url or reward.judge."
         )
     if config.eval.prompts and not (config.eval.function or functions_of(config.eval.prompts)):
         raise ConfigError(
@@ -83,11 +83,11 @@ def _check_judged(config: OnlineConfig) -> None:
 def check_functions(
     config: OnlineConfig | PolicyExamplesConfig, *, common: str | bool | None
 ) -> None:
-    """Check the functions of single sources and of evaluation, and refuse a source without one.
+    """Check the reward functions of sources and of evaluation, and refuse a source without one.
 
     Args:
         config: The whole run config.
-        common: Reward function of all sources without their own; falsy if there is none.
+        common: Reward function of the sources that name no other; falsy if there is none.
     """
     trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
     for key, functions in (("data.prompts", trained), ("eval.prompts", held_out)):
@@ -99,7 +99,7 @@ def check_functions(
         _require_functions("data.prompts", config.data.prompts, trained, "reward.function")
     if config.eval.function:
         return
-    # Held-out episodes have their own scores, unless eval names functions.
+    # A held-out episode keeps the score of its environment, unless eval names a function.
     plays = isinstance(config, OnlineConfig) and config.rollout.is_episodic
     having = held_out if plays else trained | held_out
     if having and (plays or not common):
@@ -109,7 +109,7 @@ def check_functions(
 def _require_functions(
     key: str, sources: Sequence[PromptSource], having: Mapping[str, str], common: str
 ) -> None:
-    """Refuse a source without a reward function if others have their own."""
+    """Refuse a source without a reward function if other sources have one."""
     for source in sources:
         if source_name(source) not in having:
             raise ConfigError(
@@ -122,11 +122,12 @@ def _require_functions(
 def check_reward_function(function: Any, *, key: str = "reward.function") -> None:
     """Check that a reward function exists, and that rollouts have the attributes that it reads.
 
-    Only the source is read. A wrong name would otherwise show after the engines have started.
+    The function's source is read, not executed. Without this check a wrong attribute would be found
+    only after the engines have started.
 
     Args:
-        function: Import path, function, or a sum of both.
-        key: Config key or argument that it comes from.
+        function: Import path, function, or a weighted sum of these.
+        key: Config key or argument that the function comes from.
 
     Raises:
         ConfigError: as `check_function`, or a rollout lacks an attribute.
@@ -146,9 +147,9 @@ def check_reward_function(function: Any, *, key: str = "reward.function") -> Non
 
 
 def _definition(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the definition of a function or import path; None if its source is not found.
+    """Return the syntax tree of a function or import path. None means that it is unknown.
 
-    A decorator may pass other arguments, so a decorated function counts as not found.
+    A decorated function counts as unknown, because a decorator may pass other arguments.
     """
     with suppress(OSError, TypeError, SyntaxError, ValueError, IndexError, AttributeError):
         if isinstance(function, str):
@@ -168,9 +169,9 @@ def _definition(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
 def _unknown_attributes(
     function: ast.FunctionDef | ast.AsyncFunctionDef | None,
 ) -> Iterator[tuple[int, str, str]]:
-    """Yield line, variable and attribute of what a function reads that rollouts lack.
+    """Yield line, variable and name of each attribute that a function reads and rollouts lack.
 
-    Variables are those of loops over the only argument: `for rollout in rollouts`.
+    Only the variables of loops over the single argument are checked: `for rollout in rollouts`.
     """
     arguments = [] if function is None else function.args.posonlyargs + function.args.args
     if function is None or len(arguments) != 1:
@@ -191,7 +192,7 @@ def _unknown_attributes(
     if arguments[0].arg in others:
         return
     names = {each.id for each in loops if isinstance(each, ast.Name)} - others
-    texts = {each.value for each in nodes if isinstance(each, ast.Constant)}  # as in hasattr
+    texts = {each.value for each in nodes if isinstance(each, ast.Constant)}  # hasattr(x, "name")
     for each in nodes:
         if (
             isinstance(each, ast.Attribute)

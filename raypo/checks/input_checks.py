@@ -43,9 +43,9 @@ def check_inputs(
 
     Args:
         config: The whole run config.
-        has_reward_fn: Whether a reward function was passed in Python, so that the config need not
-            name one.
-        on_this_machine: Whether the run would start here, so that its cores must suffice.
+        has_reward_fn: True if a reward function was passed in Python. The config then needs none.
+        on_this_machine: True if the run would start on this machine, which must then have enough
+            CPU cores.
 
     Returns:
         Notes on settings that are allowed but rarely intended.
@@ -85,10 +85,10 @@ def check_inputs(
 
 
 def _notes_on_elastic(config: AnyConfig) -> list[str]:
-    """Return a note if a lost worker ends an elastic run.
+    """Return a note if the loss of a worker would end an elastic run.
 
     Raises:
-        ConfigError: the run could not go on with one of its numbers of workers.
+        ConfigError: the config is invalid for one of the possible numbers of workers.
     """
     learner = config.learner
     if learner.min_workers is None:
@@ -120,7 +120,10 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
 
 
 def _notes_on_ppo(config: PPOConfig) -> list[str]:
-    """Return notes on unused models (which a sweep may turn on) and on stale samples."""
+    """Return notes on unused models and on stale samples.
+
+    Unused models are not refused, because a sweep may turn them on.
+    """
     model, ppo, rollout = config.model, config.ppo, config.rollout
     notes: list[str] = []
     if rollout.staleness > 0 and not ppo.allows_for_staleness:
@@ -144,7 +147,10 @@ def _notes_on_ppo(config: PPOConfig) -> list[str]:
 
 
 def _check_cpus(config: Any) -> None:
-    """Refuse a run with too many workers for a local Ray; a cluster is checked after connecting."""
+    """Refuse a run with too many workers for this machine, on which a local Ray would start.
+
+    An existing cluster is checked after connecting to it.
+    """
     ray = sys.modules.get("ray")  # checks for a connection without importing Ray
     is_connected = ray is not None and ray.is_initialized()
     if config.cluster.address or os.environ.get("RAY_ADDRESS") or is_connected:

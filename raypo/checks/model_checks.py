@@ -27,7 +27,7 @@ def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
     Args:
         key: Config key of the model, for messages.
         path: Folder or hub id.
-        is_trained: Whether the model is trained, so that it must not be quantized.
+        is_trained: Whether the model is trained. It must then not be quantized.
 
     Raises:
         ConfigError: the model is refused.
@@ -64,7 +64,7 @@ def models_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_shards(config: OnlineConfig | PolicyExamplesConfig) -> None:
-    """Refuse local models that vLLM cannot shard; vLLM itself checks models from the hub."""
+    """Refuse local models that vLLM cannot shard. vLLM itself checks models from the hub."""
     for role in served_roles(config, num_workers=1, use_gpu=False):
         size, shape = role.num_devices, _local_shape(role.model)
         if size > 1 and shape and (rest := shape.does_not_divide(size)):
@@ -81,12 +81,12 @@ def _local_shape(path: str) -> ModelShape | None:
         return None
     try:
         return ModelShape.read(path)
-    except ConfigError:  # not a transformer that raypo knows; vLLM may know it
+    except ConfigError:  # an architecture that raypo does not know, but vLLM may
         return None
 
 
 def check_positions(config: Any) -> None:
-    """Refuse prompts and responses that are longer than a model's positions, as vLLM would."""
+    """Refuse prompts plus responses that exceed the positions of a model, as vLLM would."""
     for key, path in models_of(config):
         if key != "model.reward":  # a reward model may use its own tokenizer
             check_positions_of(config, key, path)
@@ -95,7 +95,7 @@ def check_positions(config: Any) -> None:
 
 
 def _check_teacher_prompts(config: DistillationConfig) -> None:
-    """Refuse teacher prompts that, with a response, are longer than the teacher's positions."""
+    """Refuse teacher prompts plus responses that exceed the positions of a teacher."""
     for key, path in models_of(config):
         if not key.startswith("model.teacher") and (key != "model.policy" or config.teacher_of):
             continue
@@ -109,7 +109,7 @@ def _check_teacher_prompts(config: DistillationConfig) -> None:
 
 
 def check_positions_of(config: Any, key: str, path: str) -> None:
-    """Refuse prompts and responses that are longer than the positions of one model."""
+    """Refuse prompts plus responses that exceed the positions of the given model."""
     longest, positions = config.max_model_len, _positions(key, path)
     if positions is not None and longest > positions:
         response = config.rollout.length_key
@@ -120,7 +120,10 @@ def check_positions_of(config: Any, key: str, path: str) -> None:
 
 
 def _positions(key: str, path: str) -> int | None:
-    """Return the number of positions of a local model; None if it has no limit, or is not here."""
+    """Return the number of positions of a local model.
+
+    None means that the model has no limit, or is not on this machine.
+    """
     folder = Path(path).expanduser()
     known = (folder / "config.json").is_file()
     return max_positions(model_config_of(folder, key)) if known else None
@@ -129,13 +132,13 @@ def _positions(key: str, path: str) -> int | None:
 def check_models(config: AnyConfig) -> None:
     """Refuse models that would be loaded wrongly, before Ray starts.
 
-    This imports transformers and reads headers, configs and tokenizers, but no weights. For hub ids
-    it reads only configs and tokenizers.
+    This imports transformers, and reads headers of weight files, configs and tokenizers, but no
+    weights. Of hub ids it reads only configs and tokenizers.
 
     Raises:
-        ConfigError: a folder lacks weights of its model or has unexpected ones; two models that
-            read the same token ids have different tokens; a token has no row in the embedding; LoRA
-            cannot train the requested layers.
+        ConfigError: a folder lacks weights of its model or has unexpected weights; two models that
+            read the same token ids have different tokens; a token has no row in the embedding; or
+            LoRA cannot train the requested layers.
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -168,10 +171,10 @@ def check_models(config: AnyConfig) -> None:
 
 
 def check_evaluated(model: str) -> None:
-    """Refuse a model whose responses could not end in `raypo eval`, by its config and tokenizer.
+    """Refuse a model for `raypo eval` whose special tokens have no row in its embedding.
 
-    Its weights are left to vLLM, which loads more architectures than are trained, and says what a
-    folder lacks.
+    Its responses could never end. vLLM checks the weights itself: it loads more architectures than
+    raypo trains, and reports what a folder lacks.
 
     Raises:
         ConfigError: the tokenizer's first or last token, or a stop token, has no row in the
@@ -185,12 +188,12 @@ def check_evaluated(model: str) -> None:
 def _check_same_tokens(key: str, path: str, policy: str) -> None:
     """Refuse a model that would read the policy's token ids as other tokens.
 
-    For a critic or a reference model saved without a tokenizer only the vocabulary sizes are
-    compared.
+    If a critic or a reference model was saved without a tokenizer, only the sizes of the
+    vocabularies are compared.
     """
     from raypo.models.loading import reads_tokens, same_vocabulary, vocabulary_size
 
-    is_teacher = key.startswith("model.teacher")  # what it would say next counts as well
+    is_teacher = key.startswith("model.teacher")  # its predictions are compared token by token
     try:
         compared = same_vocabulary if is_teacher else reads_tokens
         is_same = compared(path, policy, key=key)

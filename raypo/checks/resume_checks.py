@@ -1,4 +1,4 @@
-"""Checks of a run's folder and of `from_checkpoint`: the same config and the same inputs."""
+"""Checks that a run's folder, or `from_checkpoint`, has the same config and the same inputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def check_run_folder(
         return
     earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
     config = decided_as(config, earlier.model_dump())
-    # num_steps is compared instead of num_epochs, and rows given in Python by their digest
+    # num_epochs has become num_steps, which is compared. Rows given in Python are compared by
+    # digest.
     may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs", *_given_rows(config, files))
     if config.may_change_length:
         may_change = (*may_change, "num_steps")
@@ -78,7 +79,7 @@ def check_run_folder(
 
 
 def _given_rows(config: RecipeConfig, files: RunFiles) -> list[str]:
-    """Return the config keys whose rows are given in Python, now and when the run began."""
+    """Return the config keys whose rows are given in Python both now and when the run began."""
     now = flatten(config.model_dump(mode="json"))
     return [
         key
@@ -132,13 +133,14 @@ _OF_A_CHECKPOINT = (
     "model.policy",
     "model.dtype",
     "model.lora",
+    "learner.optimizer",
     "ppo.advantage",
 )
 """Keys and sections on which the content of a checkpoint depends."""
 
 
 _NOT_OF_A_CHECKPOINT = "model.lora.push"
-"""Key in one of these sections that does not affect the state."""
+"""Key in a section of `_OF_A_CHECKPOINT` on which a checkpoint does not depend."""
 
 
 def _check_beginning(config: RecipeConfig, place: str) -> None:
@@ -151,7 +153,8 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
             f"{state['step']}, and steps count on. Set num_steps above {state['step']}."
         )
     run = RunFiles.at(parent_and_name(checkpoint)[0])
-    # The state holds an adapter for this base model, or weights under this model's names.
+    # The checkpoint's state fits only this base model: it holds an adapter for it, or weights under
+    # its names.
     now = {} if config.checkpoint.changed_inputs == "accept" else inputs_of(config)
     if found := changes(recorded_inputs(run), now, keys=("model.policy",)):
         lines = "\n  ".join(found)

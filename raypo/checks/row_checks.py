@@ -1,4 +1,4 @@
-"""Checks of the first rows of each source: their columns, and labels that rewards can read."""
+"""Checks of the first rows of each source: their columns, and labels for reward functions."""
 
 from __future__ import annotations
 
@@ -35,13 +35,19 @@ from raypo.rewards.verifiers import LABEL_CHECKS
 Run = TypeVar("Run", bound=RecipeConfig)
 
 COLUMN_ROWS = 1000
-"""Rows of a source whose columns are compared with a reward function's arguments."""
+"""Number of first rows of a source whose columns are compared with the arguments of a reward
+function."""
 LABEL_ROWS = 20_000
-"""Rows of a source whose labels are checked before the start. Loading checks the others."""
+"""Number of first rows of a source whose labels are checked before the start. Loading checks the
+remaining rows."""
 
 
 def check_rows(config: AnyConfig) -> int | None:
-    """Check the first rows of all sources. Return the number of training rows, if known."""
+    """Check the first rows of all sources.
+
+    Returns:
+        The number of training rows. None if it is unknown.
+    """
     data, evaluation = config.data, config.eval
     if isinstance(data, ResponsesSection) and data.messages_key is not None:
         if isinstance(config, SFTConfig) and config.needs_engine:  # engines answer these prompts
@@ -49,7 +55,7 @@ def check_rows(config: AnyConfig) -> int | None:
         check_first_rows(data, "eval.prompts", evaluation.prompts)
         return check_first_rows(data, "data.prompts", data.prompts)
     columns = _response_columns(data)
-    # Held-out rows are prompts to answer, or examples that need the columns of training rows.
+    # Held-out rows are prompts for the policy, or examples with the columns of training rows.
     are_answered = not isinstance(config, SFTConfig | RewardModelConfig)
     check_first_rows(data, "eval.prompts", evaluation.prompts, {} if are_answered else columns)
     unlabelled: Any = {"label_key": None} if isinstance(config, DPOConfig) else {}
@@ -58,7 +64,7 @@ def check_rows(config: AnyConfig) -> int | None:
 
 
 def _response_columns(data: DataSection) -> dict[str, str]:
-    """Map config keys to the columns of training texts other than the prompt."""
+    """Return config key -> column of each training text other than the prompt."""
     if isinstance(data, PairsSection) and not getattr(data, "desirable_key", None):
         return {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
     column = getattr(data, "response_key", None)
@@ -72,14 +78,17 @@ def check_first_rows(
     response_keys: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> int | None:
-    """Check the first rows of the sources of a config key. Return their number, if known.
+    """Check the first rows of a config key's sources.
 
     Args:
         data: The data section.
         key: Config key of the sources.
         sources: The sources. None means that there are none.
-        response_keys: Maps config keys to the response columns that each row must have.
-        changes: Other values of keys of the data section.
+        response_keys: Config key -> response column that each row must have.
+        changes: Values that replace keys of the data section.
+
+    Returns:
+        The number of all rows of the sources. None if it is unknown.
     """
     section = data.model_copy(update={"prompts": sources or (), **changes})
     return peek(section, key=key, response_keys=response_keys)
@@ -118,7 +127,7 @@ def _check_labels_of(
             f"data.label_key (None): {function} compares the responses to {key} with labels. Set "
             "data.label_key to the column of the answers."
         )
-    # Reading a data set needs the library `datasets`; which rows to drop is found at loading.
+    # Reading a data set would import `datasets`. With `drop`, loading finds the rows to leave out.
     if is_data_set(source) or data.on_error == "drop":
         return
     for row in islice(read_rows(source, key=key), LABEL_ROWS):
@@ -129,7 +138,7 @@ def _check_labels_of(
 def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.function") -> None:
     """Refuse a reward function of TRL's or verl's form that needs what `data.prompts` lacks.
 
-    Only files are read. A column of some rows is enough: the others get None.
+    Only files are read, not data sets. A column may be missing in some rows, which then get None.
 
     Args:
         config: The whole run config.
@@ -157,7 +166,7 @@ def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.fun
             'no reward_model["ground_truth"], as those of verl. Set data.label_key to the column '
             "of the answers."
         )
-    there.pop("prompt", None)  # as `prompts`
+    there.pop("prompt", None)  # a function gets it as `prompts`
     for name, each in needed:
         if name not in there:
             called = each if isinstance(each, str) else function_name(each)

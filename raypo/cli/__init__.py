@@ -1,4 +1,4 @@
-"""The `raypo` command. Wrong input ends it with exit status 2 before heavy imports."""
+"""The `raypo` command. On wrong input it exits with status 2, before heavy imports."""
 
 from __future__ import annotations
 

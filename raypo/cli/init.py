@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ def init(
 ) -> None:
     """Translate a TRL script, a verl command or an OpenRLHF command into a run file.
 
-    Nothing is run. What cannot be translated is listed at the top of the file.
+    Nothing is executed. The top of the file lists everything that could not be translated.
     """
     from raypo.config import ConfigError
     from raypo.config.translation import read_command, read_script, translate
@@ -32,14 +33,10 @@ def init(
     if to.exists():
         raise ConfigError(f"--to ({to}): is there already. Name another file, or remove it.")
     ((project, source),) = chosen.items()
-    try:
-        text = Path(source).read_text()
-    except OSError as error:  # also if a whole command is too long for a file's name
-        if project == "TRL" or not re.search(r"[\s=]", str(source)):
-            raise ConfigError(
-                f"--from-{project.lower()} ({source}): {error.strerror}. Correct the path."
-            ) from None
-        text = str(source)
+    is_file = os.path.isfile(source)  # False for a command that is longer than a file's name
+    if not is_file and (project == "TRL" or not re.search(r"[\s=]", str(source))):
+        raise ConfigError(f"--from-{project.lower()} ({source}): there is no such file.")
+    text = Path(source).read_text() if is_file else str(source)
     if project == "TRL":
         recipe, arguments = read_script(text)
     else:

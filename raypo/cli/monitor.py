@@ -62,7 +62,10 @@ def _serve_page(runs: Sequence[str], host: str, port: int) -> None:
 
 
 def page_of(runs: Sequence[str]) -> tuple[Callable[[], Page], Callable[[], str]]:
-    """Return a function that makes the page of runs or of a sweep, and one for its version."""
+    """Return a function that makes the page of runs or of a sweep, and one for the page's version.
+
+    The version changes when one of the runs writes a file, starts or ends.
+    """
     import time
     from dataclasses import replace
 
@@ -83,7 +86,7 @@ def page_of(runs: Sequence[str]) -> tuple[Callable[[], Page], Callable[[], str]]
         page.subtitle = f"as of {time.strftime('%H:%M:%S')}; reload the page for new samples"
         now = time.time()
         if len(runs) == 1 and (status := sweep_status(files, now) or run_status(files, now)):
-            status = replace(status, age_s=None)  # the page is made only if a file has changed
+            status = replace(status, age_s=None)  # an age would go stale until a file changes
             rows = [("progress", progress(status)), *facts(status)]
             page.sections.insert(0, Section("Now").add(Table(["", ""], rows)))
         return page
@@ -106,7 +109,7 @@ def _write_dashboard(session: Path, dashboard: Path | None) -> None:
     from raypo.config import ConfigError
     from raypo.tracking.grafana import UID, grafana_dashboard
 
-    config = session.resolve() / "metrics"  # Ray writes config files of both programs there
+    config = session.resolve() / "metrics"  # Ray writes Prometheus' and Grafana's config there
     if dashboard is None and not (config / "grafana").exists():
         raise ConfigError(
             f"--session ({session}): no Ray is there that exports its metrics. Start a run or "

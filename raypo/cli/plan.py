@@ -31,9 +31,9 @@ def plan(
     ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help=CLUSTER_HELP)] = None,
 ) -> None:
-    """Check a config, print bundles, devices, predicted memory and seconds a step.
+    """Check a config, and print its bundles, devices, predicted memory and seconds per step.
 
-    Seconds are predicted for known GPUs, and for this machine's CPUs, which are measured for it.
+    Seconds are predicted for known GPUs, and for this machine's CPUs after a short benchmark.
 
     Exit status 2 means that the run does not fit.
     """
@@ -79,7 +79,7 @@ def plan(
 
 
 def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | None) -> None:
-    """Print a sweep's trials, the resources of each, their concurrency, and the total cost."""
+    """Print a sweep's trials, the resources of each trial, their concurrency and the total cost."""
     from raypo.checks.input_checks import check_inputs
     from raypo.cluster.placement import takes_gpus
     from raypo.config.sweep_config import SweepConfig
@@ -97,7 +97,7 @@ def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | Non
 
 
 def _nodes(run: RecipeConfig, cluster: str | None) -> list[Node]:
-    """Return the nodes of `--cluster`, else of the run's Ray cluster, else this machine."""
+    """Return the nodes of `--cluster`, else those of the run's Ray cluster, else this machine."""
     import os
 
     from raypo.cluster.hardware import parse_cluster, this_machine

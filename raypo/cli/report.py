@@ -18,7 +18,7 @@ def report(
     ] = None,
     samples: Annotated[bool, typer.Option(help="Put samples of the rollouts in.")] = True,
 ) -> None:
-    """Write one HTML page: result, curves, time, samples, config; several runs are compared."""
+    """Write one HTML page with result, curves, time, samples and config; compare several runs."""
     from raypo.extras import require
 
     require("report", "raypo report")

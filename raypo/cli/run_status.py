@@ -23,7 +23,7 @@ def status(
         typer.Option(help="Also the runs under way on this Ray cluster: host:port, or auto."),
     ] = None,
 ) -> None:
-    """Show of each run its status, progress, scores and remaining time."""
+    """Show the status, progress, scores and remaining time of each run."""
     import time
     from concurrent.futures import ThreadPoolExecutor
     from dataclasses import replace
@@ -41,7 +41,7 @@ def status(
         run = run_status(files, now)
         try:
             sweep = sweep_status(files, now)
-        except ConfigError as error:  # maybe from an earlier version; still show the other runs
+        except ConfigError as error:  # a sweep of an older version must not hide the other runs
             return run and replace(run, recipe="sweep", notes=(f"Its config is refused: {error}",))
         return sweep or (run and as_trial(run, files))
 
@@ -69,7 +69,10 @@ def status(
 
 
 def _under_way(address: str, now: float) -> list[RunStatus]:
-    """Return a cluster's runs as their monitors report them; their folders may be unreachable."""
+    """Return a cluster's runs as their monitor actors report them.
+
+    Their folders are not read, because this machine may be unable to reach them.
+    """
     import ray
 
     from raypo.cluster.connect import look_into

@@ -45,7 +45,7 @@ def serve(
         bool, typer.Option("--ray", help="By Ray Serve, on the cluster of RAY_ADDRESS or a new one")
     ] = False,
 ) -> None:
-    """Serve a policy to OpenAI clients by vLLM's server, or Ray Serve's, until Ctrl-C."""
+    """Serve a policy to OpenAI clients with vLLM's server or with Ray Serve, until Ctrl-C."""
     from raypo.extras import require
 
     require("serve", "raypo serve")
@@ -97,7 +97,7 @@ def serve(
 
 
 def _check_open(host: str, further: Sequence[str]) -> None:
-    """Refuse what Ray Serve would not do."""
+    """Refuse options that `--ray` does not support: API keys, and arguments of vLLM's server."""
     from raypo.config import ConfigError
 
     if host not in ("127.0.0.1", "::1", "localhost") or os.environ.get("RAYPO_API_KEY"):
@@ -123,7 +123,7 @@ def _serve_on_ray(
     from raypo.config import ClusterSection
     from raypo.serving.ray_serve import llm_config, serve_on_ray
 
-    # Ray Serve would outlive this command on a cluster of others.
+    # Without this handler, SIGTERM would leave Ray Serve running on an existing cluster.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     connect(ClusterSection())
     has_gpus = bool(ray.cluster_resources().get("GPU"))

@@ -65,7 +65,12 @@ def serve_reward(
 
 
 def token_for(host: str, variable: str, use: str) -> str | None:
-    """Return the token of an environment variable, or None.
+    """Return the token in an environment variable, or None if the variable is unset.
+
+    Args:
+        host: Interface that the server listens on.
+        variable: Name of the environment variable.
+        use: Use of the token, for the message.
 
     Raises:
         ConfigError: other machines can reach the port, but there is no token.

@@ -24,7 +24,7 @@ from raypo.ray_internals import readiness
 T = TypeVar("T")
 
 NAME_TIMEOUT_S = 30.0
-"""Seconds to wait for a name that a dying actor of an earlier attempt still has."""
+"""Seconds to wait for a name that is still held by a dying actor of an earlier attempt."""
 PING_TIMEOUT_S = 5.0
 """Timeout of a health check, after which an actor counts as busy."""
 
@@ -38,17 +38,17 @@ class ReplicaLost(DeploymentError):
 
 
 class NoReplicaLeft(DeploymentError):
-    """No replica serves, and none will until the caller intervenes."""
+    """No replica can serve the call, and none will until the caller intervenes."""
 
 
 def survivors(
     calls: Iterable[Future[T]], *, passing_over: type[DeploymentError] = ReplicaLost
 ) -> list[T]:
-    """Wait for calls to several replicas, and return the results of those that were not lost.
+    """Wait for calls to several replicas, and return the results of the surviving replicas.
 
     Args:
         calls: Pending calls, one per replica.
-        passing_over: Error that marks a replica as lost. All others are raised.
+        passing_over: Error that marks a replica as lost. All other errors are raised.
     """
     values: list[T] = []
     for call in calls:
@@ -58,7 +58,7 @@ def survivors(
 
 
 def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[str, Any]) -> Any:
-    """Start an actor with this name, owned by this process; wait while a dying one has the name.
+    """Start a named actor, owned by this process. Wait while a dying actor holds the name.
 
     Args:
         cls: Class of the actor.
@@ -87,10 +87,11 @@ def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[s
 
 def is_lost_actor(error: BaseException) -> bool:
     """Return True if a call's error means that its actor is gone, temporarily or for good."""
-    # Ray 2.60 has separate errors for actors killed by its memory monitor, and for those whose node
-    # is gone.
+    # Ray 2.60 has separate errors for actors killed by its memory monitor, and for actors whose
+    # node is gone.
     lost = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
-    # A RayTaskError of these types comes from the method, which has called another dead actor.
+    # A RayTaskError of these types comes from inside the method: another actor that it calls is
+    # dead.
     return isinstance(error, lost) and not isinstance(error, RayTaskError)
 
 

@@ -25,26 +25,28 @@ from raypo.ray_internals import (
 from raypo.tracking.console import Console
 
 PROBE_TIMEOUT_S = 5.0
-"""Timeout of a connection to an address, before Ray itself connects."""
+"""Timeout of the probe of an address, in seconds, before Ray itself connects."""
 
 _WORKER_DEFAULTS = {
     "NCCL_DEBUG": "WARN",
-    # This disables NVLS, but saves memory that NCCL otherwise takes with CUDA graphs. NCCL 2.22 is
-    # said to fix that (nccl#1234), but SkyRL removed the setting and put it back (SkyRL#1629).
+    # This disables NVLS, but saves memory that NCCL otherwise uses with CUDA graphs. NCCL 2.22 is
+    # said to fix this (nccl#1234), but SkyRL removed the setting and then restored it (SkyRL#1629).
     "NCCL_CUMEM_ENABLE": "0",
     "TOKENIZERS_PARALLELISM": "false",
-    # Hide GPUs from workers that request none, as before Ray 2.60: else they would use one.
+    # Hide GPUs from workers that request none, as Ray did before 2.60. Otherwise they would use
+    # one.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
     # Learner, engine and reference model take turns on the same cores. OpenMP threads that spin
-    # while idle take those from the others (sampling was 20 times slower). But sleeping at once is
-    # expensive in passes of thousands of small products, so they spin for a moment first.
+    # while idle block the other processes (sampling was 20 times slower). But a pass of thousands
+    # of small matmuls is slow if threads sleep at once, so they spin briefly first.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "20000",
 }
 _PASSED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "VLLM_", "HF_")
 """Prefixes of the driver's variables that are passed to workers."""
 _OF_ONE_NODE = {"VLLM_HOST_IP", "VLLM_HOST_PORT", "HF_TOKEN"}
-"""Exceptions: addresses differ between nodes, and a job's variables are public, unlike a token."""
+"""Exceptions to `_PASSED`: addresses differ between nodes, and a token must not be in a job's
+variables, which are public."""
 _LOCAL_DEFAULTS = {
     # The watcher is a process that imports ray.train, which takes seconds on a small machine. A
     # local machine is not preempted.
@@ -60,7 +62,7 @@ _DRIVER_DEFAULTS = {
 
 
 _our_job = ""
-"""Ray job that `connect` has started in this process, with raypo's variables."""
+"""Ray job that `connect` has started in this process, which passes raypo's variables."""
 
 
 class ClusterError(RuntimeError):
@@ -85,7 +87,7 @@ def connect(section: ClusterSection) -> bool:
         return False
     address, source = cluster_address(section)
     running, is_auto = _started_here(), address == "auto"
-    if is_auto and running:  # probe it below: with a stale address file Ray itself would hang
+    if is_auto and running:  # probe it below: Ray itself would hang if the address file is stale
         address, source = running, f"{source}=auto"
     if address:
         _probe(address, source)
@@ -96,7 +98,8 @@ def connect(section: ClusterSection) -> bool:
                 f"raypo: starting a Ray of its own beside the one that runs on this machine "
                 f"({running}); cluster.address=auto takes that one"
             )
-        # Processes of a local Ray inherit variables; a runtime_env would cost each a second.
+        # Processes of a local Ray inherit variables; a runtime_env would cost each process a
+        # second.
         os.environ.update(worker_environment())
         _set_defaults(_LOCAL_DEFAULTS)
         where = {"address": "local", "include_dashboard": True}
@@ -163,7 +166,7 @@ def cluster_address(section: ClusterSection) -> tuple[str | None, str]:
 
 
 def _started_here() -> str | None:
-    """Return the address of the last `ray start` on this machine; that Ray may have ended."""
+    """Return the address of the last `ray start` on this machine. That Ray may have ended."""
     try:
         return address_file().read_text().strip() or None
     except OSError:
@@ -171,7 +174,7 @@ def _started_here() -> str | None:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the variables for workers; the user's values and device flags take precedence."""
+    """Return the environment of workers. Values that the user has set override the defaults."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -184,8 +187,8 @@ def worker_environment() -> dict[str, str]:
 def untold_environment() -> dict[str, str]:
     """Return the part of `worker_environment` that Ray's job does not pass to new processes.
 
-    It is empty if `connect` has started the job. If other code has called `ray.init`, it has all
-    variables that this code has not set.
+    It is empty if `connect` has started the job. If other code has called `ray.init`, it has the
+    variables that this call does not pass on.
     """
     if not ray.is_initialized() or _job() == _our_job:
         return {}
@@ -219,7 +222,7 @@ def _beside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def dashboard_token() -> str | None:
-    """Return the token that Ray's dashboard asks for; None if it needs none or it is unknown."""
+    """Return the token of Ray's dashboard. None means that it needs none, or that it is unknown."""
     return _token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
 
 

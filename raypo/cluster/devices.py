@@ -1,4 +1,4 @@
-"""Visible devices of a process, which Ray sets, or the user with a NOSET flag."""
+"""Visible devices of a process. Ray sets them, unless the user does so with a NOSET flag."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOSET = {
 
 
 def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the NOSET flags that the user has set and their variables; workers get both."""
+    """Return the NOSET flags that the user has set, with their variables, for the workers."""
     chosen = {}
     for variable, flag in NOSET.items():
         if _is_set(environ, flag):
@@ -54,7 +54,8 @@ def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this 
 
     Args:
         gpus: Number of GPUs that nvidia-smi or Ray finds.
-        use_gpu: `learner.use_gpu`. With auto, a torch built for CPUs is accepted as a choice.
+        use_gpu: `learner.use_gpu`. With auto, a CPU build of torch is accepted: it counts as the
+            user's choice.
         where: Name of the machine, for the message.
 
     Raises:
@@ -144,7 +145,7 @@ def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
 
 
 def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment that narrows a NOSET flag's visible devices to a process's own.
+    """Return the environment that narrows visible devices to this process's own under a NOSET flag.
 
     Args:
         ids: Devices that Ray has reserved for the process. Without ids the environment is empty,
@@ -159,7 +160,7 @@ def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dic
 
 
 def together(environments: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Join several environments of `shown` into one with all their devices, in this order."""
+    """Merge environments of `shown` into one that shows all their devices, in this order."""
     first, *_ = environments
     joined = {
         variable: ",".join(environment[variable] for environment in environments)

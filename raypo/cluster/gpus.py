@@ -15,16 +15,16 @@ class Gpu:
     bfloat16_tflops: float
     float32_tflops: float
     memory_gbs: float
-    """Bandwidth of its own memory."""
+    """Bandwidth of the GPU's own memory."""
     link_gbs: float
-    """Bandwidth to another GPU of its node: NVLink, else PCIe."""
+    """Bandwidth to another GPU of the node: that of NVLink, or of PCIe without NVLink."""
     host_gbs: float
-    """Bandwidth to its node's RAM: PCIe."""
+    """Bandwidth to the node's RAM, over PCIe."""
     network_gbs: float
-    """One GPU's share of the bandwidth that a typical node has to other nodes."""
+    """One GPU's share of a typical node's network bandwidth."""
 
     def tflops(self, dtype: str) -> float:
-        """Return the TFLOP/s of matrix products in a dtype."""
+        """Return the TFLOP/s of matmuls in a dtype."""
         return self.bfloat16_tflops if dtype == "bfloat16" else self.float32_tflops
 
 
@@ -40,9 +40,9 @@ GPUS = (
     Gpu("L4", 24, 121.0, 30.3, 300, 12, 12, 6),
     Gpu("A10G", 24, 70.0, 31.2, 600, 25, 25, 6),
 )
-"""Known GPUs, longer names before shorter ones that they contain (H100-NVL before H100). If a name
-has two memory sizes, this is the smaller one. GPUs without bfloat16, like V100 and T4, are refused
-(`cluster.devices`)."""
+"""Known GPUs, longer names before shorter ones that they contain (H100-NVL before H100). If GPUs of
+a name exist in two memory sizes, the smaller size is listed. GPUs without bfloat16, like V100 and
+T4, are refused (`cluster.devices`)."""
 
 
 def gpu_of(name: str) -> Gpu | None:

@@ -46,25 +46,25 @@ _ITEMS = [
         r"(?P<count>\d+)",
     )
 ]
-"""Patterns of an item; group names are the quantities."""
+"""Patterns of an item. Named groups capture its quantities."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine. None means that a quantity is unknown, so it is not checked."""
+    """A machine and its resources. None means that a quantity is unknown, so it is not checked."""
 
     name: str
     gpus: int = 0
     gpu_bytes: int | None = None
-    """Memory of each GPU."""
+    """Memory of each GPU in bytes."""
     cpus: int | None = None
     ram_bytes: int | None = None
     gpu: Gpu | None = None
-    """The kind of its GPUs."""
+    """Kind of the node's GPUs."""
     network_gbs: float | None = None
-    """GB/s to other nodes."""
+    """Network bandwidth to other nodes, in GB/s."""
     labels: Mapping[str, str] | None = None
-    """Ray's labels."""
+    """Ray's labels of the node."""
 
     @property
     def resources(self) -> Resources:
@@ -105,7 +105,7 @@ def this_machine() -> list[Node]:
 
 
 def cpu_count() -> int:
-    """Return the number of CPU cores, or the container's limit if lower, as Ray counts them."""
+    """Return the number of CPU cores, or the container's limit if that is lower, as Ray does."""
     cores = os.cpu_count() or 1
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         try:
@@ -157,7 +157,7 @@ def _refusal(text: str, problem: str) -> ConfigError:
 
 
 def _own_gpus() -> list[tuple[int, str]]:
-    """Return bytes of memory and name of each NVIDIA GPU that this process may use."""
+    """Return, for each NVIDIA GPU that this process may use, its bytes of memory and its name."""
     if shutil.which(NVIDIA_SMI[0]) is None:
         return []
     try:
@@ -175,7 +175,7 @@ def _own_gpus() -> list[tuple[int, str]]:
 
 
 def _memory() -> int:
-    """Return the bytes of RAM, or the container's limit if lower."""
+    """Return the bytes of RAM, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:

@@ -42,7 +42,7 @@ LEARNER = "learner worker"
 CRITIC = "critic worker"
 """A worker that trains only the critic (`learner.critic_workers`)."""
 LEARNERS = (LEARNER, CRITIC)
-"""Names of the learner's roles; served roles are engine, reference, reward_0, reward_1, ..."""
+"""Names of the learner's roles. Served roles are engine, reference, reward_0, reward_1, ..."""
 NODE_ID_LABEL = "ray.io/node-id"
 """Label that Ray gives to every node."""
 _ROUNDING = 1e-9
@@ -65,16 +65,17 @@ class ServedRole:
     section: EngineSection | FrozenSection
     group: Group
     num_replicas: int | Literal["auto"]
-    """Number of replicas. "auto" means one in a dedicated group, else see `on_every_device`."""
+    """Number of replicas. "auto" means one if dedicated; if colocated, `on_every_device`
+    decides."""
     gpu_share: float
-    """Share of each of its GPUs that a dedicated replica reserves."""
+    """Share that a dedicated replica reserves of each GPU that it uses."""
     on_every_device: bool = False
-    """Location of colocated replicas if their number is "auto": on the devices of all learner
-    workers if True, else on those of the first worker of each node."""
+    """Location of colocated replicas if their number is "auto". True puts them on the devices of
+    all learner workers, False on those of the first worker of each node."""
 
     @property
     def num_devices(self) -> int:
-        """GPUs of a replica, or its processes on CPUs."""
+        """Number of GPUs of a replica; on CPUs, number of its processes."""
         return self.section.tensor_parallel
 
     @property
@@ -87,14 +88,14 @@ class ServedRole:
 
 @dataclass(frozen=True)
 class Occupant:
-    """An occupant of a bundle: a learner worker, or (a part of) a replica of a served role."""
+    """An occupant of a bundle: a learner worker, or all or part of a replica of a served role."""
 
     role: str
     index: int
     gpus: float = 0.0
-    """GPUs that it takes of a dedicated bundle."""
+    """GPUs that the occupant takes from a dedicated bundle."""
     processes: int = 1
-    """Number of its processes in this bundle."""
+    """Number of the occupant's processes in this bundle."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.index}" if self.role in LEARNERS else f"{self.role}:{self.index}"
@@ -107,7 +108,7 @@ class Bundle:
     resources: Resources
     occupants: tuple[Occupant, ...]
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Label selector of its node."""
+    """Label selector of the bundle's node."""
 
     @property
     def gpus(self) -> int:
@@ -127,12 +128,12 @@ class PlacedBundle:
 
     group: Literal["dedicated", "workers"]
     index: int
-    """Index in its group; in the workers' group the worker's rank."""
+    """Index of the bundle in its group. In the workers' group, it is the worker's rank."""
     bundle: Bundle
     node: int
     """Index of the node."""
     gpus: range
-    """Indices of its GPUs on the node."""
+    """Indices of the bundle's GPUs on the node."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -146,14 +147,14 @@ class PlacedBundle:
 
 
 def words(resources: Resources) -> str:
-    """Format resources, like `1 CPU, 2 GPU`; unlimited ones are left out."""
+    """Format resources, like `1 CPU, 2 GPU`. Unlimited resources are left out."""
     named = sorted(resources.items())
     bounded = [f"{amount:g} {name}" for name, amount in named if math.isfinite(amount)]
     return ", ".join(bounded) or "enough"
 
 
 def with_labels(selector: Mapping[str, str]) -> str:
-    """Format a label selector, like ` with ray.io/accelerator-type=H100`; empty if it is empty."""
+    """Format a label selector, like ` with ray.io/accelerator-type=H100`. An empty one gives ""."""
     return f" with {', '.join(f'{k}={v}' for k, v in selector.items())}" if selector else ""
 
 
@@ -189,10 +190,10 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
 
 
 def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
-    """Return the bundles of the dedicated group, engines first; empty if everything is colocated.
+    """Return the bundles of the dedicated group, engines first. It is empty if all is colocated.
 
     Replicas with the same label selector share a bundle as long as their GPU shares fit into it. On
-    CPU all frozen models share the cores of the first bundle, but each engine has its own.
+    CPU, all frozen models share the cores of the first bundle, but each engine has its own cores.
     """
     bundles: list[tuple[int, dict[str, str], list[Occupant]]] = []
     for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
@@ -237,7 +238,7 @@ def worker_bundles(
 
 
 def takes_gpus(config: AnyConfig, nodes: Sequence[Resources]) -> bool:
-    """Return `learner.use_gpu`; auto means True if a node has GPUs."""
+    """Return `learner.use_gpu`. The value auto gives True if a node has GPUs."""
     has_gpus = any(node.get("GPU") for node in nodes)
     return has_gpus if config.learner.use_gpu == "auto" else config.learner.use_gpu
 
@@ -269,9 +270,9 @@ def with_dedicated(config: OnlineConfig, roles: Iterable[str]) -> OnlineConfig:
 def workers_beside(role: ServedRole, nodes: Sequence[Hashable]) -> list[range]:
     """Return, for each colocated replica of a role, the ranks of the workers whose bundles it uses.
 
-    Engines are placed beside the first workers. Frozen models are placed on every device, on CPU
-    beside the first worker of each node. A tensor-parallel replica spans as many consecutive
-    workers as it has devices.
+    Engines are placed beside the first workers. Frozen models are placed on every device; on CPU,
+    they are placed beside the first worker of each node. A tensor-parallel replica spans as many
+    consecutive workers as it has devices.
 
     Args:
         nodes: Node of each worker, in the order of ranks.
@@ -285,7 +286,7 @@ def workers_beside(role: ServedRole, nodes: Sequence[Hashable]) -> list[range]:
 
 
 def first_workers(role: ServedRole, nodes: Sequence[Hashable]) -> list[int]:
-    """Return, for each replica of a frozen model, the first rank that it is close to.
+    """Return, for each replica of a frozen model, the rank of the first worker that it serves.
 
     A fixed number of replicas is spread evenly over the workers.
 
@@ -307,7 +308,9 @@ def first_workers(role: ServedRole, nodes: Sequence[Hashable]) -> list[int]:
 
 
 def nearest(first: Sequence[int], rank: int) -> int:
-    """Return the index of the replica that a worker uses: the last one that starts at or before it.
+    """Return the index of the replica that a worker uses.
+
+    This is the last replica whose first rank is at or below the worker's rank.
 
     Args:
         first: First rank of each replica, ascending.
@@ -317,7 +320,7 @@ def nearest(first: Sequence[int], rank: int) -> int:
 
 
 def torn_apart(role: ServedRole, nodes: Sequence[Hashable]) -> str | None:
-    """Return why a colocated replica of a role cannot be placed beside these workers, or None.
+    """Return why a colocated replica cannot be placed beside these workers. None means it can.
 
     Args:
         nodes: Node of each worker, in the order of ranks.
@@ -382,7 +385,7 @@ def lay_out(
 
 
 def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) -> dict[int, int]:
-    """Place a group as Ray does: bundle index -> node index. Bundles that do not fit are left out.
+    """Map a group's bundles to nodes as Ray does, by index. Bundles that do not fit are left out.
 
     Ray places the largest bundles first and prefers the node with the most room. PACK fills a node
     before it starts another; SPREAD takes the node with the fewest bundles of the group.
@@ -393,12 +396,12 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
         order = sorted(range(len(nodes)), key=lambda node: (-len(on_one[node]), -rooms[node]))
         return {bundle: order[0] for bundle in on_one[order[0]]} if order else {}
     left, placed = list(nodes), dict[int, int]()
-    # Bundles with a label selector go first, or others might take the only nodes that match.
+    # Place bundles with a label selector first, because others might take the only matching nodes.
     sizes = [
         (bool(bundle.labels), bundle.gpus, bundle.resources.get("CPU", 0.0)) for bundle in bundles
     ]
     opened: dict[int, int] = {}
-    """Node -> number of nodes that were in use before it."""
+    """Node -> its place in the order in which nodes were first used, from 0."""
     for index in sorted(range(len(bundles)), key=lambda index: sizes[index], reverse=True):
         rooms = [_room(bundles[index], node) for node in left]
         fitting = [node for node, room in enumerate(rooms) if room]
@@ -443,7 +446,7 @@ def groups_side_by_side(
 
 
 def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Return whether a node's labels match a selector. As in Ray, `!v` matches no label too."""
+    """Return whether a node's labels match a selector. As in Ray, `!v` matches a missing label."""
     for key, text in selector.items():
         value = text.removeprefix("!")
         is_list = value.startswith("in(")
@@ -454,7 +457,7 @@ def matches(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def _allows(bundle: Bundle, node: Resources) -> bool:
-    """Return whether a node's labels, if they are known, match the bundle's selector."""
+    """Return whether a node's labels match the bundle's selector. Unknown labels match."""
     return not isinstance(node, LabelledResources) or matches(bundle.labels, node.labels)
 
 
@@ -472,8 +475,10 @@ def _refusal(
     nodes: Sequence[Resources],
     strategy: str,
 ) -> str:
-    """Return a sentence if no node matches a label selector or not even the learner workers fit,
-    else a table of all groups.
+    """Return the refusal of a run that does not fit.
+
+    It is a sentence if no node matches a label selector, or not even the learner workers fit.
+    Otherwise it is a table of all groups.
     """
     for bundle in (*dedicated, *workers):
         if not any(_allows(bundle, node) for node in nodes):
@@ -548,7 +553,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _change(workers: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) -> str:
-    """Return the key to change if the learner workers do not fit onto nodes."""
+    """Return advice on the key to change if the learner workers do not fit onto the nodes."""
     each, loose = workers[0].resources, strategy.removeprefix("STRICT_")
     if len(place(workers, nodes, loose)) == len(workers):
         return f"Set placement.strategy to {loose}"

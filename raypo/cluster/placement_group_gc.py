@@ -2,7 +2,7 @@
 
 The collector removes the groups whose holder has died: Ray keeps a group that an actor created
 until the job ends, and a trial that Ray Tune kills cannot clean up. It also serialises
-reservations: two runs that hold one group each could deadlock, both waiting for their second one.
+reservations: two runs that hold one group each and wait for their second group could deadlock.
 
 A sweep has one collector for all trials, owned by its driver. Every other run that a Ray task or
 actor starts has its own collector, which is detached and ends itself after the run. Ray Train's
@@ -30,18 +30,19 @@ LOOK_EVERY_S = 1.0
 
 
 class PlacementGroupGC:
-    """Zero-CPU actor that watches leases; a lease is an actor that dies with its run's process."""
+    """Zero-CPU actor that watches leases. A lease is an actor that dies with its run's process."""
 
     def __init__(self, until: ActorHandle | None = None) -> None:
         """Start the thread that watches leases.
 
         Args:
-            until: Lease after whose death the collector ends its own process. None means never.
+            until: Lease whose death ends the collector's process. None means that it does not end
+                by itself.
         """
         self._until = until
         self._held: list[tuple[ActorHandle, PlacementGroup]] = []
         self._turn: tuple[str, ActorHandle] | None = None
-        """Run that is reserving, and its lease."""
+        """The run that is reserving, and that run's lease."""
         self._lock = threading.Lock()
         threading.Thread(target=self._watch, name="raypo-group-gc", daemon=True).start()
 
@@ -51,7 +52,7 @@ class PlacementGroupGC:
             self._held.append((lease, group))
 
     def take_turn(self, run: str, lease: ActorHandle) -> str | None:
-        """Try to start a run's turn to reserve. Groups of dead leases are removed before.
+        """Remove the groups of dead leases, and try to start a run's turn to reserve.
 
         The turn lasts until `end_turn`, or until the run's lease dies.
 
@@ -66,7 +67,7 @@ class PlacementGroupGC:
             return None
 
     def end_turn(self, run: str) -> None:
-        """End the run's turn: it holds all its groups."""
+        """End the run's turn, because it has reserved all its groups."""
         with self._lock:
             if self._turn is not None and self._turn[0] == run:
                 self._turn = None

@@ -45,7 +45,8 @@ class Monitor:
     def standing(self) -> dict[str, Any]:
         """Return the run's status: `about`, `metrics` of its last step, and `changed_at`.
 
-        `changed_at` is when that step ended, or when the run began, in seconds since 1970.
+        `changed_at` is the time at which that step ended, in seconds since 1970. Before the first
+        step it is the time at which the run began.
         """
         return {**self._about, "metrics": self._metrics, "changed_at": self._changed_at}
 
@@ -59,7 +60,7 @@ class Monitor:
         return events
 
     def driver_memory(self) -> list[dict[str, float]]:
-        """Return the driver's memory as of its last `drain`; empty before the first one."""
+        """Return the driver's memory at its last `drain`. It is empty before the first `drain`."""
         return self._driver
 
     def request_stop(self) -> None:
@@ -82,7 +83,7 @@ class Monitor:
         return waited_s
 
     def end_attempt(self) -> tuple[int, PlacementGroup | None]:
-        """Return the number of attempts, and the last one's group; None if it had not started."""
+        """Return the number of attempts, and the last one's group (None if it had not started)."""
         group, self._group = self._group, None
         return self._attempts, group
 
@@ -103,7 +104,8 @@ def start_monitor(run: str, *, about: Mapping[str, Any] | None = None) -> ActorH
         about: `recipe`, `location` and `num_steps` of the run, for status queries.
     """
     name, kwargs = f"{_PREFIX}{run}{_SUFFIX}", {"about": dict(about or {})}
-    # On the driver's node, as Ray Train's controller: another one may go while the run stays.
+    # Run on the driver's node, like Ray Train's controller: another node may be lost while the run
+    # continues.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options = {"num_cpus": 0, "scheduling_strategy": here}
     return start_named(Monitor, name, options=options, kwargs=kwargs)
@@ -133,7 +135,7 @@ def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
 
 
 class MonitorClient:
-    """Worker's client of the monitor. It does nothing without one, as on ranks other than 0."""
+    """Worker's client of the monitor. It does nothing without a monitor, as on ranks above 0."""
 
     def __init__(self, monitor: ActorHandle | None) -> None:
         self._monitor = monitor
@@ -166,7 +168,7 @@ class MonitorClient:
         return self._monitor is not None and bool(ray.get(self._monitor.stop_requested.remote()))
 
     def driver_memory(self) -> list[dict[str, float]]:
-        """Return the driver's last reported memory; empty without a monitor."""
+        """Return the driver's last reported memory. It is empty without a monitor."""
         return [] if self._monitor is None else ray.get(self._monitor.driver_memory.remote())
 
     def _tell(self, kind: str, content: Any) -> None:

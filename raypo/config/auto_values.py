@@ -1,4 +1,4 @@
-"""Keys whose value `auto` is decided once the memory of a run's GPUs is known."""
+"""Resolution of the values `auto` that depend on the memory of a run's GPUs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from raypo.config.run_config import OnlineConfig, RecipeConfig
 
 MICROBATCH, SLEEP = "learner.max_tokens_per_microbatch", "rollout.engine.sleep"
 GPU_MICROBATCHES = (16384, 8192, 4096)
-"""Candidates of `learner.max_tokens_per_microbatch: auto`, the fastest first. With fewer tokens a
-small model is limited by kernel launches."""
+"""Candidates for `learner.max_tokens_per_microbatch: auto`, fastest first. Smaller microbatches are
+slower, because kernel launches then limit a small model."""
 
 
 def candidates(config: AnyConfig) -> list[Any]:
-    """Return the configs that `auto` can become, from the fastest to the one of least memory."""
+    """Return the configs that `auto` can resolve to: fastest first, least memory last."""
     tokens = config.learner.max_tokens_per_microbatch
     counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
     choices: list[Any] = [config]
@@ -26,7 +26,10 @@ def candidates(config: AnyConfig) -> list[Any]:
 
 
 def sleep_is_open(config: AnyConfig) -> bool:
-    """Return True if `rollout.engine.sleep` is undecided; engines on their own GPUs never sleep."""
+    """Return True if `rollout.engine.sleep: auto` must still be resolved.
+
+    Dedicated engines never sleep, so the result is False for them.
+    """
     return (
         isinstance(config, OnlineConfig)
         and config.rollout.engine.sleep == "auto"
@@ -35,16 +38,19 @@ def sleep_is_open(config: AnyConfig) -> bool:
 
 
 def least_memory(config: Any, gpu_bytes: int) -> tuple[Any, list[str]]:
-    """Decide every `auto` for the least memory, however large the GPUs are.
+    """Resolve every `auto` to the value that needs the least memory, whatever the GPUs' size.
 
     Returns:
-        The config, and a message for each decision: none, because it is always the same.
+        The config, and an empty list of messages, because the result is always the same.
     """
     return candidates(config)[-1], []
 
 
 def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
-    """Return the config with `auto` restored wherever the other has auto, to compare the two."""
+    """Return the config with `auto` restored for each key that is `auto` in `other`.
+
+    The two configs can then be compared.
+    """
     values = flatten(other.model_dump())
     for key in (MICROBATCH, SLEEP):
         if values[key] == "auto":
@@ -55,8 +61,13 @@ def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
 def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
     """Return the config with its `auto` values resolved as in an earlier run.
 
-    If this cluster's devices resolve `model.dtype` differently, the trainer's own check refuses the
-    config. Micro-batches and sleep were numbers in runs recorded before they could be `auto`.
+    If the devices of this cluster resolve `model.dtype` differently, the trainer's own check
+    refuses the config. Old runs recorded fixed values, because microbatches and sleep could not be
+    `auto`.
+
+    Args:
+        config: Config to resolve.
+        earlier: Recorded config of the earlier run.
     """
     dtype = earlier.get("model", {}).get("dtype", "auto")
     if dtype != "auto":

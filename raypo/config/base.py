@@ -37,19 +37,19 @@ class ConfigError(ValueError):
 
 
 ImportPath = Annotated[str, Field(pattern=r"^.+:[^\W\d]\w*$")]
-"""`file.py:name` or `package.module:name`."""
+"""Import path: `file.py:name` or `package.module:name`."""
 
 
 def is_import_path(value: str) -> bool:
-    """Return whether a value is an import path, for keys that also accept names of raypo's own."""
+    """Return whether a value is an import path rather than one of raypo's names or a path."""
     return ":" in value
 
 
 class Config(BaseModel):
     """A frozen section of a run file. Unknown keys are errors.
 
-    Subclasses yield a sentence from `_problems` for each rule between keys that is broken, in the
-    form `key (value): rule. remedy.`; all of them are reported together.
+    A subclass overrides `_problems` to check rules between keys: it yields one message per broken
+    rule, in the form `key (value): rule. remedy.` All messages are reported together.
     """
 
     model_config = ConfigDict(
@@ -58,12 +58,13 @@ class Config(BaseModel):
     section: ClassVar[str] = ""
     """Dotted key of the section with a trailing dot, for messages about its keys."""
     gone: ClassVar[Mapping[str, str]] = {}
-    """Key that this section had once -> reason and remedy, for messages."""
+    """Removed key -> reason and remedy, for messages."""
 
     @model_validator(mode="before")
     @classmethod
     def _ignore_nulls_of_older_runs(cls, values: Any) -> Any:
-        # A recorded config contains every key, also null for keys that are gone since.
+        # The recorded config of an older run contains every key of its time. Keys that have been
+        # removed since are ignored if they are null.
         if isinstance(values, Mapping) and cls.gone:
             return {k: v for k, v in values.items() if v is not None or k not in cls.gone}
         return values
@@ -74,8 +75,8 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_not_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        # Pydantic converts true to 1. Its strict mode is no alternative: it would also refuse lists
-        # for tuples, and the text 1e-5, because YAML reads 1e-5 as text.
+        # Pydantic converts true to 1. Its strict mode would also refuse lists for tuples, and 1e-5,
+        # which YAML reads as text.
         annotation = cls.model_fields[str(info.field_name)].annotation
         if _has_boolean(value) and _wants_number(annotation):
             raise ValueError("must be a number, and true or false is none. Write the number.")
@@ -94,7 +95,7 @@ class Config(BaseModel):
         return owner.model_fields[name].get_default(call_default_factory=True)
 
     def set_keys(self, *keys: str) -> Iterator[tuple[str, Any]]:
-        """Yield full dotted key and value of those of the given keys that a file sets.
+        """Yield the full dotted key and the value of each given key that a file sets.
 
         A resolved file contains every key, so a key counts as set only if its value is neither null
         nor the default.
@@ -105,7 +106,13 @@ class Config(BaseModel):
                 yield f"{self.section}{key}", value
 
     def _idle(self, keys: str, why: str, remedy: str) -> Iterator[str]:
-        """Yield a problem for each key (named as in `a b.c`) that is set but has no effect."""
+        """Yield a problem for each key that is set but has no effect.
+
+        Args:
+            keys: Keys below this section, separated by spaces: `a b.c`.
+            why: Reason why the keys have no effect.
+            remedy: Alternative to removing the key.
+        """
         for key, value in self.set_keys(*keys.split()):
             said = f"{value:g}" if isinstance(value, float) else value
             yield f"{key} ({said}): has no effect, {why}. Remove {key}, or {remedy}."
@@ -115,13 +122,13 @@ class RunFile(Config):
     """A run file that can be loaded from YAML."""
 
     paths: ClassVar[tuple[str, ...]] = ()
-    """Dotted keys of paths and hub ids, besides storage_path."""
+    """Dotted keys whose values are paths or hub ids, except storage_path."""
     functions: ClassVar[tuple[str, ...]] = ()
-    """Dotted keys of functions and classes, `file.py:name` or `package.module:name`."""
+    """Dotted keys whose values are import paths of functions and classes."""
 
     storage_path: str = "runs"
-    """Folder or URI (s3://...) that runs are written to. A relative path starts from the driver's
-    folder."""
+    """Folder or URI (s3://...) that runs are written to. A relative path is resolved against the
+    driver's working directory."""
 
     def __init__(self, origin: str = "config", /, **values: Any) -> None:
         """Validate values, like `PPOConfig(name="first", model={"policy": "gpt2"}, ...)`.
@@ -141,7 +148,7 @@ class RunFile(Config):
 
     @property
     def absolute_storage_path(self) -> str:
-        """`storage_path` with a local path made absolute; a URI is unchanged."""
+        """`storage_path` as an absolute path. A URI is unchanged."""
         path = self.storage_path
         return path if is_uri(path) else str(Path(path).expanduser().absolute())
 
@@ -176,20 +183,21 @@ class RunFile(Config):
         return cls(origin, **{str(key): value for key, value in values.items()})
 
     def to_yaml(self, shown: Collection[str] = ()) -> str:
-        """Return the config as a run file, with the keys that differ from their defaults.
+        """Return the config as a run file with only the keys whose values are not the defaults.
 
         Args:
-            shown: Keys that it has even if they do not differ.
+            shown: Keys that are written even if their values are the defaults.
         """
         flat = dict(_values_set(self, shown))
         return OmegaConf.to_yaml(OmegaConf.create(nested(escaped(flat))))
 
     def with_absolute_paths(self, base: str | Path | None = None) -> Self:
-        """Return the config with the paths that exist below `base` made absolute, for use
-        elsewhere.
+        """Return the config for use in another working directory.
+
+        Relative paths that exist below `base` become absolute.
 
         Args:
-            base: Folder that relative paths start from; None means the current one.
+            base: Folder that paths are relative to. None means the current folder.
         """
         values, folder = self.model_dump(), Path(base or Path.cwd())
         paths, functions = ("from_checkpoint", *self.paths), ("callbacks", *self.functions)
@@ -215,8 +223,9 @@ class RunFile(Config):
 def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
     """Return the plain nested values of a YAML file with overrides applied.
 
-    `${dir}` in a value is replaced by the folder of the file, as given. For the folder of a run or
-    sweep its config.yaml is read, and `storage_path` is set to the folder's present parent.
+    `${dir}` in a value is replaced by the folder of the file, written as in `path`. If `path` is
+    the folder of a run or sweep, its config.yaml is read, and `storage_path` becomes the folder
+    that contains it now.
 
     Args:
         path: A YAML file, or the folder of a run or sweep.
@@ -297,7 +306,9 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values_set(config: RunFile, shown: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and plain value of each key that is `shown` or has not its default."""
+    """Yield the dotted key and the plain value of each key that is in `shown` or has not its
+    default.
+    """
     plain = config.model_dump(mode="json")
     for name, field in type(config).model_fields.items():
         section = getattr(config, name)
@@ -318,7 +329,7 @@ def _values_set(config: RunFile, shown: Collection[str] = ()) -> Iterator[tuple[
 
 
 def _leaves(section: Config) -> Iterator[str]:
-    """Yield the dotted keys below a section; an optional section counts as one value."""
+    """Yield the dotted keys below a section. A section that can be null counts as one value."""
     for name, field in type(section).model_fields.items():
         below = getattr(section, name)
         if isinstance(below, Config) and isinstance(field.default, Config):
@@ -328,7 +339,7 @@ def _leaves(section: Config) -> Iterator[str]:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return every dotted key below a section, including sections."""
+    """Return every dotted key below a config class, including the keys that are sections."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(f"{prefix}{name}")
@@ -338,7 +349,10 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def remedy_in(model: type[BaseModel], key: str) -> str:
-    """Return what to do about an unknown dotted key of a config class; see `Config.gone`."""
+    """Return the remedy for an unknown dotted key of a config class.
+
+    A removed key has its remedy in `Config.gone`. For others see `remedy_for_unknown`.
+    """
     *sections, name = key.split(".")
     owners: list[Any] = [model]
     for section in sections:
@@ -351,11 +365,14 @@ def remedy_in(model: type[BaseModel], key: str) -> str:
 def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
     """Return `Did you mean ppo.kl.coef?` if a similar key is known, else `Remove it.`
 
-    The candidates are tried in this order: a key below the same section with the same ending
-    (ppo.kl_coef: ppo.kl.coef); the counterpart of a key of TRL, verl, OpenRLHF or peft; a key of
-    the section that is spelled similarly, that ends in the unknown name (learner.lr:
-    learner.policy_lr) or that contains all its words; a key with the same or a similar ending in
-    another section. Similarity of whole dotted keys would find every key of the section similar.
+    The candidates are tried in this order:
+    1. a key below the same section with the same ending (ppo.kl.coef for ppo.kl_coef);
+    2. the counterpart of a key of TRL, verl, OpenRLHF or peft, whose remedy is then returned;
+    3. a key of the same section that is spelled similarly, that ends in the unknown name
+       (learner.policy_lr for learner.lr), or that contains all words of the unknown name;
+    4. a key of any section with the same or a similar ending.
+
+    Spelling is compared by last parts only, because whole keys of one section are all similar.
     """
     section, _, name = key.rpartition(".")
     own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
@@ -375,13 +392,13 @@ def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
 
 
 def _endings(key: str) -> list[str]:
-    """Return all endings of a key: for `ppo.kl.coef` coef, kl_coef and ppo_kl_coef."""
+    """Return all endings of a key, like coef, kl_coef and ppo_kl_coef for `ppo.kl.coef`."""
     parts = key.split(".")
     return ["_".join(parts[first:]) for first in range(len(parts))]
 
 
 def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
-    """Return the sections that a field may hold; with `items` also those in its list."""
+    """Return the section classes that a field may hold. With `items`, sections in a list count."""
     if get_origin(annotation) is None:
         return [annotation] if _is_section(annotation) else []
     if get_origin(annotation) is tuple and not items:
@@ -399,7 +416,10 @@ def _has_boolean(value: Any) -> bool:
 
 
 def _wants_number(annotation: Any) -> bool:
-    """Return whether a field holds numbers and no booleans. Sections check their own fields."""
+    """Return whether a field accepts numbers, but neither booleans nor sections.
+
+    A section checks its own fields.
+    """
     kinds = set(_kinds(annotation))
     has_others = any(kind in (bool, Any, object) or _is_section(kind) for kind in kinds)
     return bool(kinds & {int, float}) and not has_others
@@ -421,7 +441,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of overrides. In texts, the value is parsed as YAML."""
+    """Yield the dotted key and the value of each override. Values in texts are parsed as YAML."""
     if isinstance(overrides, Mapping):
         yield from overrides.items()
         return
@@ -433,18 +453,21 @@ def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, 
 
 
 def parsed(text: str) -> Any:
-    """Return the value that a text has in YAML, or as an override."""
+    """Parse a text as YAML, as in the value of an override."""
     read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     assert isinstance(read, dict)
     return read["value"]
 
 
 def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
-    """Return one line per mistake. Errors from several members of a union are one mistake."""
+    """Return the messages of the mistakes that Pydantic found, line by line.
+
+    Errors of several members of a union count as one mistake.
+    """
     by_key: dict[str, list[Any]] = {}
     for detail in details:
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # pydantic left out the invalid entries, which are reported themselves
+            continue  # too short only because pydantic left out invalid entries, reported below
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
@@ -476,7 +499,7 @@ def _key_of(model: type[BaseModel], detail: Any) -> str:
 
 
 def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
-    """Return the message of a mistake whose kind has a sentence of its own."""
+    """Return the message of an unknown key, a missing key or a broken rule."""
     if detail["type"] == "extra_forbidden":
         known, value = known_keys(model), detail["input"]
         below = flatten({key: value}) if isinstance(value, Mapping) else {}

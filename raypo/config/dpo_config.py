@@ -26,24 +26,24 @@ class DPOModelSection(TrainedModelSection):
 
     reference: str | None = None
     """Reference model of the log-ratios: a Hugging Face folder or a hub id, with the policy's
-    tokenizer. Its log-probs are computed once, before the first update. null means the policy as it
-    was at the start."""
+    tokenizer. Its log-probs are computed once, before the first update. null means the initial
+    policy."""
 
 
 class PreferencesSection(PairsSection):
     """Prompts with pairs of responses, or with single responses and a verdict."""
 
     desirable_key: str | None = None
-    """Column of the verdict for the loss kto: whether the response in `response_key` is desirable
-    (true or false, 1 or 0). null means that rows are pairs, each of which counts as two verdicts.
-    """
+    """Column of the verdict for the loss kto: true or 1 if the response in `response_key` is
+    desirable, else false or 0. null means that rows are pairs. Each pair then counts as two
+    verdicts."""
     response_key: str = "response"
     """Column of the response, if there is a `desirable_key`."""
     ref_chosen_key: str | None = None
-    """Column of the reference's log-prob of the chosen response, including its end: a sum over
-    tokens, in nats. null means that it is computed."""
+    """Column of the reference model's log-prob of the chosen response, in nats: the sum over its
+    tokens, including the end of sequence. null means that the run computes it."""
     ref_rejected_key: str | None = None
-    """Column of the reference's log-prob of the rejected response, like `ref_chosen_key`."""
+    """Column of the reference model's log-prob of the rejected response, like `ref_chosen_key`."""
 
     def _problems(self) -> Iterator[str]:
         if (self.ref_chosen_key is None) != (self.ref_rejected_key is None):
@@ -64,19 +64,19 @@ class DPOSection(Config):
     (arXiv:2411.15124); robust: DPO for data in which a fraction `label_smoothing` of the pairs is
     swapped (arXiv:2403.00409); hinge: SLiC (arXiv:2305.10425); ipo: squared error of log-ratios per
     token (arXiv:2310.12036); simpo: rewards per token, without a reference (arXiv:2405.14734); kto:
-    from single verdicts (arXiv:2402.01306)."""
+    responses judged one by one as desirable or undesirable (arXiv:2402.01306)."""
     beta: float = Field(default=0.1, gt=0.0)
-    """Factor on the log-ratio in the reward; a larger one keeps the policy closer to the reference.
-    The paper of simpo uses 2 to 10."""
+    """Factor on the log-ratio in the implicit reward. A larger factor keeps the policy closer to
+    the reference. The SimPO paper uses 2 to 10."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Assumed fraction of swapped pairs, for sigmoid (conservative DPO), sigmoid_norm, robust and
-    simpo."""
+    """Assumed fraction of pairs with swapped responses. It is used by sigmoid (conservative DPO),
+    sigmoid_norm, robust and simpo."""
     simpo_gamma: float = Field(default=0.5, ge=0.0)
-    """simpo: margin by which the reward of a chosen response shall exceed that of a rejected one.
-    """
+    """simpo: target margin between the rewards of the chosen and the rejected response."""
     sft_coef: float = Field(default=0.0, ge=0.0)
-    """Coefficient of the negative log-likelihood of the chosen responses, a mean over the tokens of
-    each (arXiv:2404.19733, which uses 1). It is not available for kto. 0 means no such term."""
+    """Coefficient of an SFT term: the negative log-likelihood of each chosen response, averaged
+    over its tokens (arXiv:2404.19733, which uses 1). kto does not support it. 0 means no such term.
+    """
     desirable_weight: float = Field(default=1.0, ge=0.0)
     """kto: loss weight of desirable responses."""
     undesirable_weight: float = Field(default=1.0, ge=0.0)
@@ -113,8 +113,8 @@ class DPOEvalSection(EvalSection):
     """Evaluation on held-out prompts, whose responses are scored, and on held-out pairs."""
 
     pairs: HeldOutSources | None = None
-    """Held-out sources, as in data.prompts, with the same columns, for the loss, accuracy and
-    rewards of held-out pairs or verdicts. null means none."""
+    """Held-out sources of pairs or verdicts, written as in data.prompts and with the same columns.
+    Their loss, accuracy and rewards are measured. null means no such evaluation."""
 
 
 class DPOConfig(PolicyExamplesConfig):

@@ -1,6 +1,6 @@
-"""Meaning, values and default of each config key, from the classes and their docstrings.
+"""Meaning, allowed values and default of each config key, read from the config classes.
 
-`raypo config` and docs/configuration.md are made from this.
+The meanings are the docstrings of the fields. `raypo config` and docs/configuration.md show them.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ FIRST_KEYS = (
     "placement.mode",
     "rollout.mode",
 )
-"""The keys of a PPO run that matter first."""
+"""Most important keys of a PPO run. `raypo config` without a key prints them."""
 
 
 class Key(NamedTuple):
-    """A key that has a value of its own."""
+    """A config key that takes a value, rather than a section."""
 
     name: str
-    """Dotted."""
+    """Dotted key."""
     values: str
     """Allowed values, in words."""
     default: str | None
-    """As in a run file; None if the key is required."""
+    """Default, written as in a run file. None means that the key is required."""
     meaning: str
 
 
 def keys_of(section: type[BaseModel], path: str = "") -> Iterator[Key]:
-    """Yield the keys of a section, without those of the sections below it."""
+    """Yield the keys of a section, except those of its subsections."""
     texts = docstrings(section)
     for name, field in section.model_fields.items():
         if is_value(field):
@@ -71,7 +71,7 @@ def keys_of(section: type[BaseModel], path: str = "") -> Iterator[Key]:
 
 
 def find_section(root: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """Return the class of a dotted section below a config class; None if it is no section."""
+    """Return the class of the section at a dotted key. None means that there is no such section."""
     section: type[BaseModel] | None = root
     for name in key.split(".") if key else ():
         field = section.model_fields.get(name) if section else None
@@ -93,7 +93,7 @@ def explain(key: str, root: type[BaseModel]) -> list[Key]:
         found += keys_of(section, key)
     if not found and section is None:
         remedy = remedy_in(root, key)
-        if remedy == "Remove it.":  # advice for a run file
+        if remedy == "Remove it.":  # this would be advice for a run file, not for a question
             parts = key.split(".")
             above = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
             near = next((each for each in above if each in known_keys(root)), "")
@@ -115,7 +115,7 @@ def sections_below(root: type[BaseModel], key: str) -> list[str]:
 
 
 def preset_text(name: str) -> str:
-    """Return what a preset sets below `ppo`, as in a run file: `clip_high: 0.28, ...`."""
+    """Return the keys below `ppo` that a preset sets, as in a run file: `clip_high: 0.28, ...`."""
 
     def text(values: dict[str, Any]) -> str:
         return ", ".join(
@@ -127,7 +127,10 @@ def preset_text(name: str) -> str:
 
 
 def default_of(root: type[BaseModel], key: str) -> str | None:
-    """Return a key's default as in a run file; None if it is required, null or a section."""
+    """Return a key's default, written as in a run file.
+
+    None means that the key is required, is null by default, or is a section.
+    """
     *sections, name = key.split(".")
     section: Any = root
     for each in sections:
@@ -138,18 +141,21 @@ def default_of(root: type[BaseModel], key: str) -> str | None:
 
 
 def default_text(field: FieldInfo) -> str:
-    """Return a field's default as in a run file."""
+    """Return a field's default, written as in a run file."""
     return yaml_text(field.get_default(call_default_factory=True))
 
 
 def is_value(field: FieldInfo) -> bool:
-    """Return whether a key can be set to something else than the keys of a section."""
+    """Return whether a key takes a value. A section takes one only if it can also be null."""
     is_section = inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel)
     return not is_section
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in a type, also in a list or beside null; None if there is none."""
+    """Return the section class in a type, a list of it, or a union of it with null.
+
+    None means that the type contains no section.
+    """
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return annotation
     found = (section_of(each) for each in get_args(annotation))
@@ -158,7 +164,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 @functools.cache
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """Return field -> the docstring below it, of the class and its base classes."""
+    """Return the docstring of each field of a class and its base classes, by field name."""
     texts: dict[str, str] = {}
     for each in reversed(section.__mro__):
         if not issubclass(each, BaseModel) or each is BaseModel:

@@ -1,7 +1,7 @@
-"""Names of TRL, verl, OpenRLHF and peft, with the keys of raypo that have their meaning.
+"""Config keys of TRL, verl, OpenRLHF and peft, and the keys of raypo with the same meaning.
 
-Messages about unknown keys and docs/migrating.md are both made from these tables.
-Read in TRL 1.16, verl 0.9, OpenRLHF 0.11 (and older, flat names) and peft 0.18.
+Messages about unknown keys and docs/migrating.md are generated from these tables. Names and
+defaults are those of TRL 1.16, verl 0.9, OpenRLHF 0.11 (and its older, flat names) and peft 0.18.
 """
 
 from __future__ import annotations
@@ -12,33 +12,38 @@ from typing import NamedTuple
 
 
 class Counterpart(NamedTuple):
-    """A key of another project, and what it is here."""
+    """A key of another project, and its counterpart in raypo."""
 
     project: str
     names: tuple[str, ...]
-    """Its present name, then older ones."""
+    """Current name of the key, then its older names."""
     default: str
-    """Its default there; empty if it is required or follows from other keys."""
+    """Default in the other project. Empty if the key is required, or if its default follows from
+    other keys."""
     keys: tuple[tuple[str, ...], ...]
-    """Keys of raypo that take its place. Each recipe uses the first entry whose keys it has."""
+    """Groups of raypo's keys that take its place. A recipe uses the first group whose keys it has.
+    """
     note: str
-    """Unit or difference; without keys the reason why there is no counterpart."""
+    """Unit or difference. If `keys` is empty, the reason why there is no counterpart."""
     is_same: bool
-    """True if the keys take the value as it is."""
+    """True if raypo's keys take the value unchanged."""
     is_automatic: bool
     """True if nothing needs to be set, whatever the value."""
 
     def keys_in(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Return the keys that take its place in a config with the keys `known`."""
+        """Return the first group of `keys` that is in `known`. Empty if there is none."""
         return next((keys for keys in self.keys if set(keys) <= set(known)), ())
 
     def matches(self, key: str) -> int:
-        """Return how well a key fits: 3 the whole name, 2 its last sections, 1 its last part."""
+        """Return how well a key matches a name of the counterpart.
+
+        3 means the whole name, 2 two or more of its last parts, 1 its last part, 0 no match.
+        """
         return max(self._match(name, key) for name in self.names)
 
     def _match(self, name: str, key: str) -> int:
         last = name.rpartition(".")[2]
-        is_telling = "." not in name or "_" in last  # not the `n` of rollout.n
+        is_telling = "." not in name or "_" in last  # the `n` of rollout.n says too little
         if key == name:
             return 3
         if "." in key and name.endswith(f".{key}"):
@@ -48,7 +53,7 @@ class Counterpart(NamedTuple):
 
 # Columns: names, newest first | default there | keys here | unit or difference.
 # `a + b`: both keys take its place; `a, b`: the second one in recipes that lack the first;
-# `= a`: a takes the value as it is; `~` and `~ a`: nothing needs to be set.
+# `= a`: a takes the value unchanged; `~` and `~ a`: nothing needs to be set.
 _TABLES = {
     "TRL": """
 model_name_or_path | | = model.policy | A Hugging Face folder or a hub id.
@@ -295,13 +300,15 @@ def counterparts() -> tuple[Counterpart, ...]:
 
 
 def remedy_for_foreign(key: str, known: Sequence[str]) -> str | None:
-    """Return what to set instead of another project's key; None if no project has it.
+    """Return the remedy for a key of another project. None means that no project has such a key.
 
     Args:
         key: An unknown dotted key of a run file.
         known: The keys that the run file may have.
     """
     last = key.rpartition(".")[2]
+    # If a key matches only by its last part, and raypo's keys end in it too, the general hint of
+    # `remedy_for_unknown` is better.
     fitting = [
         row
         for row in counterparts()
@@ -317,7 +324,7 @@ def remedy_for_foreign(key: str, known: Sequence[str]) -> str | None:
 
 
 def _own_names(row: Counterpart) -> set[str]:
-    """Return the last parts of raypo's keys; of the same last part alone, raypo's own hint serves."""
+    """Return the last parts of the row's raypo keys."""
     return {key.rpartition(".")[2] for keys in row.keys for key in keys}
 
 

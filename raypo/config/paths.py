@@ -1,4 +1,4 @@
-"""Relative paths of a run file: they start from the driver's folder, wherever they are read."""
+"""Relative paths of a run file, which every machine resolves against the driver's folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 VERIFIERS = "verifiers:"
-"""Prefix of an environment of the package verifiers: its name, or a Python file, follows. With `//`
-after it, it is the prefix of the environment's data set: `verifiers://NAME?split=eval`."""
+"""Prefix of an environment of the package verifiers. The environment's name or a Python file
+follows. With `//` after the prefix, the environment's data set is meant:
+`verifiers://NAME?split=eval`."""
 
 
 def make_absolute(
@@ -20,7 +21,7 @@ def make_absolute(
 
     Args:
         values: Nested values of the config, changed in place.
-        base: Folder that relative paths start from.
+        base: Folder that paths are relative to.
         paths: Dotted keys of paths.
         functions: Dotted keys of functions, `file.py:name`.
     """
@@ -41,7 +42,7 @@ def is_uri(path: str) -> bool:
 
 
 def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]) -> None:
-    """Apply `change` to the texts at a dotted key, in every item of a list."""
+    """Apply `change` to the text at a dotted key, or to every item if there is a list."""
     first, *rest = key
     found = values.get(first)
     if found is None:
@@ -57,7 +58,7 @@ def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]
 
 
 def _changed(entry: str | dict[str, Any], change: Callable[[str], str]) -> str | dict[str, Any]:
-    """Return a path, a data source with a path, or a mapping of names to paths, changed."""
+    """Apply `change` to a path, to the path of a data source, or to all paths of a mapping."""
     if isinstance(entry, str):
         return change(entry)
     return {

@@ -64,13 +64,14 @@ class FrozenSection(Config):
     """Inference backend. torch: transformers, on one device; vllm: on one or several devices, with
     its memory reserved in advance."""
     num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Number of replicas; each serves the learner workers near it. auto: colocated on GPUs one per
-    `tensor_parallel` workers, colocated on CPUs one per node, dedicated one in all."""
+    """Number of replicas. Each serves the learner workers near it. auto: one per `tensor_parallel`
+    workers if colocated on GPUs, one per node if colocated on CPUs, a single one if dedicated."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """vllm: number of GPUs, on one node, that a replica is sharded over: those of the first
-    workers, whose bundles it spans, or of one dedicated bundle. On CPUs the number of processes."""
+    """vllm: number of GPUs of one node that a replica is sharded over. A colocated replica spans
+    the bundles of as many workers, a dedicated replica has one bundle. On CPUs: number of
+    processes."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0.0, le=1.0)
-    """vllm: fraction of the memory of each of its GPUs, weights included."""
+    """vllm: fraction of a GPU's memory that a replica may use, weights included."""
 
 
 class FrozenSections(Config):
@@ -103,13 +104,15 @@ class PlacementSection(Config):
     label_selector: dict[str, str] | dict[str, dict[str, str]] = Field(default={})
     """Ray's label selector: the run takes only nodes whose labels match, like
     {ray.io/accelerator-type: H100, ray.io/market-type: "!spot"}. A value is v, !v, in(v, w) or
-    !in(v, w). Different selectors for roles in groups of their own: {learner: {...}, engine: {...},
-    reference: {...}, reward: {...}}; learner includes the critic and all colocated roles."""
+    !in(v, w). Dedicated roles can have other selectors than the learner: {learner: {...}, engine:
+    {...}, reference: {...}, reward: {...}}. The selector of learner also applies to the critic and
+    to all colocated roles."""
     gpus: GpuShares = GpuShares()
-    """Replicas are packed into one bundle as long as their shares fit on a GPU."""
+    """GPU share of each dedicated replica. Replicas are packed into one bundle as long as their
+    shares fit on one GPU."""
     frozen: FrozenSections = FrozenSections()
     cpus_per_bundle: int = Field(default=1, ge=1)
-    """CPU cores of each dedicated bundle, which its replicas share in turns."""
+    """CPU cores of each dedicated bundle, which its replicas use in turns."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """Seconds that engines and frozen models may take to start."""
     deployment: DeploymentSection = DeploymentSection()

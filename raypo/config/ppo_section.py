@@ -43,10 +43,11 @@ class Estimator:
     """Properties of an advantage estimator."""
 
     needs_critic: bool = False
-    """The baseline is the critic's values. If False, advantages are discounted returns."""
+    """The critic's values are the baseline. If False, advantages are discounted returns."""
     needs_group: bool = False
     """Scores are compared within the group of a prompt's samples. A KL penalty in the reward is
-    then part of the score: outside of the group's mean it would push every response down."""
+    then subtracted from the scores before they are compared. Subtracted afterwards, it would push
+    the probability of every response down."""
     whitens: bool = False
     """Advantages get mean 0 and variance 1 over all tokens of the step that the losses count."""
 
@@ -64,15 +65,16 @@ ESTIMATORS = {
     "gdpo": Estimator(needs_group=True),
     "gigpo": Estimator(needs_group=True),
 }
-"""Value of `ppo.advantage` -> its properties. A function of the user's has none of them."""
+"""Value of `ppo.advantage` -> its properties. For a user's function all of them are False."""
 GROUP_ADVANTAGES = tuple(
     kind for kind, each in ESTIMATORS.items() if each.needs_group and kind not in ("gdpo", "gigpo")
 )
-"""Estimators that compare only the scores of a group. gdpo compares parts, gigpo also turns."""
+"""Estimators that compare only the whole scores of a group. gdpo is not among them because it
+compares parts of the score, and gigpo because it compares turns as well."""
 
 
 class PPOSection(Config):
-    """Algorithm: from scores to an update."""
+    """The algorithm that turns scores into updates."""
 
     section = "ppo."
 
@@ -96,19 +98,21 @@ class PPOSection(Config):
         | ImportPath
     ) = "gae"
     """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). opo:
-    baseline weighted by length (arXiv:2505.23585); maxrl: scores of 0 to 1, divided by the group's
-    mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples (arXiv:2508.10751); gdpo:
-    the parts of the score, each normalised within the group (arXiv:2601.05242); gigpo: grpo, plus
-    the return of each turn against turns of the same prompt that follow the same text of the
-    environment (arXiv:2505.10978). Or a function of your own, `file.py:name`, with the signature
-    (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
+    baseline weighted by length (arXiv:2505.23585); maxrl: scores from 0 to 1 minus the group's
+    mean, divided by that mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples
+    (arXiv:2508.10751); gdpo: the parts of the score, each normalised within the group
+    (arXiv:2601.05242); gigpo: grpo, plus a comparison of each turn's return with other turns of the
+    prompt that follow the same text of the environment (arXiv:2505.10978). Or a function of your
+    own, `file.py:name`, with the signature (`raypo.ppo.custom_functions.StepRewards`) ->
+    advantages."""
     pass_k: int = Field(default=4, ge=1)
-    """pass_at_k: number of samples of which the best one counts, at most
-    rollout.samples_per_prompt. With 1 it is grpo with the population's deviation."""
+    """pass_at_k: number k of samples of which only the best one counts, at most
+    rollout.samples_per_prompt. k = 1 is grpo with the population standard deviation."""
     part_weights: dict[str, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] | None = None
-    """gdpo: weight of each part of the score by its name, such as {correct: 1, format: 0.5}. A part
-    is a number that the reward function returns beside `score`, one of several reward functions
-    given in Python, or a source of the score. The score itself is not trained on."""
+    """gdpo: weights of the parts of the score, by name, such as {correct: 1, format: 0.5}. A part
+    is a number that the reward function returns beside `score`, the score of one of several reward
+    functions given in Python, or a source of the score, like `judge`. The total score is not
+    trained on."""
     policy_loss: (
         Literal[
             "ppo",
@@ -126,16 +130,16 @@ class PPOSection(Config):
     ) = "ppo"
     """Surrogate loss of the policy. ppo: arXiv:1707.06347; gspo: arXiv:2507.18071, with an
     advantage per token (section 4.3); gmpo: arXiv:2507.20673; cispo: arXiv:2506.13585; sapo:
-    arXiv:2511.20347; clip_cov: ppo with the tokens of `covariance` held back; kl_cov: ppo without
-    its clip, with a penalty on these tokens (both arXiv:2505.22617); dppo_tv and dppo_kl: bounds on
-    the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a soft
-    kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
+    arXiv:2511.20347; clip_cov: ppo without the tokens that `covariance` selects; kl_cov: ppo
+    without a clip, and with a penalty on these tokens (both arXiv:2505.22617); dppo_tv and dppo_kl:
+    bounds on the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a
+    soft kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
     `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).
-    token_mean: mean over all tokens; sequence_mean: mean over responses of their token mean;
-    constant: sum divided by responses * max_new_tokens. All rows of an agent's episode are one
-    response. The critic's loss is always a mean over tokens."""
+    token_mean: mean over all tokens; sequence_mean: mean over responses of each response's token
+    mean; constant: sum divided by responses * max_new_tokens. All rows of an agent's episode are
+    one response. The critic's loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount factor per sampled token, or per turn with `discount_by: turn`. gigpo: per turn, for
     the returns of turns (0.95 in its paper)."""
@@ -156,19 +160,20 @@ class PPOSection(Config):
     """gae: use the critic's value of the last state as the future return of a truncated response,
     instead of 0."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
-    """Clip advantages to +- this, after whitening if the estimator whitens. null means no clip."""
+    """Clip advantages to +- this value, after any whitening by the estimator. null means no clip.
+    """
     mask_truncated: bool = False
-    """Leave responses that reached rollout.max_new_tokens out of all losses, denominators (also
-    that of `aggregation: constant`), and means and variances for whitening. Their scores still
-    count when a group is compared (overlong filtering, arXiv:2503.14476)."""
+    """Leave responses that reached rollout.max_new_tokens out of all losses, their denominators
+    (including that of `aggregation: constant`), and the mean and variance for whitening. Their
+    scores still count when a group is compared (overlong filtering, arXiv:2503.14476)."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
     """Lower clip range, for ppo, gspo, gmpo and clip_cov: a token with a negative advantage and a
     ratio below 1 - clip_low gets no gradient that would lower the ratio further. dppo_tv: largest
-    fall of a token's probability; dppo_kl: largest KL of a fall, in nats."""
+    decrease of a token's probability; dppo_kl: largest KL of such a decrease, in nats."""
     clip_high: float = Field(default=0.2, gt=0.0)
     """Upper clip range: a token with a positive advantage and a ratio above 1 + clip_high gets no
-    gradient that would raise the ratio further. cispo truncates its weight there. dppo_tv and
-    dppo_kl: as clip_low, for a rise."""
+    gradient that would raise the ratio further. cispo: truncate the weight of a token at 1 +
+    clip_high. dppo_tv, dppo_kl: like clip_low, for an increase."""
     dual_clip: float | None = Field(default=None, gt=1.0)
     """Dual-clip bound on the loss of negative advantages (arXiv:1912.09729), for ppo, gspo and
     clip_cov. null means no bound."""
@@ -181,21 +186,22 @@ class PPOSection(Config):
     nll_min_score: float = 1.0
     """Minimum score, before KL and shaping, of a positive example."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """Clip range of the value change from before the update. null means plain squared error."""
+    """Clip range of a value around its value before the update. null means plain squared error."""
     num_epochs: int = Field(default=1, ge=1)
     """Passes over the responses of a step."""
     minibatch_size: int = Field(default=32, ge=1)
     """Responses per optimizer step, over all workers. A step with fewer responses than planned is
     split into minibatches of similar size, none larger than this."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps at the start of the run that update only the critic. Their targets have
-    lambda 1 unless `critic_lambda` is set."""
+    """Number of steps at the start of the run that update only the critic. In these steps the
+    critic's targets have lambda 1 unless `critic_lambda` is set."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Initial coefficient of the entropy bonus. 0 means that entropy is only logged."""
     entropy_target: float | None = Field(default=None, gt=0.0)
-    """Entropy, in nats per token, above which the policy is to stay (arXiv:2505.22312). The bonus
-    acts only after a step with an entropy at or below it; after such a step its coefficient grows
-    by `entropy_delta`, after any other it shrinks. null means a fixed coefficient."""
+    """Lower target of the entropy, in nats per token (arXiv:2505.22312). After a step with an
+    entropy at or below the target the coefficient grows by `entropy_delta`, and the bonus is on.
+    After any other step the coefficient shrinks by `entropy_delta`, and the bonus is off. null
+    means a fixed coefficient."""
     entropy_delta: float = Field(default=0.005, gt=0.0)
     """Step size of the entropy coefficient controller."""
     kl: KLSection = KLSection()
@@ -203,10 +209,10 @@ class PPOSection(Config):
     shaping: ShapingSection = ShapingSection()
     filter: FilterSection = FilterSection()
     old_log_probs: Literal["learner", "engine"] = "learner"
-    """Old log-probs of the ratio. learner: the learner computes them before the update, and
-    `correction` handles their distance to the engine's; engine: those reported by the engine are
-    used, at no cost, so that the ratio and its clip also cover staleness and rounding. The KL in
-    the reward uses the same log-probs."""
+    """Source of the old log-probs in the ratio. learner: the learner computes them before the
+    update, and `correction` handles their mismatch with the engine's; engine: the engine's own
+    log-probs are used, at no cost, so that the ratio and its clip also cover staleness and
+    rounding. The KL in the reward uses the same log-probs."""
     correction: CorrectionSection = CorrectionSection()
 
     @model_validator(mode="before")
@@ -215,7 +221,7 @@ class PPOSection(Config):
         return with_preset(values) if isinstance(values, Mapping) else values
 
     def _usual(self, key: str) -> Any:
-        """Return the preset's value, if it has one, else the default."""
+        """Return the preset's value of a key if the preset sets it, else the default."""
         return flatten(PRESETS.get(self.preset or "", {})).get(key, super()._usual(key))
 
     def _problems(self) -> Iterator[str]:
@@ -357,8 +363,9 @@ class PPOSection(Config):
             yield from self._idle("shaping.overlong_factor", f"{key} is null", f"set {key}")
 
     def critic_lambda_at(self, step: int) -> float | None:
-        """Return the lambda of the critic's targets in a step, counted from 1; None means the
-        policy's.
+        """Return the lambda of the critic's targets in a step, counted from 1.
+
+        None means the lambda of the advantages.
         """
         warming_up = self.critic_lambda is None and step <= self.critic_warmup_steps
         return 1.0 if warming_up else self.critic_lambda
@@ -404,8 +411,7 @@ class PPOSection(Config):
         return self.policy_loss in ("clip_cov", "kl_cov")
 
     def computes_old_log_probs(self, *, is_one_update: bool) -> bool:
-        """Return whether the learner's log-probs before the update need a forward pass of their
-        own.
+        """Return whether the learner's log-probs before the update need a separate forward pass.
 
         The first update computes the same log-probs, so a pass is needed only if something reads
         them earlier or a second update follows.

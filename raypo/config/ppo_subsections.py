@@ -12,8 +12,8 @@ from raypo.config.base import Config, ImportPath
 MAX_KL_ERROR = 0.2
 """Bound on the relative error of the KL in the adaptive KL controller."""
 OVERLONG_SHARE = 5
-"""Divisor of the longest response for `overlong_buffer_tokens: auto` (DAPO: 4096 of 20480 tokens).
-"""
+"""Divisor of rollout.max_new_tokens for `overlong_buffer_tokens: auto` (DAPO: 4096 of 20480
+tokens)."""
 
 
 def _crossed(key: str, low: float | None, high_name: str, high: float | None) -> Iterator[str]:
@@ -41,11 +41,12 @@ class KLSection(Config):
     """Place of the penalty. reward: in the token rewards, or in the score of the response if
     ppo.advantage compares the samples of a prompt; loss: a term of the policy loss."""
     importance_weights: bool = False
-    """Multiply the KL term of each token by its ratio of new to old probability and by its weight
-    from ppo.correction, for placement loss. The term is then unbiased when the policy has moved on,
-    and k3 has the gradient of the KL itself (DeepSeek-V3.2, arXiv:2512.02556)."""
+    """placement loss: multiply the KL term of each token by the token's ratio of new to old
+    probability and by its weight from ppo.correction. The term is then unbiased even after the
+    policy has changed, and k3 has the gradient of the KL itself (DeepSeek-V3.2, arXiv:2512.02556).
+    """
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """Controller of the coefficient. fixed: constant; adaptive: steered so that the KL approaches
+    """Controller of the coefficient. fixed: constant; adaptive: adjusted so that the KL approaches
     `target` (arXiv:1909.08593, section 2.2)."""
     target: float | None = Field(default=None, gt=0.0)
     """Target KL of the adaptive controller, in nats per response."""
@@ -100,21 +101,22 @@ class CorrectionSection(Config):
     geometric_tis."""
     low: float | None = Field(default=None, ge=0.0, le=1.0)
     """Smallest ratio that is kept, of a token (icepop) or of a response (mis). null means 0.5 for
-    icepop (arXiv:2510.18855), 0.999 for mis with the geometric mean and 0.5 with the product."""
+    icepop (arXiv:2510.18855), 0.999 for mis with the geometric mean, and 0.5 for mis with the
+    product."""
     high: float | None = Field(default=None, ge=1.0)
     """Largest ratio that is kept, of a token (icepop) or of a response (mis). null means 5 for
-    icepop, 1.001 for mis with the geometric mean and 2 with the product."""
+    icepop, 1.001 for mis with the geometric mean, and 2 for mis with the product."""
     mask_ratio: Literal["geometric", "product"] = "geometric"
     """Ratio of a response for mis. geometric: the geometric mean of its tokens' ratios, with
     default bounds near 1 that suit responses of thousands of tokens (short ones need wider bounds);
     product: the product of the ratios."""
     token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Drop every response with a token whose ratio is below this, like 1e-4. It works with any
-    kind, none included. null means no veto."""
+    """Drop every response with a token whose ratio is below this value, like 1e-4. It works with
+    every `kind`, including none. null means no veto."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Drop every token that was sampled by weights more than this number of versions older than
-    those at the start of the update. It works with any kind, none included. null means that none is
-    dropped."""
+    """Drop every token whose staleness is above this: the number of versions by which the weights
+    that sampled it are older than those at the start of the update. It works with every `kind`,
+    including none. null means that no token is dropped."""
 
     def _problems(self) -> Iterator[str]:
         users = {
@@ -174,12 +176,13 @@ class ShapingSection(Config):
     overlong_factor: float = Field(default=1.0, ge=0.0)
     """Overlong penalty at the limit, in units of the score."""
     truncated_score: float | None = None
-    """Score of every response that reached rollout.max_new_tokens. null means its own score."""
+    """Score of every response that reached rollout.max_new_tokens. null means that it keeps its own
+    score."""
     truncated_scale: float | None = Field(default=None, ge=0.0, le=1.0)
     """Factor c for truncated responses, whose score becomes score - (1 - c) * abs(score). null
     means no change."""
     normalize: bool = False
-    """Subtract the running mean of all scores so far and divide by their standard deviation."""
+    """Subtract the running mean of all scores so far, and divide by their standard deviation."""
     clip_low: float | None = None
     """Lower bound on the shaped score. null means no bound."""
     clip_high: float | None = None
@@ -214,7 +217,7 @@ class FilterSection(Config):
     high: float | None = None
     """Exclusive upper bound on the mean score of a kept group. null means no bound."""
     max_refills: int = Field(default=10, ge=0)
-    """Maximum number of rounds of further prompts in a step. After them the step trains on the
+    """Maximum number of times that a step samples further prompts. After that it trains on the
     groups that passed, and reports it."""
 
     def _problems(self) -> Iterator[str]:

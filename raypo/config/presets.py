@@ -102,7 +102,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
     # MiniMax 2025, arXiv:2506.13585, eq. 4 and 5, section 3.1: dynamic sampling and overlong
-    # penalty are DAPO's. Its bound is unpublished; weights of up to 5 are from arXiv:2510.13786.
+    # penalty are DAPO's. MiniMax did not publish the bound; weights up to 5 are from
+    # arXiv:2510.13786.
     "cispo": {
         "advantage": "grpo",
         "policy_loss": "cispo",
@@ -122,7 +123,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
     # Yue et al. 2025, arXiv:2504.05118, section 4: VC-PPO's critic (arXiv:2503.01491), lambda by
-    # length, clip-higher, token mean, positive examples. Its groups of 16 belong in `rollout`.
+    # length, clip-higher, token mean, positive examples. Set its groups of 16 in `rollout`.
     "vapo": {
         "advantage": "gae",
         "policy_loss": "ppo",
@@ -137,8 +138,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "nll_coef": 0.1,
         "kl": {"coef": 0.0},
     },
-    # Hao et al. 2025, arXiv:2505.23585: no KL and no entropy bonus. Its exact on-policy training is
-    # one update per step: `minibatch_size` of all responses.
+    # Hao et al. 2025, arXiv:2505.23585: no KL and no entropy bonus. For its exact on-policy
+    # training set `minibatch_size` to all responses of a step, so that a step has one update.
     "opo": {
         "advantage": "opo",
         "policy_loss": "ppo",
@@ -160,8 +161,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.28,
         "kl": {"coef": 0.0},
     },
-    # Qi et al. 2026, arXiv:2602.04879: the total variation, as in its run file for verl (there the
-    # bound for dppo_kl is 0.05). The engine's log-probs are the anchor (section 5.2).
+    # Qi et al. 2026, arXiv:2602.04879: the total variation, as in the authors' run file for verl,
+    # whose bound for dppo_kl is 0.05. The engine's log-probs are the anchor (section 5.2).
     "dppo": {
         "advantage": "dr_grpo",
         "policy_loss": "dppo_tv",
@@ -185,7 +186,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a `ppo` section on top of those of its preset."""
+    """Return the values of a `ppo` section, merged over those of its preset."""
     preset = PRESETS.get(str(values.get("preset")), {})
     return _merged(preset, values)
 

@@ -35,7 +35,7 @@ RECIPES: dict[str, type[AnyConfig]] = {
 def load_run_config(
     path: str | Path, overrides: Mapping[str, Any] | Sequence[str] | None = None
 ) -> AnyConfig:
-    """Load a run file of any recipe and apply overrides. Without the key `recipe` it is ppo.
+    """Load a run file of any recipe and apply overrides. The default recipe is ppo.
 
     Args:
         path: A YAML file, or the folder of a run.

@@ -22,8 +22,8 @@ _OF_EPISODES = "max_turns max_episode_tokens step_timeout_s max_concurrent_steps
 _OF_ENVIRONMENTS = "environment_args environment_processes"
 _OF_AGENTS = "agent_args limit_score endpoint_host"
 _OF_VERIFIERS = "endpoint_host"
-"""Keys of agents that an environment of verifiers has too. It scores its episodes by its rubric,
-also those that end at a limit."""
+"""Keys of agents that also apply to an environment of the package verifiers. `limit_score` does
+not: such an environment scores all episodes by its rubric, even those that end at a limit."""
 
 
 class EngineSection(Config):
@@ -32,17 +32,18 @@ class EngineSection(Config):
     count: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Number of engines. auto: one on CPUs; on GPUs one per `tensor_parallel` workers."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Number of GPUs, on one node, that an engine is sharded over: those of as many workers, or of
-    one dedicated bundle. On CPUs the number of processes."""
+    """Number of GPUs of one node that an engine is sharded over. A colocated engine takes the GPUs
+    of as many learner workers, a dedicated engine those of one bundle. On CPUs: number of
+    processes."""
     gpu_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
     """Fraction of a GPU's memory that an engine may use."""
     kv_cache_gb: float | None = Field(default=None, gt=0.0)
     """Size of the KV cache on each device, in GB. null means a suitable size on CPUs, and on GPUs
-    what `gpu_memory_fraction` leaves."""
+    the rest of the memory that `gpu_memory_fraction` allows."""
     transport: Literal["auto", "object", "ipc", "nccl"] = "auto"
     """Transport of new weights to the engines. object: Ray's object store, which works anywhere;
-    ipc: CUDA IPC, for engines on the learner workers' GPUs; nccl: broadcast, for engines on GPUs of
-    their own; auto: whichever of these fits."""
+    ipc: CUDA IPC, for engines on the learner workers' GPUs; nccl: broadcast, for engines on
+    dedicated GPUs; auto: ipc or nccl if possible, else object."""
     push_timeout_s: float = Field(default=300.0, gt=0.0)
     """nccl: timeout of the broadcast of one bucket (256 MB), in seconds."""
     sleep: bool | Literal["auto"] = "auto"
@@ -57,10 +58,10 @@ class EngineSection(Config):
     random state per engine, so that samples depend on their batch, and a run that is repeated or
     resumed draws others. engine is faster only with vLLM's model runner V1 on GPUs (in vLLM 0.23
     all models but Llama, Mistral and Qwen3), which launches one kernel per seed and step. Held-out
-    samples always have seeds of their own."""
+    samples always have one seed per sample."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Maximum number of requests in an engine's queue. Further ones wait at their callers. A batch
-    of a synchronous run enters as a whole and does not count."""
+    """Maximum number of requests in an engine's queue. If it is full, callers with further requests
+    block. The batch of a synchronous run enters the queue as a whole and does not count."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, which override raypo's choice. Arguments that another
     config key sets are refused."""
@@ -128,16 +129,16 @@ class SamplingSection(Config):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Probability mass of nucleus sampling; 1 means off. Below 1, and with `top_k` or `min_p`, the
     engine's log-probs are those of the truncated distribution and cannot be compared with the
-    learner's, which are those of the whole one. ppo.correction is then refused, and the mismatch
-    metrics include the truncation."""
+    learner's, which are those of the full distribution. ppo.correction is then refused, and the
+    mismatch metrics include the truncation."""
     top_k: int | None = Field(default=None, ge=1)
     """Number of most likely tokens to sample from. null means all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Minimum probability of a token, as a fraction of that of the most likely one
     (arXiv:2407.01082). 0 means no minimum."""
     stop: Texts = ()
-    """Stop strings. A response ends with the token that completes one and is trained up to and
-    including it; log-probs do not change. Texts of special tokens do not match. The model's own end
+    """Stop strings. A response ends with the token that completes a stop string, and that token is
+    trained too. Log-probs do not change. Texts of special tokens do not match. The model's own end
     of sequence always ends a response."""
     engine: EngineSection = EngineSection()
 
@@ -158,7 +159,7 @@ class SamplingSection(Config):
 
     @property
     def truncation(self) -> tuple[str, float] | None:
-        """First key that truncates the distribution, and its value; None if none does."""
+        """First key that truncates the distribution, and its value. None if no key does."""
         usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
         values = ((f"rollout.{key}", getattr(self, key), off) for key, off in usual.items())
         return next(((key, value) for key, value, off in values if value != off), None)
@@ -177,7 +178,7 @@ class RolloutSection(SamplingSection):
     """Schedule of sampling and updates. sync: sample, then update. one_step_off: sample the next
     step's batch while the learner updates, one weight version behind; runs repeat bit for bit.
     async: sample as far ahead as the learner needs, within `max_staleness`. one_step_off and async
-    need engines with resources of their own (placement.mode)."""
+    need dedicated engines (placement.mode)."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """async: maximum number of weight versions between the first token of a response and the update
     that trains it. auto: 1. The other modes have a fixed staleness: sync 0, one_step_off 1."""
@@ -194,22 +195,23 @@ class RolloutSection(SamplingSection):
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment of each episode."""
     environment_processes: int = Field(default=0, ge=0)
-    """Worker processes for environments, on each learner worker. A call that hangs there is killed,
-    and an environment is pickled between its turns. 0 runs them in the learner worker itself, and
-    those with plain (blocking) methods in threads."""
+    """Number of processes for environments per learner worker. A call that hangs in such a process
+    is killed, and an environment is pickled between its turns. 0 runs environments in the learner
+    worker itself; environments with blocking methods then run in threads."""
     agent: str | None = None
     """Agent class, `file.py:Class` or `package.module:Class`, as an alternative to an environment.
-    An agent calls the policy as it likes and returns the score of the episode. null means none."""
+    An agent calls the policy as often as it likes, and returns the score of the episode. null means
+    no agent."""
     agent_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the agent of each episode."""
     limit_score: float | None = Field(default=None, allow_inf_nan=False)
     """Score of an agent's episode that ends because it would exceed `max_turns` or
-    `max_episode_tokens`; it counts as truncated. null means that it counts as failed. An
-    environment's episode keeps its rewards."""
+    `max_episode_tokens`. The episode then counts as truncated. null means that it counts as failed
+    instead. An environment's episode keeps its rewards."""
     endpoint_host: str = "127.0.0.1"
-    """Address that the endpoint for agents listens on, and the host in `policy.base_url`. 0.0.0.0:
-    all addresses of the node, and `policy.base_url` has the one that other machines can reach, for
-    agents in containers or on other machines."""
+    """Address that the endpoint for agents listens on, and the host in `policy.base_url`. 0.0.0.0
+    is for agents in containers or on other machines: the endpoint listens on all addresses of the
+    node, and `policy.base_url` has the address that other machines can reach."""
     turns: Literal["auto", "in_step", "continuous"] = "auto"
     """Scheduling of the turns of episodes. in_step: the next turns of all unfinished episodes are
     sampled as one batch, once the last of them is ready; such runs can repeat bit for bit.
@@ -237,13 +239,14 @@ class RolloutSection(SamplingSection):
 
     @property
     def verifiers(self) -> str | None:
-        """Name of the environment of the package verifiers, or None."""
+        """Name of the environment of the package verifiers. None if there is no such
+        environment."""
         spec = self.environment or ""
         return spec.removeprefix(VERIFIERS) if spec.startswith(VERIFIERS) else None
 
     @property
     def has_agent(self) -> bool:
-        """True if the user's code calls the policy as it likes, and scores whole episodes."""
+        """True if user code calls the policy itself and scores whole episodes."""
         return self.agent is not None or self.verifiers is not None
 
     @property

@@ -67,10 +67,10 @@ class TeacherModelSection(SampledModelSection):
 
     teacher: str | dict[str, str] | None = None
     """Teacher model with the policy's vocabulary, or one teacher per source of data.prompts by
-    name: {sums: PATH, products: PATH}. Teachers are deployed like a reference model; their keys are
+    name: {sums: PATH, products: PATH}. Teachers are deployed like a reference model, as set by
     placement.frozen.reference, placement.gpus.reference and placement.mode.reference. null means
-    the policy itself, with its weights at the start of each round; it then needs
-    distillation.teacher_prompt."""
+    the policy itself, with its weights at the start of each round; distillation.teacher_prompt is
+    then required."""
 
 
 class DistilledDataSection(DataSection):
@@ -80,8 +80,8 @@ class DistilledDataSection(DataSection):
     """Column of the responses for off-policy distillation: a text, or one chat message of the
     assistant. null means no such responses."""
     max_response_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of such a response in tokens, including its end; longer ones follow
-    `too_long`."""
+    """Maximum length in tokens of a response of `response_key`, including its end of sequence.
+    `too_long` applies to longer ones."""
 
 
 class DistillationSection(Config):
@@ -91,29 +91,29 @@ class DistillationSection(Config):
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
     """Divergence that is minimised at every token (arXiv:2306.13649). forward_kl: KL(teacher ||
-    policy), which makes the policy cover everything the teacher does; reverse_kl: KL(policy ||
-    teacher), which keeps the policy to what the teacher does most; jsd: generalized Jensen-Shannon
-    divergence, between the two."""
+    policy), which makes the policy cover all modes of the teacher; reverse_kl: KL(policy ||
+    teacher), which keeps the policy to the teacher's main modes; jsd: generalized Jensen-Shannon
+    divergence, which lies between these two."""
     beta: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """jsd: the teacher's weight in the mixture. Towards 0 its gradient is that of forward_kl,
-    towards 1 that of reverse_kl."""
+    """jsd: the teacher's weight in the mixture. Near 0 the gradient of jsd is that of forward_kl,
+    near 1 that of reverse_kl."""
     top_k: Annotated[int, Field(ge=1)] | None = 64
     """Number of most likely tokens per position for which the teacher returns probabilities. All
     other tokens count as one event, so the loss is a lower bound of the divergence. null means the
     whole vocabulary."""
     on_policy_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Fraction of a round's prompts that the policy answers itself. The others use the texts in
-    data.response_key."""
+    """Fraction of a round's prompts that the policy answers itself. The other prompts use the texts
+    in data.response_key."""
     teacher_prompt: Literal["solution", "success"] | ImportPath | None = None
-    """Prompt with which the teacher reads a response, if it is to know more than the policy.
-    solution: with the row's label as the solution (OPSD, arXiv:2601.18734; SDFT, arXiv:2601.19897);
-    success: with another sample of the prompt that passes, a score of 1 or more (SDPO,
-    arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples of a prompt
-    (list[ScoredRollout]) and returns the teacher's prompt for each: a text, chat messages, or None
-    for a sample that is not learned. null means the policy's prompt."""
+    """Prompt with which the teacher reads a response, for a teacher that knows more than the
+    policy. solution: with the row's label as the solution (OPSD, arXiv:2601.18734; SDFT,
+    arXiv:2601.19897); success: with another sample of the prompt that passes, a score of 1 or more
+    (SDPO, arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples of a
+    prompt (list[ScoredRollout]) and returns the teacher's prompt for each: a text, chat messages,
+    or None for a sample that is not learned. null means the policy's prompt."""
     max_teacher_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of the teacher's prompt in tokens; samples with a longer one are not learned,
-    and counted in selection/prompts_too_long."""
+    """Maximum length of the teacher's prompt in tokens. Samples with a longer one are not trained
+    on, and are counted in selection/prompts_too_long."""
 
     def _problems(self) -> Iterator[str]:
         if self.divergence != "jsd":
@@ -127,8 +127,10 @@ class DistillationSection(Config):
 class DistillationConfig(RoundsConfig):
     """Run file of the `distillation` recipe: a policy learns the distributions of a teacher.
 
-    Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649. Self-distillation, with a teacher that is
-    shown the solution: `distillation.teacher_prompt`.
+    For self-distillation, with a teacher that is shown the solution, see
+    `distillation.teacher_prompt`.
+
+    Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649.
     """
 
     paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.teacher")
@@ -150,8 +152,9 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def references(self) -> dict[str, str]:
-        """Role -> path of each teacher, deployed like a reference model; shared teachers appear
-        once.
+        """Role -> path of each teacher, which is deployed like a reference model.
+
+        A teacher of several sources appears once.
         """
         models = list(dict.fromkeys(self.teacher_of.values()))
         if len(models) == 1:
@@ -160,8 +163,13 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def max_teacher_len(self) -> int:
-        """Maximum number of tokens that a teacher reads, if it reads a prompt of its own."""
+        """Maximum number of tokens that a teacher with `teacher_prompt` reads."""
         return self.distillation.max_teacher_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def max_reference_len(self) -> int:
+        """Maximum number of tokens that a teacher reads at once."""
+        return self.max_teacher_len if self.distillation.teacher_prompt else self.max_model_len
 
     @property
     def own_functions(self) -> dict[str, str]:
@@ -268,7 +276,7 @@ class SelectionSection(Config):
     min_score: float | None = None
     """Minimum score of a response. null means no minimum."""
     distinct: bool = True
-    """Keep only one of a prompt's responses with the same tokens."""
+    """Keep only one of several responses to a prompt that have the same tokens."""
     train: bool = True
     """Train on the selected responses. false: only write them, to `selected/`."""
 
@@ -326,7 +334,7 @@ class IterativeDPOConfig(RoundsConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the model of the reference deployment; None if no deployment is needed.
+        """Path of the reference model to deploy. None if no deployment is needed.
 
         With `model.lora` and no model.reference, the policy with its adapter off is the reference.
         """

@@ -48,7 +48,8 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "storage_path",
 )
 """Sections and keys that may change when a run is resumed. `num_steps` may change too if no
-learning rate depends on it. Numbers of workers and the ZeRO stage change sums only in rounding."""
+learning rate depends on it. Numbers of workers and the ZeRO stage change only the rounding of sums.
+"""
 
 
 class RecipeConfig(RunFile):
@@ -63,17 +64,17 @@ class RecipeConfig(RunFile):
     """Random seed of sampling, data order, minibatches and newly initialized weights."""
     num_steps: int = Field(default=40, ge=1)
     """Number of steps. ppo: a step is one rollout batch and its updates; sft, reward_model, dpo:
-    one optimizer step; the others: one round. A larger number extends a finished run."""
+    one optimizer step; other recipes: one round. A larger number extends a finished run."""
     from_checkpoint: str | None = None
-    """Start from the whole training state of another run of this recipe, even if the config
-    differs: the folder or URI of that run (its newest checkpoint), its `best/`, or one of its
-    checkpoints. Steps continue from there. To start from its weights only, set model.policy to that
-    run's policy/. null means a fresh start."""
+    """Training state of another run of this recipe to start from: the folder or URI of that run
+    (its newest checkpoint), its `best/`, or one of its checkpoints. The config may differ, except
+    in keys on which the state depends. Step numbers continue. To start from only the weights of
+    that run, set model.policy to its policy/. null means a fresh start."""
     max_failures: int = Field(default=0, ge=-1)
-    """Number of times that a run resumes by itself from its last checkpoint after the loss of a
-    learner worker or of the Ray Train controller, counted like Ray's `FailureConfig(max_failures)`;
-    -1 means no limit. An error that a worker raises (in a reward function, say) counts as a loss,
-    and may recur. In a sweep the number applies to each trial."""
+    """Number of times that a run resumes automatically from its last checkpoint after the loss of a
+    learner worker or of the Ray Train controller, as in Ray's `FailureConfig(max_failures)`. -1
+    means no limit. An error that a worker raises (in a reward function, say) counts as a loss,
+    although it may recur after every resume. In a sweep the number applies to each trial."""
     callbacks: Annotated[tuple[ImportPath, ...], BeforeValidator(one_or_many)] = ()
     """Callbacks, `file.py:name`, that are called after each step with a
     `raypo.run.callbacks.StepView`. The numbers that they return become metrics."""
@@ -85,7 +86,7 @@ class RecipeConfig(RunFile):
 
     @property
     def may_change_length(self) -> bool:
-        """True if no step depends on `num_steps`, so that it may change during the run."""
+        """True if `num_steps` may change during the run, because no learning rate depends on it."""
         return getattr(getattr(self, "learner", None), "lr_schedule", "constant") == "constant"
 
     @property
@@ -95,8 +96,9 @@ class RecipeConfig(RunFile):
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:
-        """Number of steps in the learning-rate schedule, and the config keys that determine it;
-        None if it is not known yet.
+        """Number of steps in the learning-rate schedule, and the config keys that determine it.
+
+        None means that the number is not known yet.
         """
         return self.num_steps, "num_steps"
 
@@ -125,10 +127,10 @@ class RecipeConfig(RunFile):
             )
 
     def with_workers(self, count: int) -> Self:
-        """Return the config of an elastic run while it has this number of workers.
+        """Return the config of an elastic run for the time that it has `count` workers.
 
         Raises:
-            ConfigError: a rule does not hold with so many.
+            ConfigError: a rule does not hold with this number of workers.
         """
         values = self.model_dump()
         low, high = values["learner"]["min_workers"], values["learner"]["num_workers"]
@@ -149,7 +151,7 @@ class RecipeConfig(RunFile):
 
 
 class OnlineConfig(RecipeConfig):
-    """Base class of the run files of recipes that train on responses of their engines."""
+    """Base class of the run files of recipes that train on responses sampled by engines."""
 
     paths: ClassVar[tuple[str, ...]] = (
         "model.policy",
@@ -189,13 +191,18 @@ class OnlineConfig(RecipeConfig):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def max_reference_len(self) -> int:
+        """Maximum number of tokens that a reference model or a teacher reads at once."""
+        return self.max_model_len
+
+    @property
     def own_functions(self) -> dict[str, str]:
-        """Config key -> import path of each function of the user's that replaces one of raypo's."""
+        """Config key -> import path of each user function that replaces one of raypo's."""
         return {}
 
     @property
     def reference(self) -> str | None:
-        """Path of the model of the reference deployment; None if no deployment is needed."""
+        """Path of the reference model to deploy. None if no deployment is needed."""
         return None
 
     @property
@@ -210,7 +217,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def judges(self) -> dict[str, Any]:
-        """Config key -> value of everything that scores responses in training."""
+        """Config key -> value of each setting that gives training responses a score."""
         of_sources = functions_of(self.data.prompts)
         judges = {
             "reward.function": self.reward.function,
@@ -223,7 +230,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def needs_critic(self) -> bool:
-        """True if a critic is trained beside the policy."""
+        """True if a critic is trained together with the policy."""
         return False
 
     @property
@@ -233,14 +240,12 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def curriculum(self) -> CurriculumSection | None:
-        """How prompts are chosen by their pass rates; None means shuffled epochs."""
+        """Settings for choosing prompts by pass rate. None means shuffled epochs."""
         return None
 
     @property
     def draws_in_flight(self) -> int:
-        """Maximum number of draws before a step's whose samples may still be missing when its
-        prompts are drawn.
-        """
+        """Maximum number of earlier draws that may lack samples when a step draws its prompts."""
         steps = self.rollout.staleness + 1 if self.rollout.has_requests_in_flight else 0
         return max(steps, int(self.is_refilled)) * self.rollout.prompts_per_step
 
@@ -386,7 +391,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the model of the reference deployment; None if no deployment is needed.
+        """Path of the reference model to deploy. None if no deployment is needed.
 
         With `model.lora` and no model.reference, the learner with its adapter off is the reference.
         """
@@ -396,7 +401,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def curriculum(self) -> CurriculumSection | None:
-        """How prompts are chosen by their pass rates; None means shuffled epochs."""
+        """Settings for choosing prompts by pass rate. None means shuffled epochs."""
         return self.data.curriculum
 
     @property
@@ -416,8 +421,9 @@ class PPOConfig(OnlineConfig):
 
     @property
     def scheduled_steps(self) -> tuple[int, str]:
-        """Number of steps that update the policy, or of those that update the critic if there are
-        none.
+        """Number of steps that update the policy, and the config keys that determine it.
+
+        If only the critic is trained, all steps count.
         """
         waits = self.ppo.critic_warmup_steps
         if not 0 < waits < self.num_steps:

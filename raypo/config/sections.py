@@ -12,8 +12,8 @@ from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
 
 OVERLAPPED_STAGE = 2
-"""Lowest ZeRO stage at which DeepSpeed reduces gradients during the backward pass
-(`DeepSpeedEngine._do_sanity_check` of 0.19, with raypo deciding when gradients are reduced)."""
+"""Lowest ZeRO stage at which DeepSpeed reduces gradients during the backward pass, if the caller
+decides when gradients are reduced, as raypo does (`DeepSpeedEngine._do_sanity_check` of 0.19)."""
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 
@@ -23,7 +23,7 @@ class RewardModelEntry(Config):
     path: str
     """Sequence classifier with one label and a trained head: a Hugging Face folder or a hub id."""
     weight: float = 1.0
-    """Factor on this model's score before the scores of all reward models are added."""
+    """Factor on the model's score in the sum over all reward models."""
 
 
 def _reward_models(value: Any) -> Any:
@@ -41,7 +41,7 @@ RewardModels = Annotated[
 
 
 class LoraSection(Config):
-    """Low-rank adapters. The model's own weights are frozen; W x + alpha / rank * B A x is trained.
+    """Low-rank adapters. In W x + alpha / rank * B A x, only A and B are trained.
 
     Dropout is not offered, because old and new log-probs must come from the same function.
 
@@ -69,8 +69,8 @@ class PolicyLoraSection(LoraSection):
     """Adapters of the policy and its critic."""
 
     critic: Literal["adapter", "head"] = "adapter"
-    """Parts of the critic that are trained. adapter: its value head and an adapter of its own;
-    head: only its value head."""
+    """Parts of the critic that are trained. adapter: a separate adapter and the value head; head:
+    only the value head."""
     push: Literal["merged", "adapter"] = "merged"
     """Weights that are pushed to the engines. merged: the whole model with the adapter merged in;
     adapter: the base model once, then only the adapter. merged samples faster, adapter is pushed
@@ -101,11 +101,11 @@ class SampledModelSection(Config):
     bfloat16 is faster on GPUs, and on CPUs with AMX or avx512_bf16. Value and score heads, gradient
     sums, master weights and AdamW's moments are always float32."""
     attention: Attention = "auto"
-    """Attention implementation of all passes of the torch models. auto: raypo's own over packed
-    rows, which reads each prompt once and needs no padding (flex attention on GPUs, SDPA on CPUs),
-    or transformers' default if the model does not support it. Any other value: the implementation
-    of that name in transformers, with one padded row per response. flash_attention_2 and
-    flash_attention_3 need GPUs and extra packages."""
+    """Attention implementation of all passes of the torch models. auto: raypo's own implementation
+    over packed rows, which reads each prompt once and needs no padding (flex attention on GPUs,
+    SDPA on CPUs), or transformers' default if the model does not support packed rows. Any other
+    value: the implementation of that name in transformers, with one padded row per response.
+    flash_attention_2 and flash_attention_3 need GPUs and extra packages."""
     lora: PolicyLoraSection | None = None
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
     """
@@ -115,13 +115,13 @@ class ReferenceModelSection(SampledModelSection):
     """The models of a run with a reference. Every path is a Hugging Face folder or a hub id."""
 
     reference: str | None = None
-    """Reference model of the KL penalty or of the DPO loss; it needs the policy's tokenizer. null
-    means the policy as it was at the start: with model.lora the policy with its adapter off, so
-    that no other model is loaded."""
+    """Reference model of the KL penalty or of the DPO loss. It needs the policy's tokenizer. null
+    means the initial policy. With model.lora that is the policy with its adapter off, and no second
+    model is loaded."""
 
     @property
     def is_own_reference(self) -> bool:
-        """True if the learner's policy with its adapter off is the reference."""
+        """True if the reference is the learner's policy with its adapter off."""
         return self.lora is not None and self.reference is None
 
 
@@ -129,9 +129,9 @@ class ModelSection(ReferenceModelSection):
     """The models of a run. Every path is a Hugging Face folder or a hub id."""
 
     critic: str | None = None
-    """Backbone of the critic. null means the first reward model that has the policy's vocabulary,
-    with its score head times its weights (its own and reward.weights.model), or, if there is none,
-    the policy with a value head that starts at zero."""
+    """Backbone of the critic. null means the first reward model that has the policy's vocabulary;
+    its score head, times its own weight and reward.weights.model, then becomes the value head. If
+    there is no such reward model, null means the policy with a value head that starts at zero."""
 
 
 class DataSection(Config):
@@ -151,8 +151,9 @@ class DataSection(Config):
     """Column that reward functions get as `rollout.label`. null means no label. All columns are in
     `rollout.row`."""
     system_prompt: str | None = Field(default=None, min_length=1)
-    """System message that is put before the chat messages of each row. Rows with a system message
-    of their own, and prompts that are plain text, are refused. null means none is added."""
+    """System message that is put before the chat messages of each row. Rows that already have a
+    system message, and prompts that are plain text, are refused. null means that no message is
+    added."""
     tools_key: str | None = None
     """Column of the tools that the chat template describes: a list of JSON schemas, or its JSON
     text. null means no tools. Environments and agents define their own tools."""
@@ -188,8 +189,8 @@ class CurriculumSection(Config):
     pass_score: float = 1.0
     """Lowest score of a sample that passes. The default suits verifiers that return 0 or 1."""
     memory: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Weight of what was known of a prompt when it is sampled again. 1: all samples count alike;
-    less: recent ones count more, because the policy changes."""
+    """Discount on the earlier results of a prompt each time that it is sampled again. 1: all
+    samples count equally; below 1: recent samples count more, because the policy changes."""
 
 
 class RatedDataSection(DataSection):
@@ -197,7 +198,7 @@ class RatedDataSection(DataSection):
 
     curriculum: CurriculumSection | None = None
     """Choose prompts by their predicted pass rate instead of in shuffled epochs; {} means the
-    defaults. It helps if prompts come several times. null means shuffled epochs."""
+    defaults. It helps if a run samples each prompt several times. null means shuffled epochs."""
 
 
 class RewardWeights(Config):
@@ -206,7 +207,7 @@ class RewardWeights(Config):
     function: float = 1.0
     """Weight of the score of `reward.function`."""
     model: float = 1.0
-    """Weight of the sum over the scores of `model.reward`."""
+    """Weight of the sum of the scores of `model.reward`."""
     url: float = 1.0
     """Weight of the score of the servers of `reward.url`."""
     judge: float = 1.0
@@ -217,24 +218,25 @@ class RewardRequestSection(Config):
     """Requests to reward servers and judges."""
 
     batch_size: int = Field(default=16, ge=1)
-    """Maximum number of samples per request to `reward.url`. A judge gets one criterion of one
-    sample."""
+    """Maximum number of samples per request to `reward.url`. A request to a judge has one criterion
+    of one sample."""
     max_concurrent: int = Field(default=8, ge=1)
-    """Maximum number of requests in flight per learner worker, over all servers of a kind."""
+    """Maximum number of requests in flight per learner worker: to all servers of `reward.url`
+    together, and to all servers of `reward.judge` together."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Timeout of one attempt, in seconds."""
     max_attempts: int = Field(default=5, ge=1)
-    """Attempts per request, with increasing waits between them, before its samples count as failed.
-    """
+    """Maximum number of attempts per request, with increasing waits between them. After the last
+    one its samples count as failed."""
 
 
 class Criterion(Config):
-    """A criterion of a judge's rubric. A text alone is a criterion of weight 1."""
+    """A criterion of a judge's rubric. A plain text is a criterion of weight 1."""
 
     text: str = Field(min_length=1)
-    """Replaces `{criterion}` in `reward.judge.template`."""
+    """Text that replaces `{criterion}` in `reward.judge.template`."""
     weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
-    """Weight of its grade in the score, which is the weighted mean."""
+    """Weight of the criterion's grade in the score, which is the weighted mean of the grades."""
 
     @model_validator(mode="before")
     @classmethod
@@ -243,7 +245,7 @@ class Criterion(Config):
 
 
 class JudgeSection(Config):
-    """A language model that grades responses, behind OpenAI's protocol.
+    """A language model on a server with OpenAI's protocol, which grades responses.
 
     A rubric of weighted criteria is the explicit aggregation of arXiv:2507.17746.
     """
@@ -255,34 +257,35 @@ class JudgeSection(Config):
     """Name of the model at the server."""
     template: str
     """Prompt of the judge. `{prompt}`, `{response}`, `{label}`, `{criterion}` and names of columns
-    in braces are replaced; other braces stay."""
+    in braces are replaced. Other braces are kept."""
     criteria: dict[str, Criterion] = Field(default_factory=dict)
-    """Criteria by name; each is a request of its own, with its text in place of `{criterion}`. The
-    score is the weighted mean of the grades, and each grade a named part. Empty means that the
-    judge gives one grade."""
+    """Criteria by name. Each criterion is graded in a separate request, with its text in place of
+    `{criterion}`. The score is the weighted mean of the grades, and each grade is a part of the
+    score under its name. Empty means that the judge gives one grade."""
     grades: tuple[float, float] | dict[str, float] = (1.0, 10.0)
     """Grades that the judge may give. [lowest, highest]: numbers, which become scores from 0 to 1;
-    a mapping like {CORRECT: 1, WRONG: 0}: words and their scores. The last one in the answer
-    counts, and a number out of range is no grade."""
+    a mapping like {CORRECT: 1, WRONG: 0}: words and their scores. The last number or word in the
+    answer counts. A number outside the range is no grade."""
     pattern: str | None = None
-    """Regular expression of the place of the grade, like `Grade: (.*)`: the grade is looked for in
-    the first group of its last match. null means anywhere in the answer."""
+    """Regular expression that locates the grade in the answer, like `Grade: (.*)`. The grade is
+    read from the first group of the last match. null means that it may be anywhere in the answer.
+    """
     chat: bool = True
-    """Send the prompt as a chat message. false: as a text to be completed, for base models."""
+    """Send the prompt as a chat message. false sends it as a text to complete, for base models."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    """More fields of the request, added to {temperature: 0, max_tokens: 512}. null removes a
+    """Further fields of the request, merged over {temperature: 0, max_tokens: 512}. null removes a
     field."""
     ungraded_score: float | None = Field(default=None, allow_inf_nan=False)
-    """Score in place of the grade if the judge names none. With a temperature it is asked up to
-    `reward.request.max_attempts` times before. null means no score: the sample counts as failed
-    (`reward.max_failed_fraction`), like one whose requests failed."""
+    """Score of a response if the judge's answer has no grade. With a temperature above 0 the judge
+    is first asked up to `reward.request.max_attempts` times. null means no score: the sample counts
+    as failed (`reward.max_failed_fraction`), like a sample whose requests failed."""
     api_key_variable: str = "RAYPO_API_KEY"
-    """Environment variable with the API key of the server; it is read on every node. Unset or empty
-    means that no key is sent."""
+    """Environment variable with the API key of the server, which is read on every node. If the
+    variable is unset or empty, no key is sent."""
 
     @property
     def columns(self) -> list[str]:
-        """Columns of a row that the template names."""
+        """Names of the columns that the template refers to."""
         names = re.findall(r"\{(\w+)\}", self.template)
         return [each for each in dict.fromkeys(names) if each not in _JUDGE_FIELDS]
 
@@ -296,8 +299,9 @@ class JudgeSection(Config):
                 f"{key}.criteria ({', '.join(self.criteria) or 'none'}): the template names "
                 "{criterion} if, and only if, there are criteria. Add what is missing."
             )
-        if "score" in self.criteria:
-            yield f"{key}.criteria (score): is the name of the whole score. Give it another name."
+        for name in ("score", "judge_s", "judge_ungraded"):  # of `Judge`
+            if name in self.criteria:
+                yield f"{key}.criteria ({name}): every score has it already. Give it another name."
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
@@ -313,7 +317,7 @@ class JudgeSection(Config):
 
 
 _JUDGE_FIELDS = ("prompt", "response", "label", "criterion")
-"""Names in a judge's template that are no columns."""
+"""Names in a judge's template that do not refer to columns."""
 
 
 def _url_problems(key: str, urls: Iterable[str], example: str) -> Iterator[str]:
@@ -332,8 +336,9 @@ class RewardSection(Config):
     """Reward function, `file.py:name` or `package.module:name`, with the signature (list[Rollout])
     -> list[float]. null means none."""
     processes: int = Field(default=0, ge=0)
-    """Worker processes for a slow reward function, on each learner worker; each call gets a few
-    prompts. 0 calls it in the learner worker with all of its rollouts at once."""
+    """Number of worker processes per learner worker for a slow reward function. Each call gets the
+    rollouts of a few prompts. 0 means that the learner worker calls the function itself, with all
+    of its rollouts at once."""
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
     """Timeout of one call of the reward function, in seconds; null means no timeout. A call in a
     worker process is killed and its samples count as failed. A call in the learner worker cannot be
@@ -342,7 +347,7 @@ class RewardSection(Config):
     """Address of a reward server, to which `samples` are posted, or a list of servers that share
     the load. null means no server."""
     judge: JudgeSection | None = None
-    """Language model that grades each response by a prompt (docs/rewards.md). null means none."""
+    """Language model that grades each response (docs/rewards.md). null means none."""
     request: RewardRequestSection = RewardRequestSection()
     weights: RewardWeights = RewardWeights()
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -369,27 +374,27 @@ class WorkersSection(Config):
     """Number of Ray Train workers. `[low, high]` makes the run elastic: it sets `min_workers` to
     low and this key to high."""
     min_workers: int | None = Field(default=None, ge=1)
-    """Fewest workers with which the run starts, and goes on when nodes are lost. It grows up to
-    `num_workers` as soon as there is room. Each change restarts the workers from the last
-    checkpoint. null means that all `num_workers` are needed."""
+    """Minimum number of workers of an elastic run, both at the start and after nodes are lost. The
+    run grows up to `num_workers` as soon as there is room. Each change restarts the workers from
+    the last checkpoint. null means that all `num_workers` are needed."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """Use GPUs. auto: if the cluster has any."""
+    """Use GPUs. auto: use them if the cluster has any."""
     cpus_per_worker: int = Field(default=1, ge=1)
-    """CPU cores of each worker's bundle, and its number of threads. Engine and reference share
-    these cores in turns."""
+    """CPU cores of each worker's bundle, and the number of its threads. Engine and reference use
+    the same cores in turns."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up. constant: stays; linear, cosine: decays to `lr_floor` at
-    num_steps, along a line or half a cosine."""
+    """Learning rate after the warm-up. constant: it does not change; linear, cosine: it decays to
+    `lr_floor` at num_steps, along a line or half a cosine."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear learning-rate warm-up from zero; must be fewer than the steps of the run. The
-    warm-up of a policy begins after that of its critic (ppo.critic_warmup_steps)."""
+    """Number of steps of linear learning-rate warm-up from zero. It must be below the number of
+    steps of the run. The learning-rate warm-up of a policy begins after ppo.critic_warmup_steps."""
     lr_floor: float = Field(default=0.0, ge=0.0, le=1.0)
     """Final learning rate of a schedule, as a fraction of the highest."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer. adamw: arXiv:1711.05101; muon: Muon, with a momentum of 0.95, for the layers'
     linear weights, and AdamW for embeddings, heads, norms and biases. Muon's updates are scaled so
-    that learning rates of AdamW suit (arXiv:2502.16982), and no gradient is clipped. It needs whole
-    matrices: not with model.lora."""
+    that learning rates for AdamW can be kept (arXiv:2502.16982), and gradients are not clipped.
+    Muon needs whole matrices, so model.lora is refused."""
     adam_betas: tuple[Beta, Beta] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment (arXiv:1711.05101)."""
     adam_eps: float = Field(default=1e-8, gt=0.0)
@@ -399,24 +404,27 @@ class WorkersSection(Config):
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Global norm to which gradients are clipped."""
     zero_stage: Literal[0, 1, 2, 3] = 2
-    """ZeRO stage of DeepSpeed. It shards 0: nothing; 1: the optimizer; 2: also gradients; 3: also
-    weights. With one worker there is nothing to shard, so 1 and 2 run as 0. In bfloat16 0 runs as
-    1, which makes the same updates, because DeepSpeed's own 0 would sum gradients in bfloat16."""
+    """ZeRO stage of DeepSpeed. 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3
+    also the weights. With one worker there is nothing to shard, so stages 1 and 2 run as 0. In
+    bfloat16, stage 0 runs as 1, because DeepSpeed's own stage 0 would sum gradients in bfloat16.
+    The updates are the same otherwise."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of tokens of one forward and backward pass; a prompt with several responses
     counts once. auto: 4096 on CPUs, and on GPUs the largest of 16384, 8192 and 4096 that fits
-    (`raypo plan` shows which); a longer sequence gets a pass of its own. Reference and reward
-    models in the dedicated group start before the learner's GPUs are known: auto is 4096 there."""
+    (`raypo plan` shows which). With auto, a longer sequence gets a separate pass. Dedicated
+    reference and reward models start before the learner's GPUs are known, so for them auto is 4096.
+    """
     activation_checkpointing: bool = False
-    """Keep only the inputs of the model's layers and recompute the rest in the backward pass. It
-    takes about a third more time and a fraction of the memory; the gradients are the same."""
+    """Keep only the inputs of the model's layers, and recompute the other activations in the
+    backward pass. This takes about a third more time and a fraction of the memory. The gradients
+    are the same."""
     max_skipped_updates: int = Field(default=3, ge=0)
     """Number of consecutive non-finite updates that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """DeepSpeed options, merged over the generated DeepSpeed config.
-    `zero_optimization.overlap_comm` needs stage 2 or 3; at these stages it is on by default for
-    several workers with GPUs. `zero_optimization.offload_optimizer` needs stage 1 to 3 and
-    `zero_optimization.offload_param` stage 3; their device is cpu."""
+    `zero_optimization.overlap_comm` needs stage 2 or 3, where it is on by default for several
+    workers with GPUs. `zero_optimization.offload_optimizer` needs stage 1 to 3, and
+    `zero_optimization.offload_param` stage 3; both accept only the device cpu."""
 
     @model_validator(mode="before")
     @classmethod
@@ -433,7 +441,7 @@ class WorkersSection(Config):
 
     @property
     def microbatch_tokens(self) -> int:
-        """`max_tokens_per_microbatch` in tokens; 4096 while it is auto."""
+        """`max_tokens_per_microbatch` as a number; 4096 while it is auto."""
         tokens = self.max_tokens_per_microbatch
         return 4096 if tokens == "auto" else tokens
 
@@ -515,7 +523,7 @@ class WorkersSection(Config):
         """Yield a problem if the learning-rate warm-up never ends.
 
         Args:
-            count: Steps that the learning rates follow.
+            count: Number of steps in the learning-rate schedule.
             keys: Config keys that determine `count`, for the message.
         """
         if self.lr_warmup_steps >= count:
@@ -544,23 +552,24 @@ class LearnerSection(WorkersSection):
     """Learner workers that train policy and critic with DeepSpeed."""
 
     critic_workers: int = Field(default=0, ge=0)
-    """Number of Ray Train workers that hold only the critic. Then the `num_workers` hold only the
-    policy, and both are updated at the same time. 0 means that the `num_workers` hold both. The
-    numbers of a step are the same either way."""
+    """Number of additional Ray Train workers that hold only the critic. The `num_workers` then hold
+    only the policy, and policy and critic are updated at the same time. 0 means that the
+    `num_workers` hold both models. The results of a step are the same in either case."""
     policy_lr: float = Field(default=1e-6, ge=0.0)
     """Highest learning rate of the policy."""
     critic_lr: float = Field(default=1e-5, ge=0.0)
     """Highest learning rate of the critic."""
     save_critic: bool = False
-    """Also save the critic, in the run's folder `critic/`, which `model.critic` accepts."""
+    """Save the critic too, in the folder `critic/` of the run. `model.critic` accepts this folder.
+    """
     peak_tflops: float | None = Field(default=None, gt=0.0)
     """Peak TFLOP/s of a worker's device in `model.dtype`, the denominator of `perf/mfu`. null means
-    the data sheet's value for a known GPU, else a measurement with a matrix product at the start.
-    """
+    the data sheet's value for a known GPU. For another device it means the rate of a matmul that is
+    measured at the start."""
 
     @property
     def total_workers(self) -> int:
-        """Number of all learner workers, of the policy and of the critic."""
+        """Number of all learner workers, including those that hold only the critic."""
         return self.num_workers + self.critic_workers
 
     def _problems(self) -> Iterator[str]:
@@ -573,13 +582,13 @@ class LearnerSection(WorkersSection):
 
 
 class Periodic(Config):
-    """A section of something that is done every `every` steps and after the last one."""
+    """A section of a task that is due every `every` steps and after the last step."""
 
     if TYPE_CHECKING:  # each subclass has this field, with its own default
         every: int
 
     def is_due(self, step: int, *, last_step: int) -> bool:
-        """Return whether it is due after `step` (counted from 1)."""
+        """Return whether the task is due after `step` (counted from 1)."""
         return step % self.every == 0 or step == last_step
 
 
@@ -589,8 +598,8 @@ class EvalSection(Periodic):
     prompts: HeldOutSources | None = None
     """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
     function: str | None = None
-    """Reward function for the responses to held-out prompts; `eval/score_mean` is the mean of its
-    scores. null means reward.function, else the reward models."""
+    """Reward function for the responses to held-out prompts. `eval/score_mean` is the mean of its
+    scores. null means reward.function. If that is null too, responses are scored as in training."""
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
     """Timeout of one call of an evaluation function, in seconds, after which the run stops. null
     means no timeout."""
@@ -600,7 +609,7 @@ class EvalSection(Periodic):
     samples_per_prompt: int = Field(default=1, ge=1)
     """Responses sampled for each held-out prompt."""
     temperature: float | None = Field(default=None, ge=0.0)
-    """Sampling temperature for held-out prompts; 0 is greedy. null means that of the rollouts."""
+    """Sampling temperature for held-out prompts; 0 is greedy. null means rollout.temperature."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Values of k for pass@k (arXiv:2107.03374), each at most samples_per_prompt. A response passes
     if its score is 1 or more."""
@@ -622,12 +631,12 @@ class CheckpointSection(Periodic):
     every: int = Field(default=10, ge=1)
     """Steps between checkpoints. The last step always has one."""
     keep: int = Field(default=2, ge=1)
-    """Number of newest checkpoints that are kept. With `best_by`: number of best checkpoints, and
-    the newest is kept too."""
+    """Number of newest checkpoints to keep. With `best_by` it is the number of best checkpoints,
+    and the newest checkpoint is kept in addition."""
     best_by: str | None = None
     """Metric that selects the best checkpoint, like eval/score_mean. A checkpoint is saved at each
-    step that improves on all before, and `best/` holds the models of the best one. null means that
-    only the newest are kept."""
+    step that improves on all earlier steps, and `best/` holds the models of the best one. null
+    means that only the newest checkpoints are kept."""
     best_mode: Literal["max", "min"] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
     changed_inputs: Literal["refuse", "accept"] = "refuse"
@@ -651,18 +660,18 @@ class StopSection(Config):
     mode: Literal["max", "min"] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
     at: float | None = None
-    """Value of the metric at which the run ends: at least this (mode min: at most this). null means
-    no such rule."""
+    """Threshold of the metric. The run ends when the metric is at least this value (with mode min:
+    at most this value). null means no such rule."""
     patience: int | None = Field(default=None, ge=1)
-    """Number of consecutive measurements without improvement on the best one after which the run
-    ends. null means no such rule."""
+    """Number of consecutive measurements without improvement on the best measurement, after which
+    the run ends. null means no such rule."""
     min_change: float = Field(default=0.0, ge=0.0)
-    """Minimum improvement for `patience`: a measurement must beat the best one by more than this.
-    """
+    """Minimum improvement for `patience`: a measurement must beat the best one by more than this
+    value."""
     after_s: float | None = Field(default=None, gt=0.0)
     """Time limit in seconds, counted from the start of the command. The command ends after the step
-    in progress, as with Ctrl-C, and the same command resumes the run. It is meant for machines with
-    a time limit. null means no limit."""
+    in progress, as with Ctrl-C, and the same command resumes the run. The limit is meant for
+    machines that are available only for some time. null means no limit."""
 
     @property
     def watches(self) -> bool:
@@ -681,8 +690,9 @@ class ClusterSection(Config):
     """The Ray cluster."""
 
     address: str | None = None
-    """Address of the Ray cluster, host:port; auto: the Ray that runs on this machine. null means
-    RAY_ADDRESS, else a local Ray with the dashboard on, which ends with the command."""
+    """Address of the Ray cluster, host:port. auto: the Ray cluster that runs on this machine. null
+    means RAY_ADDRESS. If that is not set, a local Ray with the dashboard is started, which ends
+    with the command."""
     namespace: str = "raypo"
     """Ray namespace of the actors. If you have called `ray.init` yourself, the namespace of that
     call is used instead."""

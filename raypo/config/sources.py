@@ -37,18 +37,18 @@ class SourceEntry(Config):
     path: str
     """File, pattern, folder or data-set id of the source."""
     config: str | None = None
-    """Configuration (the hub calls it a subset) of a Hugging Face data set. null means the only
-    one, or the default."""
+    """Configuration of a Hugging Face data set, which the hub calls a subset. null means the data
+    set's only or default configuration."""
     split: str = "train"
-    """Split of a data set; a slice or a sum is possible, like train[:1000] or train+test. For a
-    folder that `save_to_disk` wrote with several splits, the name of one."""
+    """Split of a data set, or a slice or sum of splits, like train[:1000] or train+test. If
+    `save_to_disk` wrote a folder with several splits: the name of one of them."""
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][\w.-]*$")
     """Name of the source in `rollout.data_source`, metrics and samples. null means the name of the
     file or data set, without folder and suffix."""
     weight: float | None = Field(default=None, gt=0.0)
-    """Sampling weight relative to the other sources; either all sources have one, or none, and
-    held-out sources have none. null means that the rows of all sources are drawn as one data set,
-    each row once per epoch."""
+    """Sampling weight relative to the other sources. Either every source has a weight, or no source
+    has. Held-out sources cannot have weights. null means that the rows of all sources are drawn as
+    one data set, each row once per epoch."""
     function: str | None = None
     """Reward function for the responses to this source, instead of `reward.function` (for held-out
     prompts: instead of `eval.function`). null means no such function."""
@@ -66,14 +66,14 @@ class SourceEntry(Config):
         return value
 
     def __str__(self) -> str:
-        """Return the source for messages: `openai/gsm8k, main, train`, or a file's path."""
+        """Return the source as messages show it: `openai/gsm8k, main, train`, or a file's path."""
         if self.config is None and self.split == type(self).model_fields["split"].default:
             return self.path
         return ", ".join(filter(None, (self.path, self.config, self.split)))
 
 
 PromptSource = str | SourceEntry
-"""A source: its path, or an entry."""
+"""A source: either its path, or an entry with options."""
 
 
 def _kind_of_source(value: Any) -> str:
@@ -112,7 +112,7 @@ def path_of(source: PromptSource) -> str:
 
 
 def _distinct(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
-    """Refuse names that would be ambiguous."""
+    """Refuse two sources of the same name if an option depends on the name."""
     names = [source_name(source) for source in sources]
     twice = next((name for name in names if names.count(name) > 1), None)
     entries = [source for source in sources if isinstance(source, SourceEntry)]
@@ -152,6 +152,6 @@ HeldOutSources = Annotated[_Sources, AfterValidator(_distinct), AfterValidator(_
 
 
 def functions_of(sources: Sequence[PromptSource] | None) -> dict[str, str]:
-    """Return name of the source -> its reward function, for the sources that have one."""
+    """Return the reward function of each source that has its own, by the source's name."""
     entries = [source for source in sources or () if isinstance(source, SourceEntry)]
     return {source_name(entry): entry.function for entry in entries if entry.function}

@@ -13,7 +13,7 @@ RANGES = {
     "randint": "[low, high], whole numbers, high left out",
     "quniform": "[low, high, step]",
 }
-"""Kinds of ranges, with the form of their values."""
+"""Kind of range -> form of its values."""
 LISTS = ("choice", "grid")
 MAX_TEST_VALUES = 100
 """Approximate maximum number of values of a stepped range that are validated."""
@@ -65,8 +65,10 @@ class Domain:
 
     @property
     def test_values(self) -> tuple[Any, ...]:
-        """Values to validate a config with: a list's values, the ends of a continuous range, and up
-        to about `MAX_TEST_VALUES` values of a stepped one, with its last.
+        """Values of the domain to validate a config with.
+
+        A list gives all its values, a continuous range its two ends, and a stepped range about
+        `MAX_TEST_VALUES` values, including the last one.
         """
         if self.kind not in ("randint", "quniform"):
             return self.values
@@ -83,7 +85,7 @@ class Domain:
         return [round(low + place * step, 12) for place in range(count)]
 
     def nearest(self, value: Any) -> Any:
-        """Return the nearest value of the domain; a value of a list is returned unchanged."""
+        """Return the value of a range that is nearest to `value`. For a list, return `value`."""
         if self.is_list:
             return value
         low, high = self.values[:2]
@@ -103,8 +105,9 @@ class Domain:
 
 
 def flat_space(written: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a space by dotted key, like `{"ppo.kl.coef": {"uniform": [0, 1]}}`, also if an
-    override has nested the keys.
+    """Return a space by dotted key, like `{"ppo.kl.coef": {"uniform": [0, 1]}}`.
+
+    Keys that an override has nested are flattened.
     """
     flat: dict[str, Any] = {}
     for key, value in written.items():

@@ -28,9 +28,9 @@ class TrainedModelSection(Config):
     policy: str
     """Model to start from: a Hugging Face folder or a hub id."""
     dtype: Dtype = "auto"
-    """Data type, as PPO's `model.dtype`. auto: bfloat16 on GPUs, float32 on CPUs."""
+    """Data type, like PPO's `model.dtype`. auto: bfloat16 on GPUs, float32 on CPUs."""
     attention: Attention = "auto"
-    """Attention implementation of all passes, as PPO's `model.attention`."""
+    """Attention implementation of all passes, like PPO's `model.attention`."""
     lora: LoraSection | None = None
     """Train a LoRA adapter (and a reward model's score head). {} means the default adapter, null
     means that all weights are trained."""
@@ -42,8 +42,8 @@ class ExamplesLearnerSection(WorkersSection):
     lr: float = Field(default=1e-5, ge=0.0)
     """Highest learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Learning rate after the warm-up. constant: stays; linear, cosine: decays to `lr_floor` at
-    num_steps, along a line or half a cosine."""
+    """Learning rate after the warm-up. constant: it does not change; linear, cosine: it decays to
+    `lr_floor` at num_steps, along a line or half a cosine."""
     batch_size: int = Field(default=32, ge=1)
     """Examples per optimizer step, over all workers."""
 
@@ -54,14 +54,14 @@ class ResponsesSection(DataSection):
     response_key: str = "response"
     """Column of the response: a text, or one chat message of the assistant."""
     messages_key: str | None = None
-    """Column of whole conversations, as lists of chat messages. The loss covers all of the
-    assistant's messages and no others, each up to the stop token behind it. They are found by `{%
-    generation %}` marks in the chat template, or, without such marks, as the text that each
-    assistant message adds after the generation prompt. null means `prompt_key` and `response_key`.
-    """
+    """Column of whole conversations, as lists of chat messages. The loss covers only the
+    assistant's messages, each up to and including its stop token. `{% generation %}` marks in the
+    chat template delimit these messages. Without such marks, the loss covers the text that each
+    assistant message adds after the generation prompt. null means that rows have `prompt_key` and
+    `response_key`."""
     max_response_tokens: int = Field(default=1024, ge=1)
-    """Maximum response length in tokens, including its end; longer ones follow `too_long`. The
-    limit of a conversation is max_prompt_tokens plus this."""
+    """Maximum response length in tokens, including the end of sequence. `too_long` applies to
+    longer responses. The limit of a conversation is max_prompt_tokens plus this number."""
 
 
 class PairsSection(DataSection):
@@ -75,7 +75,8 @@ class PairsSection(DataSection):
     """Column of the margin by which the chosen response is better (arXiv:2307.09288, eq. 2). null
     means margin 0."""
     max_response_tokens: int = Field(default=1024, ge=1)
-    """Maximum response length in tokens, including its end; longer ones follow `too_long`."""
+    """Maximum response length in tokens, including the end of sequence. `too_long` applies to
+    longer responses."""
 
 
 class PairsEvalSection(Periodic):
@@ -111,8 +112,9 @@ class ExamplesConfig(RecipeConfig):
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:
-        """Steps of the learning-rate schedule, and the config keys that determine them; None with
-        `num_epochs`, which becomes a number of steps only at the start.
+        """Number of steps in the learning-rate schedule, and the config keys that determine it.
+
+        None if `num_epochs` is set, because the number of steps is then computed at the start.
         """
         return super().scheduled_steps if self.num_epochs is None else None
 
@@ -157,7 +159,7 @@ class PolicyExamplesConfig(ExamplesConfig):
 
     @property
     def needs_engine(self) -> bool:
-        """True if engines answer held-out prompts for a function to score."""
+        """True if engines sample responses to held-out prompts, which a function scores."""
         judges = self.eval.function or functions_of(self.eval.prompts)
         return bool(self.eval.prompts and judges)
 

@@ -52,7 +52,7 @@ SET_BY_THE_SWEEP = (
 SharedRole = Literal["reward", "reference", "engine"]
 MAX_TEST_POINTS = 1000
 """Maximum number of points of the space that are validated against the run config."""
-_NOT_COPIED = ("model.", "learner.zero_stage.", "ppo.advantage.", "ppo.preset.")
+_NOT_COPIED = ("model.", "learner.optimizer.", "ppo.advantage.", "ppo.preset.")
 """Prefixes of keys that must not change when a run resumes from a checkpoint."""
 _CONSTRAINT = re.compile(r"\s*([\w/.@-]+)\s*(<=|>=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 
@@ -81,7 +81,8 @@ class SchedulerSection(Config):
     quantile: float = Field(default=0.25, gt=0.0, le=0.5)
     """pbt: fraction of the trials that is replaced by copies of the best."""
     resample: float = Field(default=0.25, ge=0.0, le=1.0)
-    """pbt: probability that a key is drawn again instead of multiplied by 0.8 or 1.2."""
+    """pbt: probability that the value of a key is drawn again instead of multiplied by 0.8 or 1.2.
+    """
 
     def _problems(self) -> Iterator[str]:
         users = {
@@ -101,9 +102,9 @@ class SweepResources(Config):
     """Resource limits of the whole sweep."""
 
     cpus: float | None = Field(default=None, gt=0.0)
-    """Maximum number of CPU cores in use. null means all of the cluster's."""
+    """Maximum number of CPU cores in use. null means all cores of the cluster."""
     gpus: float | None = Field(default=None, gt=0.0)
-    """Maximum number of GPUs in use. null means all of the cluster's."""
+    """Maximum number of GPUs in use. null means all GPUs of the cluster."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ class Constraint:
         return cls(match[1], match[2], float(match[3]))
 
     def excess(self, value: float) -> float:
-        """Return how far a value violates the bound: 0 or less if it holds, infinity if the value
-        is NaN.
+        """Return how far a value is beyond the bound.
+
+        0 or less means that the value satisfies the bound. For NaN the result is infinity.
         """
         if math.isnan(value):
             return math.inf
@@ -156,21 +158,21 @@ class SweepConfig(RunFile):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the sweep; its folder is <storage_path>/<name>/."""
     base: str
-    """Run config (YAML) that each trial starts from. A relative path starts from the driver's
-    folder."""
+    """Run config (YAML) that each trial starts from. A relative path is resolved against the
+    driver's working directory."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Overrides of the base for all trials, like {num_steps: 8}."""
     space: dict[str, Annotated[Domain, PlainSerializer(Domain.as_written)]] = Field(min_length=1)
     """Search space: dotted key of the base -> {choice | grid | uniform | loguniform | randint |
     quniform}."""
     metric: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("eval/score_mean",)
-    """Metric, or list of metrics, that ranks the trials by its last value. Several metrics give a
-    Pareto front."""
+    """Metric, or list of metrics, whose last values rank the trials. Several metrics give a Pareto
+    front."""
     mode: Annotated[tuple[Literal["max", "min"], ...], BeforeValidator(one_or_many)] = ("max",)
     """Direction of each metric. max: larger is better; min: smaller is better."""
     num_samples: int | None = Field(default=None, ge=1)
-    """Number of trials. null means 8, or the whole grid. A larger number adds trials to a finished
-    sweep."""
+    """Number of trials. null means 8, or with `searcher: grid` the whole grid. A larger number adds
+    trials to a finished sweep."""
     searcher: Literal["optuna", "random", "grid"] = "optuna"
     """Search algorithm. optuna: TPE (arXiv:2304.11127); random: independent draws; grid: every
     combination."""
@@ -185,13 +187,14 @@ class SweepConfig(RunFile):
     share: Annotated[tuple[SharedRole, ...], BeforeValidator(one_or_many)] | Literal["auto"] = (
         "auto"
     )
-    """Roles that are started once for all trials, unless the space changes them or they are
-    dedicated: reward, reference, engine. Engines that hold adapters serve all trials at the same
-    time; other engines pass from trial to trial on CPUs and belong to each trial on GPUs. auto: all
-    roles; on GPUs, only if as many trials fit beside them."""
+    """Roles that are started once and shared by all trials: reward, reference, engine. A role is
+    not shared if the space changes it, or if it is dedicated. Engines that hold adapters serve all
+    trials at the same time. Other engines pass from trial to trial on CPUs; on GPUs each trial
+    starts its own. auto: all roles; on GPUs, only if sharing does not reduce the number of
+    concurrent trials."""
     share_batches: bool = False
     """Let trials on the same engines (`model.lora.push: adapter`) sample in the same batches
-    instead of in turns. It is faster, but rounding then makes the numbers of a trial depend on
+    instead of in turns. This is faster, but rounding then makes the results of a trial depend on
     timing."""
     seed: int = Field(default=0, ge=0)
     """Random seed of the searcher. The seed of a run is the key `seed` of the base."""
@@ -265,25 +268,26 @@ class SweepConfig(RunFile):
         return base
 
     def trials(self) -> Iterator[tuple[str, AnyConfig]]:
-        """Yield run configs that represent all trials, each with its values as text."""
+        """Yield points of the space to validate: their values as text, and the run config."""
         values = self.base_values()
         for point in _test_points(self):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             yield words, parse_run_config(with_values(values, point), origin=f"space, {words}")
 
     def perturb_every(self, base: AnyConfig) -> int:
-        """Return the steps between two perturbations of pbt."""
+        """Return the number of steps between two perturbations of pbt."""
         return self.scheduler.perturb_every or base.eval.every
 
     def base_values(self) -> dict[str, Any]:
-        """Return the base as written, with the overrides. Defaults and preset values are not filled
-        in.
+        """Return the values of the base file with the overrides.
+
+        Defaults and preset values are not filled in.
         """
         return read_yaml(Path(self.base), flatten(self.overrides))
 
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values with those of a point, given by dotted key, on top."""
+    """Return a copy of nested values with the values of a point set. A point has dotted keys."""
     tree = copy.deepcopy(dict(values))
     for key, value in point.items():
         *sections, last = key.split(".")
@@ -305,7 +309,8 @@ def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:
         space: Name of the space, for messages.
 
     Raises:
-        ConfigError: the run config has no such key, or it is the same for all trials.
+        ConfigError: the run config has no such key, the key is a section, or it must be the same
+            for all trials.
     """
     keys = known_keys(kind)
     if key not in keys:
@@ -350,7 +355,7 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
         coef = sweep.space.get("ppo.kl.coef")
         is_end_of_range = (
             coef is not None and coef.kind == "uniform"
-        )  # 0 is only the end of the range, never drawn
+        )  # a coefficient of 0 is then only the end of the range, which is never drawn
         has_kl = isinstance(trial, PPOConfig) and trial.ppo.needs_reference
         if metric.startswith("kl/") and not has_kl and not is_end_of_range:
             raise ConfigError(
@@ -408,7 +413,7 @@ def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:
         if f"{key}.".startswith(_NOT_COPIED):
             raise ConfigError(
                 f"space ({key}): pbt changes values while a trial runs, and a checkpoint is of one "
-                f"model and one number of workers. Leave {key} out, or use another scheduler."
+                f"model and one optimizer. Leave {key} out, or use another scheduler."
             )
     is_adaptive = isinstance(base, PPOConfig) and base.ppo.kl.controller == "adaptive"
     if "ppo.kl.coef" in sweep.space and is_adaptive:

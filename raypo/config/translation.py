@@ -1,8 +1,9 @@
-"""Run files from a script of TRL, or a command of verl or OpenRLHF, which is read and not run.
+"""Translation of a TRL script, or of a verl or OpenRLHF command, into a run file.
 
-A value is copied where the tables of `raypo.config.migration` say that it means the same. Batch
-sizes, the KL and the estimator are computed here. All else becomes a note, and so does a value that
-raypo refuses. A required key without a value is TODO, which raypo refuses until it is set.
+The script or command is read, not executed. A value is copied if the tables of
+`raypo.config.migration` say that it has the same meaning. Batch sizes, the KL and the estimator are
+computed here. Every other value becomes a note, and so does a value that raypo refuses. A required
+key without a value is TODO, which raypo refuses until it is set.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from yaml import YAMLError
+
 from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed
 from raypo.config.migration import Counterpart, rows_of
 from raypo.config.recipe_config import RECIPES
 
 Settings = dict[str, tuple[Any, str]]
-"""Dotted key -> its value, and the name that it comes from."""
+"""Dotted key -> its value, and the name of the argument that it comes from."""
 TRL_RECIPES = {"GRPO": "ppo", "SFT": "sft", "DPO": "dpo", "Reward": "reward_model"}
-"""Beginning of the names of TRL's trainers and configs -> recipe."""
+"""Prefix of the names of TRL's trainers and configs -> recipe."""
 _LEARNED = ("ppo.", "rollout.", "data.max_", "dpo.", "learner.", "eval.temperature")
-"""Keys that change what is learned: where the other project's default differs, it is set."""
+"""Prefixes of keys that change what is learned. If such a key is not given, the other project's
+default is written into the run file."""
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
 _DEFAULT = "'s default"
 _TODO = "TODO"
@@ -40,17 +44,17 @@ _WORDS = {
     **{"seq-mean-token-sum-norm": "constant", "vanilla": "ppo", "geo_mean": "gmpo"},
     **{"low_var_kl": "k3", "mse": "k2", "kl": "k1"},
 }
-"""Values of verl and OpenRLHF -> raypo's."""
+"""Value of verl or OpenRLHF -> value of raypo."""
 _LOSS_TYPES = {"grpo": "sequence_mean", "dr_grpo": "constant"}
 _LOSS_TYPES |= {"bnpo": "token_mean", "dapo": "token_mean"}
 
 
 def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> str:
-    """Return a run file; its comments say what it could not translate, and each key's origin.
+    """Return a run file. Comments give the origin of each key, and what was not translated.
 
     Args:
         project: TRL, verl or OpenRLHF.
-        given: Name there -> value; an `ast.AST` is an expression whose value is unknown.
+        given: Argument of that project -> value. An `ast.AST` is an expression of unknown value.
         recipe: The recipe that the arguments are for.
     """
     known = known_keys(RECIPES[recipe])
@@ -71,17 +75,18 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
         else:
             why = f"{' and '.join(keys)}. {row.note}" if row else "No counterpart is known."
             notes.append(f"{name} ({shown}): {why.removeprefix('. ').strip()}")
+    done = {key: each for key, each in done.items() if each[0] == each[0]}  # not NaN
     for row in [row for row in rows if row.is_same and row.default]:
-        for key in row.keys_in(known):
+        for key in () if given.keys() & row.names else row.keys_in(known):
             if key.startswith(_LEARNED) and not key.startswith(_NOT_LEARNED):
                 done.setdefault(key, (parsed(row.default), f"{row.names[0]}{_DEFAULT}"))
-    _set_todo(done, recipe)
     if recipe == "ppo":
         done.setdefault("num_steps", _steps(epochs, _EPOCHS[project], done))
     config = _accepted(done, notes, recipe)
     required = [f"{key}: {why}" for key, (value, why) in done.items() if value == _TODO]
     head = [f"Translated from {project} by raypo init; keys not shown have raypo's defaults."]
-    for title, each in (("REQUIRED, TODO below:", required), ("Left to you:", notes)):
+    left = [" ".join(each.split()) for each in notes]  # a value may have several lines
+    for title, each in (("REQUIRED, TODO below:", required), ("Left to you:", left)):
         head += [title, *(f"- {line}" for line in each)] if each else []
     head += [f"Needs nothing here: {', '.join(automatic)}."] if automatic else []
     text = config.to_yaml(shown=[key for key in done if _is_explicit(done[key], given)])
@@ -98,6 +103,8 @@ def _set_todo(done: Settings, recipe: str) -> None:
         done.setdefault(key, (_TODO, why))
     if recipe == "ppo" and not {"reward.function", "reward.url", "model.reward"} & done.keys():
         done["reward.function"] = _TODO, "file.py:name, or set model.reward or reward.url"
+    if recipe == "ppo":
+        done.setdefault("num_steps", (_TODO, "a number of rollout batches"))
 
 
 def _is_explicit(setting: tuple[Any, str], given: Mapping[str, Any]) -> bool:
@@ -114,20 +121,22 @@ def _steps(epochs: float, name: str, done: Settings) -> tuple[Any, str]:
     """Return the number of steps if the rows of parquet files can be counted, else TODO."""
     from pyarrow import parquet
 
-    prompts, files = done["rollout.prompts_per_step"][0], done["data.prompts"][0]
+    prompts = done.get("rollout.prompts_per_step", ("rollout.prompts_per_step",))[0]
+    files = done.get("data.prompts", ("",))[0]
     with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
         paths = [Path(each).expanduser() for each in ([files] if isinstance(files, str) else files)]
         rows = sum(parquet.read_metadata(path).num_rows for path in paths)
         if steps := int(rows // prompts * epochs):
             return steps, f"{rows} rows // {prompts} prompts x {epochs} of {name}"
-    return _TODO, f"rows / {prompts} prompts x {epochs} of {name}"
+    times = name if math.isnan(epochs) else f"{epochs} of {name}"
+    return _TODO, f"rows / {prompts} prompts x {times}"
 
 
 def read_script(source: str) -> tuple[str, dict[str, Any]]:
     """Return the recipe and the arguments of a script's TRL trainer and its configs.
 
     Raises:
-        ConfigError: the script is not Python, or makes no trainer that raypo has.
+        ConfigError: the script is not Python, or creates no trainer with a counterpart in raypo.
     """
     try:
         nodes = list(ast.walk(ast.parse(source)))
@@ -145,7 +154,7 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
         named: dict[str, ast.expr] = {each.arg: each.value for each in node.keywords if each.arg}
         if match[2] == "Trainer":
             named |= dict(zip(("model", "reward_funcs"), node.args, strict=False))
-        for key in ("args", "processing_class", "peft_config"):  # objects, read by themselves
+        for key in ("args", "processing_class", "peft_config"):  # their own calls are nodes too
             named.pop(key, None)
         given |= {key: _literal(value, constants) for key, value in named.items()}
     if not recipe:
@@ -155,44 +164,80 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def read_command(text: str, project: str) -> dict[str, Any]:
-    """Return the arguments of a shell command: `key=value` of verl, `--key value` of OpenRLHF."""
+    """Return the arguments of a shell command: `key=value` of verl, `--key value` of OpenRLHF.
+
+    Raises:
+        ConfigError: the command has an open quotation.
+    """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    words = shlex.split("\n".join(lines).replace("\\\n", " "))
+    try:
+        text = "\n".join(lines).replace("\\\n", " ")
+        # Keep an arithmetic expression in one word.
+        text = re.sub(r"\$\(\(.*?\)\)", lambda each: "".join(each[0].split()), text)
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--from-{project.lower()}: cannot be read as a shell command ({error}). Give the "
+            f"command alone, without comments behind it."
+        ) from None
     variables = {"HOME": str(Path.home())}
-    variables |= dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
-    for _ in variables:  # a variable may use others
-        words = [Template(word).safe_substitute(variables) for word in words]
+    for place, word in enumerate(words):
+        word = Template(word).safe_substitute(variables)
+        words[place] = word = re.sub(
+            r"\$\{(\w+):?-([^{}]*)\}", lambda use: variables.get(use[1], use[2]), word
+        )
+        name, is_assigned, value = word.partition("=")
+        if is_assigned and re.fullmatch(r"\w+", name):
+            variables[name] = value
     if project == "verl":
-        pairs = [re.fullmatch(r"[+~]*(\w+(?:\.\w+)+)=(.*)", word) for word in words]
-        return {pair[1]: parsed(pair[2]) for pair in pairs if pair}
+        pairs = [re.fullmatch(r"[+~]*(\w+(?:\.\w+)+)=(.*)", word, re.DOTALL) for word in words]
+        return {pair[1]: _parsed(pair[2]) for pair in pairs if pair}
     given: dict[str, Any] = {}
     for start, word in enumerate(words):
         if word.startswith("--"):
             name, _, value = word.removeprefix("--").partition("=")
             after = takewhile(lambda each: not each.startswith("--"), words[start + 1 :])
-            values = [parsed(each) for each in ([value] if value else after)]
-            given[name] = values if len(values) > 1 else values[0] if values else True
+            values = [value] if value else list(after)
+            if len(values) > 1 and not any("$" in each for each in values):
+                given[name] = list(map(_parsed, values))
+            else:
+                given[name] = _parsed(" ".join(values)) if values else True
     return given
 
 
+def _parsed(text: str) -> Any:
+    """Return a value; an expression if the shell has to compute it, as in `$((2 * N))`."""
+    if "$" in text:
+        return ast.Name(text)
+    try:
+        return parsed(text)
+    except YAMLError:
+        return text
+
+
 class _Values:
-    """Values that are given, else the other project's defaults; it remembers which were used."""
+    """Lookup of given values, with the other project's defaults. It records the names used.
+
+    A number that is given by an expression is NaN, and so is all that is computed from it.
+    """
 
     def __init__(self, given: Mapping[str, Any], rows: Mapping[str, Counterpart]) -> None:
         self.given, self.rows, self.used = given, rows, set[str]()
 
     def __call__(self, name: str, usual: Any = None) -> Any:
-        """Return a value by its name or an older one; `usual` if there is no default."""
+        """Return the value given under a name or one of its older names.
+
+        If none is given, return the other project's default, or `usual` if there is no default.
+        """
         row = self.rows.get(name)
-        usual = parsed(row.default) if row and row.default else usual
+        default = parsed(row.default) if row and row.default else usual
         for each in row.names if row else (name,):
-            value = self.given.get(each)
-            # A text in place of a number is a shell variable of an unknown value.
-            is_unknown = isinstance(value, str) and isinstance(usual, int | float)
-            if each in self.given and not isinstance(value, ast.AST) and not is_unknown:
+            if each in self.given:
+                if isinstance(self.given[each], ast.AST):
+                    return math.nan if type(default) in (int, float) else default
                 self.used.add(each)
-                return value
-        return usual
+                return self.given[each]
+        return default
 
 
 def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
@@ -231,9 +276,9 @@ def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
             done["ppo.preset"] = loss, "loss_type"
         if get("scale_rewards") in (False, "none"):
             done["ppo.advantage"] = "dr_grpo", "scale_rewards"
-        steps = math.ceil(steps / (max(generated // batch, 1) * get("num_iterations")))
+        steps /= max(generated // batch, 1) * get("num_iterations")
     if steps > 0:
-        done["num_steps"] = steps, "max_steps"
+        done["num_steps"] = math.ceil(steps), "max_steps"
     names = [each for each in done if each.endswith(("batch_size", "prompts_per_step"))]
     return done, [f"{' and '.join(names)}: of one process. Multiply by the number of processes."]
 
@@ -334,8 +379,9 @@ _COMPUTED: dict[str, Callable[[_Values, str], tuple[Settings, list[str]]]] = {
 
 
 def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
-    """Return the config of all values that raypo accepts; a refused one becomes a note."""
+    """Return a config of the values that raypo accepts. Each refused value becomes a note."""
     while True:
+        _set_todo(done, recipe)
         try:
             values = {key: value for key, (value, _) in done.items()}
             if values.get("num_steps") == _TODO:
@@ -365,7 +411,10 @@ def _with_origins(text: str, done: Settings) -> list[str]:
 
 
 def _literal(value: ast.expr, constants: Mapping[str, ast.expr]) -> Any:
-    """Return a literal, also of a variable or a call of `load_dataset`, else the expression."""
+    """Return the value of a literal, or of a variable that holds one.
+
+    For a call of `load_dataset` return its arguments, for any other expression its syntax tree.
+    """
     value = constants.get(ast.unparse(value), value)
     with suppress(ValueError, IndexError):
         if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("load_dataset"):

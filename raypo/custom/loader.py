@@ -30,9 +30,10 @@ TAKES = {
     "ppo.shaping.function": "the step",
     "callbacks": "the step",
 }
-"""Config key -> the argument of its function. All other functions get a list of rollouts."""
+"""Config key -> description of the argument of its function. Functions of other keys get a list of
+rollouts."""
 GROUND_TRUTH = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Arguments of a reward function of verl's form; the last one is optional."""
+"""Arguments of a reward function of verl's form. The last one is optional."""
 _importing: list[str] = []
 _MODULE_OF_FILE = "raypo_function_file"
 """Prefix of the names of modules that are loaded from a `file.py:name`."""
@@ -77,15 +78,17 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
 
 
 def check_callable(function: Any, *, name: str, key: str = "reward.function") -> None:
-    """Check that an object is a function of one argument, or has such a `__call__`.
+    """Check that an object can be called with one argument.
+
+    A reward function of TRL's form is accepted too.
 
     Args:
-        function: The object.
-        name: Its name in messages.
-        key: Config key that it comes from.
+        function: A function, or an object with `__call__`.
+        name: Name of the function in messages.
+        key: Config key that the function comes from.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the object is a class, is not callable, or needs other arguments.
     """
     is_reward = key not in TAKES
     takes = TAKES.get(key, "a list of rollouts")
@@ -152,10 +155,10 @@ def _parameters(function: Any) -> set[str]:
 
 
 def required_columns(function: Callable[..., Any] | str) -> list[str]:
-    """Return the columns that a reward function of TRL's form cannot be called without.
+    """Return the columns that a reward function of TRL's form requires as arguments.
 
     Args:
-        function: The function, or its import path, whose source is read and not imported.
+        function: The function or its import path, whose source is read without importing it.
 
     Raises:
         ConfigError: as `check_function`.
@@ -179,7 +182,7 @@ def check_class(
     key: str,
     optional: Methods = NONE,
 ) -> None:
-    """Check in the source that a class is what `load_class` needs, without importing it.
+    """Check in the source that `load_class` can use a class, without importing the class.
 
     Args:
         spec: Import path.
@@ -190,8 +193,7 @@ def check_class(
 
     Raises:
         ConfigError: as `check_function`, a method is missing or has other parameters, or the class
-            does not take the arguments. Methods that a base class may define are checked by
-            `load_class`.
+            does not take the arguments. `load_class` checks methods that a base class may define.
     """
     if (outline := _outline(spec, key)) is not None:
         _check_methods(outline, methods, optional, spec, key)
@@ -243,7 +245,7 @@ def check_factory(spec: str, arguments: Mapping[str, Any], *, key: str) -> None:
 
 
 def load_factory(spec: str, *, key: str) -> Callable[..., Any]:
-    """Import a function of any parameters.
+    """Import a function, whatever its parameters.
 
     Raises:
         ConfigError: the import fails, or the module has no such name.
@@ -271,7 +273,10 @@ def source_files(spec: str) -> list[Path]:
 
 
 def _neighbours(file: Path) -> list[Path]:
-    """Return the files in or below a file's own folder that its import statements name."""
+    """Return the local files that a file's import statements name.
+
+    An absolute import is looked up in the file's own folder.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -302,8 +307,8 @@ def imported_now() -> str | None:
 def function_name(function: Callable[..., Any]) -> str:
     """Return a function's name for messages: package.module.name, or file.py:name as in configs.
 
-    A partial has the name of the function it wraps. Another object has its own text, else its
-    class's name.
+    A partial has the name of the function that it wraps. An object with a `__str__` has that text,
+    any other object the name of its class.
     """
     while isinstance(function, partial):
         function = function.func
@@ -374,9 +379,10 @@ def _imported(spec: str, key: str) -> Any:
 
 
 def _outline(spec: str, key: str) -> Any:
-    """Return a stub of the named function or class that has only its parameters.
+    """Return a stub of a function or class, with the same parameters and no code.
 
-    None means that only an import can show them.
+    A stub of a class has stubs of its methods. None means that only an import can show the
+    parameters.
     """
     place, name = _parts(spec, key)
     if place.endswith(".py"):
@@ -412,7 +418,7 @@ def _outline(spec: str, key: str) -> Any:
 
 
 class _WithAnyMethod(type):
-    """Metaclass for stubs of classes with base classes, which may have any further method."""
+    """Metaclass for stubs of classes with base classes, from which they may inherit any method."""
 
     def __getattr__(cls, name: str) -> Callable[..., None]:
         if name.startswith("__"):
@@ -425,7 +431,7 @@ def _takes_anything(*args: Any, **kwargs: Any) -> None:
 
 
 def _outline_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
-    """Return a function with the same parameters, without evaluating any code of the user's."""
+    """Return a function with the same parameters, without evaluating any user code."""
     if node.decorator_list:  # a decorator may change the parameters
         return _takes_anything
     given = node.args
@@ -489,7 +495,7 @@ def _existing(place: str, spec: str, key: str) -> Path:
 
 
 def _module_source(module: str, spec: str, key: str) -> Path | None:
-    """Return a module's source file without importing its parents; None if it is compiled."""
+    """Return a module's source file, without importing its parents. None if it is compiled."""
     first, *rest = module.split(".")
     found = None
     with suppress(ValueError):  # a module without a spec, like __main__

@@ -1,4 +1,4 @@
-"""Micro-batches under a token budget."""
+"""Pack rows into micro-batches under a token budget."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def batches_by_tokens(
     *,
     is_packed: bool = True,
 ) -> list[list[int]]:
-    """Pack rows into micro-batches of at most `max_tokens`; rows of one prompt share its tokens.
+    """Pack rows into micro-batches of at most `max_tokens`. Rows of one prompt share its tokens.
 
     A prompt whose rows exceed the budget is split into full packs and a remainder. Remainders and
     whole prompts are then placed by first-fit decreasing: 32 prompts of 256 tokens with 8
-    responses of 512 take 39 packs of 4096. Split evenly, each half would need a pack of its own:
-    64 packs.
+    responses of 512 take 39 packs of 4096. If each prompt's rows were split evenly, each half would
+    need a pack of its own: 64 packs.
 
     Args:
         prompts: Prompt key of each row; equal for the rows of one prompt.
         prompt_lengths: Number of prompt tokens of each row.
         response_lengths: Number of response tokens of each row.
-        max_tokens: Token budget of a pack. Only a single row that is longer may exceed it.
+        max_tokens: Token budget of a pack. Only a pack of one long row may exceed it.
         is_packed: False for a model that needs one padded row per response
             (`raypo.models.packed_attention.reads_packed`). The prompt and the padding then count
             in every row.
@@ -82,7 +82,7 @@ def _most_first(parts: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]
 
 
 def equally_many(batches: list[list[int]], workers: Workers) -> list[list[int]]:
-    """Append empty batches until all workers have equally many. A collective call."""
+    """Append empty batches until all workers have the same number. All workers call this."""
     count = int(workers.max(as_tensor(len(batches))))
     return batches + [[] for _ in range(count - len(batches))]
 

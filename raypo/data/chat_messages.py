@@ -40,7 +40,7 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
     Contents become text: parts of type text are joined. Arguments of tool calls become objects.
     Keys with a null value are dropped at every depth, because Arrow (parquet, `save_to_disk`)
-    fills the keys that a row lacks with null. Nulls inside arguments given as JSON text stay.
+    fills the keys that a row lacks with null. Nulls inside arguments given as JSON text are kept.
 
     Raises:
         MessageError: a role is not a string, a content is neither text nor text parts, or a tool
@@ -138,7 +138,7 @@ def answered(messages: Sequence[Message], response: Message) -> list[Message]:
 def check_roles(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None
 ) -> None:
-    """Reject roles that the model was not trained on; many templates print any role.
+    """Reject roles that the model was not trained on, because many templates print any role.
 
     A role counts as known if the template names it, or if it renders the message and the tokenizer
     has a special token with the role's name, like GLM-4's `<|observation|>`.
@@ -166,8 +166,9 @@ def as_read(
 ) -> list[Message]:
     """Return messages with the arguments of tool calls in the form that the template reads.
 
-    These are objects; JSON text if the template refuses objects and takes text, as DeepSeek's does,
-    which writes them behind other text. Each template is tried until one form is rendered.
+    This form is objects, or JSON text if the template rejects objects but accepts text. DeepSeek's
+    template does so, because it appends the arguments to other text. The form is found by rendering
+    the messages in both forms, and cached for each template.
     """
     if not any(message.get("tool_calls") for message in messages):
         return list(messages)
@@ -175,7 +176,7 @@ def as_read(
     if template not in _READS_TEXT:
         forms = {False: list(messages), True: _with_arguments_as_text(messages)}
         is_text = next((each for each in forms if _renders(tokenizer, forms[each], tools)), None)
-        if is_text is None:  # the caller's own rendering tells what is wrong
+        if is_text is None:  # the caller renders the messages too, and raises the template's error
             return list(messages)
         _READS_TEXT[template] = is_text
     return _with_arguments_as_text(messages) if _READS_TEXT[template] else list(messages)
@@ -225,8 +226,8 @@ def render(
     """Render messages with the chat template.
 
     Args:
-        prompting: Render a prompt for the assistant to answer. If the last message is the
-            assistant's, it is left open and the response continues it.
+        prompting: True to render a prompt that the assistant answers. If the last message is the
+            assistant's, it is left open, and the response continues it.
         tools: Functions or JSON schemas for the template to describe. None means no tools.
 
     Raises:

@@ -28,17 +28,17 @@ def conversation(
 ) -> Example:
     """Return an example that trains on every token of the assistant, and on no other.
 
-    The prompt is everything before the first of these tokens. The response is the rest up to the
-    last one, with the turns of others masked.
+    The prompt is everything before the assistant's first token. The response is the rest, up to the
+    assistant's last token, with the turns of other roles masked.
 
-    If the template marks the assistant's text (`{% generation %}`), these marks decide. Otherwise
-    it is the text from the generation prompt to the end of the message. Each turn is trained
-    up to and including its first stop token, even if that token directly follows the turn. Turns
-    are tokenised separately, as they are when they are sampled.
+    If the template marks the assistant's text (`{% generation %}`), these marks decide which text
+    is the assistant's. Otherwise, it is the text from the generation prompt to the end of the
+    message. Each turn is trained up to and including its first stop token, even if that token
+    directly follows the turn. Turns are tokenised separately, as in sampling.
 
     Args:
         row: A row with checked and normalised messages (`prepared_conversation`).
-        section: Names the columns of messages and tools.
+        section: Section of the config that names the columns of messages and tools.
         tokenizer: Hugging Face tokenizer of the model.
         stops: The tokens that end a turn.
 
@@ -116,7 +116,7 @@ def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _T
 
 
 def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns | None:
-    """Return the assistant's turns by rendering prefixes; None if the template rewrites turns."""
+    """Find the assistant's turns by rendering prefixes. None if the template rewrites turns."""
     whole, cuts = render(tokenizer, messages, tools=tools), []
     for place, message in enumerate(messages):
         if message["role"] == "assistant" and place:
@@ -131,7 +131,7 @@ def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) 
 
 
 def _tokenised(turns: _Turns, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[Run]]:
-    """Return token ids and the runs of the assistant; turns are tokenised separately."""
+    """Return the token ids and the assistant's runs in them. Turns are tokenised separately."""
     whole, cuts = turns
     parts = [whole[begin:stop] for begin, stop in pairwise([0, *cuts, len(whole)])]
     encoded = ids_behind(tokenizer, parts, [None, *parts[:-1]])

@@ -47,7 +47,7 @@ class LoadedExamples(Generic[Item]):
     num_skipped: int
     """Rows skipped because their prompt or a response is too long."""
     num_unusable: int = 0
-    """Rows skipped because a response is empty, or both of a pair are equal."""
+    """Rows skipped because a response is empty, or because both responses of a pair are equal."""
     bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
 
     def notes(self, key: str) -> list[str]:
@@ -71,15 +71,15 @@ def load_examples(
 ) -> LoadedExamples[Example]:
     """Read and tokenise prompts and the responses to train on.
 
-    Text prompts are tokenised as in `load_prompts`, text responses without special tokens and
-    with an end token appended. After chat messages the response is one more assistant message,
-    rendered with the chat template, up to the stop token that the template writes.
+    Text prompts are tokenised as in `load_prompts`. Text responses are tokenised without special
+    tokens, and an end token is appended. If the prompt is chat messages, the response is one more
+    assistant message, rendered with the chat template up to the stop token that it writes.
 
     Args:
         section: The sources, their columns and the length limits.
         tokenizer: Hugging Face tokenizer of the model.
         stop_token_ids: Tokens that end a response.
-        key: Config key of the sources, for error messages; evaluation has its own.
+        key: Config key of the sources, for error messages. Evaluation has a key of its own.
 
     Raises:
         ConfigError: a row is invalid, a row is too long and `data.too_long` is `error`, or no row
@@ -157,7 +157,7 @@ def load_pairs(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Pair]:
-    """Read prompts with a chosen and a rejected response; otherwise like `load_examples`."""
+    """Read prompts with a chosen and a rejected response, otherwise like `load_examples`."""
 
     def build(row: Row, prompt: list[int], responses: list[_Response]) -> Pair | None:
         chosen, rejected = (each.ids for each in responses)
@@ -183,10 +183,11 @@ def load_verdicts(
     *,
     key: str = "data.prompts",
 ) -> LoadedExamples[Verdict]:
-    """Read prompts with desirable and undesirable responses; otherwise like `load_examples`.
+    """Read prompts with desirable and undesirable responses, otherwise like `load_examples`.
 
-    Without `desirable_key` each pair becomes two verdicts. `other_ids` of each verdict is the
-    response of the next row with another prompt; the last row wraps around to the first.
+    Without `desirable_key`, the rows are pairs, and each pair becomes two verdicts. `other_ids` of
+    a verdict is the response of the next row that has another prompt. After the last row, the
+    search continues at the first.
     """
     column = section.desirable_key
     if column is None:
@@ -203,7 +204,7 @@ def load_verdicts(
 
     def build(row: Row, prompt: list[int], responses: list[_Response]) -> _Judged | None:
         value = row.values[column]
-        if value not in (True, False):  # 1 and 0 too
+        if value not in (True, False):  # this accepts 1 and 0 too
             raise RowError(
                 f"data.desirable_key ({column}): {row.where} has {value!r} there. A verdict is "
                 "true or false. Correct the row or remove it."
@@ -243,14 +244,14 @@ def _with_others(rows: Sequence[_Judged], key: str) -> Sequence[Verdict]:
 
 
 _TAG = re.compile(r"<[^>]*>?")
-"""The tag that a generation prompt opens a block with."""
+"""Pattern of a tag with which a generation prompt opens a block, such as `<think>`."""
 
 
 class _Response(NamedTuple):
     """A tokenised response."""
 
     ids: np.ndarray
-    """int32 [T], its end token included."""
+    """Token ids with the end token, int32 [T]."""
     is_empty: bool
 
 
@@ -259,12 +260,12 @@ class _Written(NamedTuple):
 
     text: str
     end: int
-    """The stop token to append if the text has none."""
+    """Stop token to append if the text contains none."""
     is_empty: bool
 
 
 _Responded = tuple[Row, list[int], list[_Response]]
-"""A row, its prompt as text, and its tokenised responses."""
+"""A row, its prompt as token ids, and its tokenised responses."""
 
 
 def _load(
@@ -346,7 +347,7 @@ def _with_responses(
     stops: StopTokens,
     bad: BadRows,
 ) -> Iterator[_Responded]:
-    """Yield rows with their responses; the responses of a chunk are tokenised in one call."""
+    """Yield rows with their responses. All responses of a chunk are tokenised in one call."""
     tokenizer, columns = stops.tokenizer, list(response_keys.items())
 
     def written(each: Tokenised) -> tuple[Tokenised, list[_Written]]:
@@ -364,7 +365,7 @@ def _with_responses(
         responses = []
         for (config_key, column), (one, ids) in zip(columns, writings, strict=True):
             cut = next((token for token in ids[:-1] if token in stops.ids), None)
-            if is_text and cut is not None:  # an ordinary word as stop token
+            if is_text and cut is not None:  # the stop token is an ordinary word
                 raise _inside(row, config_key, column, repr(tokenizer.decode([cut])))
             responses.append(_Response(stops.ended(ids, one.end), one.is_empty))
         return row, prompt, responses

@@ -16,11 +16,11 @@ from raypo.config import ConfigError
 Item = TypeVar("Item")
 
 MEMORY_BYTES = 64 << 20
-"""Bytes of a store that stay in memory. A larger store is written to a temporary file."""
+"""Largest size of a store in memory, in bytes. A larger store is written to a temporary file."""
 
 
 class Selection(Sequence[Item]):
-    """Items of a sequence at the given places, which are read on each access."""
+    """Items of a sequence at given indices. Each access reads the item from the sequence."""
 
     def __init__(self, items: Sequence[Item], places: Sequence[int]) -> None:
         self._items, self._places = items, places
@@ -39,16 +39,16 @@ class Selection(Sequence[Item]):
 
 
 class ItemStore(Sequence[Item]):
-    """A list that is only appended to. It keeps 8 bytes per item in memory, and the items pickled.
+    """Append-only list of pickled items, with an index of 8 bytes per item in memory.
 
-    Up to `MEMORY_BYTES` the pickles are in memory too, above that in a temporary file of this
-    process (in `TMPDIR`), which has no name and goes with the process. Any thread may read.
+    Up to `MEMORY_BYTES`, the pickles are in memory too. A larger store is written to an unnamed
+    temporary file in `TMPDIR`, which disappears with the process. Any thread may read the store.
     """
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115
         weakref.finalize(self, self._file.close)
-        self._lock = Lock()  # the file has one position
+        self._lock = Lock()  # all threads share the file's position
         self._ends = array("q", [0])
         for item in items:
             self.append(item)

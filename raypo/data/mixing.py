@@ -29,12 +29,14 @@ def repetition_note(
 
 
 def mix_of(section: DataSection, sizes: Sequence[int], block: int) -> Mix | None:
-    """Return the mix of the sources of `data.prompts`; None means one joint source without weights.
+    """Return the mix of the sources of `data.prompts`, or None if a source has no weight.
+
+    None means that all sources are drawn from as one.
 
     Args:
         section: The sources and their weights.
         sizes: Number of usable rows of each source.
-        block: Rows of a step.
+        block: Number of rows that a step draws.
 
     Raises:
         ConfigError: a source with a weight has no usable rows.

@@ -1,4 +1,4 @@
-"""Ragged rows as padded tensors."""
+"""Pad rows of different lengths to one tensor."""
 
 from __future__ import annotations
 

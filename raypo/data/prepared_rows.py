@@ -1,7 +1,7 @@
 """Check and normalise rows as far as that is possible without a tokenizer.
 
-The steps stand in the order in which `prepared_row` takes them: columns, chat messages, responses,
-tools, system prompt. Config keys appear in error messages.
+The functions are in the order in which `prepared_row` uses them: columns, chat messages, responses,
+tools, system prompt. Parameters named `config_key` are config keys for error messages.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from raypo.data.chat_messages import (
 from raypo.data.rows import Row, RowError
 
 LabelCheck = Callable[[Any, str], Any]
-"""Takes a label and its location, and raises ValueError for a label that cannot be scored."""
+"""Function of a label and its location. It raises ValueError if the label cannot be scored."""
 
 _LOOKS_LIKE_CHAT = re.compile(
     r"""\s*\[\s*\{\s*["'](role["']\s*:|content["']\s*:.*["']role["']\s*:)""", re.DOTALL
 )
-"""A list of messages as JSON or as Python's repr, complete or not."""
+"""Pattern of the beginning of a list of messages, written as JSON or as Python's repr."""
 
 
 def prepared_row(
@@ -89,7 +89,7 @@ def check_label(check: LabelCheck, row: Row, label_key: str) -> None:
     """Check the label of a row.
 
     Raises:
-        RowError: the check refuses it.
+        RowError: the check rejects the label.
     """
     try:
         check(row.values[label_key], row.where)
@@ -105,7 +105,7 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
     Raises:
         ConfigError: the first row lacks a column, so the config names a column that the source
             does not have.
-        RowError: a later row lacks a column, or a text in one cannot be tokenised.
+        RowError: a later row lacks a column, or a text in a column cannot be tokenised.
     """
     for config_key, name in columns.items():
         if name in row.values:
@@ -160,7 +160,7 @@ def _refuse_surrogates(row: Row, config_key: str, name: str) -> None:
 
 
 def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
-    """Return a row's value; chat messages given as text are parsed to a list."""
+    """Return a value of a row. Chat messages that are given as text are parsed to a list."""
     text = row.values[name]
     if not isinstance(text, str) or not _LOOKS_LIKE_CHAT.match(text):
         return text
@@ -207,7 +207,7 @@ def _response(row: Row, config_key: str, column: str) -> Message:
 
 
 def _tools_column(row: Row, section: DataSection) -> dict[str, str]:
-    """Return config key -> column of the tools, if the row has it; a row without it has none."""
+    """Return the config key and the column of the tools. Empty if the row lacks the column."""
     name = section.tools_key
     return {"data.tools_key": name} if name is not None and name in row.values else {}
 
@@ -215,10 +215,10 @@ def _tools_column(row: Row, section: DataSection) -> dict[str, str]:
 def with_tools_in_some(
     rows: Iterable[Row], source: PromptSource, section: DataSection
 ) -> Iterator[Row]:
-    """Yield the rows of a source, in which some may lack the column of the tools.
+    """Yield the rows of a source. Some rows, but not all, may lack the column of the tools.
 
     Raises:
-        ConfigError: all of them lack it.
+        ConfigError: all rows lack the column.
     """
     name, row = section.tools_key, None
     is_there = name is None
@@ -230,7 +230,7 @@ def with_tools_in_some(
 
 
 def _with_tools(row: Row, config_key: str, column: str, section: DataSection) -> Row:
-    """Return the row with its tools as a list of JSON schemas; None means no tools."""
+    """Return the row with its tools as a list of JSON schemas, or as None if it has no tools."""
     name = section.tools_key
     if name is None:
         return row

@@ -47,7 +47,7 @@ class LoadedPrompts:
     sizes: tuple[int, ...]
     """Number of prompts of each source."""
     highest: np.ndarray
-    """int32 [P]. Token ids of the prompt that has the largest one."""
+    """Token ids of the prompt that contains the largest token id, int32 [P]."""
     bad: BadRows = field(default_factory=lambda: BadRows("refuse"))
 
     def notes(self, key: str) -> list[str]:
@@ -108,18 +108,18 @@ def load_prompts(
 ) -> LoadedPrompts:
     """Read and tokenise prompts.
 
-    Text is tokenised with the special tokens that the tokenizer adds by default. Chat messages are
-    rendered with its chat template, which writes the special tokens itself. `Prompt.index` is the
-    row number over all sources in order, counting skipped rows.
+    Text is tokenised with the special tokens that the tokenizer writes before a text. Chat messages
+    are rendered with the tokenizer's chat template, which writes the special tokens itself.
+    `Prompt.index` is the row number over all sources in order, counting skipped rows.
 
-    Each worker that calls this reads every row once. Many prompts are stored in a temporary file
-    (`ItemStore`).
+    Each worker that calls this reads every row once. If the prompts are too many for memory, they
+    are stored in a temporary file (`ItemStore`).
 
     Args:
         section: The sources, their columns and the length limit.
         tokenizer: The policy's Hugging Face tokenizer.
         key: The config key of the sources, for error messages.
-        label_checks: Returns the check of a source's labels, or None.
+        label_checks: Function that returns the check of a source's labels, or None for no check.
 
     Raises:
         ConfigError: a row fails the checks of `peek` or of its label, a prompt has no tokens, a

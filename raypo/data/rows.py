@@ -2,9 +2,9 @@
 
 `key` is the config key of a source; error messages begin with it.
 
-Files are not read with the package `datasets`, which reads data sets and saved folders: it infers
-types (a label 007 becomes 7), fills missing columns with null, raises for a whole file where
-`data.on_error` may drop one row, knows no line numbers, and takes seconds to import.
+The package `datasets` is used for data sets and saved folders, but not for files: it infers types
+(a label 007 becomes 7), fills missing columns with null, rejects a whole file where `data.on_error`
+may drop one row, knows no line numbers, and takes seconds to import.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RowError(ConfigError):
 
 @dataclass
 class BadRows:
-    """Counter of unusable rows of a config key; if `on_error` is `refuse`, the first one raises."""
+    """Counter of unusable rows. If `on_error` is `refuse`, the first such row raises its error."""
 
     on_error: str
     """Value of `data.on_error`."""
@@ -89,7 +89,7 @@ class BadRows:
         return [f"{words} {self.first}"] if self.count else []
 
     def refuse_all(self, key: str) -> None:
-        """Raise if rows were dropped; call it when no other row is left.
+        """Raise an error if rows were dropped. Call this when no other row is left.
 
         Raises:
             ConfigError: rows were dropped. The message has the first row's error.
@@ -104,7 +104,7 @@ class BadRows:
 def is_data_set(source: PromptSource) -> bool:
     """Return whether a source is loaded with the package `datasets`, like the id `openai/gsm8k`.
 
-    An entry may also give a folder, or a configuration or split of a data set.
+    A `SourceEntry` may also name a folder, or a configuration or split of a data set.
     """
     path = path_of(source)
     if is_uri(path) or is_saved(path) or _is_pattern(path):
@@ -126,7 +126,7 @@ def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> 
     Args:
         source: A file, a pattern, a URI, a data set id or an entry with options.
         key: The config key of the source, for error messages.
-        bad: Collects unparsable rows. None raises at the first one.
+        bad: Counter of unparsable rows. None means that the first such row raises an error.
 
     Raises:
         ConfigError: a file is missing, has no rows, is of an unknown kind or cannot be read.
@@ -152,7 +152,7 @@ def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> 
 
 
 def files_of(path: str, key: str) -> list[str]:
-    """Return the path itself, or the files that match it as a pattern, sorted by name."""
+    """Return the path itself, or if it is a pattern, the files that match it, sorted by name."""
     if not _is_pattern(path):
         return [path]
     found = _matching_uris(path, key) if is_uri(path) else glob(path, recursive=True)
@@ -163,7 +163,7 @@ def files_of(path: str, key: str) -> list[str]:
 
 
 def _kind_of(source: str, key: str) -> str:
-    """Return the extension of a data file; reject a missing file or an unknown kind."""
+    """Return the extension of a data file. Reject a missing file and an unknown kind."""
     if is_uri(source):
         is_folder, is_file, place = _looked_up(source, key)
         suffix = Path(source.partition("?")[0]).suffix  # storage options follow the `?`
@@ -188,7 +188,11 @@ def _kind_of(source: str, key: str) -> str:
 
 
 def check_data_set(source: PromptSource, *, key: str) -> None:
-    """Raise if the package `datasets`, which a data set or saved folder needs, is missing."""
+    """Check that the package `datasets` is installed, which data sets and saved folders need.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
     if find_spec("datasets") is not None:
         return
     is_folder = is_saved(path_of(source))
@@ -253,7 +257,7 @@ def _begins_with_an_object(text: str) -> bool:
 
 
 def _csv(source: str, key: str, bad: BadRows) -> Iterator[Row]:
-    # The default limit is 128 KiB per field.
+    # Fields may be longer than the default limit of 128 KiB.
     csv.field_size_limit(sys.maxsize)
     with _opened(source, key, newline="") as file:
         reader = csv.DictReader(_decoded(file, source, key), strict=True)
@@ -354,7 +358,8 @@ def _reasoning_gym(source: str, key: str) -> Iterator[Row]:
     task, _, query = source.removeprefix(GYM).partition("?")
     try:
         given = {name: json.loads(value) for name, value in parse_qsl(query)}
-        entries = reasoning_gym.create_dataset(task, **{"seed": 0} | given)  # default: random
+        # Without a seed, reasoning-gym would use a random one.
+        entries = reasoning_gym.create_dataset(task, **{"seed": 0} | given)
     except Exception as error:  # each task checks its arguments in its own way
         raise ConfigError(
             f"{key} ({source}): reasoning-gym refuses it: {error}. Write it like "
@@ -366,7 +371,7 @@ def _reasoning_gym(source: str, key: str) -> Iterator[Row]:
 
 
 def _verifiers(source: str, key: str) -> Iterator[Row]:
-    """Yield the rows of an environment's data set; their prompts are chat messages."""
+    """Yield the rows of an environment's data set. Their prompts are chat messages."""
     name, _, query = source.removeprefix(f"{VERIFIERS}//").partition("?")
     given: dict[str, Any] = dict(parse_qsl(query))
     split = given.pop("split", "train")
@@ -416,7 +421,7 @@ def _is_pattern(path: str) -> bool:
 
 
 def _matching_uris(pattern: str, key: str) -> list[str]:
-    """Return the files at a URI whose names match; only the file name may be a pattern."""
+    """Return the URIs of the files that match a pattern. Only the file name may be a pattern."""
     from pyarrow.fs import FileSelector, FileType
 
     place, mark, options = pattern.partition("?")

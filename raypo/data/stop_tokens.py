@@ -16,7 +16,7 @@ import numpy as np
 from raypo.data.chat_messages import Message, render, strings_of
 
 Run = tuple[int, int]
-"""Index of the first token of an assistant turn, and of the token after its last."""
+"""Range of an assistant turn: the index of its first token, and the index after its last token."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,16 @@ class StopTokens:
 
     @property
     def default(self) -> int:
-        """The token appended to plain text: the end of sequence, if it is a stop token."""
+        """Stop token to append to plain text.
+
+        It is the end-of-sequence token if that is a stop token, else the first stop token.
+        """
         end = self.tokenizer.eos_token_id
         return end if end in self.ids else self.ids[0]
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
-        """The stop tokens that text can spell (the tokenizer's added tokens)."""
+        """Texts of those stop tokens that a text can contain: the tokenizer's added tokens."""
         added = self.tokenizer.added_tokens_decoder
         return tuple(str(added[each]) for each in self.ids if each in added)
 
@@ -46,18 +49,18 @@ class StopTokens:
         return next((text for text in self.texts if any(text in each for each in strings)), None)
 
     def bare(self, text: str) -> str:
-        """Return a text without the stop tokens at its end, and the white space behind them."""
+        """Return a text without the stop tokens at its end and the white space after them."""
         while end := next((each for each in self.texts if text.rstrip().endswith(each)), None):
             text = text.rstrip().removesuffix(end)
         return text
 
     def end_of(self, text: str) -> str:
-        """Return the first of the stop tokens at the end of a text; empty if there is none."""
+        """Return the first of the stop tokens at the end of a text, or "" if there is none."""
         behind = text[len(self.bare(text)) :]
         return next((each for each in self.texts if behind.startswith(each)), "")
 
     def ended(self, ids: Sequence[int], default: int) -> np.ndarray:
-        """Return ids up to and including the first stop token, or with the default appended."""
+        """Return ids up to and including the first stop token. Without one, append the default."""
         for place, token in enumerate(ids):
             if token in self.ids:
                 return np.asarray(ids[: place + 1], np.int32)
@@ -66,11 +69,11 @@ class StopTokens:
     def learned(
         self, ids: Sequence[int], runs: Sequence[Run], messages: Sequence[Message]
     ) -> tuple[list[int], list[bool]]:
-        """Return ids and their loss mask: each run, up to and including its first stop token.
+        """Return ids and their loss mask, True in each run up to and with its first stop token.
 
-        A stop token directly after a run is trained too: `{% generation %}` tags may leave it out,
+        A stop token directly after a run is trained too: `{% generation %}` tags may exclude it,
         and in some templates (GLM) the mark of the next role ends a turn. If the template writes no
-        stop token after the last run, `after(messages)` replaces the ids that follow it.
+        stop token after the last run, `after(messages)` replaces the ids that follow the run.
 
         Args:
             ids: Token ids of a whole conversation.
@@ -89,10 +92,10 @@ class StopTokens:
         return ids, mask
 
     def after(self, messages: Sequence[Message]) -> int:
-        """Return the stop token of a last turn after which the template writes none.
+        """Return the stop token for a last turn to which the template adds none.
 
-        This is the mark of the next message if it is a stop token (GLM: a user's message, or a
-        tool's after a call), else the default.
+        This is the token that begins the next message, if that is a stop token (as in GLM), else
+        the default. The next message is a tool's if the turn calls a tool, else a user's.
         """
         calls = messages[-1].get("tool_calls")
         if bool(calls) in self._after:
@@ -120,8 +123,8 @@ def without_end(ids: np.ndarray, stop_token_ids: Sequence[int]) -> np.ndarray:
 def prompt_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Tokenise text prompts with the special tokens that the tokenizer writes before a text.
 
-    Special tokens that it appends are removed, because a model does not answer a prompt that has
-    ended. A text that already begins with the beginning-of-sequence token gets no second one.
+    Special tokens that the tokenizer appends are removed, because a model does not answer a prompt
+    that has ended. A text that begins with a beginning-of-sequence token gets no second one.
     """
     begin, end = _added(tokenizer)
     encoded: Any = tokenizer(list(texts), verbose=False)["input_ids"]
@@ -150,14 +153,16 @@ def ids_behind(
 ) -> list[list[int]]:
     """Tokenise texts that follow other text, without the tokenizer's special tokens.
 
-    SentencePiece tokenizers write a space before the first word of their input, and some of them
-    after each special token. In the middle of a text the model would learn a space that it never
-    samples.
+    SentencePiece tokenizers write a space before the first word of their input; some of them also
+    write one after each special token. In the middle of a text, the model would learn to write a
+    space that it never samples.
 
     Args:
-        before: The text before each; only a special token at its end matters. An entry None means
-            that the text comes first. Without the list, no text comes first or follows a special
-            token.
+        tokenizer: Hugging Face tokenizer.
+        texts: The texts to tokenise.
+        before: Text before each of the texts. Only a special token at its end matters. An entry
+            None means that nothing comes before. Without the list, each text is taken to follow
+            ordinary text.
     """
     plain: Any = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     if not _writes_a_space(tokenizer):

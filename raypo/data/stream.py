@@ -38,19 +38,19 @@ class Mix:
     weights: tuple[float, ...]
     """Sampling weights; only their ratios matter."""
     block: int
-    """Number of draws, such as a step's, whose order of sources is shuffled together. Each source
-    has its share of every block, to within one draw or two."""
+    """Number of draws in a block, such as those of a step. The order of the sources is shuffled
+    within each block. Each source has its share of every block, give or take one or two draws."""
 
 
 class ShuffledStream(Generic[Item]):
     """Endless draws from items: each epoch is a permutation seeded by (seed, epoch).
 
     The draws depend only on the items, the seed and the position, not on how many are taken
-    at once. Example: 3 items, `take(2)` then `take(2)`: the second call crosses into epoch 1.
+    at once. Example: with 3 items and two calls of `take(2)`, the second call crosses into epoch 1.
 
-    With a mix each source has its own epochs. At the end of every block each source has had its
-    share of all draws so far, rounded: with the weights 0.75 and 0.25, 10 draws are 8 and 2, 20
-    are 15 and 5.
+    With a mix, each source has its own epochs. At the end of every block, each source has had its
+    share of all draws so far, rounded. Example: with weights 0.75 and 0.25, the first 10 draws are
+    8 and 2, and the first 20 draws are 15 and 5.
     """
 
     def __init__(self, items: Sequence[Item], *, seed: int, mix: Mix | None = None) -> None:
@@ -101,7 +101,7 @@ class _Source:
         self._order: np.ndarray = np.empty(0, np.int64)  # [size] int64
 
     def place(self, turn: int) -> int:
-        """Return the index among all items of this source's draw `turn`."""
+        """Return the index, among all items, of the item that this source's draw `turn` takes."""
         epoch, offset = divmod(turn, self._size)
         if epoch != self._epoch:
             words = [_SEED_WORD, self._seed, epoch] + ([self._number] if self._number else [])
@@ -110,7 +110,7 @@ class _Source:
 
 
 class _Turns:
-    """Source of each draw. Draw n of a source is due at (n + 1/2) / weight, to keep all shares."""
+    """Source of each draw. To keep all shares, draw n of a source is due at (n + 1/2) / weight."""
 
     def __init__(self, mix: Mix, seed: int) -> None:
         self._mix, self._seed = mix, seed
@@ -118,7 +118,7 @@ class _Turns:
         self._block: list[tuple[int, int]] = []
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return the source of a draw, and that source's number of earlier draws."""
+        """Return the source of a draw, and the number of earlier draws from this source."""
         number, offset = divmod(position, self._mix.block)
         if number != self._number:
             counts = self._counts(number * self._mix.block)
@@ -142,7 +142,7 @@ class _Turns:
         return counts
 
     def _due(self, counts: list[int], draws: int) -> list[int]:
-        """Return the sources of the next `draws` draws, given the number that each has had."""
+        """Return the sources of the next `draws` draws. `counts` are earlier draws by source."""
         due = np.concatenate(
             [
                 (count + np.arange(draws) + 0.5) / weight

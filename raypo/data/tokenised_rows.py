@@ -93,7 +93,10 @@ def template_error(
     tokenizer: PreTrainedTokenizerBase,
     error: Exception,
 ) -> ConfigError:
-    """Return the error for a row whose messages the template rejects, possibly for the first."""
+    """Return the error for a row whose messages the template rejects.
+
+    If the template accepts the messages without the system message, the error says so.
+    """
     if messages[0]["role"] == "system" and len(messages) > 1:
         prompting = config_key == "data.prompt_key"
         try:
@@ -121,7 +124,7 @@ def is_short(what: Literal["prompt", "response"], row: Row, num_tokens: int, sec
     """Return whether a prompt or response is within its length limit.
 
     Raises:
-        ConfigError: it is too long and `data.too_long` is `error`.
+        ConfigError: the prompt or response is too long, and `data.too_long` is `error`.
     """
     key = f"max_{what}_tokens"
     most = getattr(section, key)

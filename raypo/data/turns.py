@@ -22,11 +22,11 @@ _REPLY = "raypo-reply"
 
 
 class TurnTokens:
-    """Tokenises observations for the policy, with the tokenizer's chat template for chats.
+    """Tokenisation of observations for the policy. In a chat, the chat template renders them first.
 
     In a chat, a text observation is a user message. The ids between two turns are the text that the
     template writes from the end of an assistant message to the beginning of the next one. They
-    depend neither on the reply nor on how a template renders earlier messages.
+    depend neither on the reply nor on how the template renders earlier messages.
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class TurnTokens:
         tools: Tools = None,
         calls: Sequence[Mapping[str, Any]] = (),
     ) -> np.ndarray:
-        """Return the ids that follow a turn of the policy: the observation, rendered.
+        """Return the ids that follow a turn of the policy: those of the rendered observation.
 
         If the policy has sampled the end of its turn, the template's own end of turn is left out.
 
@@ -79,7 +79,7 @@ class TurnTokens:
             reply_ids: The policy's turn, int [T].
             observation: The next observation.
             chat: True if a text observation is a chat message.
-            tools: As in `first`.
+            tools: Tools that the template describes to the policy.
             calls: The turn's tool calls as chat templates take them, if known. They are used only
                 for templates that reject a tool message without a call.
 
@@ -111,7 +111,7 @@ class TurnTokens:
         tools: Tools,
         end: int | None,
     ) -> np.ndarray:
-        """Return the template's ids after a reply, without the end of turn if that was sampled."""
+        """Return the template's ids after a reply, without the end of turn if it was sampled."""
         follows = self._ids(self._text_behind(reply, messages, tools))
         if end is not None:
             closing = self._ids(self._text_behind(reply, [], tools, goes_on=False))
@@ -163,7 +163,7 @@ def is_ids(observation: Any) -> bool:
 
 
 def messages_of(observation: Any) -> list[Message]:
-    """Return an observation as normalised chat messages; a text becomes a user message.
+    """Return an observation as normalised chat messages. A text becomes a user message.
 
     Raises:
         ValueError: the observation is of no supported type.

@@ -1,7 +1,7 @@
-"""Environments of the package `verifiers`, by name: checked without an import, and loaded.
+"""Check environments of the package `verifiers` without importing them, and load them.
 
-Supported are versions 0.1.14 to 0.3, whose environments run in the worker's process. Version 0.4
-has only environments that start a program per episode in a container or in the cloud.
+Versions 0.1.14 to 0.3 are supported. Their environments run in the worker's process. Version 0.4
+has only environments that start a program for each episode, in a container or in the cloud.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raypo.custom.loader import check_factory, load_factory
 from raypo.extras import require
 
 OLDEST, TOO_NEW = (0, 1, 14), (0, 4)
-"""Bounds of the supported versions: from the first, below the second."""
+"""Oldest supported version, and the first newer version that is not supported."""
 
 
 def check_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> None:
@@ -38,7 +38,7 @@ def check_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Non
 
 
 def load_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
-    """Import an environment and call its `load_environment`, as the package does.
+    """Import an environment and call its `load_environment`, like the package itself.
 
     Args:
         name: Name of the environment, or a Python file.
@@ -49,7 +49,8 @@ def load_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
         A `verifiers.Environment`.
 
     Raises:
-        ConfigError: as `check_verifiers`, or its `load_environment` raises.
+        ConfigError: the package or environment is missing or not supported, or `load_environment`
+            raises an error or returns something else.
     """
     _check_version(name, key)
     import verifiers  # pyright: ignore[reportMissingImports]
@@ -90,10 +91,10 @@ def _check_version(name: str, key: str) -> None:
 
 @contextmanager
 def _signals_kept(verifiers: Any) -> Iterator[None]:
-    """Let environments leave the handlers of signals alone.
+    """Prevent environments from replacing signal handlers.
 
-    They replace those of SIGINT and SIGTERM, which are the run's, and which Python lets only the
-    main thread do.
+    The handlers of SIGINT and SIGTERM belong to the run, and Python lets only the main thread
+    replace them.
     """
     with patch.object(sys.modules[verifiers.Environment.__module__], "signal"):
         yield

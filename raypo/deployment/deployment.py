@@ -1,8 +1,8 @@
 """Replicas of a plain class behind one handle: Ray actors pinned to bundles of a placement group.
 
 Ray restarts a replica whose process has ended, in the same bundle, with the same name and
-environment. A deployment has no controller that could be lost: callers themselves find out which
-replicas answer, and kill a replica that hangs while they wait for it.
+environment. A deployment has no controller that could be lost: the callers find out which replicas
+answer, and kill a replica that hangs while they wait for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from raypo.deployment.spec import Deployment, Place
 __all__ = ["Deployment", "DeploymentHandle", "Place", "own_devices", "start_deployment"]
 
 MOST_CALLS = 100_000
-"""Calls that a replica accepts, running or queued (Ray's `max_concurrency`). Ray delivers no
-further calls, not even health checks."""
+"""Calls that a replica accepts, running or queued (Ray's `max_concurrency`). Beyond this limit, Ray
+delivers no calls, not even health checks."""
 _keep_alive: dict[str, tuple[list[ActorHandle], Any]] = {}
 """Actor handles and the reference to the spec, by deployment. An actor ends when no handle to it is
 left. Ray 2.60 frees large constructor arguments before a restart needs them again."""
@@ -33,7 +33,7 @@ left. Ray 2.60 frees large constructor arguments before a restart needs them aga
 def start_deployment(
     deployment: Deployment, places: Sequence[Place], *, in_turn: bool = False
 ) -> DeploymentHandle:
-    """Start a replica in each place, in the background. They end with the calling process.
+    """Start a replica in each place, in the background. The replicas end with this process.
 
     Args:
         deployment: The spec.

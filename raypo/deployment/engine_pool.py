@@ -15,17 +15,17 @@ from raypo.cluster.actors import is_alive
 from raypo.deployment.handle import DeploymentHandle
 
 LOOK_EVERY_S = 0.5
-"""Polling interval of a waiting run, in seconds, to see whether all holders of a slot are dead."""
+"""Interval, in seconds, at which a waiting run checks if all holders of a slot are dead."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease: one run may use one slot of a deployment."""
+    """Permission of one run to use one slot of a deployment."""
 
     number: int
     handle: DeploymentHandle
     before: str | None
-    """Name of another run that had the slot before. None if there was none."""
+    """Name of the other run that had the slot before. None if no other run had it."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,8 @@ class EnginePool:
 
         Args:
             run: Name of the run.
-            holder: The worker that asks. The lease lasts while it or another holder is alive.
+            holder: The worker that requests the lease. The lease lasts while any of its holders is
+                alive.
             timeout_s: Seconds to wait for a free slot.
 
         Returns:
@@ -69,10 +70,10 @@ class EnginePool:
             time.sleep(LOOK_EVERY_S)
 
     def _give(self, free: Sequence[_Slot], run: str, holder: ActorHandle) -> Lease:
-        """Lease one of the free slots: a restarted run's own earlier slot, if it is free."""
+        """Lease one of the free slots. A restarted run gets its earlier slot if that is free."""
         slot = next((slot for slot in free if slot.run == run), free[0])
         before = slot.run
-        # If the run gets another slot, forget it in its old one, so that only one slot names it.
+        # Remove the run's name from its earlier slot, so that only one slot names the run.
         for each in self._slots:
             each.run = None if each.run == run else each.run
         slot.run, slot.holders = run, [holder]
@@ -84,7 +85,7 @@ class EnginePool:
             self._slots[number].holders.append(holder)
 
     def runs(self) -> list[str]:
-        """Return the names of the runs that have leased a slot last."""
+        """Return the name of the last run on each slot, sorted and without repetition."""
         return sorted({slot.run for slot in self._slots if slot.run is not None})
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Callers' side of a deployment: `handle.call(RewardModel.score, rollouts).result()`.
+"""Client side of a deployment: `handle.call(RewardModel.score, rollouts).result()`.
 
 Concurrency. A call is a coroutine on the background event loop of its process, and its caller holds
 a future (`raypo.concurrency`):
@@ -8,8 +8,9 @@ a future (`raypo.concurrency`):
 While calls wait for a replica, one task of the loop checks its health. A replica that does not
 answer is killed, which fails its calls, and Ray restarts it.
 
-Retry rule: if the replica is lost, the call is repeated under the same id, on another replica that
-is up, else on the restarted one, which first makes the call that the handle requires.
+Retry rule: if the replica is lost, the call is repeated under the same id on another replica that
+is up. If no other is up, it is repeated on the restarted replica, which first makes the call that
+the handle requires.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E")
 Method = Callable[Concatenate[Any, P], T]
-"""A method of the deployment's class, as `Engine.generate`; its name is what travels."""
+"""A method of the deployment's class, such as `Engine.generate`. Only its name is sent."""
 ListMethod = Callable[Concatenate[Any, P], list[Future[E]]]
 """A method whose futures the replica awaits."""
 OnEntry = Callable[[int, Any], object]
@@ -56,8 +57,8 @@ thread, possibly twice for one index."""
 
 RETRY_S = 0.2
 REST_S = 4.0
-"""Seconds for which a replica that was lost is tried last. Ray 2.60 takes 2 s to say that an actor
-is restarting, each time."""
+"""Seconds after the loss of a replica in which it is tried last. Each call to it would block for 2
+s while Ray 2.60 restarts it."""
 PROBE_TIMEOUT_S = 3.0
 """Seconds after which a replica that does not answer counts as busy or starting."""
 
@@ -75,14 +76,14 @@ class _SharedPrerequisite:
 class DeploymentHandle:
     """Calls the replicas of a deployment; can be pickled and used anywhere in the cluster.
 
-    A call goes to a preferred replica with room, else to the one for which the fewest calls of this
-    process wait.
+    A call goes to a preferred replica that has room. If none has room, it goes to the replica with
+    the fewest waiting calls of this process.
     """
 
     limits: Deployment
     replicas: Sequence[ReplicaClient]
     preferred: tuple[int, ...] = ()
-    """Indices of the replicas that it tries first."""
+    """Indices of the replicas that calls try first."""
     _prerequisite: _SharedPrerequisite = field(default_factory=_SharedPrerequisite)
     _shared: SharedCall | None = None
     _on_entry: OnEntry | None = None
@@ -90,7 +91,7 @@ class DeploymentHandle:
 
     @classmethod
     def of(cls, limits: Deployment, namespace: str, count: int) -> DeploymentHandle:
-        """Return the handle of a deployment with so many replicas."""
+        """Return the handle of a deployment with `count` replicas."""
         return cls(limits, [ReplicaClient(limits, namespace, index) for index in range(count)])
 
     def __repr__(self) -> str:
@@ -98,12 +99,12 @@ class DeploymentHandle:
 
     @property
     def name(self) -> str:
-        """raypo:<run>:<role>."""
+        """Name of the deployment, raypo:<run>:<role>."""
         return self.limits.name
 
     @property
     def names(self) -> list[str]:
-        """Name of each replica, in the order of the values of `call_all` and `control`."""
+        """Name of each replica, in the order in which `call_all` and `control` return values."""
         return [replica.name for replica in self.replicas]
 
     @overload
@@ -116,8 +117,8 @@ class DeploymentHandle:
         """Call a method on one replica.
 
         Raises:
-            NoReplicaLeft: in the future; the prerequisite fails on all replicas that are left.
-            DeploymentError: in the future; there is no value in time, or no replica is left.
+            NoReplicaLeft: raised by the future: the prerequisite fails on all remaining replicas.
+            DeploymentError: raised by the future: the call timed out, or no replica is left.
         """
         call = Call(method.__name__, args, kwargs, self._prerequisite.call)
         if self._shared is not None:
@@ -133,10 +134,10 @@ class DeploymentHandle:
         self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[T]]: ...
     def call_all(self, method: Any, /, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call a method on every replica, ahead of its queue; a call is never repeated.
+        """Call a method on every replica, ahead of its queued calls. The call is never retried.
 
         Raises:
-            ReplicaLost: in a future; this replica is down or cannot serve the call.
+            ReplicaLost: raised by a future: its replica is down or cannot serve the call.
         """
         name, required = method.__name__, self._prerequisite.call
         return [
@@ -158,9 +159,9 @@ class DeploymentHandle:
         return replace(self, preferred=indexes)
 
     def per_replica(self) -> list[DeploymentHandle]:
-        """Derive a handle for each preferred replica; return this one if there is none.
+        """Derive a handle for each preferred replica, or return this one if none is preferred.
 
-        Each handle stays with its replica while that is up, however long its queue is.
+        Each handle keeps to its replica while the replica is up, however long its queue is.
         """
         if not self.preferred:
             return [self]
@@ -181,8 +182,8 @@ class DeploymentHandle:
     def require(self, method: Callable[..., Any] | None, /, *args: Any) -> None:
         """Set the call that every replica makes to itself before each call. None means no call.
 
-        A restarted replica thereby catches up when it is first called. The call must cost nothing
-        if there is nothing to catch up with. It applies to all derived handles of this process.
+        A restarted replica thereby catches up when it is first called. The call must be cheap if
+        nothing has changed. The setting applies to all derived handles of this process.
         """
         self._prerequisite.call = (method.__name__, args) if method else None
 
@@ -192,7 +193,7 @@ class DeploymentHandle:
         return self._prerequisite.call[1] if self._prerequisite.call else ()
 
     def up(self) -> DeploymentHandle:
-        """Derive a handle to the replicas that are up now. Wait for one if none is.
+        """Derive a handle to the replicas that are up now. If none is up, wait for one.
 
         Raises:
             DeploymentError: none is left, or none is up within `start_timeout_s`.
@@ -201,7 +202,7 @@ class DeploymentHandle:
         return replace(self, replicas=[replica for replica, _ in found])
 
     def statuses(self) -> list[Status]:
-        """Return the status of each replica that is up; wait for one if none is."""
+        """Return the status of each replica that is up. If none is up, wait for one."""
         return [status for _, status in background_future(self._find_up()).result()]
 
     def wait(self, timeout_s: float) -> None:
@@ -225,7 +226,7 @@ class DeploymentHandle:
             ) from None
 
     def is_lost(self) -> bool:
-        """Return whether no replica is left or will ever be."""
+        """Return True if all replicas are lost for good."""
         self._on_all(lambda replica: replica.ping(PROBE_TIMEOUT_S))
         return all(replica.gone for replica in self.replicas)
 
@@ -245,7 +246,7 @@ class DeploymentHandle:
         background_future(all_of_them()).result()
 
     async def _answer(self, call: Call, only: ReplicaClient | None = None) -> Any:
-        """Send a call to this replica, or to one after the other until it is answered."""
+        """Send a call to `only`, or to one replica after the other until it is answered."""
         unprepared: dict[int, str] = {}
         limit = asyncio.timeout(self.limits.request_timeout_s)
         try:
@@ -270,7 +271,7 @@ class DeploymentHandle:
             ) from None
 
     def _choose(self, unprepared: Mapping[int, str]) -> ReplicaClient:
-        """Return the replica that is called next: one that is down only if no other is left."""
+        """Return the replica to call next. A lost one is chosen only if no other is left."""
         left = [replica for replica in self.replicas if replica.gone is None]
         if not left:
             last = self.replicas[-1]
@@ -333,7 +334,7 @@ class ReplicaClient:
         self.gone: Exception | None = None
         """Error of a replica that Ray does not restart."""
         self.has_answered = False
-        """False for a replica that is still starting. It may take long to answer, and must not be
+        """False while the replica is starting. It may then take long to answer, and must not be
         killed for that."""
         self._actor: ActorHandle | None = None
         self._lost_at: float | None = None
@@ -355,7 +356,7 @@ class ReplicaClient:
 
     @property
     def down_s(self) -> float:
-        """Seconds since the replica was lost or silent; 0 if it has answered since."""
+        """Seconds since the replica was lost or stopped answering. 0 if it has answered since."""
         return 0.0 if self._down_since is None else time.monotonic() - self._down_since
 
     async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
@@ -377,7 +378,7 @@ class ReplicaClient:
                 reporting = asyncio.create_task(self._report_entries(call, on_entry))
             try:
                 reply = await ref
-            except asyncio.CancelledError:  # the caller gave up, so the replica need not go on
+            except asyncio.CancelledError:  # the caller gave up, so the replica need not continue
                 ray.cancel(ref)
                 raise
         except RayError as error:
@@ -395,12 +396,12 @@ class ReplicaClient:
         return reply
 
     async def ping(self, timeout_s: float | None, *, kills: bool = False) -> Status | None:
-        """Return the status of a replica that is up and well; None for any other.
+        """Return the status of a replica that is up and reports no problem; None for any other.
 
         Args:
             timeout_s: Seconds to wait for its answer. None means no limit.
-            kills: Whether to kill a replica that does not answer in time: one that was up, or one
-                that had `start_timeout_s` to start.
+            kills: Whether to kill a replica that does not answer in time. A replica that is
+                starting is killed only after `start_timeout_s`.
         """
         try:
             status = await asyncio.wait_for(self._remote().status.remote(), timeout_s)
@@ -418,7 +419,7 @@ class ReplicaClient:
         return None if status.problem else status
 
     async def end(self, grace_s: float) -> None:
-        """End the replica for good, after ongoing calls have ended or the time is over."""
+        """End the replica for good, after ongoing calls have ended or `grace_s` has passed."""
         if await self.ping(PROBE_TIMEOUT_S):
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self._remote().drain.remote(), grace_s)
@@ -502,6 +503,6 @@ class LocalReplica(ReplicaClient):
 
 
 def local_handle(*targets: Any) -> DeploymentHandle:
-    """Return a handle of objects in this process, each of which is called as a replica."""
+    """Return a handle whose replicas are objects of this process."""
     replicas = [LocalReplica(target, index) for index, target in enumerate(targets)]
     return DeploymentHandle(replicas[0].limits, replicas)

@@ -5,9 +5,9 @@ reported while the object works. The object itself runs in threads:
 
 - `_pool`, one thread for each ongoing call (`max_ongoing_requests`), builds the object and runs its
   methods.
-- `_control_pool`, one thread for control calls (a push of weights, sleep). They keep their order
-  and never wait for ongoing calls, except for their prerequisites. With one ongoing call at a time
-  it is `_pool`.
+- `_control_pool`, one thread for control calls (a push of weights, sleep). Control calls run in
+  order. They never wait for ongoing calls, except for the prerequisites of these. If only one
+  ongoing call is allowed, `_control_pool` is `_pool`.
 
 A daemon thread exports the number of calls as a gauge.
 
@@ -46,15 +46,16 @@ EXIT_DELAY_S = 0.2
 
 
 class Replica:
-    """One replica: it runs each call's id once, and reports its health."""
+    """One replica. It runs each call id once, and reports its health."""
 
     def __init__(self, deployment: Deployment, index: int, bundle: int = 0) -> None:
         """Build the object, unless a restarted replica has to wait for its turn."""
         self._deployment, self._index, self._bundle = deployment, index, bundle
-        self._target: Any = None  # before all else: Ray calls `repr` even if the constructor fails
+        self._target: Any = None  # set first: Ray calls `repr` even if the constructor fails
         self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._ready: dict[str, list[tuple[int, Any]]] = {}
-        """Per call id, entries of the value with their indices, in the order they became ready."""
+        """Ready entries of each call's value, with their indices, in the order they became
+        ready."""
         self._preparing = threading.Lock()
         """Held while the object is built, and while a prerequisite or a control call runs."""
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
@@ -85,11 +86,11 @@ class Replica:
         return repr(self._target)
 
     async def call(self, call: Call) -> Any:
-        """Run a method of the object; a known id is not run twice.
+        """Run a method of the object. A call whose id is known is not run again.
 
         Returns:
-            The value; or `Unprepared` if the prerequisite failed, `Lost` if the method failed and
-            the object cannot go on.
+            The value. `Unprepared` if the prerequisite failed. `Lost` if the method failed and the
+            object cannot go on.
         """
         value = self._calls.get(call.id)
         if value is None or value.cancelled():
@@ -104,7 +105,7 @@ class Replica:
     async def entries(
         self, id: str, part: tuple[int, ...] | None, num_seen: int
     ) -> tuple[int, dict[int, Any]]:
-        """Return entries of a call's value, a list of futures, that became ready.
+        """Return the newly ready entries of a call whose value is a list of futures.
 
         Args:
             id: The call's id.
@@ -124,7 +125,7 @@ class Replica:
         return len(ready), new
 
     async def status(self) -> Status:
-        """Return where this process runs, its load, and its problem if it has one."""
+        """Return the location of this process, its load, and its problem, if any."""
         problem = self._problem()
         if problem is not None:
             self._end_soon()
@@ -146,7 +147,8 @@ class Replica:
                     *(_recorded(index, each, ready) for index, each in enumerate(value))
                 )
         except asyncio.CancelledError:
-            running.add_done_callback(_cancel_futures)  # the thread goes on, and may return some
+            # The thread continues after this, and may return futures.
+            running.add_done_callback(_cancel_futures)
             raise
         except Exception:
             problem = self._problem()
@@ -159,7 +161,7 @@ class Replica:
 
     def _run(self, call: Call) -> Any:
         if self._target is None and call.method in ("sleep", "wake_up"):
-            return None  # it holds no memory, and takes what it needs when it is built
+            return None  # no object yet, so no memory to move
         if self._target is None and call.method == "peak_memory":
             return Unprepared("it is not built yet, and this call is no reason to build it")
         try:
@@ -175,12 +177,13 @@ class Replica:
         except Exception as error:
             problem = self._problem()
             return Lost(problem) if problem else Unprepared(f"{type(error).__name__}: {error}")
-        # A prerequisite that still fetches the last push must not load it over the next one.
+        # Without the lock, a prerequisite that is fetching the last push could load it over a newer
+        # one.
         with self._preparing if call.is_control else nullcontext():
             return getattr(target, call.method)(*call.args, **call.kwargs)
 
     def _built(self) -> Any:
-        """Return the object, built by the first caller; library logs go to a file of the run."""
+        """Return the object, which the first call builds. Library logs go to a file of the run."""
         with self._preparing:
             if self._target is None:
                 deployment, path = self._deployment, None
@@ -193,7 +196,7 @@ class Replica:
         return self._target
 
     def _problem(self) -> str | None:
-        """Return the reason why the object cannot go on, or None."""
+        """Return the reason why the object cannot go on. None means that it can."""
         try:
             getattr(self._target, "check_health", lambda: None)()
         except Exception as error:

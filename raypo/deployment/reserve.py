@@ -1,4 +1,4 @@
-"""Reservation of a placement group: as a whole, or an error that names what is missing."""
+"""Reservation of a whole placement group, or an error that names the missing resources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAY_AFTER_S = 5.0
 
 @dataclass(frozen=True)
 class Dedicated:
-    """Deployments that the driver has started in a placement group of their own."""
+    """Deployments that the driver has started in a separate placement group."""
 
     handles: dict[str, DeploymentHandle] = field(default_factory=dict)
     """Handles by role: engine, reference, reward_0, ..."""
@@ -33,7 +33,7 @@ class Dedicated:
         """End the deployments and remove the group.
 
         Args:
-            graceful: Whether replicas may finish; else they are killed at once.
+            graceful: Whether replicas may finish ongoing calls. If False, they are killed at once.
         """
         for handle in self.handles.values():
             handle.shutdown(None if graceful else 0.0)
@@ -50,7 +50,7 @@ def reserve(
     on_asked: Callable[[PlacementGroup], object] = lambda group: None,
     say: Callable[[str], object] | None = None,
 ) -> PlacementGroup:
-    """Reserve a placement group and wait until it is placed. It ends with this process's job.
+    """Reserve a placement group and wait until it is placed. Ray removes it when this job ends.
 
     Args:
         bundles: The bundles to reserve.
@@ -102,7 +102,7 @@ def nodes_of(group: PlacementGroup) -> list[str]:
 
 
 def waiting_groups() -> dict[str, str]:
-    """Return what each placement group waits for and who holds it, by the name of the group."""
+    """Return, for each waiting group by name, a text on the missing resources and their holders."""
     return {
         info["name"]: f"{words(_held(info))} are not free. {_holders(info['placement_group_id'])}"
         for info in placement_group_table().values()
@@ -127,7 +127,7 @@ def _why_it_waits(
 
 
 def _holders(waiting: str) -> str:
-    """Return a sentence with the other placement groups than `waiting`, and their resources."""
+    """Return a sentence on the placement groups other than `waiting` and their resources."""
     names = []
     for info in placement_group_table().values():
         if info["state"] == "CREATED" and info["placement_group_id"] != waiting:

@@ -15,7 +15,7 @@ Prerequisite = tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Deployment:
-    """A plain class that runs as replicas; the words are Ray Serve's.
+    """Specification of a plain class that runs as replicas. The terms are those of Ray Serve.
 
     If the class has a method `check_health`, it raises when the object cannot go on. If it has a
     method `stalled_s`, it returns the seconds since the last progress. A replica with a problem
@@ -23,7 +23,7 @@ class Deployment:
     """
 
     name: str
-    """Readable, for the dashboard: raypo:<run>:<role>. Replica i is named <name>:<i>."""
+    """Name for the dashboard, raypo:<run>:<role>. Replica i is named <name>:<i>."""
     cls: type
     kwargs: dict[str, Any]
     """Arguments of the constructor."""
@@ -55,7 +55,7 @@ class Deployment:
 
     @property
     def role(self) -> str:
-        """Last word of the name: engine, reference."""
+        """Last part of the name, such as engine or reference."""
         return self.name.split(":")[-1]
 
     def limits(self) -> Deployment:
@@ -71,7 +71,8 @@ class Place:
     bundle: int = 0
     """Index of a bundle of the group."""
     num_cpus: float = 0.0
-    """CPUs taken from the bundle; 0 beside a learner worker, which holds all of them."""
+    """CPUs taken from the bundle. 0 if the bundle has a learner worker, because that holds all
+    CPUs."""
     num_gpus: float = 0.0
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables, for example the devices of the learner worker beside it."""
@@ -86,7 +87,8 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     prerequisite: Prerequisite | None = None
     is_control: bool = False
-    """Control calls run in a thread of their own, in their order, before waiting requests."""
+    """True for a control call. Control calls run in order in a separate thread, so they pass
+    waiting requests."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     part: tuple[int, ...] | None = None
     """Indices of the list's entries that the caller wants. None means the whole value."""

@@ -1,8 +1,8 @@
-"""HTTP server for the agents of one worker; an API key identifies an episode.
+"""HTTP server for the agents of one worker. An API key identifies an episode.
 
-Concurrency. A worker has at most one server, in a daemon thread with its own event loop. A request
-arrives there, is answered in the event loop that opened its episode, and awaited in the server's.
-If the client leaves, or the episode is over, the answer is cancelled.
+Concurrency. A worker has at most one server, in a daemon thread with its own event loop. The server
+receives a request and awaits its answer in this loop. The answer itself is computed in the event
+loop that opened the episode. It is cancelled if the client disconnects or the episode ends.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     import uvicorn
 
 KEEP_ALIVE_S = 600
-"""Keep-alive of idle connections in seconds. Longer than that of clients: they close first."""
+"""Keep-alive of idle connections in seconds. It is longer than that of clients, so that clients
+close connections first."""
 
 
 class AgentEndpoint:
-    """The server, and the episodes that can be reached by it."""
+    """HTTP server, and the episodes that it serves."""
 
     def __init__(self, host: str, max_model_len: int) -> None:
-        """Store the arguments; the server starts when its URL is read first.
+        """Store the arguments. The server starts when its URL is first read.
 
         Args:
             host: Address to listen on, `rollout.endpoint_host`.
@@ -39,14 +40,14 @@ class AgentEndpoint:
         """
         self._host, self._max_model_len = host, max_model_len
         self._episodes: dict[str, Answering] = {}
-        """Maps the API keys of open episodes to their answers."""
+        """Maps the API key of each open episode to the function that answers its requests."""
         self._server: uvicorn.Server | None = None
         self._starting = threading.Lock()
         self._base_url = ""
 
     @contextmanager
     def open(self, answering: Answering) -> Iterator[str]:
-        """Serve an episode within this context, in whose event loop `answering` samples.
+        """Serve an episode within this context. `answering` runs in the caller's event loop.
 
         Yields:
             The API key of the episode.
@@ -64,12 +65,12 @@ class AgentEndpoint:
             del self._episodes[key]
 
     def base_url(self) -> str:
-        """Return the URL of the server, and start it if necessary; callable from any thread.
+        """Return the URL of the server, and start it if necessary. Any thread may call this.
 
         Raises:
-            ConfigError: the host is no address of this machine.
+            ConfigError: the host is not an address of this machine.
         """
-        import uvicorn  # of the extra serve, like Starlette
+        import uvicorn  # a package of the extra serve, like Starlette
 
         from raypo.endpoint.app import app_of
 
@@ -99,6 +100,6 @@ class AgentEndpoint:
             return self._base_url
 
     def close(self) -> None:
-        """Stop the server, if it runs."""
+        """Stop the server, if it is running."""
         if self._server:
             self._server.should_exit = self._server.force_exit = True

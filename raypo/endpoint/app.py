@@ -25,14 +25,15 @@ from raypo.endpoint.protocol import (
 )
 
 NAME = "policy"
-"""Name of the model."""
+"""Model name that the endpoint reports."""
 
 
 def app_of(episode: Callable[[str], Answering | None], max_model_len: int) -> Starlette:
     """Return the application: POST /v1/chat/completions and /v1/completions, GET /v1/models.
 
     Args:
-        episode: Returns the function that answers for an API key, or None for a wrong key.
+        episode: Function that returns the answering function for an API key, or None if the key is
+            wrong.
         max_model_len: Maximum number of prompt and response tokens together.
     """
 
@@ -81,7 +82,7 @@ def _refused(_: Request, error: Exception) -> Response:
 
 
 def _events(answer: dict[str, Any], *, with_usage: bool) -> Iterator[str]:
-    """Yield an answer as server-sent events, one per response, since responses arrive whole."""
+    """Yield an answer as server-sent events: one per response, because responses are complete."""
     choices, usage = answer.pop("choices"), answer.pop("usage")
     answer["object"] = answer["object"].replace("chat.completion", "chat.completion.chunk")
     for choice in choices:

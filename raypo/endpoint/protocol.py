@@ -1,6 +1,7 @@
-"""The supported part of OpenAI's requests and answers; unsupported fields are refused by name.
+"""Requests and answers of the supported part of OpenAI's API.
 
-One extension, as in vLLM: `return_token_ids` requests the token ids of prompt and response.
+Unsupported fields are rejected by name. As in vLLM, `return_token_ids` requests the token ids of
+prompt and response, which OpenAI's API does not return.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class CompletionRequest(_Wanted):
 
     @property
     def wants_log_probs(self) -> bool:
-        """True if log-probs of the response's tokens are requested; `logprobs: 0` counts too."""
+        """True if log-probs of the response's tokens are requested, even by `logprobs: 0`."""
         return self.logprobs is not None
 
     @property
@@ -152,12 +153,12 @@ class Answered:
     """Text of the response, as the client sees it."""
     completion: Completion
     tokens: list[str]
-    """Text of each token by itself; filled if log-probs are requested."""
+    """Text of each token by itself. Empty unless log-probs are requested."""
     tool_calls: list[ToolCall]
 
 
 Answer = tuple[list[list[int]], list[Answered]]
-"""The ids of a request's prompts, and `n` responses to each, in order."""
+"""Token ids of a request's prompts, and the responses: `n` to each prompt, in order."""
 Answering = Callable[[Wanted], Coroutine[Any, Any, Answer]]
 """Function that answers the requests of one episode. Cancelling it aborts the request."""
 
@@ -170,13 +171,13 @@ def text_and_calls(
     stop_token_ids: Sequence[int] = (),
     tools: Tools | None = None,
 ) -> tuple[str, list[ToolCall]]:
-    """Return a response's text without its tool calls, and the calls; a malformed call stays text.
+    """Split a response into its text and its tool calls. A malformed call stays in the text.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
         token_ids: Token ids of the response.
-        stop: Stop strings; the text ends before them.
-        stop_token_ids: Stop tokens; not part of the text either.
+        stop: Stop strings. The text ends before the first of them.
+        stop_token_ids: Stop tokens, which are not part of the text.
         tools: Tools that may be called. If set, the text keeps special tokens, because the marks
             of a call are special tokens for some models. None means no tool calls.
     """
@@ -198,7 +199,7 @@ def answer_of(
     Args:
         request: The request.
         prompts_ids: Token ids of each prompt.
-        answered: All responses; the `n` responses to a prompt are consecutive.
+        answered: All responses. The `n` responses to a prompt are consecutive.
     """
     is_chat, choices = isinstance(request, ChatRequest), []
     for index, each in enumerate(answered):

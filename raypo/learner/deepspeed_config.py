@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from raypo.config import OVERLAPPED_STAGE, WorkersSection
 
 REDUCE_BUCKET = 500_000_000
-"""Elements; DeepSpeed's zero_optimization.reduce_bucket_size."""
+"""Default of DeepSpeed's zero_optimization.reduce_bucket_size, in elements."""
 MAX_LIVE = 1_000_000_000
-"""Elements; DeepSpeed's zero_optimization.stage3_max_live_parameters."""
+"""Default of DeepSpeed's zero_optimization.stage3_max_live_parameters, in elements."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Sharding:
     def overlaps(self) -> bool:
         """True if gradients are reduced during the backward pass.
 
-        Stage 2 then has a second bucket. The default is True only on GPUs, which have streams, with
-        several workers: a single worker reduces nothing.
+        Stage 2 then has a second bucket. The default is True only for several workers on GPUs: a
+        single worker reduces nothing, and CPUs have no streams.
         """
         # Below stage 2 DeepSpeed refuses overlap together with unmanaged accumulation.
         if self.stage < OVERLAPPED_STAGE:
@@ -83,7 +83,10 @@ def deepspeed_config(
     Adam updates are too small. So stage 0 runs as DeepSpeed's stage 1, whose updates are the same.
 
     Args:
-        on_gpu: Whether the workers have GPUs, whose streams can reduce gradients during the
+        section: Settings of optimizer and ZeRO.
+        dtype: float32 or bfloat16.
+        num_workers: Number of workers that train the model.
+        on_gpu: True if the workers have GPUs, whose streams can reduce gradients during the
             backward pass.
     """
     # A single worker shards nothing. Stages 1 and 2 would give the same updates as stage 0, but
@@ -104,7 +107,7 @@ def deepspeed_config(
         # The timer would synchronise the device before and after every forward pass.
         "timers": {"throughput": {"enabled": False}},
     }
-    if section.optimizer == "muon":  # it needs whole gradients
+    if section.optimizer == "muon":  # Muon needs whole gradients
         generated["zero_optimization"]["reduce_scatter"] = False
     if dtype == "bfloat16":
         generated["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -1,6 +1,6 @@
 """Distillation: a policy learns a teacher's distribution at every response token.
 
-M response tokens of some examples, K tokens per position with log-probs of the teacher.
+M response tokens of all examples in a batch, K tokens per position with teacher log-probs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Student(Policy):
     ) -> Any:
         """Return log-probs of an experience (as `Policy`), or divergences [M] of taught items.
 
-        With `top_k` return the K likeliest tokens of taught items instead: log-probs, float32
-        [M, K], and token ids, int64 [M, K], best first.
+        With `top_k`, return the model's K likeliest tokens at each position of taught items
+        instead: log-probs, float32 [M, K], and token ids, int64 [M, K], best first.
         """
         if isinstance(batch, Experience):
             return super().forward(batch, **arguments)
@@ -92,7 +92,7 @@ class DistillationTask(PolicyTask[Taught]):
     def top_log_probs(
         self, model: Any, items: Sequence[Taught], device: Any
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the model's own likeliest tokens at each response position of each item.
+        """Return the model's K likeliest tokens at each response position of each item.
 
         Returns:
             For each item log-probs, float32 [T, K], and token ids, int32 [T, K].
@@ -107,7 +107,7 @@ class DistillationTask(PolicyTask[Taught]):
         return float(len(item.response_ids))
 
     def loss(self, model: Any, items: Sequence[Taught], device: Any) -> tuple[Tensor, Sums]:
-        """Return the summed divergence, and the probability mass that the teacher reported."""
+        """Return the summed divergence, and metrics, such as the teacher's known mass."""
         found = model(items)  # [M]
         told = np.concatenate([np.exp(item.teacher_log_probs).sum(-1) for item in items])
         tokens = float(len(told))

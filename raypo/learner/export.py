@@ -33,13 +33,13 @@ def save_folder(
     Args:
         model: The trained model.
         network: The Hugging Face model inside it.
-        folder: Where to save.
-        tokenizer: Saved beside the model.
+        folder: Folder to write.
+        tokenizer: Tokenizer to save beside the model.
         workers: The workers that train the model.
     """
     weights = model.named_weights(network)
     if workers.rank > 0:
-        for _ in weights:  # takes part in the gathering
+        for _ in weights:  # takes part in gathering the shards
             pass
         return
     # transformers saves only on rank 0 of the default group, which may be in another team. `bool`
@@ -56,7 +56,7 @@ def save_folder(
 
 
 def _name_parts(folder: Path, parts: list[Path]) -> None:
-    """Rename the files: a single one gets a plain name, several get numbers and an index."""
+    """Rename the files: a single file gets a plain name, several get numbers and an index."""
     if len(parts) == 1:
         parts[0].rename(folder / WHOLE)
         return
@@ -87,14 +87,14 @@ def save_adapter(
     base: str,
     workers: Workers,
 ) -> None:
-    """Save the network's adapter as a peft folder; rank 0 writes, all call it."""
+    """Save the network's adapter as a peft folder; rank 0 writes, all workers call it."""
     weights = kept(model.gathered(lora.adapter_weights(network)), workers)
     if workers.rank == 0:
         lora.save_adapter(folder, lora.adapter_config(network, section, base=base), weights)
 
 
 def kept(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
-    """Return all tensors on the CPU of rank 0; other ranks only take part in the gathering."""
+    """Return all tensors on the CPU of rank 0. Other ranks only take part in gathering shards."""
     kept: dict[str, Tensor] = {}
     for name, tensor in named_weights:
         if workers.rank == 0:

@@ -39,7 +39,7 @@ from raypo.types import Experience, to_device
 from raypo.weights.adapter import AdapterPush
 
 _SEED_WORD = 3
-"""First number of the minibatch order's seed. The prompt stream uses 1, sharding 2, requests 4."""
+"""First number of the seed of the minibatch order. Prompt streams use 1, sharding 2, requests 4."""
 
 
 def minibatch_order(seed: int, step: int, epoch: int, count: int) -> list[int]:
@@ -50,8 +50,8 @@ def minibatch_order(seed: int, step: int, epoch: int, count: int) -> list[int]:
 class Learner:
     """Learner on one worker. Every method is collective: all workers call it together.
 
-    If policy and critic have separate workers, methods that concern only the policy's weights are
-    called by the policy's workers, and those that concern only the critic's by the critic's.
+    If policy and critic have separate workers, a method that concerns only the weights of one model
+    is called only by that model's workers.
     """
 
     def __init__(
@@ -75,12 +75,13 @@ class Learner:
             ppo: The PPO section.
             section: The learner section.
             temperature: Sampling temperature of the responses.
-            max_new_tokens: Most tokens of a response; the `constant` aggregation divides by it.
+            max_new_tokens: Longest response, in tokens; the `constant` aggregation divides by it.
             num_steps: Number of training steps, for the learning rate schedule.
             seed: Seed of new weights and of the minibatch order.
             workers: All learner workers.
-            critic_start: Initial weights of the critic. None means `model.critic`, else the policy.
-            roles: Assignment of policy and critic to workers. None means all train both.
+            critic_start: Initial weights of the critic. None means `model.critic`, or the
+                policy if `model.critic` is not set.
+            roles: Assignment of policy and critic to workers. None means that all train both.
         """
         torch.manual_seed(seed)
         self._roles = roles = roles or Roles.shared(workers)
@@ -93,7 +94,8 @@ class Learner:
         shared |= {"workers": roles.own, "mpu": roles.mpu}
         self._model = model
         self._is_reference = ppo.needs_reference and model.is_own_reference
-        # transformers fills ZeRO-3 shards from rank 0 of all workers, so separate roles load whole.
+        # transformers fills ZeRO-3 shards from rank 0 of all workers, so with separate roles each
+        # worker loads whole models.
         shares: Any = nullcontext
         if not roles.are_apart:
             shares = partial(in_shares, section, dtype=model.dtype, workers=workers)
@@ -101,7 +103,8 @@ class Learner:
         if roles.trains_policy:
             with shares():
                 network = load_policy(model)
-        if roles.are_apart:  # so that the critic's new weights equal those with shared workers
+        # With one random state, new critic weights equal those of a run with shared workers.
+        if roles.are_apart:
             torch.set_rng_state(workers.broadcast(torch.get_rng_state()))
         self._trained_policy = None
         if network is not None:
@@ -130,9 +133,11 @@ class Learner:
     def with_log_probs_and_values(self, experience: Experience) -> Experience:
         """Add `old_log_probs` and, with a critic, `values` to the experience.
 
-        - `old_log_probs` are the engine's with `ppo.old_log_probs: engine`. If the step is a single
-          update and nothing before it reads them, they are left to `update`.
-        - `last_values` are added with `ppo.bootstrap_truncated`; 0 for responses that ended.
+        - `old_log_probs` are the engine's log-probs with `ppo.old_log_probs: engine`. Otherwise the
+          policy computes them here, unless the step is a single update and nothing before it reads
+          them: then `update` adds them.
+        - `last_values` are added with `ppo.bootstrap_truncated`. They are 0 for responses that
+          ended by themselves.
         - `ref_log_probs` are added if the policy without its adapter is the reference model.
 
         The microbatches are those of `update`, so the first update has a ratio of exactly 1.
@@ -140,7 +145,7 @@ class Learner:
         found: dict[str, Tensor] = {}
         is_one_update = len(self._minibatches(experience)) <= 1
         if self._ppo.old_log_probs == "engine":
-            known = ~experience.rollout_log_probs.isnan()  # tokens without one are not trained
+            known = ~experience.rollout_log_probs.isnan()  # tokens with NaN are not trained
             if not known.all():
                 experience = experience.with_(loss_mask=experience.counted & known)
             old = experience.rollout_log_probs.where(known, 0.0)
@@ -317,7 +322,7 @@ class Learner:
         return log_probs.cpu()
 
     def _if_policy(self, field: str, experience: Experience) -> dict[str, Tensor]:
-        """Return the policy's log-probs as a field of the experience; empty without a policy."""
+        """Return the policy's log-probs as `field`, or nothing if this worker has no policy."""
         return {field: self._policy_log_probs(experience)} if self._trained_policy else {}
 
     @torch.no_grad()
@@ -347,7 +352,7 @@ class Learner:
         return replace(policy, metrics=metrics)
 
     def _step(self, sums: UpdateSums, *, with_policy: bool) -> bool:
-        """Run one optimizer step of policy and critic; False if any was skipped on any worker."""
+        """Run one optimizer step of both models. Return False if any worker skipped an update."""
         all_applied = True
         if with_policy and self._trained_policy:
             all_applied, norm = self._policy.step()
@@ -412,7 +417,7 @@ class Learner:
         return [rows[torch.tensor(piece, dtype=torch.int64)] for piece in cut]
 
     def _on_device(self, experience: Experience, rows: Tensor) -> Experience:
-        """Return rows on the device; for no rows a blank one without weight in the loss."""
+        """Return the rows on the device. If there are none, return a blank row of weight 0."""
         batch = experience.select(rows) if len(rows) else experience.blank()
         return batch.to(self._device)
 

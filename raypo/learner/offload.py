@@ -3,7 +3,7 @@
 DeepSpeed 0.19 has `offload_states`, but BF16_Optimizer lacks it, at stage 3 it moves only moments
 of DeepSpeed's FusedAdam, and at stages 1 and 2 it pins new host memory each time. So raypo moves
 the storages themselves into pinned memory that is reused. DeepSpeed holds many views of a few flat
-buffers, and all of them stay valid.
+buffers, and all these views stay valid.
 
 State that the config offloads (`offload_optimizer`, `offload_param`) is already on the host.
 """
@@ -21,7 +21,7 @@ from raypo.models.loading import release_memory
 
 
 class Offload:
-    """Offloader of one DeepSpeed model: to the host in two parts, and back as a whole."""
+    """Offloader of one DeepSpeed model: state goes to the host in two parts, and back at once."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         """Create an offloader.
@@ -49,7 +49,7 @@ class Offload:
         release_memory()
 
     def parameters(self) -> None:
-        """Offload the weights, after the training state. Idempotent."""
+        """Offload the weights. Call it after `training_state`. Idempotent."""
         self._engine.empty_partition_cache()
         self._host.take(self._weights())
         release_memory()
@@ -78,7 +78,7 @@ class Offload:
         return self._engine._unmanaged_backward_count > 0
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Yield the float32 sums of gradients that stay allocated between two steps."""
+        """Yield the float32 sums of gradients, which stay allocated between two steps."""
         zero = vars(self._engine.optimizer)
         yield from zero.get("fp32_groups_gradients_flat", ())  # BF16_Optimizer
         if (sums := zero.get("grad_partitions_flat_buffer")) is not None:  # stage 3

@@ -19,7 +19,7 @@ from raypo.config import ConfigError, WorkersSection
 MOMENTUM = 0.95
 """Muon's decay rate of the gradients' moving average."""
 UPDATE_RMS = 0.2
-"""Root mean square of Muon's updates in units of the learning rate, about that of AdamW's."""
+"""Root mean square of Muon's updates in units of the learning rate, about as for AdamW."""
 
 Group = dict[str, Any]
 """A parameter group of a torch optimizer."""
@@ -30,14 +30,15 @@ def new_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of `learner.optimizer`, with a learning rate of 0.
 
-    DeepSpeed's Muon multiplies an orthogonal update of m x n by sqrt(max(1, m / n)), and the paper
-    of 2025 by 0.2 sqrt(max(m, n)), so that learning rates of AdamW suit. The ratio of the two,
-    0.2 sqrt(n), is a factor of the learning rate: matrices of equal n are a group.
+    DeepSpeed's Muon multiplies an orthogonal update of size m x n by sqrt(max(1, m / n)). The paper
+    of 2025 multiplies it by 0.2 sqrt(max(m, n)), so that learning rates for AdamW also suit Muon.
+    The ratio of these two factors, 0.2 sqrt(n), is applied to the learning rate, so matrices with
+    the same n form a parameter group.
 
     Args:
         parameters: The weights to train.
-        networks: The Hugging Face models that they belong to. Muon updates the linear layers below
-            their heads, but no embedding.
+        networks: The Hugging Face models that the weights belong to. Muon updates the linear layers
+            below their heads, but no embedding.
         section: Constants of the optimizer.
 
     Raises:
@@ -74,7 +75,7 @@ def new_optimizer(
 
 
 def set_learning_rate(groups: Iterable[Group], learning_rate: float) -> None:
-    """Set the learning rate of all groups."""
+    """Set the learning rate of each group, times the group's factor if it has one."""
     for group in groups:
         group["lr"] = learning_rate * group.get("rate_factor", 1.0)
 
@@ -83,7 +84,7 @@ def constants_of(group: Group, section: WorkersSection) -> Group:
     """Return a group's constants from the config, without the learning rate."""
     if not group.get("use_muon"):
         return _adamw(section)
-    # The optimizer multiplies weight decay by the group's rate, which has the factor.
+    # The optimizer multiplies weight decay by the group's learning rate, which includes the factor.
     decay = section.weight_decay / group["rate_factor"]
     return {"momentum": MOMENTUM, "weight_decay": decay}
 

@@ -12,13 +12,13 @@ from raypo.models.linear import mkl_is_slow, product
 
 MEASURED_S = 0.2
 SIZES = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of the matrices of a measured product."""
+"""Number of rows and columns of the matrices in the measured matmul, by device type."""
 READ_BYTES = 1 << 28
 """Bytes read in a bandwidth test; more than CPU caches hold."""
 
 
 def peak_flops(dtype: str, declared_tflops: float | None = None) -> float:
-    """Return FLOP/s of this worker's device: declared, else from its data sheet, else measured.
+    """Return the FLOP/s of this worker's device: declared, else from a data sheet, else measured.
 
     Args:
         dtype: float32 or bfloat16.
@@ -33,9 +33,9 @@ def peak_flops(dtype: str, declared_tflops: float | None = None) -> float:
 
 
 def measured_flops(dtype: str, device: str) -> float:
-    """Measure FLOP/s as the fastest of several products of two square matrices.
+    """Measure FLOP/s as the fastest of several matmuls of two square matrices.
 
-    The products use this process's threads. Models approach this bound but do not exceed it.
+    A CPU matmul uses this process's threads. Models approach this bound but do not exceed it.
     """
     size = SIZES[device]
     left, right = torch.ones(2, size, size, dtype=getattr(torch, dtype), device=device)

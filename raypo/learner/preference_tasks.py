@@ -22,7 +22,7 @@ _TOKEN = np.zeros(1, np.int32)
 
 
 class PreferenceTask(PolicyTask[Pair]):
-    """Task that raises the chosen response over the rejected one (`raypo.ppo.preferences`)."""
+    """Task that makes a policy prefer chosen to rejected responses (`raypo.ppo.preferences`)."""
 
     blank = Pair(_TOKEN, _TOKEN, _TOKEN, ref_log_probs=(0.0, 0.0))
 
@@ -86,7 +86,7 @@ class VerdictTask(PolicyTask[Verdict]):
     def log_probs(
         self, model: Any, items: Sequence[Verdict], device: Any
     ) -> list[tuple[float, float]]:
-        """Return summed log-probs of each response, and of one to another prompt (`other_ids`)."""
+        """Return summed log-probs of each response and of `other_ids`, from another prompt."""
         own, others = _evaluated(
             model,
             [Example(item.prompt_ids, item.response_ids) for item in items]
@@ -146,7 +146,7 @@ class VerdictTask(PolicyTask[Verdict]):
 
 
 def _of_pairs(model: Any, items: Sequence[Pair], device: Any) -> tuple[Responses, Responses]:
-    """Evaluate chosen and rejected responses in one pass, in which they share their prompts."""
+    """Evaluate chosen and rejected responses in one pass, so that they share their prompts."""
     log_probs, num_tokens = _evaluated(
         model,
         [Example(pair.prompt_ids, pair.chosen_ids) for pair in items]
@@ -171,7 +171,7 @@ def _evaluated(model: Any, items: Sequence[Example], device: Any) -> tuple[Tenso
 def _references(
     items: Sequence[Pair] | Sequence[Verdict], which: int, device: Any
 ) -> Tensor | None:
-    """Return reference log-probs of the first or second response, [B]; None if not computed."""
+    """Return reference log-probs of response `which` (0 or 1), [B]. None if not computed."""
     known = [item.ref_log_probs[which] for item in items if item.ref_log_probs]
     if not known:
         return None

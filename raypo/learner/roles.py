@@ -1,4 +1,4 @@
-"""Assignment of policy and critic to workers: shared by all, or separate teams.
+"""Assignment of policy and critic to workers: all workers train both, or separate teams do.
 
 B responses, T response tokens.
 """
@@ -24,9 +24,9 @@ class DataParallel:
     """Team of workers in DeepSpeed's `mpu` interface, without model parallelism."""
 
     group: Any
-    """Process group of the team, of the default backend, for gradients and weights."""
+    """Process group of the team, on the default backend, for gradients and weights."""
     alone: Any
-    """Process group of this worker alone, as its model-parallel group."""
+    """Process group that contains only this worker. It serves as the model-parallel group."""
 
     @classmethod
     def of(cls, teams: tuple[range, ...], rank: int) -> DataParallel:
@@ -69,8 +69,8 @@ class DataParallel:
 class Roles:
     """Roles of the workers, as seen by one of them.
 
-    With separate teams, each row of a step is sharded twice: over the policy's workers and over the
-    critic's. Sums over workers are then sums over one's own team.
+    With separate teams, the rows of a step are sharded twice: over the policy's workers and over
+    the critic's workers. Sums over workers are then sums over a worker's own team.
     """
 
     everyone: Workers
@@ -92,7 +92,7 @@ class Roles:
 
         Args:
             workers: All learner workers.
-            critic_workers: `learner.critic_workers`. 0 means that all train both.
+            critic_workers: `learner.critic_workers`. 0 means that all workers train both models.
 
         Raises:
             ValueError: no worker is left for the policy.
@@ -122,11 +122,11 @@ class Roles:
 
     @property
     def trains_critic(self) -> bool:
-        """True if this worker trains the critic, if there is one."""
+        """True if this worker trains the critic, provided that the run has a critic."""
         return self.everyone.rank in self.teams[-1]
 
     def joined(self, experience: Experience, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Exchange results between the teams, for this worker's rows; all call it together.
+        """Exchange fields between the teams, for this worker's rows. All workers call it together.
 
         Args:
             experience: This worker's rows.
@@ -160,7 +160,7 @@ class Roles:
 
 
 def _names(experience: Experience) -> Iterator[tuple[int, ...]]:
-    """Return an id of each row that is equal on all workers: (group, sample, row)."""
+    """Return the id (group, sample, row) of each row. It identifies the row on all workers."""
     zeros = torch.zeros_like(experience.group_index)
     parts = (experience.group_index, experience.sample_index, experience.row_index)
     columns = [zeros if part is None else part for part in parts]

@@ -1,9 +1,9 @@
-"""Master weights and moments in files that depend neither on workers nor on ZeRO stages.
+"""Files of master weights and moments that depend neither on worker counts nor on ZeRO stages.
 
 Each worker writes the fragments that it holds: ranges of flattened parameters, by the parameter's
-name. A reader copies from all files what overlaps its own fragments, so any number of workers at
-any ZeRO stage can read them. DeepSpeed's universal checkpoints need a conversion of all files
-before they are loaded, and do not exist for stage 0.
+name. A reader copies from all files the parts that overlap its own fragments, so any number of
+workers at any ZeRO stage can read the files. DeepSpeed's universal checkpoints need a conversion of
+all files before they are loaded, and do not exist for stage 0.
 """
 
 from __future__ import annotations
@@ -24,56 +24,57 @@ from raypo.learner.state import write_tensors
 
 @dataclass(frozen=True)
 class Moment:
-    """Range of a flattened parameter whose moments a worker holds, and its place in their tensor.
+    """Range of a flattened parameter whose moments a worker holds, and its location among them.
 
-    It is that of the weights, except for Muon at ZeRO stages 1 and 2: there each worker holds the
-    moments of whole parameters if it holds a part of their weights (DeepSpeed 0.19).
+    The range is the same as that of the weights, except for Muon at ZeRO stages 1 and 2. There, a
+    worker with a part of a parameter's weights holds the moments of the whole parameter
+    (DeepSpeed 0.19).
     """
 
     start: int
-    """Index of its first element in the flattened parameter."""
+    """Index of the range's first element in the flattened parameter."""
     size: int
     offset: int
-    """Index of its first element in the flattened tensor of moments."""
+    """Index of the range's first element in the flattened tensor of moments."""
     shape: tuple[int, ...]
-    """Shape of that tensor."""
+    """Shape of the tensor of moments."""
     dtype: torch.dtype
 
     def of(self, tensor: Tensor, first: int, last: int) -> Tensor:
-        """Return the view of the elements first to last, excluded, of the flattened parameter."""
+        """Return a view of the moments of the elements `first` to `last` (exclusive)."""
         begin = self.offset + first - self.start
         return tensor.detach().view(-1)[begin : begin + last - first]
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Range of a flattened parameter, and its place in a tensor that the optimizer updates."""
+    """Range of a flattened parameter, and its location in a tensor that the optimizer updates."""
 
     name: str
     numel: int
     """Number of elements of the whole parameter."""
     start: int
-    """Index of its first element in the flattened parameter."""
+    """Index of the fragment's first element in the flattened parameter."""
     size: int
     owner: Tensor
-    """Tensor that the optimizer updates: the parameter, or at ZeRO stages 1 to 3 a flat float32 one
-    that holds fragments of many parameters."""
+    """Tensor that the optimizer updates: the parameter itself, or at ZeRO stages 1 to 3 a flat
+    float32 tensor that holds fragments of many parameters."""
     offset: int = 0
-    """Index of its first element in the flattened owner."""
+    """Index of the fragment's first element in the flattened owner."""
     is_on_every_worker: bool = False
-    """True at stage 0, where all workers hold the same."""
+    """True at stage 0, where all workers hold the same fragments."""
     is_muon: bool = False
-    """True if Muon updates the parameter, and not AdamW."""
+    """True if Muon updates the parameter, False for AdamW."""
     moment: Moment | None = None
-    """Layout of the moments. None means that of the owner."""
+    """Layout of the moments. None means the layout of the owner."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the view of the fragment in the owner."""
+        """Return a view of the fragment in a tensor, which is laid out like the owner."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
 
     @property
     def of_moment(self) -> Moment:
-        """Layout of the moments."""
+        """Layout of the moments: `moment`, or the layout of the owner."""
         owner = self.owner
         if self.moment:
             return self.moment
@@ -105,7 +106,7 @@ def _fragments(
             if (size := min(share, numel - start)) > 0:
                 owner = zero.fp32_partitioned_groups_flat[group]
                 held = Fragment(name, numel, start, size, owner, offset, is_muon=is_muon)
-                if is_muon:  # its moments have the data type of communicated gradients
+                if is_muon:  # Muon's moments have the data type of communicated gradients
                     dtype = zero.communication_data_type
                     held = replace(held, moment=replace(held.of_moment, dtype=dtype))
                 yield held
@@ -147,7 +148,7 @@ def _whole_moment(zero: Any, group: int, parameter: Tensor, dtype: torch.dtype) 
 def save_fragments(
     path: Path, held: Sequence[Fragment], optimizer: torch.optim.Optimizer, workers: Workers
 ) -> None:
-    """Write this worker's fragments; what every worker holds is written by one of them.
+    """Write this worker's fragments. A fragment that all workers hold is written by one of them.
 
     Args:
         path: File to write.
@@ -183,10 +184,10 @@ def load_fragments(
         optimizer: Optimizer that gets their moments.
 
     Raises:
-        ConfigError: the files are those of a run with another optimizer.
+        ConfigError: the files are from a run with another optimizer.
         RuntimeError: the files lack a part of a parameter.
     """
-    # Mapped, so that a worker reads only what it copies.
+    # Memory-mapped, so that a worker reads only the parts that it copies.
     files = [torch.load(path, weights_only=True, mmap=True, map_location="cpu") for path in paths]
     optimizer.state.clear()
     for fragment in held:
@@ -211,7 +212,7 @@ def _load_moments(
 ) -> None:
     layout = fragment.of_moment
     first, last = _overlap(part, layout.start, layout.size)
-    if first >= last or not part["moments"]:  # elsewhere, or it has not been updated yet
+    if first >= last or not part["moments"]:  # no overlap, or no update yet
         return
     if fragment.is_muon != ("momentum_buffer" in part["moments"]):
         own, other = ("muon", "adamw") if fragment.is_muon else ("adamw", "muon")
@@ -222,17 +223,19 @@ def _load_moments(
     device = fragment.owner.device
     state = optimizer.state[fragment.owner]
     if part["step"] is not None:
-        # As AdamW creates it. A flat owner has one count for fragments that have one each.
+        # Create the step count as AdamW does. A flat owner has one count for all its fragments, and
+        # each saved fragment has its own, so take the largest.
         count = state.setdefault("step", torch.zeros((), device=device))
         count.fill_(max(count.item(), part["step"].item()))
     for key, moment in part["moments"].items():
-        empty = torch.zeros(layout.shape, dtype=layout.dtype, device=device)
+        if key not in state:
+            state[key] = torch.zeros(layout.shape, dtype=layout.dtype, device=device)
         there = slice(first - part["start"], last - part["start"])
-        layout.of(state.setdefault(key, empty), first, last).copy_(moment[there])
+        layout.of(state[key], first, last).copy_(moment[there])
 
 
 def _overlap(part: dict[str, Any], start: int, size: int) -> tuple[int, int]:
-    """Return the common range of a saved fragment and another one: first element and end."""
+    """Return the overlap of a saved fragment with a range: first element and end (exclusive)."""
     end = part["start"] + part["weight"].numel()
     return max(start, part["start"]), min(start + size, end)
 

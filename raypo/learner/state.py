@@ -1,4 +1,4 @@
-"""Learner state beside the models: random state, skipped updates."""
+"""Learner state other than the models: random state and skipped updates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_tensors(path: Path, content: dict[str, Any]) -> None:
     """Write tensors and plain values to a file for `torch.load`.
 
     Raises:
-        OSError: the disk is full, for example.
+        OSError: writing failed, for example because the disk is full.
     """
     # torch.load does not compare checksums, and computing them takes six times as long as the rest
     # of torch.save. The checkpoint's manifest has digests of all files.
@@ -55,8 +55,8 @@ def write_tensors(path: Path, content: dict[str, Any]) -> None:
         with path.open("wb") as file:
             torch.save(content, file)
     except RuntimeError as error:
-        # While it handles the error of a write, torch.save (2.11) raises another one, which only
-        # says that the file has not the expected length.
+        # While torch.save (2.11) handles a write error, it raises another error, which only says
+        # that the file does not have the expected length.
         raise error.__context__ if isinstance(error.__context__, OSError) else error from None
     finally:
         torch.serialization.set_crc32_options(True)
@@ -71,8 +71,9 @@ def save_worker_state(directory: Path, workers: Workers, skipped: SkippedUpdates
 def load_worker_state(directory: Path, workers: Workers, skipped: SkippedUpdates) -> None:
     """Restore what `save_worker_state` wrote.
 
-    With more workers than have written it, the others get the random states of the first ones. No
-    recipe of raypo draws from them after the start, so this concerns only custom functions.
+    If there are more workers than saved states, the additional workers get the states of the first
+    ones. After the start, no recipe of raypo draws from torch's random state, so this affects only
+    custom functions.
     """
     count = len(list(directory.glob("learner_*.pt")))
     state = torch.load(directory / f"learner_{workers.rank % count}.pt", weights_only=True)

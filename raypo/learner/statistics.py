@@ -32,7 +32,7 @@ class UpdateSums:
 
     def __init__(self) -> None:
         self._sums: dict[str, float | Tensor] = {}
-        """float64 scalars on the losses' device; reading one from a GPU would block."""
+        """float64 scalars, on the device of the losses because reading from a GPU would block."""
         self._norms: dict[str, list[float]] = {"policy": [], "critic": []}
         self._num_steps = {"policy": 0, "critic": 0}
         self._num_skipped = 0
@@ -85,7 +85,8 @@ class UpdateSums:
         return UpdateStatistics(None if math.isnan(entropy) else entropy, metrics)
 
     def _join_policy(self, means: WeightedMeans, workers: Workers) -> None:
-        # A loss is already divided by the counts of all workers: its sum over them is the loss.
+        # A loss is already divided by the counts of all workers, so its sum over workers is the
+        # loss of the step.
         share = self._num_steps["policy"] / workers.count
         tokens = self._sum("policy/tokens")
         means.add("ppo/policy_loss", self._sum("policy_loss"), share)

@@ -190,13 +190,20 @@ class SupervisedLearner(Generic[Item]):
         self.task.before_losses(self._model, pieces, self._workers, self._model.device)
 
     def _loss(self, piece: list[Item]) -> tuple[Tensor, Sums]:
-        """Return summed loss and metrics; for no examples a zero-weight pass, as ZeRO-3 gathers."""
+        """Return summed loss and metrics.
+
+        Without examples this runs the placeholder with weight 0, because all workers must gather
+        ZeRO-3 shards together.
+        """
         total, sums = self.task.loss(self._model, piece or [self.task.blank], self._model.device)
         return (total, sums) if piece else (total * 0.0, {})
 
 
 def _add(means: WeightedMeans, of_pieces: Sequence[Sums], prefix: str) -> None:
-    """Add the metrics of all microbatches, after all passes are queued: reading them blocks."""
+    """Add the metrics of all microbatches.
+
+    Reading a metric blocks, so this is called after all passes are queued.
+    """
     for sums in of_pieces:
         for name, (total, weight) in sums.items():
             means.add(f"{prefix}/{name}", total, weight)

@@ -23,8 +23,8 @@ from raypo.types import Example, Experience, Pair, Taught, Verdict, to_device
 
 Item = TypeVar("Item", Example, Pair, Verdict, Taught)
 Sums = dict[str, tuple[SupportsFloat, SupportsFloat]]
-"""Metric -> (sum of its values, sum of weights). Sums stay tensors on the model's device, because
-reading one would block."""
+"""Metric -> (sum of its values, sum of weights). The sums stay tensors on the model's device,
+because reading one would block."""
 
 
 class Task(ABC, Generic[Item]):
@@ -33,7 +33,7 @@ class Task(ABC, Generic[Item]):
     module: Policy | SequenceScorer
     """The module to train."""
     blank: Item
-    """Shortest example, a placeholder in a pass without examples; its loss is multiplied by 0."""
+    """Shortest example: the placeholder in a pass without examples. Its loss is multiplied by 0."""
     name: str
     """Name of the saved model's folder in the run's folder."""
 
@@ -44,7 +44,7 @@ class Task(ABC, Generic[Item]):
     def before_losses(
         self, model: Any, pieces: Sequence[Sequence[Item]], workers: Workers, device: Any
     ) -> None:
-        """Compute statistics of the whole batch that the loss needs. Does nothing by default.
+        """Compute statistics of the whole batch that the loss needs. The default does nothing.
 
         Args:
             model: The model under DeepSpeed.

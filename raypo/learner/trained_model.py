@@ -1,4 +1,4 @@
-"""Model under DeepSpeed, with gradient accumulation until `step` at any ZeRO stage."""
+"""Model under DeepSpeed that accumulates gradients until `step`, at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ from raypo.models.packed_attention import reads_packed
 class TrainedModel:
     """Module with its optimizer and ZeRO sharding.
 
-    Losses are already divided by the counts of the whole optimizer step, so DeepSpeed must only
-    sum: a factor undoes its mean over workers, and its division by accumulation steps is off.
+    Losses are already divided by the counts of the whole optimizer step, so DeepSpeed must only sum
+    gradients. A factor in `backward` undoes DeepSpeed's mean over workers, and DeepSpeed's division
+    by accumulation steps is off.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class TrainedModel:
             dtype: float32 or bfloat16.
             section: Settings of optimizer and ZeRO.
             workers: The workers that train the module.
-            mpu: The same workers for DeepSpeed. None means all workers of the default group.
+            mpu: The same workers, in DeepSpeed's interface. None means all workers of the default
+                group.
         """
         deepspeed = _import_deepspeed()
         if mpu is not None:
@@ -75,7 +77,8 @@ class TrainedModel:
         self._heads = [m for m in module.modules() if is_rounded and isinstance(m, Float32Linear)]
         self._masters = {p: p.detach().clone() for head in self._heads for p in head.parameters()}
         is_in_shares = any(hasattr(parameter, "ds_id") for parameter in parameters)
-        # With ZeRO-3 shards, DeepSpeed does not round parameters that were created later.
+        # If a model was loaded in ZeRO-3 shards, DeepSpeed does not round the parameters that were
+        # created after loading.
         if is_rounded and is_in_shares:
             for late in (p for p in parameters if not hasattr(p, "ds_id")):
                 late.data = late.data.to(torch.bfloat16)
@@ -115,7 +118,7 @@ class TrainedModel:
 
     @property
     def is_packed(self) -> bool:
-        """True if all its networks read packed rows."""
+        """True if all networks in the module read packed rows."""
         return all(map(reads_packed, outermost_networks(self.module)))
 
     @property
@@ -124,11 +127,11 @@ class TrainedModel:
         return self._engine.module
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the next updates; it is 0 at first."""
+        """Set the learning rate of the next updates. Until the first call it is 0."""
         set_learning_rate(self._engine.optimizer.param_groups, learning_rate)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of a loss, this worker's part of the sum over workers."""
+        """Accumulate the gradients of this worker's part of a loss that is a sum over workers."""
         with compiled_only_on_gpus() if self._is_muon else nullcontext():
             self._engine.backward(loss * self._workers.count, scale_wrt_gas=False)
 
@@ -137,8 +140,9 @@ class TrainedModel:
 
         Returns:
             applied: False if a gradient was not finite and the update was skipped.
-            grad_norm: Global norm before clipping. None if the update was skipped, at stage 0 with
-                several workers, and with Muon, because DeepSpeed's norm is one of its updates.
+            grad_norm: Global norm before clipping. None if the update was skipped, and always None
+                at stage 0 with several workers. Also None with Muon, because DeepSpeed then reports
+                the norm of Muon's updates.
         """
         norm = None
         if self._stage == 0:  # DeepSpeed neither checks for non-finite gradients nor reports them
@@ -170,7 +174,7 @@ class TrainedModel:
     def gathered(self, weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
         """Yield names and full tensors of some weights; all workers iterate to the end together.
 
-        A float32 head yields its master weights.
+        For a float32 head, the master weights are yielded.
         """
         for weight in weights:
             with self._gathered_parameters(list(weight.parts), enabled=self._stage == 3):
@@ -182,7 +186,7 @@ class TrainedModel:
         save_fragments(path, self._fragments(), self._optimizer, self._workers)
 
     def load(self, paths: Sequence[Path]) -> None:
-        """Read what all workers of a run have written, of any number, at any ZeRO stage.
+        """Restore from the files of all workers that saved, whatever their number and ZeRO stage.
 
         Raises:
             RuntimeError: the files lack a part of a weight.
@@ -190,7 +194,7 @@ class TrainedModel:
         load_fragments(paths, self._fragments(), self._optimizer)
         zero = self._engine.optimizer
         if self._stage == 3:
-            zero.checkpoint_event_prologue()  # shards what is gathered
+            zero.checkpoint_event_prologue()  # shards gathered parameters
             for group in range(len(zero.fp32_partitioned_groups_flat)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)
             zero.checkpoint_event_epilogue()  # gathers small parameters again
@@ -202,7 +206,7 @@ class TrainedModel:
         return fragments(self._engine, self._optimizer, self._workers)
 
     def _set_master(self, parameter: nn.Parameter, exact: Tensor) -> None:
-        """Set a head's master weight to the exact value; DeepSpeed made it from a rounded one."""
+        """Set a head's master weight to the exact value. DeepSpeed has set it to a rounded one."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         if self._stage < 3:
@@ -228,7 +232,7 @@ def in_shares(section: WorkersSection, *, dtype: str, workers: Workers) -> Itera
     """Shard models that transformers loads inside this context, at ZeRO stage 3.
 
     Each layer is created on every worker, sharded, and filled by rank 0 from the mapped file, so no
-    process holds a whole model. With one worker, or at other stages, nothing changes.
+    process holds a whole model. With one worker, or at other stages, the context has no effect.
     """
     config = deepspeed_config(
         section, dtype=dtype, num_workers=workers.count, on_gpu=torch.cuda.is_available()
@@ -251,8 +255,8 @@ def in_shares(section: WorkersSection, *, dtype: str, workers: Workers) -> Itera
 def _exact_buffers(zero: Any) -> Any:
     """Return a subclass of DeepSpeed's `zero.Init` that rounds only parameters, not buffers.
 
-    DeepSpeed's own rounds every tensor a model creates. In bfloat16, rotary frequencies are then
-    off by up to 0.2 %, and after 1,000 tokens the angles differ from an engine's.
+    DeepSpeed's own class rounds every tensor that a model creates. In bfloat16, rotary frequencies
+    are then off by up to 0.2 %, and after 1,000 tokens the angles differ from those of an engine.
     """
 
     class Init(zero.Init):

@@ -27,9 +27,9 @@ class Metric(NamedTuple):
     line: str = ""
     """Format of the value in a console step line. Empty means that the line omits it."""
     tile: bool = False
-    """True if the report shows it in its overview tiles."""
+    """True if the report shows the metric in its overview tiles."""
     unless_zero: bool = False
-    """True if the console omits it when it is 0."""
+    """True if the console omits the metric when its value is 0."""
 
 
 METRICS = {
@@ -62,7 +62,7 @@ METRICS = {
 
 HEADLINES = tuple(metric for metric in METRICS.values() if metric.sign)
 TRAINED = METRICS["rollout/score_mean"], METRICS["train/loss"]
-"""Metric of the training objective, depending on the recipe."""
+"""Metrics of the training objective. The recipe decides which of the two a run has."""
 
 
 def label_of(name: str) -> str:
@@ -80,7 +80,7 @@ class Plot(NamedTuple):
     """Metric names, or patterns like `eval/pass_at_*`."""
     unit: str = ""
     if_it_varies: bool = False
-    """True if the plot is omitted when none of its metrics changes."""
+    """True to omit the plot if none of its metrics changes."""
 
     def lines(self, known: Iterable[str]) -> dict[str, str]:
         """Return the known metrics that the plot draws, with their legend labels.
@@ -165,7 +165,11 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
 
 
 def before_and_after(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
-    """Return a metric's values before the first update and at the end; None if it has no values."""
+    """Return a metric's values before the first update and at the end.
+
+    If it was not measured before the first update, its first value is returned instead. None means
+    that the metric has no values.
+    """
     values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
     start = reference(rows, name)
     if not values:
@@ -177,7 +181,7 @@ def reference(rows: Sequence[Row], name: str) -> float | None:
     """Return a metric before the first update: `eval/initial_score_mean` for `eval/score_mean`.
 
     Rollouts of step 1 are sampled before the first update, so for `rollout/` metrics it is the
-    value of the first row.
+    value of the first row. None means that the metric was not measured then.
     """
     if not rows:
         return None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 Span = tuple[str, float, float]
-"""Name, begin and end, in seconds since 1970."""
+"""Name, start and end of a lap; times are in seconds since 1970."""
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
         self.laps: dict[str, float] = {}
         """Seconds by name, in the order of first use."""
         self.spans: list[Span] = []
-        """All laps in order, with their begin and end."""
+        """All laps in order, with their start and end."""
         self._epoch = time.time() - self._last
 
     def lap(self, name: str) -> float:

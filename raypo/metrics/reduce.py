@@ -38,9 +38,10 @@ class WeightedMeans:
         self._join(name, _Share("max", float(value)))
 
     def reduce(self, workers: Workers) -> dict[str, float]:
-        """Return the metrics reduced over all workers, sorted by name. One collective call.
+        """Return the metrics reduced over all workers, sorted by name.
 
-        A metric may be missing on some workers. A mean with zero weight is NaN.
+        This makes one collective call. A metric may be missing on some workers. A mean with zero
+        weight is NaN.
         """
         parts = workers.gather(self._shares)
         reduced: dict[str, float] = {}
@@ -58,7 +59,7 @@ class WeightedMeans:
 
 
 def without_lone(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """Drop a metric that is the only one with a prefix; a breakdown into one part is redundant."""
+    """Drop a metric if no other has the same prefix: a breakdown into one part is redundant."""
     parts = [name for name in metrics if name.startswith(prefix)]
     return {name: value for name, value in metrics.items() if [name] != parts}
 
@@ -73,5 +74,8 @@ def _joined(name: str, shares: list[_Share]) -> _Share:
 
 
 def _sum(values: list[float]) -> float:
-    """Return the exactly rounded sum, which is independent of the order; inf and NaN pass."""
+    """Return the exactly rounded sum, which does not depend on the order.
+
+    With infinities or NaN it is the ordinary sum.
+    """
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -1,7 +1,7 @@
 """Check that a model's files contain every weight of the network.
 
-If a weight is missing, transformers initialises it at random and only logs a message; the run would
-train unnoticed. Here that is an error, for every role.
+If a weight is missing, transformers initialises it at random and only logs a message, so a run
+could train from it unnoticed. Here a missing weight is an error, for every role.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ OLD_BUFFERS = re.compile(
     r"|embed_positions|embed_positions\.weights|position_ids|token_type_ids)$"
 )
 """Names of constants that networks compute, and that transformers before 4.32 saved with the
-weights: causal masks (`bias` of the attention itself, no layer's of it), rotary and sinusoidal
-tables, counts. GPT-2, GPT-Neo, GPT-J and CodeGen lie on the hub with them."""
+weights: causal masks (the `bias` of the attention module, not of a layer in it), rotary and
+sinusoidal tables, position and token-type ids. The hub's GPT-2, GPT-Neo, GPT-J and CodeGen have
+them."""
 SHOWN = 3
-"""Most names of weights in an error message."""
+"""Maximum number of weight names in an error message."""
 
 
 def read_config(path: str, *, key: str = "model", **values: Any) -> PretrainedConfig:
@@ -58,7 +59,8 @@ def read_config(path: str, *, key: str = "model", **values: Any) -> PretrainedCo
         ConfigError: transformers does not know the architecture, or cannot read the file.
     """
     try:
-        # Without it, transformers asks on the terminal for permission to run a folder's own code.
+        # Without trust_remote_code=False, transformers asks on the terminal for permission to run a
+        # folder's own code.
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **values)
     except Exception as error:  # config classes raise many types when they validate their values
         raise ConfigError(
@@ -117,7 +119,7 @@ def check_weights(key: str, path: str, kind: Any, *, new_head: bool = False) -> 
     classifies = kind is AutoModelForSequenceClassification
     config = read_config(path, key=key, **({"num_labels": 1} if classifies else {}))
     if getattr(config, "quantization_config", None) is not None:
-        return  # the quantiser creates its layers; checked when they are loaded
+        return  # the quantiser creates layers; weights are checked when they are loaded
     network = network_class(kind, config, path, key=key)
     with _silent():
         try:
@@ -130,7 +132,7 @@ def check_weights(key: str, path: str, kind: Any, *, new_head: bool = False) -> 
                 ignore_mismatched_sizes=True,
             )
         except (RuntimeError, NotImplementedError):
-            return  # a conversion that needs the values; checked when they are loaded
+            return  # a conversion needs the values; weights are checked when they are loaded
     check_loaded(model, info, path=path, key=key, new_head=new_head)
     parts = sorted({name.split(".")[0] for name in _without_place(info)})
     if parts and kind is AutoModelForCausalLM:
@@ -194,12 +196,12 @@ def check_loaded(
 
 
 def _without_place(info: Mapping[str, Any]) -> list[str]:
-    """Return the names of weights that the network does not have; constants are none."""
+    """Return the files' weights that the network does not have, except for constants."""
     return sorted(name for name in info["unexpected_keys"] if not OLD_BUFFERS.search(name))
 
 
 def _untied(model: Any) -> list[str]:
-    """Return weights that the config ties but transformers did not, because their values differ."""
+    """Return weights that the config ties, but not transformers, because their values differ."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     return sorted(set(tied) - set(model.all_tied_weights_keys))
 
@@ -256,7 +258,7 @@ def _meta_tensors(files: list[Path]) -> dict[str, Tensor]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Silence transformers' progress bars and load report; an error message replaces the report."""
+    """Silence transformers' progress bars and load report, which an error message replaces."""
     level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

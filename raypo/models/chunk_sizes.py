@@ -1,17 +1,17 @@
-"""Sizes of chunks in forward passes. Without torch, for `raypo plan`."""
+"""Sizes of chunks in forward passes. `raypo plan` reads them without importing torch."""
 
 from __future__ import annotations
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Logits in a chunk, by device. Each chunk reads the head's weight once, and also the float32 sum
-of its gradient."""
+"""Number of logits in a chunk, by device type. Each chunk reads the head's weight and the float32
+sum of that weight's gradient once."""
 SCRATCH_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
-"""Logits of a chunk that are processed in float32 at a time: on CPUs as many as caches hold."""
+"""Number of logits processed in float32 at a time, by device type. On CPUs they fit the caches."""
 SHARED_SCORES = 4096
-"""Threshold on CPUs for computing a prompt once for its responses: the mean number of attention
-scores per prompt that whole rows would repeat. Each shared prompt costs extra calls."""
+"""Mean number of attention scores per prompt that separate rows would repeat, above which CPUs
+compute a prompt once for all its responses. Each shared prompt costs extra calls."""
 
 
 def repeated_scores(prompt_tokens: int, responses: int) -> int:
-    """Return the attention scores within a prompt that are repeated if each response is a row."""
+    """Return how many attention scores of a prompt are repeated if each response is a row."""
     return max(0, responses - 1) * prompt_tokens**2 // 2

@@ -30,6 +30,6 @@ def keep_compiled_code() -> None:
         return
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "raypo" / "inductor"
-    with suppress(OSError):  # if the home is read-only, torch's default remains
+    with suppress(OSError):  # torch's default remains if home is read-only
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[CACHE] = str(folder)

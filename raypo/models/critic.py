@@ -32,29 +32,30 @@ class CriticStart:
 
     path: str
     reward_weight: float | None = None
-    """If set, the value head starts as the reward model's score head times this. None means the
-    head of a saved critic, or zero."""
+    """Factor by which a reward model's score head is multiplied to initialise the value head. None
+    means that the value head starts from that of a saved critic, or at zero if there is none."""
     remark: str = ""
-    """Reason for this weight, for messages."""
+    """Reason for `reward_weight`, for messages."""
 
 
 def critic_start(
     model: ModelSection, weights: RewardWeights, *, has_other_judges: bool, normalizes: bool
 ) -> CriticStart:
-    """Choose `model.critic`, else the first usable reward model, else the policy.
+    """Choose what a critic starts from: `model.critic`, a usable reward model, or the policy.
 
-    A reward model is usable if it is a decoder with the policy's vocabulary. Encoders are excluded:
-    their values would depend on the tokens that they are the baseline of.
+    Without `model.critic` this is the first usable reward model, or the policy if no reward model
+    is usable. A reward model is usable if it is a decoder with the policy's vocabulary. Encoders
+    are excluded, because a value would depend on the very tokens for which it is the baseline.
 
     The weighted score of a reward model is its part of a response's return (before KL), so its
-    score head times the weights is a good initial value head. The critic has to learn what other
-    reward functions and models add and what a bound on the scores cuts off. With normalised scores
-    the scale is not known yet, so the head starts at zero.
+    score head times the weights is a good initial value head. The critic has to learn the parts of
+    other reward functions and models, and the effect of bounds on the scores. With normalised
+    scores the scale is not known yet, so the head starts at zero.
 
     Args:
         model: The model section.
         weights: Weights of the scores in the reward.
-        has_other_judges: A reward function or servers score too.
+        has_other_judges: True if an environment, a reward function or reward servers also score.
         normalizes: `ppo.shaping.normalize`.
 
     Raises:
@@ -109,8 +110,8 @@ class Critic(nn.Module):
             start: Initial weights.
             dtype: float32 or bfloat16.
             attention: `model.attention`.
-            lora: If set, the backbone is frozen; `lora.critic` decides if an adapter and the value
-                head are trained, or the head alone. None means all weights are trained.
+            lora: If set, the backbone is frozen and the value head is trained. `lora.critic`
+                decides if an adapter is trained too. None means that all weights are trained.
 
         Returns:
             The critic, and a description of its initial weights for messages.

@@ -21,8 +21,8 @@ pytorch/pytorch#137237."""
 def avoid_racy_counts(network: Any) -> None:
     """Patch a Hugging Face model's embedding to pad lookups that could use the racy kernel.
 
-    The padding repeats the first token. Its states are cut off, so their gradients are exactly zero
-    and the sums do not change.
+    The padding repeats the first token. The embeddings of the padding are cut off, so their
+    gradients are exactly zero and the sums do not change.
     """
     embedding = network.get_input_embeddings()
     look_up = embedding.forward

@@ -5,8 +5,8 @@ A forward pass of a sequence of n tokens, r of whose logits are needed, takes
     2 (layers * W * n + hidden * vocabulary * r) + 4 * layers * attention * n^2    FLOPs
 
 W is the number of matrix weights that one token uses in a layer (active experts only). This counts
-two FLOPs per weight and token, and two attention products over all pairs of tokens. A backward pass
-takes twice as many. Embeddings, norms and recomputed activations do not count.
+two FLOPs per weight and token, and two attention matmuls over all pairs of tokens. A backward pass
+takes twice as many FLOPs. Embeddings, norms and recomputed activations do not count.
 
     MFU = FLOPs of a phase / (its seconds * peak FLOP/s of the devices)
 """
@@ -32,7 +32,7 @@ class Lengths(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[int, int]]) -> Lengths:
-        """Sum over sequences, each given as its number of prompt and response tokens."""
+        """Sum the lengths of sequences, each given as its numbers of prompt and response tokens."""
         seen = [(prompt + response, response) for prompt, response in lengths]
         return cls(
             float(sum(tokens for tokens, _ in seen)),
@@ -43,7 +43,7 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """Prompts, each with a group of responses, all of maximum length."""
+    """Prompts with a group of responses each. All prompts and responses have maximum length."""
 
     prompts: float
     samples: int
@@ -53,14 +53,14 @@ class Groups:
 
     @property
     def tokens(self) -> float:
-        """Tokens of all groups; each prompt counts once for its group."""
+        """Number of tokens in all groups. A prompt counts once for its group."""
         return self.prompts * (self.prompt_tokens + self.samples * self.response_tokens)
 
     def within(self, tokens: int) -> Groups:
         """Return as many whole groups as fit a token budget.
 
-        If a whole group exceeds the budget, return one with fewer responses; if even one response
-        exceeds it, with a shorter prompt and response.
+        If a whole group exceeds the budget, return one group with fewer responses. If a group with
+        one response exceeds it, also shorten the prompt and the response.
         """
         each = self.prompt_tokens + self.samples * self.response_tokens
         if each <= tokens:
@@ -71,7 +71,7 @@ class Groups:
         return Groups(1, samples, max(1, prompt), max(2, response))
 
     def forward_flops(self, shape: ModelShape, *, with_logits: bool = True) -> float:
-        """Return the FLOPs of one forward pass; each prompt is computed once for its group."""
+        """Return the FLOPs of one forward pass that computes each prompt once for its group."""
         count, again = self.prompts * self.samples, self.prompts * (self.samples - 1)
         prompt, long = self.prompt_tokens, self.prompt_tokens + self.response_tokens
         every = Lengths(count * long, count * self.response_tokens, count * long**2)
@@ -81,7 +81,7 @@ class Groups:
 
 
 def forward_flops(shape: ModelShape, lengths: Lengths, *, with_logits: bool = True) -> float:
-    """Return the FLOPs of one forward pass; a model with a score head needs no logits.
+    """Return the FLOPs of one forward pass. A model with a score head needs no logits.
 
     Example: one layer of 10 matrix weights and attention width 2, hidden 1, vocabulary 5, and one
     sequence of 3 tokens, 2 of them a response: 2 (30 + 10) + 4 * 2 * 9 = 152.

@@ -1,6 +1,6 @@
 """Value and score heads that compute in float32, whatever the dtype of the backbone.
 
-bfloat16 has three digits: values around 10 would be 10, 10.0625, 10.125.
+bfloat16 has about three significant digits: next to 10, its values are 10.0625 and 10.125.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class Float32Linear(nn.Linear):
             in_features: Size of the input.
             out_features: Size of the output.
             bias: Add a bias.
-            like: A weight of the backbone, for the device, and for the dtype if wider than float32.
+            like: A weight of the backbone. It determines the device, and the dtype if that is wider
+                than float32.
         """
         dtype = torch.promote_types(like.dtype, torch.float32)
         super().__init__(in_features, out_features, bias, device=like.device, dtype=dtype)
         self.masters: dict[str, Tensor] = {}
-        """Master weight of each parameter, by name. Empty if the parameters are exact."""
+        """Master weight of each parameter, by name. Empty if the parameters are not rounded."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] of any dtype -> [..., out], float32 or float64."""
+        """Apply the layer: [..., in] of any dtype -> [..., out], float32 or float64."""
         weight = self._exact("weight")
         assert weight is not None
         return linear(input.to(weight.dtype), weight, self._exact("bias"))

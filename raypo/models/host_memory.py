@@ -11,16 +11,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 HOST = "cpu"
 """Device type of storages that need no offloading."""
 BLOCK_BYTES = 1 << 28
-"""Size of a pinned block. torch rounds pinned memory up to a power of two, so storages share blocks
-of such a size."""
+"""Size of a pinned block. torch rounds the size of pinned memory up to a power of two, so storages
+share blocks of such a size."""
 
 
 class HostMemory:
     """Offloader of tensors. It moves their storages, so that views stay valid.
 
-    A copy to pinned memory takes a tenth of the time of one to pageable memory, but pinning takes
-    longer than the copy. So each storage keeps its pinned memory until it is freed; the memory then
-    goes to the next one.
+    A copy to pinned memory takes a tenth of the time of a copy to pageable memory, but pinning
+    takes longer than the copy. So a storage keeps its pinned memory until the storage is freed.
+    Other storages then reuse that memory.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class HostMemory:
 
         Args:
             tensors: Tensors to offload.
-            unchanged: The contents never change, so a storage is copied only the first time.
+            unchanged: True if the contents never change. A storage is then copied only once.
         """
         self._forget_the_dead()
         for address, storage in self._present(tensors):
@@ -59,7 +59,7 @@ class HostMemory:
 
         Args:
             tensors: Tensors to empty.
-            zeros: Restore them as zeros. False leaves the contents undefined.
+            zeros: True restores the tensors as zeros. False leaves their contents undefined.
         """
         for address, storage in self._present(tensors):
             self._release(address)
@@ -85,7 +85,7 @@ class HostMemory:
             address, is_empty = storage._cdata, storage.nbytes() == 0
             if is_empty or address in self._away or storage.device.type == HOST:
                 continue
-            if storage.resizable():  # memory mapped from a file is not
+            if storage.resizable():  # memory mapped from a file is not resizable
                 yield address, storage
 
     def _empty(self) -> None:

@@ -21,7 +21,7 @@ class OneDnnLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., I] -> [..., O]."""
+        """Apply the layer: [..., I] -> [..., O]."""
         if input.numel() == 0 or not (self.fits(input) and self.fits(self.weight)):
             return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
@@ -43,7 +43,7 @@ def use_fastest_linear(model: nn.Module) -> None:
 
 @cache
 def mkl_is_slow() -> bool:
-    """Return True on an AMD CPU with AVX-512, where MKL does not use AVX-512.
+    """Return True on an AMD CPU with AVX-512, because MKL does not use AVX-512 there.
 
     The CPU's name decides, not a benchmark, so that runs are reproducible.
     """
@@ -77,12 +77,12 @@ class _Linear(torch.autograd.Function):
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return left [N, I] times right [O, I] transposed, plus bias [O], by oneDNN: [N, O]."""
+    """Compute left [N, I] @ right.T [I, O] + bias [O] with oneDNN: [N, O]."""
     return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
 
 
 def product_for(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function by which a layer multiplies left [N, I] and right [O, I] to [N, O]."""
+    """Return the function with which a layer computes left [N, I] @ right.T [I, O]."""
     if isinstance(layer, OneDnnLinear) and layer.fits(layer.weight):
         return product
     return linear

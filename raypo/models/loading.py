@@ -43,7 +43,7 @@ def load_causal_lm(path: str, *, dtype: str, attention: str = "auto") -> Any:
     """
     model = _load(AutoModelForCausalLM, path, dtype, attention)
     with whole_as_it_computes(model):
-        has_plain_head(model)  # the result is cached; training comes later
+        has_plain_head(model)  # cache the answer while the weights are gathered
     return model
 
 
@@ -80,7 +80,7 @@ def refuse_other_labels(key: str, path: str) -> None:
     """Raise if a model is a sequence classifier with more than one label.
 
     Raises:
-        ConfigError: the model at this folder or hub id is one.
+        ConfigError: the model has more than one label.
     """
     config = read_config(path, key=key)
     labels = getattr(config, "num_labels", 1)
@@ -117,17 +117,19 @@ def same_vocabulary(path: str, other: str, *, key: str = "model.policy") -> bool
 def reads_tokens(path: str, policy: str, *, key: str) -> bool:
     """Return whether a model reads all token ids of a policy's rows as the policy does.
 
-    One of the two tokenizers may have more tokens, like a pad token that was added for training, if
-    no row is made of these: they are special, they begin and end nothing, no template writes them.
-    The model has a row in its embedding for each that the policy has.
+    One of the two tokenizers may have additional tokens, such as a pad token added for training, if
+    they do not occur in rows: they are special, are no bos, eos or stop token, and are not in the
+    chat template. If the policy has the additional tokens, the model's embedding must have a row
+    for each one that the policy's embedding has a row for.
 
-    How many rows the embeddings have apart from that does not matter. Qwen2.5 0.5B and 7B pad the
-    same vocabulary to other sizes: no text has an id without a token, and all that their training
-    taught about such an id is not to sample it.
+    Otherwise the embeddings may differ in size. For example, Qwen2.5 0.5B and 7B pad the same
+    vocabulary to different sizes. An id without a token occurs in no text, and training has taught
+    the models only not to sample it.
 
     Args:
-        path: Folder or hub id of the model that reads.
-        key: The config key that names it, for messages.
+        path: Folder or hub id of the model that reads the rows.
+        policy: Folder or hub id of the policy.
+        key: The config key that names the model, for messages.
     """
     if path == policy:
         return True
@@ -142,7 +144,7 @@ def reads_tokens(path: str, policy: str, *, key: str) -> bool:
 
 
 def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence[int]) -> bool:
-    """Return whether no row is made of some tokens of a tokenizer, unless a text spells them."""
+    """Return True if the given tokens occur in no row, unless a text spells out their names."""
     used = {*stop, tokenizer.bos_token_id, tokenizer.eos_token_id}
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
     return all(
@@ -154,9 +156,10 @@ def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence
 def check_tokens(path: str, *, key: str = "model.policy") -> None:
     """Refuse a policy whose special tokens have no row in its embedding.
 
-    Other tokens beyond the embedding are allowed in the tokenizer; `Limits` checks the data.
+    The tokenizer may have other tokens beyond the embedding. `Limits.check` finds them in the data.
 
     Args:
+        path: Folder or hub id of the policy.
         key: The config key that names it, for messages.
 
     Raises:
@@ -182,11 +185,11 @@ class Limits:
     vocabulary: int
     """Rows of the embedding."""
     positions: int | None
-    """Tokens that the model has positions for; None means no limit."""
+    """Longest sequence that the model has positions for, in tokens. None means no limit."""
 
     @classmethod
     def of(cls, path: str) -> Limits:
-        """Read the config of a folder or hub id."""
+        """Read the limits from the config of a folder or hub id."""
         config = read_config(path)
         return cls(path, vocabulary_size(path), max_positions(config.to_dict()))
 
@@ -224,7 +227,7 @@ class Limits:
 
 
 START = 16
-"""Number of tokens of a row in an error message."""
+"""Number of tokens of a row that an error message shows."""
 
 
 def is_causal(path: str) -> bool:
@@ -260,13 +263,17 @@ def load_tokenizer(path: str, *, key: str = "model.policy") -> Any:
 
 
 def stop_token_ids(path: str, tokenizer: Any, *, key: str = "model.policy") -> tuple[int, ...]:
-    """Return the tokens that end a response: the generation config's, else the tokenizer's end.
+    """Return the ids of the tokens that end a response.
+
+    They come from the generation config, or from the tokenizer if the generation config has none.
 
     Args:
+        path: Folder or hub id of the model.
+        tokenizer: Tokenizer of the model.
         key: The config key that names the model, for messages.
 
     Raises:
-        ConfigError: neither names one, so no response could end by itself, or an id is not in the
+        ConfigError: neither has one, so no response could end by itself, or an id is not in the
             tokenizer.
     """
     try:
@@ -312,7 +319,7 @@ def _load(
             config=config,
             dtype=getattr(torch, dtype),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_loaded` raises, with their names
+            ignore_mismatched_sizes=True,  # `check_loaded` raises and names them
             **chosen,
         )
     except (ImportError, ValueError) as error:

@@ -26,7 +26,7 @@ from raypo.models.linear import OneDnnLinear
 from raypo.models.loading import load_causal_lm
 
 NAME = "default"
-"""peft's name of the only adapter of a model."""
+"""Name under which peft keeps a model's only adapter."""
 PREFIX = "base_model.model."
 """Prefix of module names in peft's files."""
 
@@ -38,7 +38,8 @@ class Weight:
     name: str
     """Name in the model without an adapter."""
     parts: tuple[nn.Parameter, ...]
-    """W, or W, A and B. Under ZeRO-3 they are complete only while gathered."""
+    """W without an adapter; W, A and B with one. Under ZeRO-3 they are complete only while
+    gathered."""
     scale: float = 1.0
     transposed: bool = False
     """GPT-2 keeps W as [in, out]."""
@@ -69,7 +70,7 @@ def check_targets(path: str, kind: Any, section: LoraSection, *, key: str = "mod
         key: The config key that names the model, for messages.
 
     Raises:
-        ConfigError: as `add_adapter`.
+        ConfigError: see `add_adapter`.
     """
     config = read_config(path, key=key)
     with torch.device("meta"):
@@ -80,8 +81,9 @@ def check_targets(path: str, kind: Any, section: LoraSection, *, key: str = "mod
 def add_adapter(model: Any, section: LoraSection | None) -> Any:
     """Freeze a model's weights and add an adapter to its linear layers.
 
-    A is random (torch's random state), B starts at zero. A classification head is new, so it is
-    trained in full. Parts that text does not pass through, such as a vision tower, get no adapter.
+    A is drawn from torch's random state, and B starts at zero. A classification head is new, so it
+    is trained in full. Parts that text does not pass through, such as a vision tower, get no
+    adapter.
 
     Args:
         model: A Hugging Face model.
@@ -135,7 +137,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(model: nn.Module) -> Iterator[Weight]:
-    """Yield every weight under its name in the base model; tied weights come twice."""
+    """Yield every weight under its name in the base model. Tied weights come under both names."""
     layers = _layers(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
@@ -231,7 +233,7 @@ def _is_of_adapter(name: str) -> bool:
 
 
 def _not_of_texts(model: Any) -> str | None:
-    """Return a pattern for all modules outside the language model of a multimodal one."""
+    """Return a regular expression for a multimodal model's modules outside the language model."""
     if model.config.get_text_config() is model.config:
         return None
     base, decoder = model.base_model, model.get_decoder()
@@ -293,7 +295,7 @@ def _refuse_layers(model: nn.Module, section: LoraSection) -> None:
 
 
 def _reason(error: ValueError) -> str:
-    """Return peft's reason without the printed module and the list of all classes that it has."""
+    """Return peft's reason without the printed module and the list of supported classes."""
     told = " ".join(str(error).split()).partition(" Currently, only")[0]
     return re.sub(r"^Target module (\w+)\(.*\) is not supported", r"\1 is no linear layer", told)
 

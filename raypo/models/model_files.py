@@ -19,7 +19,7 @@ def config_of(folder: Path, key: str) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 
     Raises:
-        ConfigError: the file is missing or no JSON object, or the folder contains an adapter.
+        ConfigError: the file is missing or is no JSON object, or the folder contains an adapter.
     """
     has_adapter = (folder / "adapter_config.json").is_file()
     if not (folder / "config.json").is_file():
@@ -75,10 +75,8 @@ def refuse_quantized(values: dict[str, Any], path: str, key: str) -> None:
 def max_positions(values: dict[str, Any]) -> int | None:
     """Return the longest sequence that a config.json allows, in tokens. None means no limit.
 
-    A scaling factor of rotary positions multiplies the limit.
-
-    Rotary positions that a factor stretches count times that factor, unless the limit is of the
-    stretched ones already, as vLLM reads it (`_get_and_verify_max_len`).
+    A scaling factor of rotary positions multiplies the limit, unless the limit already includes the
+    factor. vLLM computes the limit in the same way (`_get_and_verify_max_len`).
 
     Args:
         values: The content of config.json.
@@ -92,7 +90,7 @@ def max_positions(values: dict[str, Any]) -> int | None:
 
 
 def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rotary scalings of a config.json: one, or one for each type of layer."""
+    """Return the rotary scalings of a config.json: one for all layers, or one per type of layer."""
     scaling = values.get("rope_scaling") or values.get("rope_parameters")
     if not isinstance(scaling, dict):
         return [{}]
@@ -100,12 +98,13 @@ def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _stretched(limit: int, rope: dict[str, Any], values: dict[str, Any]) -> float:
-    """Return the positions that a rotary scaling makes of a limit."""
+    """Return the limit after rotary scaling, in tokens."""
     factor, kind = rope.get("factor"), rope.get("rope_type") or rope.get("type")
     if not isinstance(factor, int | float):
         return limit
     if kind == "yarn":
         return (rope.get("original_max_position_embeddings") or limit) * factor
+    # The limit of gemma3 already includes the factor.
     is_inside = str(values.get("model_type")).startswith("gemma3")
     return limit * factor if kind in ("linear", "dynamic") and not is_inside else limit
 
@@ -114,7 +113,8 @@ def weight_files(folder: Path, key: str) -> list[Path]:
     """Return the weight files of a folder.
 
     Raises:
-        ConfigError: there are none, one that the index names is missing, or one is damaged.
+        ConfigError: there are no weight files, a file that the index names is missing, or a file is
+            damaged.
     """
     files = stored_files(folder, key)
     if not files:
@@ -127,10 +127,10 @@ def weight_files(folder: Path, key: str) -> list[Path]:
 
 
 def stored_files(folder: Path, key: str) -> list[Path]:
-    """Return the weight files of a folder, complete according to their headers; may be empty.
+    """Return the weight files of a folder, after checking their headers. May be empty.
 
     Raises:
-        ConfigError: a file that the index names is missing, or one is damaged.
+        ConfigError: a file that the index names is missing, or a file is damaged.
     """
     for name in SINGLE:
         if (folder / name).is_file():

@@ -1,4 +1,4 @@
-"""Sizes of a language model, read from its config.json and safetensors headers, without weights."""
+"""Sizes of a language model, read from config.json and safetensors headers but not the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from raypo.config import AnyConfig, ConfigError, DPOConfig, ExamplesConfig, PPOConfig
 
 PLAIN_MLP = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "mpt")
-"""Model types whose MLP has two matrices. All others are assumed to have a gate, so three."""
+"""Model types whose MLP has two matrices. All others are assumed to have three, with a gate."""
 OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
     "num_hidden_layers": ("n_layer", "n_layers"),
@@ -87,7 +87,7 @@ class ModelShape:
         return 2 * self.layers * heads * self.head_dim * ITEMSIZE[dtype]
 
     def does_not_divide(self, size: int) -> str | None:
-        """Name the dimension that vLLM cannot split into `size` equal shards; None if it can."""
+        """Return the dimension that vLLM cannot split into `size` equal shards. None if it can."""
         # With more shards than key-value heads, vLLM repeats the heads.
         shared_heads = size > self.kv_heads and size % self.kv_heads == 0
         cut = {
@@ -125,7 +125,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Models:
-    """Shapes of the models of a run."""
+    """Shapes of a run's models."""
 
     policy: ModelShape
     critic: ModelShape | None
@@ -174,8 +174,8 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
 
     Args:
         values: Content of config.json; sizes may be in a nested text_config.
-        counted: Number of weights and elements of the largest tensor, from headers. None means that
-            both are computed from `values`.
+        counted: Number of elements of all weights and of the largest tensor, from headers. None
+            means that both are computed from `values`.
 
     Raises:
         KeyError: a size is missing.
@@ -210,7 +210,7 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
 
 
 def _computed(shape: ModelShape, values: dict[str, Any], width: int) -> int:
-    """Count the weights as in Llama, or as in GPT-2 if the MLP has no gate."""
+    """Compute the number of weights, as in Llama, or as in GPT-2 if the MLP has no gate."""
     hidden, attention, key_value = shape.hidden, shape.attention, shape.key_value
     layer = 2 * hidden * attention + 2 * hidden * key_value + 2 * hidden  # two norms
     layer += (3 if shape.gated else 2) * hidden * width
@@ -260,7 +260,10 @@ def _json(path: Path, what: str) -> dict[str, Any]:
 
 
 def _count_in_headers(folder: Path) -> tuple[int, int] | None:
-    """Return the elements of all weights and of the largest; None without complete safetensors."""
+    """Return the number of elements of all weights and of the largest weight, from the headers.
+
+    None if the folder has no safetensors files, or if one is incomplete or missing.
+    """
     sizes: dict[str, int] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:

@@ -1,6 +1,6 @@
-"""Attention over packed rows (`raypo.models.packing`), which replaces a model's own.
+"""Attention over packed rows (`raypo.models.packing`), which replaces a model's own attention.
 
-N packed tokens, H heads, D their size, n responses of a group.
+N packed tokens, H heads, D head size, n responses of a group.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ _TRIAL = (
 )
 EXACT = 1e-4
 MAX_GAP = {torch.float32: EXACT, torch.bfloat16: 0.1}
-"""Largest relative error in the trial; in float32 of the worst state. Rounding causes about 1e-6
-(float32) and 0.01 (bfloat16), a wrong attention 0.3 or more. A recurrent state that leaks from row
-to row may cause only 0.01, so every model is also tried in float32."""
+"""Largest relative error that the trial accepts: in float32 of the worst state, in bfloat16 of all
+states together. Rounding causes about 1e-6 in float32 and 0.01 in bfloat16. A wrong attention
+causes 0.3 or more. A recurrent state that leaks from row to row may cause only 0.01, so every model
+is also tried in float32."""
 BLOCK = 128
 """Block size of flex attention, in tokens."""
 KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
-"""Options of flex attention. For few tokens torch would choose a decoding kernel, whose blocks do
-not fit these if several heads share keys and values (pytorch/pytorch#185349)."""
+"""Options of flex attention. For few tokens torch would choose a decoding kernel. If several heads
+share keys and values, its blocks do not match blocks of size `BLOCK` (pytorch/pytorch#185349)."""
 LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
-"""Heads larger than the first number need the second in bytes of shared memory per multiprocessor
-(backward pass of flex attention; pytorch/pytorch#198224)."""
+"""Head size above which the backward pass of flex attention needs much shared memory, and the bytes
+per multiprocessor that it then needs (pytorch/pytorch#198224)."""
 MAX_COMPILED = 64
-"""Most compiled variants of flex attention in a process (dtype, heads, window, with or without
-gradients; not lengths). One more is an error; torch's default would silently run uncompiled and
-materialise all scores."""
+"""Maximum number of compiled variants of flex attention in a process. Each combination of
+dtype, heads, window and use of gradients is a variant; lengths make no variants. Further variants
+raise an error, because by default torch would silently run uncompiled and materialise all
+scores."""
 
 
 def can_read_packed(model: Any) -> bool:
@@ -79,9 +81,9 @@ def _has_room_for_heads(config: Any) -> bool:
 
 
 def use_packed_attention(model: Any) -> None:
-    """Make a model read packed rows. Other inputs are read as before.
+    """Make a model read packed rows. It reads other inputs as before.
 
-    The model is first tried on three short rows. If the results differ from those of separate rows
+    A trial on three short rows comes first. If its results differ from those of separate rows
     (the model does not pass the layout to its attention, or is recurrent), it keeps its own
     attention and a warning is issued.
     """
@@ -104,7 +106,7 @@ def use_packed_attention(model: Any) -> None:
 
 
 def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
-    """Compare an attention on packed rows with separate rows; return the problem, or None.
+    """Compare packed rows with separate rows under some attention. Return the problem, or None.
 
     Args:
         model: A Hugging Face model. Its own attention is restored.
@@ -122,8 +124,8 @@ def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
             return f"{type(error).__name__}: {error}"
         finally:
             model.set_attn_implementation(before)
-    # In bfloat16 a single state may be off by more than 0.1, so the norm is over all states. A leak
-    # in a single state could then stay hidden; the float32 trial finds it.
+    # In bfloat16 a single state may be off by more than 0.1, so the norm is over all states. That
+    # could hide a leak in a single state, which the float32 trial finds.
     dim = None if dtype == torch.bfloat16 else -1
     gap = float(((states - apart).norm(dim=dim) / apart.norm(dim=dim)).max())
     return None if gap <= MAX_GAP.get(dtype, EXACT) else f"its answers are {gap:.2g} of them off"
@@ -207,7 +209,8 @@ def _packed_states(backbone: Any, packed: Packed) -> Tensor:
 
 def state_size(backbone: Any) -> int:
     """Return the width H of a backbone's hidden states."""
-    # Measured on a short row: configs name it differently, and it may differ from the embedding's.
+    # Measure it on a short row: configs have different names for it, and it may differ from the
+    # width of the embedding.
     ids = pack([np.arange(1, 3)], [np.arange(1, 2)], device=backbone.device)
     with torch.no_grad(), whole_as_it_computes(backbone):
         return hidden_states(backbone, ids).shape[-1]
@@ -217,7 +220,9 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
     """Return the logits [M, V] at `packed.states` from a causal language model's own forward."""
     if reads_packed(model):
         kept, places = packed.states, None
-        if kept.device.type == "cpu":  # unique, because the model's indexing is not `_at`
+        # The model selects states by plain indexing, whose backward pass on CPU is deterministic
+        # only for unique indices (see `_at`).
+        if kept.device.type == "cpu":
             kept, places = kept.unique(return_inverse=True)
         logits = model(**packed_inputs(packed), logits_to_keep=kept).logits[0]
         return logits if places is None else _at(logits, places)
@@ -236,9 +241,9 @@ def packed_inputs(packed: Packed) -> dict[str, Any]:
 
 
 def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
-    """Apply `read` ([n, L] -> [n, L, ...]) to one row per response; return the M states' results.
+    """Apply `read` ([n, L] -> [n, L, ...]) to one row per response; return the M requested results.
 
-    Rows are padded on the right, which no token of a causal model sees.
+    Rows are padded on the right. In a causal model no token attends to that padding.
     """
     there, back = packed.layout.rows
     return _at(read(packed.input_ids[0][there]).flatten(0, 1), back[packed.states])
@@ -257,7 +262,7 @@ def packed_attention(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention, [1, N, H, D]. Without a layout it is transformers' SDPA.
+    """Compute a layer's attention, [1, N, H, D]. Without a layout, use transformers' SDPA.
 
     On a GPU, flex attention computes only the blocks that the layout allows. On a CPU, long prompts
     are shared (`SharedPrompts`). With short prompts, attention uses one row per response, padded on
@@ -312,10 +317,11 @@ def attention_by_rows(
 def _at(tokens: Tensor, places: Tensor) -> Tensor:
     """Return `tokens[places]`, [N, ...] -> [..., ...], with a deterministic backward pass."""
     if tokens.device.type != "cpu":
-        # Indexing sorts in its backward pass; an embedding's has a race (models/embedding.py).
+        # The backward pass of indexing sorts. That of an embedding has a race
+        # (`raypo.models.embedding`).
         return tokens[places]
-    # On CPU, the backward pass of indexing adds in the order in which threads arrive, so the bits
-    # would vary. That of an embedding is parallel and deterministic.
+    # On CPU, the backward pass of indexing adds in the order in which threads arrive, so the last
+    # bits would vary. The backward pass of an embedding is parallel and deterministic.
     return embedding(places, tokens.flatten(1)).unflatten(-1, tokens.shape[1:])
 
 
@@ -386,7 +392,7 @@ def _compiled() -> Any:
 
 
 def _block_mask(layout: Layout, window: int | None) -> Any:
-    """Return the block mask, cached in the layout for each window, so all layers share it.
+    """Return the block mask. The layout caches it for each window, so all layers share it.
 
     torch's `create_block_mask` would evaluate all pairs of tokens.
     """
@@ -415,13 +421,13 @@ def _block_mask(layout: Layout, window: int | None) -> Any:
 
 
 def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
-    """Count the visible (query, key) pairs of each pair of blocks, [blocks, blocks] int.
+    """Count the visible (query, key) pairs in each pair of blocks, [query blocks, key blocks] int.
 
-    A token sees two spans: one of its prompt, and one of its own response up to itself.
+    A token sees two spans: one in its prompt, and one in its own response up to itself.
     """
     groups = np.array([(g.first, g.prompt, g.tokens) for g in layout.groups], np.int32)
     first, prompt = np.repeat(groups[:, :2], groups[:, 2], axis=0).T  # [N] each
-    position = layout.segments_on_host[2].numpy()  # [N] int32, as the others
+    position = layout.segments_on_host[2].numpy()  # [N] int32
     token = np.arange(len(position), dtype=np.int32)
     oldest = np.maximum(position - (window or len(position)) + 1, 0)
     stretches = (
@@ -431,7 +437,14 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
     count = -(-len(token) // BLOCK)
 
     def pairs_from(place: np.ndarray) -> np.ndarray:
-        """Count, for each token, all keys from its `place` on: [blocks, blocks + 1]."""
+        """Count, in each pair of blocks, the pairs whose key is at or after the query's `place`.
+
+        Args:
+            place: Key position for each query, [N].
+
+        Returns:
+            [query blocks, key blocks + 1]. The last column is for places after the last key.
+        """
         block, offset = np.divmod(place, BLOCK)
         at, cells = token // BLOCK * (count + 1) + block, count * (count + 1)
         begun = np.bincount(at, minlength=cells).reshape(count, -1)

@@ -1,8 +1,8 @@
 """Packing of prompts and responses into one row, without padding and with each prompt once.
 
 Responses to one prompt share its tokens: `prompt | response 1 | response 2 | ...`. Every response
-sees the prompt and itself, and its positions continue those of the prompt. A model's results equal
-those of separate rows, except for rounding.
+attends to the prompt and to itself, and its positions continue those of the prompt. A model's
+results equal those of separate rows, except for rounding.
 
 B rows, T response tokens, N packed tokens, M requested hidden states.
 """
@@ -31,7 +31,7 @@ class Group:
     prompt: int
     """Length of the prompt in tokens."""
     responses: tuple[int, ...]
-    """Length of each response in tokens; they follow the prompt in this order."""
+    """Length of each response in tokens. The responses follow the prompt in this order."""
 
     @property
     def tokens(self) -> int:
@@ -58,7 +58,7 @@ class Layout:
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Indices to and from a batch with one row (prompt and response) for each response.
+        """Indices to convert to a batch with one row (prompt and response) per response, and back.
 
         Returns:
             there: [rows, longest] int64, the packed token at each position of the batch; padding on
@@ -83,7 +83,7 @@ class Layout:
 
     @cached_property
     def responses(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Indices to and from a batch of the responses without their prompts.
+        """Indices to convert to a batch of the responses without their prompts, and back.
 
         Returns:
             there: [responses, longest] int64, the packed token at each position of the batch;
@@ -109,7 +109,7 @@ class Layout:
 
     @property
     def shares_scores(self) -> bool:
-        """True if attention on CPUs should share prompts, because rows would repeat many scores."""
+        """True if CPU attention should share prompts, because rows would repeat many scores."""
         repeated = sum(repeated_scores(g.prompt, len(g.responses)) for g in self.groups)
         return repeated > SHARED_SCORES * len(self.groups)
 
@@ -120,7 +120,7 @@ class Layout:
 
     @cached_property
     def segments_on_host(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`segments` on the CPU; reading them back from a GPU would wait for its work."""
+        """`segments` on the CPU. Copying them back from a GPU would wait for its queued work."""
         groups, parts, positions = [], [], []
         for number, group in enumerate(self.groups):
             lengths = torch.tensor((group.prompt, *group.responses))
@@ -162,9 +162,9 @@ def pack(
     Args:
         prompts: Token ids of each row's prompt, at least one token.
         responses: Token ids of each row's response.
-        with_last: Also request the state after each response's last token. Without it that token is
-            left out, because it predicts nothing.
-        width: Smallest T of the results.
+        with_last: Also request the state after each response's last token. False leaves that token
+            out, because it predicts nothing.
+        width: Minimum T of the results.
         device: Device of the tensors.
 
     Returns:
@@ -227,7 +227,7 @@ def pack_padded(
         response_ids: Token ids of the responses.
         attention_mask: Mask of the responses.
         with_last: As for `pack`.
-        device: Device of the packed tensors. None means that of the ids.
+        device: Device of the packed tensors. None means the device of the ids.
     """
     return pack(
         _unpadded(prompt_ids, prompt_mask),

@@ -25,9 +25,9 @@ def sequence_scores(
 ) -> Tensor:
     """Return one score for each prompt with its response, [B] float32.
 
-    Decoders (models with a `score` head) are scored at the last token; a prompt that several
-    sequences share is computed once. transformers' own forward would use the last id that is not
-    the padding id, which is wrong if the end of sequence also serves as padding.
+    Decoders (models with a `score` head) are scored at the last token. For decoders, a prompt that
+    several sequences share is computed once. transformers' own forward would score at the last id
+    that is not the padding id, which is wrong if the end of sequence also serves as padding.
     """
     device = model.device
     if not has_score_head(model):

@@ -3,7 +3,7 @@
 A prompt attends to itself. A response attends to its prompt and to itself separately, and the two
 results are combined by their softmax normalisers.
 
-N packed tokens, H heads, D their size.
+N packed tokens, H heads, D head size.
 Paper: Juravsky et al. 2024, arXiv:2402.05099.
 """
 
@@ -105,7 +105,7 @@ def _gradients(
     q: Tensor,  # [n, L, H, D]
     k: Tensor,  # [n, K, H, D]
     v: Tensor,  # [n, K, H, D]
-    mixed: Tensor,  # [n, L, H, D], of all that a token sees
+    mixed: Tensor,  # [n, L, H, D], attention output over all keys
     norms: Tensor,  # [n, L, H]
     *,
     scale: float,

@@ -12,7 +12,7 @@ from transformers.integrations import deepspeed as integration
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Gather a module's own weights for reading. Collective over all workers.
+    """Gather the weights of a module, without its children, for reading. A collective operation.
 
     DeepSpeed's `zero.Init` adds `all_gather` and `partition` to each weight.
     """
@@ -43,7 +43,7 @@ def without_shards() -> Iterator[None]:
 
 @contextmanager
 def whole_as_it_computes(model: nn.Module) -> Iterator[None]:
-    """Gather each module's weights during its forward pass. Collective over all workers.
+    """Gather each module's weights during its forward pass. A collective operation.
 
     A model without shards is not affected.
     """

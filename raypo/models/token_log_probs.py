@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# B responses, P prompt tokens, T response tokens, M of them all, V vocabulary, H hidden,
-# N logits' rows. Log-probs are float32, except that float64 logits stay float64.
+# B responses, P prompt tokens, T response tokens, M response tokens of all rows, V vocabulary,
+# H hidden size, N rows of logits. Log-probs are float32, or float64 for float64 logits.
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -38,12 +38,12 @@ def response_log_probs(
         temperature: Sampling temperature of the responses, positive.
         with_entropy: Also compute the entropy of the tempered distribution.
         entropy_grad: Let gradients flow through the entropy.
-        device: Device of the model. None means that of the ids.
+        device: Device of the model. None means the device of the ids.
 
     Returns:
         log_probs: [B, T], nats; position t belongs to response token t, 0 on padding.
-        entropy: [B, T], nats, of the distribution that token t was drawn from, 0 on padding; or
-            None.
+        entropy: [B, T], nats, of the distribution that token t was drawn from, 0 on padding. None
+            without `with_entropy`.
     """
     packed = pack_padded(prompt_ids, prompt_mask, response_ids, attention_mask, device=device)
     log_probs, entropy = packed_log_probs(
@@ -61,7 +61,7 @@ def packed_log_probs(
     temperature: float,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `response_log_probs` for packed rows: [M] each, both differentiable."""
+    """Compute log-probs and entropy (or None) of packed rows: [M] each, both differentiable."""
     if temperature <= 0.0:
         raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
     ids = packed.response_ids
@@ -84,7 +84,10 @@ def head_log_probs(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs of tokens after hidden states, and entropies (or 0): [M] each."""
+    """Compute log-probs of tokens given the hidden states before them, and entropies: [M] each.
+
+    The entropies are 0 without `with_entropy`.
+    """
     return _HeadLogProbs.apply(  # type: ignore[no-any-return]
         states, head.weight, head.bias, token_ids, head, temperature, with_entropy
     )
@@ -99,16 +102,16 @@ def over_logits(
     """Apply a differentiable function to the logits of packed rows, chunk by chunk.
 
     The head is applied to one chunk of tokens at a time, and again in the backward pass, so the
-    full logits [M, V] are never materialised. A model that transforms its logits after the head (a
-    cap, a scale) computes all of them at once.
+    full logits [M, V] are never materialised. The exception is a model that transforms its logits
+    after the head, such as by a cap or a scale: it computes all logits at once.
 
     Args:
-        of_chunk: Function of the logits [n, V] of some rows and the rows of `known`, [n, ...] each.
-            It returns tensors [n, ...].
-        known: Further inputs of the function, one row for each result.
+        of_chunk: Function of the logits [n, V] of some tokens, and of the rows of `known` for these
+            tokens, [n, ...] each. It returns tensors [n, ...].
+        known: Further inputs of the function, with one row per token.
 
     Returns:
-        The function's results over all rows, [M, ...] each.
+        The function's results for all tokens, [M, ...] each.
     """
     if not _has_bare_head(model):
         return of_chunk(own_logits(model, packed), *known)
@@ -149,7 +152,8 @@ def _has_bare_head(model: Any) -> bool:
 def has_plain_head(model: Any) -> bool:
     """Return True if a causal language model's logits are exactly its head's output.
 
-    Some models cap or scale their logits, so this is tried once, bit for bit, and cached.
+    Some models cap or scale their logits. So the logits of a short input are compared with the
+    head's output, bit for bit. This happens once, and the answer is cached.
     """
     if "raypo_has_plain_head" not in model.__dict__:
         model.raypo_has_plain_head = model.base_model is not model and _is_plain(model)
@@ -210,7 +214,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 class _HeadLogProbs(torch.autograd.Function):
-    """`_TokenLogProbs` of a head's logits, which are computed chunk by chunk and not saved.
+    """`_TokenLogProbs` for a head whose logits are computed chunk by chunk and not saved.
 
     The backward pass recomputes each chunk's logits. The gradient of the head's weight is
     accumulated in float32, whatever its dtype.
@@ -286,7 +290,7 @@ class _OverLogits(torch.autograd.Function):
 
 
 def _head_gradients(
-    ctx: Any,  # whose first inputs are states, weight and bias
+    ctx: Any,  # of a function whose first inputs are states, weight and bias
     states: Tensor,  # [M, H]
     weight: Tensor,  # [V, H]
     bias: Tensor | None,  # [V]
@@ -295,7 +299,8 @@ def _head_gradients(
     """Compute the gradients of states, weight and bias, chunk by chunk.
 
     Args:
-        gradient: Returns the gradient of some rows' logits [n, V], which it may overwrite.
+        gradient: Function `(logits [n, V], rows)` that returns the gradient of these logits. It may
+            overwrite them.
     """
     of_states, of_weight, of_bias = ctx.needs_input_grad[:3]
     grad_states = torch.empty_like(states) if of_states else None
@@ -365,7 +370,7 @@ def _gradient_of_logits(
     temperature: float,
     out: Tensor,
 ) -> None:
-    """Write the gradient into `out` [N, V], which may be the logits themselves."""
+    """Write the gradient of the logits into `out` [N, V], which may be the logits themselves."""
     of_rows = _compiled(_gradient_of_rows) if _is_compiled(logits) else _gradient_of_rows
     if of_log_probs is None:
         of_log_probs = torch.zeros_like(log_norm)
@@ -393,7 +398,7 @@ def _gradient_of_rows(
     temperature: float,
     out: Tensor,  # [n, V]
 ) -> None:
-    """Write the gradient of some rows into `out`.
+    """Write the gradient of some rows of logits into `out`.
 
     With z = logits / temperature, p = softmax(z) and H the entropy:
     d log p[a] / dz = onehot(a) - p, and dH / dz = -p * (log p + H).
@@ -430,20 +435,23 @@ def _finite(log_p: Tensor) -> Tensor:
 def _is_compiled(logits: Tensor) -> bool:
     """Return True if the compiled kernels are used.
 
-    On GPUs memory traffic dominates: forward and backward, eager operations move about 140 bytes
-    per logit, the fused kernels 10. On CPUs a chunk fits the caches.
+    On GPUs memory traffic dominates. In a forward and a backward pass together, eager operations
+    move about 140 bytes per logit, and the fused kernels 10. On CPUs a chunk fits the caches.
     """
     return logits.is_cuda and len(logits) > 0
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile for any number of rows. Above dynamo's limit of variants it runs uncompiled."""
+    """Compile a function for any number of rows.
+
+    If dynamo's limit of variants is exceeded, the function runs uncompiled.
+    """
     made = compiled(function)
 
     def call(*args: Any) -> Any:
-        # Otherwise the temperature would be a float64 argument of the kernel. Set on every call,
-        # because the setting is per thread and the backward pass has its own.
+        # Otherwise the temperature would be a float64 argument of the kernel. Set this on every
+        # call, because it is a setting per thread, and the backward pass has its own thread.
         torch._dynamo.config.specialize_float = True
         return made(*args)
 

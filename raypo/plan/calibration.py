@@ -30,15 +30,15 @@ from raypo.plan.fit import Plan
 from raypo.plan.times import Rates, Reached, microbatch_of, sampled_of
 
 BUDGET_S = 1.0
-"""Time budget of a layer's forward and backward pass, in seconds; longer rows are cut."""
+"""Time budget of a layer's forward and backward pass, in seconds. Rows that take longer are cut."""
 VOCABULARY = 1 << 15
-"""Largest vocabulary of the timed head. Its time is scaled up to the model's."""
+"""Largest vocabulary of the timed head. Its time is scaled up to the model's vocabulary."""
 REPEATS = 2
 """Timed calls of each function, after one warm-up call."""
 
 
 def rates_here(plan: Plan) -> Callable[[Plan], Rates | None]:
-    """Measure this machine and return a function from similar ppo plans to their rates."""
+    """Measure this machine, and return a function that maps a similar ppo plan to its rates."""
     config, learner = plan.config, plan.config.learner
     assert isinstance(config, PPOConfig)
     threads = min(plan.nodes[0].cpus or 1, learner.total_workers * learner.cpus_per_worker)
@@ -59,7 +59,7 @@ def measure(section: ModelSection, shape: ModelShape, groups: Groups, *, sequenc
         section: The model section.
         shape: Shape of the policy.
         groups: A microbatch of the run.
-        sequences: Sequences that an engine samples at a time.
+        sequences: Number of sequences that an engine samples at a time.
     """
     flops = measured_flops(section.dtype, "cpu")
     groups = groups.within(int(BUDGET_S * flops / (6 * shape.layer_weights)))
@@ -113,7 +113,7 @@ def _cut(section: ModelSection, layers: int) -> Any:
 
 
 def _read(model: Any, packed: Packed, *, learns: bool) -> None:
-    """Run a forward pass through the layers, and with `learns` a backward pass."""
+    """Run a forward pass through the layers. If `learns`, run a backward pass too."""
     with torch.set_grad_enabled(learns):
         states = hidden_states(model.base_model, packed)
     if learns:
@@ -121,7 +121,7 @@ def _read(model: Any, packed: Packed, *, learns: bool) -> None:
 
 
 def _predict(head: Any, rows: int, *, learns: bool) -> None:
-    """Compute the log-prob of a token at `rows` states, and with `learns` the gradients."""
+    """Compute the log-prob of a token at `rows` states. If `learns`, compute the gradients too."""
     states = torch.ones(rows, head.weight.shape[1], dtype=head.weight.dtype, requires_grad=learns)
     ids = torch.zeros(rows, dtype=torch.int64)
     with torch.set_grad_enabled(learns):

@@ -35,8 +35,8 @@ RUNTIME = {
 workspaces on GPU. The CPU numbers are measured with a tiny model (learner worker 0.71 GB, reference
 model 0.56 GB; tests/benchmarks/test_memory.py); the GPU numbers are typical values."""
 SEVERAL_ON_CPU = {"worker": 900 * 10**6, "client": 750 * 10**6}
-"""Bytes of vLLM with several processes on CPU (measured): each worker process, and the process that
-sends them requests."""
+"""Measured bytes of vLLM with several processes on CPU: of each worker process, and of the client
+process that sends requests to the workers."""
 HOST_RUNTIME = 2 * 10**9
 """RAM of a process that uses a GPU: imports and CUDA's libraries."""
 RAY_BYTES = 10**9
@@ -60,7 +60,7 @@ class Learned:
     name: str
     shape: ModelShape
     weights: int
-    """Number of elements, head included."""
+    """Number of weights, including those of the head."""
 
 
 def roles_of(
@@ -70,7 +70,7 @@ def roles_of(
     device: Device,
     gpu_bytes: int | None,
 ) -> list[Role]:
-    """Return each kind of process with its memory; replicas of one kind need the same."""
+    """Return each kind of process with its memory. All replicas of a kind need the same memory."""
     roles = [Role(name, memory) for name, memory in _learners(config, models, sharding, device)]
     for role in served_roles(config, num_workers=1, use_gpu=device == "cuda"):
         if role.kind == "engine":
@@ -85,7 +85,7 @@ def roles_of(
 def _learners(
     config: AnyConfig, models: Models, sharding: Sharding, device: Device
 ) -> Iterator[tuple[str, Memory]]:
-    """Yield the learner workers: one kind for both models, or one each for policy and critic."""
+    """Yield the kinds of learner workers: one for both models, or one for each."""
     policy, critic = models.policy, models.critic
     weights = policy.parameters
     if isinstance(config, RewardModelConfig):
@@ -171,7 +171,7 @@ def _learner(
 def _loaded_whole(
     config: AnyConfig, learned: Sequence[Learned], sharding: Sharding, held: Bytes
 ) -> int:
-    """Return the bytes that loading the largest model takes beyond what is held afterwards.
+    """Return the extra bytes while the largest model is loaded, beyond those held afterwards.
 
     Before stage 3 shards a model, DeepSpeed moves all of it to the device, except a model that
     `learner.trained_model.in_shares` loads in shards.
@@ -185,7 +185,7 @@ def _loaded_whole(
 
 
 def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
-    """Return a worker's largest micro-batch in an update, and in the passes before the update."""
+    """Return a worker's largest micro-batch in an update, and its largest in the passes before."""
     if isinstance(config, OnlineConfig):
         rows = config.rows_per_update, config.responses_per_step
         return _batch(config, rows[0], workers), _batch(config, rows[1], workers)
@@ -203,7 +203,7 @@ def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
 def _logits(
     config: AnyConfig, shape: ModelShape, batch: Batch, device: Device, *, learns: bool = False
 ) -> int:
-    """Return the bytes of a chunk of logits, and of the head's gradient if `learns`."""
+    """Return the bytes of a chunk of logits. If `learns`, add those of the head's gradient."""
     return memory.logits(
         shape,
         batch,
@@ -215,7 +215,7 @@ def _logits(
 
 
 def _trained(config: AnyConfig, model: Learned) -> tuple[int, int]:
-    """Return the number of trained elements, and the elements of the largest trained tensor."""
+    """Return the number of trained weights, and the number in the largest trained tensor."""
     lora, shape = config.model.lora, model.shape
     if lora is None:
         return model.weights, shape.largest_tensor
@@ -226,9 +226,9 @@ def _trained(config: AnyConfig, model: Learned) -> tuple[int, int]:
 
 
 def adapter_weights(lora: LoraSection, shape: ModelShape) -> int:
-    """Return the elements of a LoRA adapter: rank * (in + out) for each adapted linear layer.
+    """Return the number of weights of a LoRA adapter: rank * (in + out) for each adapted layer.
 
-    If the config names layers that are not in `linears`, all linear layers are counted as adapted.
+    If the config names layers that are not in `linears`, all linear layers count as adapted.
     """
     linears, targets = shape.linears, lora.target_modules
     if targets != "all-linear" and linears.keys() >= set(targets):
@@ -249,7 +249,7 @@ def _frozen(
     itemsize, head = ITEMSIZE[config.model.dtype], role.kind == "reference"
     weights = (shape.parameters if head else shape.backbone_parameters) * itemsize
     if role.section.backend == "vllm":
-        length = config.max_model_len + 1
+        length = (config.max_reference_len if head else config.max_model_len) + 1
         return _in_vllm(role.section, shape, device, gpu_bytes, weights, config.model.dtype, length)
     batch = _batch(config, config.responses_per_step, config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
@@ -279,7 +279,8 @@ def engine(
     weights, length = shape.parameters * itemsize, config.max_model_len
     dtype = config.model.dtype
     result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more)
-    if section.tensor_parallel > 1 and by_object(config, device):  # each process gets a copy
+    # Each process gets a copy of the weights.
+    if section.tensor_parallel > 1 and by_object(config, device):
         received = {"received bucket": memory.push_bytes(shape, itemsize=itemsize)}
         if device == "cpu":
             result.phases["push"] = received
@@ -303,10 +304,10 @@ def _in_vllm(
     max_model_len: int,
     more: Bytes | None = None,
 ) -> Memory:
-    """Return the memory of vLLM: on a GPU the KV cache fills up `gpu_memory_fraction`."""
+    """Return the memory of vLLM. On a GPU, the KV cache fills it up to `gpu_memory_fraction`."""
     size = section.tensor_parallel
     runtime = RUNTIME[device]["engine"]
-    if device == "cpu" and size > 1:  # each carries its share of the client
+    if device == "cpu" and size > 1:  # add each process's share of the client
         runtime = SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["client"] // size
     held: Bytes = {"runtime": runtime, "weights": weights // size, **(more or {})}
     if isinstance(section, EngineSection) and section.kv_cache_gb is not None:
@@ -338,7 +339,7 @@ def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bo
 
 
 def _batch(config: OnlineConfig, rows: int, workers: int) -> Batch:
-    """Return the largest micro-batch of a worker, given the responses of all workers together."""
+    """Return a worker's largest micro-batch. `rows` counts the responses of all workers."""
     return memory.worst_batch(
         max_tokens=config.learner.microbatch_tokens,
         max_rows=-(-rows // workers),
@@ -349,9 +350,9 @@ def _batch(config: OnlineConfig, rows: int, workers: int) -> Batch:
 
 
 def _update(device: Device, gathered: int, saved: int, made: int, step: int) -> Bytes:
-    """Return what an update adds at its peak: during a backward pass or the optimizer's step."""
+    """Return the bytes that an update adds at its peak: in a backward pass or an optimizer step."""
     if device == "cpu":
-        # Activations are freed before the optimizer steps, but the heap keeps them.
+        # Activations are freed before the optimizer step, but the heap keeps their memory.
         kept = int(CPU_HEAP * saved)
         added = {"logits": made} if made >= step else {"gradient copies": step}
         return _named(gathered, {"activations": kept, **added})

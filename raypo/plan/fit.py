@@ -1,4 +1,4 @@
-"""The plan of a run: bundles on nodes, memory of roles and devices, remedies if it is too large."""
+"""Plan of a run: bundles on nodes, memory of roles and devices, remedies if it does not fit."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from raypo.run.phase_table import (
 from raypo.serving.engine_sizes import cpu_sequence_bytes
 
 USABLE = 0.95
-"""Usable share of a device's memory: Ray kills workers above 95 % of a node's RAM, and torch's
-allocator loses about as much of a GPU to fragmentation."""
+"""Usable share of a device's memory. Ray kills workers above 95 % of a node's RAM, and torch's
+allocator loses about 5 % of a GPU's memory to fragmentation."""
 SIDE_BY_SIDE = 0.85
-"""Share of a GPU that `auto` may fill. Predictions are good to about 15 %; a run that does not fit
-fails, but a run whose models take turns on the GPU is only slower."""
+"""Share of a GPU that `auto` may fill. The margin is for predictions, which are good to about 15 %:
+a run that does not fit fails, but a run whose models take turns on the GPU is only slower."""
 CHOICES = (
     (0, False, False),
     (1, False, False),
@@ -54,7 +54,7 @@ CHOICES = (
     (3, True, False),
     (3, True, True),
 )
-"""ZeRO stage, optimizer off-loaded, weights off-loaded."""
+"""Tuples (ZeRO stage, optimizer off-loaded, weights off-loaded)."""
 OFF_LOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 """Values of `learner.deepspeed` that off-load the optimizer to RAM."""
 MAX_REMEDIES = 3
@@ -63,7 +63,7 @@ MOMENTS = {phase.value: phase for phase in Phase if phase != Phase.LEARN} | {
     "log_probs": Phase.LEARN,
     "update": Phase.LEARN,
 }
-"""Moment for which a role states its memory -> the phase that contains the moment."""
+"""Moment of which the memory is predicted -> the phase of a step that contains the moment."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class DeviceLoad:
     phase: str
     needed: int
     available: int | None
-    """Bytes. None means unknown."""
+    """Memory of the device in bytes. None means unknown."""
 
     @property
     def is_gpu(self) -> bool:
@@ -89,7 +89,7 @@ class DeviceLoad:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to shard the learner's models, with its loads on the fullest device and node."""
+    """One way to shard the learner's models, with the loads of the fullest device and node."""
 
     sharding: Sharding
     is_chosen: bool
@@ -117,7 +117,10 @@ class Plan:
 
     @property
     def holds(self) -> bool:
-        """True if every device has enough memory. Cheaper than `fits`: it searches no remedies."""
+        """True if every device has enough memory.
+
+        This is cheaper than `fits`, which also searches remedies.
+        """
         return not any(_impossible(self)) and all(load.fits for load in self.loads)
 
     @cached_property
@@ -136,7 +139,7 @@ class Plan:
 
     @property
     def notes(self) -> list[str]:
-        """Values chosen for `auto`, and quantities that were unknown."""
+        """Sentences on the values chosen for `auto`, and on quantities that are unknown."""
         notes = list(self.decisions)
         if not self.models.policy.is_exact:
             notes.append("model.policy has no weights here: its size is computed from config.json")
@@ -158,7 +161,7 @@ class Plan:
 
     @property
     def roles(self) -> list[Role]:
-        """Kinds of processes, each with its memory."""
+        """Kinds of processes, each with the memory that it needs."""
         return roles_of(self.config, self.models, self.sharding, self.device, self.gpu_bytes)
 
     @cached_property
@@ -198,7 +201,8 @@ class Plan:
         count, use_gpu = self.config.learner.num_workers, self.device == "cuda"
         roles = served_roles(self.config, num_workers=count, use_gpu=use_gpu)
         found = [torn_apart(role, where) for role in roles if role.group == "colocated"]
-        return list(dict.fromkeys(filter(None, found)))  # reward models share one key, so one error
+        # Reward models share one config key, so they share one error.
+        return list(dict.fromkeys(filter(None, found)))
 
     def _loads(self, sharding: Sharding) -> list[DeviceLoad]:
         """Return the loads with the learner's models sharded in this way."""
@@ -266,8 +270,8 @@ def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
 def decide_for_gpus(config: AnyConfig, gpu_bytes: int) -> tuple[AnyConfig, Sequence[str]]:
     """Decide every `auto` of a run as `make_plan` does, for workers that already have their GPUs.
 
-    A trainer passes it to its workers (`Runtime.decide`): only they know the memory of the GPUs
-    that Ray has given to them.
+    A trainer passes this function to its workers (`Runtime.decide`), because only the workers know
+    the memory of the GPUs that Ray has assigned to them.
 
     Args:
         config: Config of the run.
@@ -291,9 +295,10 @@ def decide_for_gpus(config: AnyConfig, gpu_bytes: int) -> tuple[AnyConfig, Seque
 def decided(plan: Plan) -> Plan:
     """Decide `learner.max_tokens_per_microbatch: auto` and `rollout.engine.sleep: auto` on GPUs.
 
-    Take the first choice that fills GPUs to at most `SIDE_BY_SIDE`: prefer models side by side to
-    taking turns, then many tokens to few. If none fits, take the one that needs least memory; the
-    plan's problems then say what is missing. Values other than auto are kept.
+    The first choice that fills GPUs to at most `SIDE_BY_SIDE` is taken. Choices with models side by
+    side come before those with models that take turns; then, more tokens come before fewer. If none
+    fits, the choice with the least memory is taken, and the plan's problems say what is missing.
+    Values other than auto are kept.
     """
     choices = candidates(plan.config)
     if choices == [plan.config]:
@@ -312,7 +317,7 @@ def decided(plan: Plan) -> Plan:
 
 
 def _leaves_room(plan: Plan) -> bool:
-    """Return True if no GPU is filled beyond `SIDE_BY_SIDE`; False if their memory is unknown."""
+    """Return True if no GPU is filled beyond `SIDE_BY_SIDE`. Unknown memory gives False."""
     gpus = [load for load in plan.loads if load.is_gpu]
     return all(load.needed <= SIDE_BY_SIDE * (load.available or 0) for load in gpus)
 
@@ -327,7 +332,7 @@ def _because(plan: Plan) -> str:
 
 
 def tried(plan: Plan, changes: Mapping[str, Any]) -> Plan | None:
-    """Plan the run with some values changed, by dotted key; None if a check refuses them."""
+    """Plan the run with some values changed, by dotted key. None means that they are invalid."""
     try:
         config = plan.config.parse(with_values(plan.config.model_dump(), changes))
         return make_plan(config, plan.nodes)
@@ -343,7 +348,7 @@ def engine_config(config: AnyConfig) -> OnlineConfig | PolicyExamplesConfig | No
 
 
 def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
-    """Return the bytes of some processes in their largest phase, and the phase.
+    """Return the peak bytes of some processes together, and the phase of the peak.
 
     Args:
         is_ahead: Rollouts are sampled and scored while the learner updates, so the peaks of learner
@@ -363,7 +368,7 @@ def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
 
 
 def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
-    """Return the same as `_worst` for a GPU whose processes take turns and start one by one."""
+    """Return peak bytes and phase for a GPU whose processes take turns, and start one by one."""
     turns = {moment: sum(_here(role, moment) for role in roles) for moment in MOMENTS}
     start = Phase.START.value
     served = [role for role in roles if role.name not in LEARNERS]
@@ -401,9 +406,10 @@ def _away(role: Role, moment: str) -> int:
 
 
 def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
-    """Yield what a role always holds: part of the phase table, whether RAM keeps it, bytes.
+    """Yield the parts that a role always holds, as (name, is kept in RAM, bytes).
 
-    A process's runtime stays on the GPU; keys and values are discarded.
+    Names are those of the phase table. The runtime of a process has the name None and stays on the
+    GPU. The KV cache is discarded, not moved to RAM.
     """
     for what, size in role.memory.held.items():
         if what == "runtime":
@@ -460,7 +466,11 @@ def _up(number: float) -> float:
 
 
 def _remedy(plan: Plan) -> str:
-    """Name the keys that make the run fit: up to three alternatives, else several together."""
+    """Name the keys that make the run fit.
+
+    These are up to three single keys as alternatives. If no single key suffices, they are several
+    keys together.
+    """
     one_key, several_keys = _ways(plan.config)
     found = list(itertools.islice(_that_fit(plan, one_key), MAX_REMEDIES))
     found = found or list(_that_fit(plan, several_keys))
@@ -470,11 +480,11 @@ def _remedy(plan: Plan) -> str:
 
 
 Way = list[dict[str, Any]]
-"""Alternative changes, each a dict of dotted key -> value, from mild to severe."""
+"""One remedy: alternative changes from mild to severe, each a dict of dotted key -> value."""
 
 
 def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
-    """Return changes of one key, and changes of several keys, in the order to try them."""
+    """Return the remedies that change one key, and those that change several, in order."""
     learner, sampled = config.learner, engine_config(config)
     fraction = sampled.rollout.engine.gpu_memory_fraction if sampled else 0.0
     halves = [learner.microbatch_tokens // 2**n for n in range(1, 32)]
@@ -505,7 +515,7 @@ def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
 
 
 def _that_fit(plan: Plan, ways: Sequence[Way]) -> Iterator[str]:
-    """Yield the mildest change of each way with which the run fits, found by planning with it."""
+    """Yield, for each remedy, the mildest change with which the run fits when planned again."""
     for way in ways:
         for changes in way:
             changed = tried(plan, changes)

@@ -21,10 +21,11 @@ from raypo.weights.bucket_size import BUCKET_BYTES
 MASTER = 4
 """Bytes of a master weight, of each AdamW moment and of an accumulated gradient (float32)."""
 SCRATCH_COPIES = 3
-"""Float32 chunks of logits that `_TokenLogProbs` holds at a time: z, exp(z) and a product."""
+"""Number of float32 chunks of logits that `_TokenLogProbs` holds at a time: z, exp(z), a
+product."""
 
 Bytes = dict[str, int]
-"""Kind of content -> bytes."""
+"""Name of a content (weights, buckets, ...) -> bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ class Batch:
     prompt_tokens: int
     """Tokens of each prompt."""
     tokens: int
-    """Tokens of the micro-batch; each prompt counts once for its responses."""
+    """Tokens of the micro-batch. A prompt counts once, not once for each of its responses."""
 
 
 @dataclass
 class Memory:
-    """Memory of one process: what it always holds, and what each phase adds."""
+    """Memory of one process: the part that it always holds, and the part that each phase adds."""
 
     held: Bytes = field(default_factory=dict)
     phases: dict[str, Bytes] = field(default_factory=dict)
-    """Phase -> memory that it adds at its peak."""
+    """Phase -> memory that the phase adds at its peak."""
     host: Bytes = field(default_factory=dict)
     """Off-loaded parts in the node's RAM, if the process uses a GPU."""
 
@@ -61,7 +62,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes held in the largest phase."""
+        """Bytes held at the peak of the largest phase."""
         return self.steady + max((self.added(phase) for phase in self.phases), default=0)
 
 
@@ -70,9 +71,9 @@ def worst_batch(
 ) -> Batch:
     """Return the micro-batch with the most memory that a token budget allows.
 
-    It is full if the worker's share has enough tokens, and its prompts and responses have maximum
-    length (compare `batches_by_tokens`). On CPU, where each response has a copy of the prompt's
-    keys and values, many short responses to a long prompt may take more.
+    The micro-batch is full if the worker's share has enough tokens. Its prompts and responses have
+    maximum length (compare `batches_by_tokens`). On CPU, where each response has a copy of the
+    prompt's keys and values, many short responses to a long prompt may take more.
 
     Args:
         max_tokens: Token budget; one prompt with one response may exceed it.
@@ -93,13 +94,13 @@ def activations(
 ) -> int:
     """Return the bytes that a forward pass saves for the backward pass.
 
-    With checkpointing (`learner.activation_checkpointing`) these are the input of each layer (bh)
-    and everything of one layer, which the backward pass recomputes.
+    With checkpointing (`learner.activation_checkpointing`), these are the input of each layer (bh),
+    plus all activations of one layer, which the backward pass recomputes.
 
     Bytes per token, for transformers' Llama with packed attention:
     - norm: input in float32, normalised input and output (4h + 2bh);
     - attention: queries, keys, values, its output (4ba), and the outputs of each token (ba). On
-      CPUs with short prompts the first four are of whole rows, which repeat the prompt;
+      CPUs with short prompts, the first four cover whole rows, which repeat the prompt;
     - MLP: gate, silu(gate), up and their product (4bi); 2bi without a gate.
 
     Paper: compare Korthikanti et al. 2022, arXiv:2205.05198, section 4.
@@ -135,7 +136,8 @@ def logits(
     """Return the bytes of a chunk of logits and of the temporaries beside it.
 
     This follows `raypo.models.token_log_probs`: the gradient of the log-probs overwrites the
-    logits; that of the head's weight is computed in the weight's dtype and summed in float32.
+    logits. The gradient of the head's weight is computed in the weight's dtype and summed in
+    float32.
 
     Args:
         learns: Whether the head's weight has a gradient.
@@ -148,7 +150,7 @@ def logits(
     if not learns:
         return elements * itemsize + scratch
     weight = shape.vocabulary * shape.hidden
-    # The last term: a chunk's gradient of the weight, before it is added to the float32 sum.
+    # `itemsize * weight` is the gradient of one chunk before it is added to the float32 sum.
     return elements * itemsize + 4 * weight + max(scratch, itemsize * weight)
 
 
@@ -159,14 +161,15 @@ def trained(
 
     - Stage 0 (float32 only) holds weights, gradients and AdamW's moments whole: 16 bytes a weight.
     - Stages 1 and 2 hold all weights, and shard master weights and moments over the W workers.
-      Stage 1 sums all gradients on every worker, in bfloat16 (BF16_Optimizer) in addition to those
-      of the last micro-batch; stage 2 shards the summed gradients too. Gradients are reduced in
-      buckets of `reduce_bucket_size` elements.
-    - Stage 3 also shards the weights and gathers those in use, up to `stage3_max_live_parameters`.
+      Stage 1 sums all gradients on every worker; in bfloat16 (BF16_Optimizer), the gradients of the
+      last micro-batch are held in addition. Stage 2 shards the summed gradients too. Gradients are
+      reduced in buckets of `reduce_bucket_size` elements.
+    - Stage 3 also shards the weights and gathers the weights in use, up to
+      `stage3_max_live_parameters`.
 
-    Frozen weights have no gradients and no moments; stage 3 shards them like the others.
+    Frozen weights have no gradients and no moments. Stage 3 shards them like trained weights.
 
-    The code that this follows is deepspeed/runtime/bf16_optimizer.py, zero/stage_1_and_2.py and
+    This follows the code in deepspeed/runtime/bf16_optimizer.py, zero/stage_1_and_2.py and
     zero/stage3.py of DeepSpeed 0.19.
 
     Args:
@@ -177,7 +180,7 @@ def trained(
         frozen: Number of frozen weights.
 
     Returns:
-        held: Bytes that are always there: weights, gradients, buckets and optimizer state.
+        held: Bytes that are always held: weights, gradients, buckets and optimizer state.
         update: Bytes that an update adds: gradient copies, gathered weights, buckets of stage 0.
         host: Bytes that are off-loaded.
 
@@ -194,8 +197,8 @@ def trained(
     gradients = (parameters if sharding.stage == 1 else share) * MASTER
     if sharding.stage == 1 and itemsize < MASTER:
         gradients += parameters * itemsize
-    # Stage 2: the reduced shard of a backward pass and its copy, before they are added to the sum.
-    # Other stages: the flat gradient of the step and AdamW's two intermediates.
+    # Stage 2 copies: the reduced shard of a backward pass and its copy, before the shard is added
+    # to the sum. Other stages: the flat gradient of the step and AdamW's two intermediates.
     copies = 2 if sharding.stage == 2 else 3
     update = {"gradient copies": copies * MASTER * share}
     if sharding.stage == 3:
@@ -208,7 +211,7 @@ def trained(
     if sharding.offload_optimizer:
         host["optimizer"] = optimizer
         host["gradients"] = gradients
-        gradients = 2 * largest * itemsize  # one tensor on its way to the host
+        gradients = 2 * largest * itemsize  # one tensor in transfer to the host
         host["gradient copies"] = update.pop("gradient copies")
     else:
         held["optimizer"] = optimizer
@@ -220,6 +223,6 @@ def trained(
 
 
 def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
-    """Return the RAM of one bucket of `raypo.weights.buckets` whose tensors the push creates."""
+    """Return the RAM of one bucket of a push (`raypo.weights.buckets`)."""
     largest = max(BUCKET_BYTES, shape.largest_tensor * itemsize)
     return min(largest, shape.parameters * itemsize)

@@ -101,7 +101,7 @@ def _choices(plan: Plan) -> Table:
 
 
 def _verdict(*loads: DeviceLoad) -> str:
-    """Say if all loads fit."""
+    """Return the verdict on some loads: whether all of them fit."""
     if not all(load.fits for load in loads):
         return "too much"
     return "not checked" if any(load.available is None for load in loads) else "fits"

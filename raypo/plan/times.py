@@ -1,9 +1,10 @@
 """Predicted seconds of a step on given hardware: a roofline model of each phase. Pure arithmetic.
 
-The time of a phase is that of the slowest of its concurrent parts (arithmetic, memory, links), plus
-the parts that follow. On GPUs rates are data-sheet values times the share that such programs reach.
-They are rough: trust comparisons of two configs more than absolute times. On CPUs rates are
-measured on the machine that makes the plan. All responses are assumed to have maximum length.
+The time of a phase is the time of the slowest of its concurrent parts (arithmetic, memory, links),
+plus the times of the parts that follow. On GPUs, rates are data-sheet values times the share that
+such programs reach. These rates are rough: trust comparisons of two configs more than absolute
+times. On CPUs rates are measured on the machine that makes the plan. All responses are assumed to
+have maximum length.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ ENGINE_STEP_S = 0.004
 OPTIMIZER_BYTES = 30
 """Bytes that AdamW reads and writes per weight: gradient, master weight, moments, the weight."""
 IPC_COPIES = 3
-"""Copies of each pushed byte within a GPU: into the bucket, out of it, into place."""
+"""Number of copies of each pushed byte within a GPU: into the bucket, out of it, into the model."""
 STORE_BYTES_S = 2e9
-"""Bytes a second through Ray's object store, checksums and copies included."""
+"""Bytes a second through Ray's object store, with checksums and copies."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Reached:
     update: float
     """FLOP/s of a forward and a backward pass, which count as three forward passes."""
     decode: float
-    """FLOP/s of the matrix products of an engine's step, with weights too large for caches."""
+    """FLOP/s of the matmuls of an engine's step, with weights too large for the CPU caches."""
     memory: float
-    """Bytes a second."""
+    """Memory bandwidth in bytes a second."""
 
     def times(self, factor: float) -> Reached:
         """Return the rates of `factor` times as many cores."""
@@ -52,7 +53,7 @@ class Reached:
 
 CPU_ENGINE_STEP_S = 0.005
 CPU_STORE_BYTES_S = 4e8
-"""Seconds a step and bytes a second on CPUs, measured with SmolLM2-135M on two cores
+"""`ENGINE_STEP_S` and `STORE_BYTES_S` for CPUs, measured with SmolLM2-135M on two cores
 (docs/performance.md; docs/scale.md says how far they generalise)."""
 WORTH = 0.03
 """Share of a step's time that a change must save to be proposed."""
@@ -66,7 +67,7 @@ class Rates:
     flops: float
     memory: float
     link: float
-    """Bytes a second to the other learner workers, over the slowest link."""
+    """Bytes a second between learner workers, over the slowest link."""
     host: float
     """Bytes a second between a GPU and its node's RAM."""
     engine_step_s: float = ENGINE_STEP_S
@@ -78,10 +79,10 @@ class Rates:
 
     @classmethod
     def of(cls, plan: Plan) -> Rates | None:
-        """Return the rates of the slowest GPU in use.
+        """Return the rates of the slowest GPU in use, for a ppo run.
 
         Returns:
-            None if a GPU is unknown, on CPUs, and for recipes other than ppo.
+            The rates. None if a GPU is unknown, on CPUs, and for recipes other than ppo.
         """
         used = [plan.nodes[each.node] for each in plan.bundles]
         gpus = [node.gpu for node in used if node.gpu is not None]
@@ -136,9 +137,9 @@ class PhaseTime:
 
     phase: str
     beside: dict[str, float] = field(default_factory=dict)
-    """Concurrent part (arithmetic, memory, links) -> seconds."""
+    """Seconds of each part that runs concurrently: arithmetic, memory, links."""
     after: dict[str, float] = field(default_factory=dict)
-    """Part that follows the concurrent ones -> seconds."""
+    """Seconds of each part that follows the concurrent parts."""
     moved: float = 0.0
     """Bytes that each device sends and receives over links and PCIe."""
 
@@ -149,7 +150,7 @@ class PhaseTime:
 
     @property
     def limit(self) -> str:
-        """Name of the part that takes longest."""
+        """Name of the part that takes the longest."""
         parts = self.beside | self.after
         return max(parts, key=lambda name: parts[name]) if parts else ""
 
@@ -194,7 +195,7 @@ def microbatch_of(config: PPOConfig) -> Groups:
 
 
 def sampled_of(plan: Plan) -> tuple[int, int]:
-    """Return an engine's number of responses in a step, and how many it samples at a time."""
+    """Return an engine's number of responses in a step, and the number it samples at a time."""
     config = plan.config
     assert isinstance(config, PPOConfig), "rates are of ppo runs only"
     engines = {
@@ -231,7 +232,7 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
 def faster(
     plan: Plan, rates_of: Callable[[Plan], Rates | None] = Rates.of
 ) -> list[tuple[str, float]]:
-    """Return single-key changes that shorten the step and fit, with its seconds, best first."""
+    """Return changes of one key that shorten the step and fit, with the new seconds, best first."""
     rates = rates_of(plan)
     if rates is None or not isinstance(plan.config, PPOConfig):
         return []
@@ -301,7 +302,7 @@ class _Work:
         self._memory = {role.name: role.memory for role in plan.roles}
 
     def generate(self) -> PhaseTime:
-        """Predict sampling: each engine step reads all weights and its sequences' KV cache."""
+        """Predict sampling. Each engine step reads all weights and its sequences' KV cache."""
         config, rates, shape = self.config, self._rates, self._plan.models.policy
         size, engines = self._devices["engine"], self._replicas["engine"]
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
@@ -324,7 +325,7 @@ class _Work:
         )
 
     def score(self) -> PhaseTime:
-        """Predict scoring: each frozen model reads every sample once, one model after the other."""
+        """Predict scoring. Frozen models run one after the other, each once over all samples."""
         models = self._plan.models
         seconds = sum(
             self._pass(shape, with_logits=role in models.references)
@@ -351,7 +352,10 @@ class _Work:
         return PhaseTime("log_probs", beside | self._links(moved), moved=moved)
 
     def update(self) -> PhaseTime:
-        """Predict the update of policy and critic; the longer of both if they have own workers."""
+        """Predict the update of policy and critic.
+
+        If the critic has its own workers, both run at the same time, and the longer update counts.
+        """
         models, apart = self._plan.models, self.config.learner.critic_workers
         critic = [models.critic] if models.critic else []
         if not apart:
@@ -371,7 +375,7 @@ class _Work:
         steps = epochs * self._minibatches
         flops = sum(map(self._pass, policy))
         flops += sum(self._pass(shape, with_logits=False) for shape in critic)
-        passes = 2 if config.model.lora else 3  # frozen weights have no gradients of their own
+        passes = 2 if config.model.lora else 3  # no gradients of frozen weights
         passes += 1 if config.learner.activation_checkpointing else 0
         whole = sum(map(self._whole, [*policy, *critic]))
         trained = whole if not config.model.lora else 0.0
@@ -386,7 +390,7 @@ class _Work:
         return PhaseTime("update", beside | self._links(moved), after, moved)
 
     def push(self) -> PhaseTime:
-        """Predict the weight sync to every engine, of all weights or only of an adapter."""
+        """Predict the weight sync to every engine: of all weights, or of an adapter only."""
         shape, rates, lora = self._plan.models.policy, self._rates, self.config.model.lora
         if lora is not None and lora.push == "adapter":
             size = float(adapter_weights(lora, shape) * self._itemsize)
@@ -410,7 +414,7 @@ class _Work:
         return PhaseTime("push", after=after, moved=gathered + (whole if way == "nccl" else 0.0))
 
     def take_turns(self) -> PhaseTime:
-        """Predict off-loading of idle models; unchanged frozen models are only copied back."""
+        """Predict off-loading of idle models. Frozen models are unchanged, so only copied back."""
         config = self.config
         sleeps = config.placement.group_of("engine") == "colocated" and config.rollout.engine.sleeps
         if self._plan.device == "cpu" or not sleeps:
@@ -422,7 +426,8 @@ class _Work:
         )
         held = {name: memory.held.get("weights", 0) for name, memory in self._memory.items()}
         frozen = sum(size for name, size in held.items() if name not in (LEARNER, "engine"))
-        # An engine that sleeps before a push discards its weights; these two need them again.
+        # An engine that sleeps before a push discards its weights, except in these two cases, which
+        # need the weights again.
         is_kept = config.pushes_adapter or config.is_refilled
         moved = 2.0 * learner + 2.0 * is_kept * held["engine"] + frozen
         return PhaseTime("take turns", after={"PCIe": moved / self._rates.host}, moved=moved)
@@ -460,5 +465,5 @@ class _Work:
         return float(shape.parameters * self._itemsize)
 
     def _pass(self, shape: ModelShape, *, with_logits: bool = True) -> float:
-        """Return the FLOPs of a forward pass over the step's samples; prompts are shared."""
+        """Return the FLOPs of a forward pass over the step's samples. Shared prompts count once."""
         return self._groups.forward_flops(shape, with_logits=with_logits)

@@ -16,17 +16,17 @@ from raypo.ppo.masked import check_choice, check_same_shape, in_blocks, keep
 
 GROUP_STD_EPS = 1e-6
 SCAN_CHUNK = 32
-"""Tokens that one product with a triangular matrix sums up. It affects speed only."""
+"""Number of tokens that one matmul with a triangular matrix sums up. It affects speed only."""
 
 
 def last_token(mask: Tensor) -> Tensor:
-    """Return a mask of the last sampled token of each row, where a response gets its score.
+    """Return a mask of the last sampled token of each row, which gets the response's score.
 
     Args:
         mask: [B, T] bool.
 
     Returns:
-        last: [B, T] bool, one True per row; none in a row without a sampled token.
+        last: [B, T] bool, one True per row; no True in a row without a sampled token.
     """
     mask = mask.bool()
     remaining = mask.flip(1).cumsum(1).flip(1)  # sampled tokens from here on
@@ -41,7 +41,7 @@ def token_rewards(
     kl_coef: float,
     extra_rewards: Tensor | None = None,  # [B, T]
 ) -> Tensor:
-    """Return the rewards of tokens: the score on the last one, minus the KL penalty on each.
+    """Return the reward of each token: the score at the last token, minus the KL penalty of each.
 
     Args:
         scores: Score of each response.
@@ -100,7 +100,7 @@ def penalized_scores(
     check_same_shape(kl=kl, mask=mask)
     if kl_coef == 0.0:
         return scores
-    # In float64, so that equal responses stay equal whatever their padding.
+    # Sum in float64, so that equal responses get equal penalties whatever their padding.
     penalty = kl_coef * keep(kl, mask).sum(1, dtype=torch.float64)
     return (scores - penalty).to(scores.dtype)
 
@@ -135,16 +135,16 @@ def generalized_advantages(
     """Compute advantages and returns by Generalized Advantage Estimation (GAE).
 
     delta_k = r_k + gamma * V_{k+1} - V_k and A_k = delta_k + gamma * lambda * A_{k+1}, where k
-    numbers the sampled tokens of a row. Computed in float64, without gradient.
+    numbers the sampled tokens of a row. The computation is in float64, without gradient.
 
     Args:
         rewards: Reward of each token.
         values: Value of the state before each token.
         mask: True on sampled tokens.
         gamma: Discount.
-        gae_lambda: Lambda of all rows, or one for each.
+        gae_lambda: One lambda for all rows, or a tensor with a lambda for each row.
         last_values: Value of the state after the last sampled token of truncated rows; 0 for rows
-            that ended. None means 0 for all.
+            that ended by themselves. None means 0 for all rows.
         turns: Turn of each token. If given, gamma and lambda apply between turns, and both are 1
             within a turn. None means that they apply to each token.
 
@@ -203,9 +203,9 @@ def discounted_returns(
     gamma: float,
     turns: Tensor | None = None,  # [B, T] int
 ) -> Tensor:
-    """Return, for each token, the discounted sum of its reward and all later ones of the row.
+    """Return for each token the discounted sum of its reward and all later rewards of its row.
 
-    Computed in float64, without gradient.
+    The computation is in float64, without gradient.
 
     Args:
         rewards: Reward of each token.
@@ -249,8 +249,8 @@ def group_baseline(
 
     - rloo: score minus the mean of the other samples.
     - reinforce_baseline, dr_grpo: score minus the mean of the group.
-    - grpo: the same, divided by the group's unbiased standard deviation + 1e-6.
-    - maxrl: the same, divided by the group's mean.
+    - grpo: as dr_grpo, divided by the group's unbiased standard deviation + 1e-6.
+    - maxrl: as dr_grpo, divided by the group's mean.
     - opo: score minus the group's mean weighted by length, which minimises the variance of the
       gradient if its squared norm grows with the length.
     - pass_at_k: `pass_at_k_advantages`.
@@ -258,8 +258,8 @@ def group_baseline(
     Args:
         scores: Score of each sample.
         kind: Name of the estimator.
-        valid: False leaves a sample out of mean and deviation: it failed, or has no sampled token.
-            None means that all are valid.
+        valid: False leaves a sample out of mean and deviation, because it failed or has no sampled
+            token. None means that all samples are valid.
         lengths: Sampled tokens of each sample, for opo.
         pass_k: Number of samples k, for pass_at_k.
 
@@ -294,7 +294,7 @@ def group_baseline(
         centred = centred / (variance.sqrt() + GROUP_STD_EPS)
     elif kind == "maxrl":
         _refuse_negative(exact)
-        # A mean of 0 is that of equal scores, whose advantage is 0.
+        # The mean is 0 only if all scores are 0, and then all advantages are 0.
         mean = exact.sum(1, keepdim=True) / count.clamp(min=1)
         centred = centred / torch.where(mean > 0, mean, 1.0)
     elif kind == "opo":
@@ -319,11 +319,12 @@ def pass_at_k_advantages(
 ) -> Tensor:
     """Return the advantages of training on pass@k, whose score is the best of k samples.
 
-    The k samples are any k of the group's valid ones, all choices alike. A sample's advantage is
-    the mean score of the choices that contain it, minus the mean of all choices, divided by the
-    standard deviation over all choices. With scores of 0 and 1 these are the paper's equations;
-    with k = 1 it is grpo with the population's deviation. The sums over choices are in closed form:
-    in ascending order, the sample with number i (from 0) is the best of C(i, k - 1) choices.
+    A choice is any k of the group's valid samples, and all choices are equally likely. A sample's
+    advantage is the mean score of the choices that contain it, minus the mean score of all choices,
+    divided by the standard deviation over all choices. With scores of 0 and 1 these are the paper's
+    equations. With k = 1 this is grpo with the population standard deviation. The sums over choices
+    are in closed form: in ascending order of scores, sample i (from 0) is the best of C(i, k - 1)
+    choices.
 
     Args:
         scores: Score of each sample, 0 where not valid.
@@ -340,7 +341,8 @@ def pass_at_k_advantages(
     count = valid.sum(1, keepdim=True)  # [P, 1]
     number = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)  # [1, n]
     is_sample = number < count
-    # Relative to the highest score, so that a tiny share of choices without it is not rounded away.
+    # Scores relative to the highest one, so that a tiny share of choices without it is not lost to
+    # rounding.
     highest = ordered.gather(1, (count - 1).clamp(min=0))
     ordered = keep(ordered - highest, is_sample)
 
@@ -352,7 +354,7 @@ def pass_at_k_advantages(
             ratio = ratio * (among - step).clamp(min=0) / most
         return ratio
 
-    # Of the choices with one given sample: it is the best, or sample j after it is.
+    # In a choice that contains a given sample, the best is that sample or a later sample j.
     alone = share(k - 1, number, count - 1)
     later = torch.zeros_like(ordered)
     if k > 1:
@@ -362,10 +364,10 @@ def pass_at_k_advantages(
     own = ordered * alone + after
     best = keep(
         k * alone / count.clamp(min=1), is_sample
-    )  # of all choices, those it is the best of
+    )  # share of all choices in which each sample is the best
     mean = (best * ordered).sum(1, keepdim=True)
     variance = (best * (ordered - mean).square()).sum(1, keepdim=True)
-    lowest = ordered.gather(1, torch.full_like(count, min(k, scores.shape[1]) - 1))  # of a choice
+    lowest = ordered.gather(1, torch.full_like(count, min(k, scores.shape[1]) - 1))  # worst choice
     differ = (count >= k) & (lowest < 0.0)
     advantages = torch.where(differ, (own - mean) / variance.sqrt(), 0.0)
     return torch.zeros_like(scores).scatter(1, order, advantages)
@@ -392,7 +394,10 @@ def _sampled_places(mask: Tensor) -> Tensor | None:
 
 
 def _compact(x: Tensor, places: Tensor | None) -> Tensor:
-    """Move the sampled tokens of each row to its front, then zeros. x must be 0 where masked."""
+    """Move the values of sampled tokens to the front of each row, and fill up with zeros.
+
+    `x` must be 0 where masked.
+    """
     if places is None:
         return x
     return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, places, x)[:, :-1]
@@ -404,13 +409,19 @@ def _spread(x: Tensor, places: Tensor | None) -> Tensor:
 
 
 def runs_of(mask: Tensor) -> Tensor:
-    """Return the number of each sampled token's run of consecutive ones, [B, T] int64, from 1."""
+    """Number the runs of consecutive sampled tokens in each row, from 1: [B, T] int64.
+
+    A masked token has the number of the run before it.
+    """
     begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
     return begins.cumsum(1)
 
 
 def _numbered(turns: Tensor, mask: Tensor, places: Tensor | None) -> Tensor:
-    """Return the turns of sampled tokens, [B, T] int64, compacted, from 0; -1 after the last."""
+    """Return the turn of each sampled token, compacted and renumbered from 0: [B, T] int64.
+
+    Positions after a row's last sampled token are -1.
+    """
     compacted = _compact(torch.where(mask, turns, 0), places)
     number = (compacted.diff(prepend=compacted[:, :1]) != 0).cumsum(1)
     place = torch.arange(mask.shape[1], device=mask.device)
@@ -422,9 +433,9 @@ def _discounted_suffix_sums(
 ) -> Tensor:
     """Compute y_k = x_k + discount * y_{k+1} along rows of x [B, T], in chunks.
 
-    The sums within a chunk are a product with a triangular matrix of powers. The contribution of
+    The sums within a chunk are a matmul with a triangular matrix of powers. The contribution of
     later chunks follows the same recurrence over the chunks' first sums, with
-    discount ** SCAN_CHUNK. The discount is one number, or one for each row [B].
+    discount ** SCAN_CHUNK. The discount is one number, or a tensor [B] with one for each row.
 
     With `turns` the discount applies between turns only: the recurrence runs over the sums of
     turns, and the part of a turn before k is subtracted.

@@ -19,7 +19,7 @@ from raypo.types import Experience
 
 @dataclass(frozen=True)
 class ReferenceKL:
-    """KL of a step's policy, before the update, to the reference model; over all workers."""
+    """KL between a step's policy before the update and the reference model, over all workers."""
 
     token_mean: float
     """Mean over sampled tokens, in nats."""
@@ -28,11 +28,11 @@ class ReferenceKL:
     responses: float
     """Number of responses."""
     clamped_tokens: float
-    """Number of tokens that are so unlikely under the policy that k3 is clamped."""
+    """Number of tokens whose log-ratio is so far below 0 that k3 is clamped."""
 
     @classmethod
     def measure(cls, experience: Experience, workers: Workers) -> ReferenceKL:
-        """Measure the KL of an experience with old and reference log-probs; a collective call."""
+        """Measure the KL from old and reference log-probs. All workers call it together."""
         assert experience.old_log_probs is not None
         assert experience.ref_log_probs is not None
         mask = experience.response_mask
@@ -91,7 +91,7 @@ class UpdateState:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the coefficients that a step applies, as far as it has such a term."""
+        """Return metrics: the KL coefficient if above 0, the entropy coefficient if adaptive."""
         metrics = {"kl/coef": self.kl.coef} if self.kl.coef > 0.0 else {}
         if self.entropy.target is not None:
             metrics["ppo/entropy_coef"] = self.entropy.acting
@@ -106,7 +106,7 @@ class UpdateState:
         }
 
     def restored(self, state: dict[str, Any] | None) -> UpdateState:
-        """Return the state that `state_dict` saved, under this configuration. None: no change."""
+        """Return this state with the values that `state_dict` saved. None leaves it unchanged."""
         if state is None:
             return self
         return UpdateState(
@@ -120,7 +120,7 @@ class UpdateState:
 class EntropyController:
     """The entropy coefficient over a run: fixed, or adapted so that entropy stays above a target.
 
-    The adaptive coefficient is applied in a step only if the entropy of the step before was at or
+    The adaptive coefficient is applied in a step only if the entropy of the previous step was at or
     below the target. It grows by `delta` after each step at or below the target, and shrinks by
     `delta`, down to 0, after every other step. The first step applies the initial value.
 
@@ -132,13 +132,13 @@ class EntropyController:
     """
 
     coef: float
-    """The coefficient, also in steps that do not apply it."""
+    """Current coefficient. `acting` is the part that the next step applies: all of it, or 0."""
     target: float | None = None
     """Target entropy in nats per token. None means a fixed coefficient."""
     delta: float = 0.0
     """Step size of the coefficient."""
     entropy: float | None = None
-    """Entropy of the last step that updated the policy, in nats per token. None before it."""
+    """Entropy of the last step that updated the policy, in nats per token. None at the start."""
 
     @property
     def acting(self) -> float:
@@ -164,7 +164,7 @@ class EntropyController:
         return {"coef": self.coef, "entropy": self.entropy}
 
     def restored(self, state: dict[str, Any]) -> EntropyController:
-        """Return the controller with a saved state; a fixed coefficient stays the config's."""
+        """Return the controller with the saved state. A fixed coefficient keeps the config's."""
         if self.target is None:
             return self
         return replace(self, coef=state["coef"], entropy=state["entropy"])

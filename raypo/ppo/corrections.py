@@ -1,8 +1,8 @@
 """Rollout correction: importance weights for the mismatch between engine and learner.
 
 Notation: B responses, T response tokens. Every mask: True = keep.
-w = exp(old_log_probs - rollout_log_probs) is the ratio of a token's probabilities: the learner's
-before the update, over the engine's when it sampled the token.
+w = exp(old_log_probs - rollout_log_probs) is a token's probability under the learner before the
+update, divided by its probability under the engine that sampled it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CORRECTION_KINDS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "m
 MASK_RATIOS = ("geometric", "product")
 """Ratio of a response that `mis` bounds: geometric mean or product of its tokens' ratios."""
 DEFAULT_CAPS = {"tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 1.001, "mis": 2.0}
-"""Default of the largest weight, by kind."""
+"""Default cap of the weights, by kind."""
 DEFAULT_MASKS = {"icepop": (0.5, 5.0), "geometric": (0.999, 1.001), "product": (0.5, 2.0)}
-"""Default bounds of the ratio that a mask keeps: of tokens for icepop, and of responses for mis, by
-its kind of ratio."""
+"""Default range of ratios that a mask keeps: for icepop ratios of tokens, and for mis ratios of
+responses, `geometric` or `product`."""
 MAX_LAG = 8
-"""Largest staleness, in weight versions, with metrics of its own."""
+"""Largest staleness, in weight versions, that gets separate metrics."""
 
 
 def with_corrections(
@@ -78,7 +78,7 @@ def mismatch_metrics(
     means.add("rollout/staleness_mean", by_response.double().sum(), len(lag))
     if len(sampled):
         means.maximum("rollout/staleness_max", sampled.max())
-    # Every worker adds the same names, so the longest lag is that of all workers.
+    # All workers must add the same metrics, so the longest lag is taken over all workers.
     longest = int(workers.max(torch.cat([sampled, lag.new_zeros(1)]).max()))
     for number in range(min(longest, MAX_LAG) + 1 if longest > 0 else 0):
         lagging = mask & (lag.clamp(max=MAX_LAG) == number)
@@ -129,7 +129,7 @@ def importance_weights(
     - tis: min(w, cap).
     - sequence_tis: min(product of w over the response, cap).
     - geometric_tis: min(geometric mean of w over the response, cap).
-    - icepop: w inside [low, high], else 0.
+    - icepop: w if it is inside [low, high], else 0.
     - mis: as tis, but 0 for a whole response whose ratio is outside [low, high].
 
     Tokens with weight 0 stay in the loss's denominator.
@@ -144,13 +144,13 @@ def importance_weights(
         cap: The largest weight, for all kinds but none and icepop. None means `DEFAULT_CAPS`.
         mask_ratio: Ratio of a response for mis. A product drifts out of its bounds as responses get
             longer. A geometric mean is the drift of the average token: bounds close to 1 suit
-            responses of thousands of tokens, and short ones need wider bounds.
+            responses of thousands of tokens, and short responses need wider bounds.
         token_veto: Smallest w, such as 1e-4. With any kind, a whole response gets weight 0 if one
-            of its tokens is below. None means no veto.
+            of its tokens has a smaller w. None means no veto.
 
     Returns:
-        weights: [B, T], 0 where masked. For all kinds but none also 0 where a log-prob is NaN, or
-            in its whole response if the kind uses a ratio of the response.
+        weights: [B, T], 0 where masked. Except for the kind none, a token with a NaN log-prob gets
+            weight 0. If the kind uses a ratio of the response, the whole response gets weight 0.
 
     Raises:
         ValueError: `kind` or `mask_ratio` is unknown, the shapes differ, or a bound is out of
@@ -164,7 +164,7 @@ def importance_weights(
     """
     if cap is None and kind != "mis":
         cap = high
-    # Without the checks of a run file: bounds are checked where they are used.
+    # Skip Pydantic's validation: `bounded_weights` checks the bounds.
     section = CorrectionSection.model_construct(
         kind=kind, low=low, high=high, cap=cap, mask_ratio=mask_ratio, token_veto=token_veto
     )
@@ -177,7 +177,7 @@ def bounded_weights(
     mask: Tensor,  # [B, T] bool
     section: CorrectionSection,
 ) -> tuple[Tensor, Tensor]:
-    """Return `importance_weights` by the section `ppo.correction`, and where a bound was active.
+    """Return `importance_weights` as `ppo.correction` sets them, and a mask of bounded tokens.
 
     Returns:
         weights: [B, T], see `importance_weights`.
@@ -194,7 +194,7 @@ def bounded_weights(
         by_token = log_ratio(old_log_probs, rollout_log_probs, mask)
         product = by_token.sum(1, keepdim=True)  # [B, 1]
         mean = product / mask.sum(1, keepdim=True).clamp(min=1)
-        # Beyond the range of floats a ratio is infinite or 0, and so outside of all bounds.
+        # A ratio beyond the range of floats becomes infinite or 0, which is outside all bounds.
         ratio = {
             "none": torch.zeros_like(by_token),
             "sequence_tis": product,
@@ -254,8 +254,8 @@ def mismatch_statistics(
     Returns:
         stats: float64 scalars. Sums over tokens, to add over micro-batches and workers: `tokens`,
             `abs_difference` and `kl` (k3 estimate of KL(rollout || old)) in nats, `clipped`,
-            `unknown` (tokens with a NaN log-prob, which count only in `tokens` and `clipped`
-            besides). A maximum, to reduce by maximum: `abs_difference_max`.
+            `unknown` (tokens with a NaN log-prob; of the other sums they count only in `tokens` and
+            `clipped`). One maximum over tokens, to reduce by maximum: `abs_difference_max`.
 
     Raises:
         ValueError: the shapes differ.

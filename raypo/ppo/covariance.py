@@ -1,4 +1,6 @@
-"""Tokens with high covariance of log-prob and advantage, whose update reduces entropy the most.
+"""Selection of tokens with high covariance of log-prob and advantage.
+
+Updates on these tokens reduce the entropy the most.
 
 Notation: B responses, T response tokens. Every mask: True = keep.
 """
@@ -18,13 +20,16 @@ from raypo.ppo.masked import keep, masked_moments
 from raypo.types import Experience
 
 _SEED_WORD = 5
-"""First number of the seed sequence that draws tokens; other parts of a run use 1 to 4 and 6."""
+"""First number of the seed sequence for drawing tokens. Other parts of a run use 1 to 4 and 6."""
 
 
 def with_covariant_tokens(
     experience: Experience, ppo: PPOSection, workers: Workers, *, seed: int, step: int
 ) -> Experience:
-    """Add the `covariant` mask of tokens that clip_cov or kl_cov hold back, if either is used."""
+    """Add the mask `covariant`: the tokens that clip_cov or kl_cov hold back.
+
+    With other policy losses the experience is returned unchanged.
+    """
     if not ppo.needs_covariance:
         return experience
     chosen = covariant_tokens(experience, ppo, workers, seed=(_SEED_WORD, seed, step))
@@ -75,8 +80,8 @@ def covariant_tokens(
     eligible = mask & within if is_drawn else mask
     rows, places = eligible.nonzero(as_tuple=True)
     size = products[rows, places]
-    if not is_drawn and len(size) > most:  # smaller ones are not among the largest of all
-        among = size >= size.topk(most).values.min()  # keep ties: the key decides between them
+    if not is_drawn and len(size) > most:  # the rest cannot be among the largest of all workers
+        among = size >= size.topk(most).values.min()  # keep ties: the order below decides
         size, rows, places = size[among], rows[among], places[among]
     identity = experience.group_index, experience.sample_index, experience.row_index
     names = torch.stack([*(index[rows] for index in identity), places], 1)  # [n, 4]

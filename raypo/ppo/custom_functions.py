@@ -1,6 +1,6 @@
 """Custom losses, advantages and score shapings: their arguments, and checks of their results.
 
-Notation: B responses of the step, those of all workers; T response tokens. Every mask: True = keep.
+Notation: B responses of the step on all workers, T response tokens. Every mask: True = keep.
 Results are checked before use. Error messages begin with the config key of the function.
 """
 
@@ -27,7 +27,7 @@ class CustomFunctionError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """Argument of a custom score shaping, which returns the shaped scores, [B]."""
+    """Argument of a custom score-shaping function, which returns the shaped scores, [B]."""
 
     scores: Tensor  # [B] float32, raw scores; 0 where not valid
     valid: Tensor  # [B] bool, False where scoring failed or no token was sampled
@@ -40,10 +40,10 @@ class StepScores:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRewards:
-    """Argument of a custom advantage, which returns [B, T], or [B] for all tokens of a row."""
+    """Argument of a custom advantage function, which returns advantages [B, T], or [B] per row."""
 
     scores: Tensor  # [B] float32, shaped; 0 where not valid
-    rewards: Tensor  # [B, T] float32, the score at the last token, minus the KL penalty
+    rewards: Tensor  # [B, T] float32, score at the last token, turn rewards, minus KL penalty
     mask: Tensor  # [B, T] bool, True on sampled tokens of valid rows
     valid: Tensor  # [B] bool
     truncated: Tensor  # [B] bool
@@ -53,12 +53,13 @@ class StepRewards:
 
 
 def custom_surrogate(function: Callable[[Tokens], Any], label: str) -> Surrogate:
-    """Return a custom policy loss in the form of `raypo.ppo.surrogates`.
+    """Wrap a custom policy loss as a surrogate, like those in `raypo.ppo.surrogates`.
 
     The custom function returns the loss of each token, [B, T] with gradient, or a whole
-    `TokenLoss`. Masked tokens may have any finite value. raypo multiplies by the correction
-    weights, masks, aggregates by `ppo.aggregation`, and divides by the count of the whole optimizer
-    step. So the loss does not depend on micro-batches or workers.
+    `TokenLoss`. Masked tokens may have any finite value. raypo multiplies the loss by the
+    correction weights, masks it, aggregates it by `ppo.aggregation`, and divides it by the count of
+    the whole optimizer step. So the loss does not depend on the split into micro-batches and
+    workers.
 
     Args:
         function: The custom function.
@@ -93,7 +94,7 @@ def surrogate_of(policy_loss: str) -> Surrogate:
 
 
 def custom_scores(function: Callable[[StepScores], Any], step: StepScores, label: str) -> Tensor:
-    """Return shaped scores, [B] float32, by a custom function; NaN where not valid.
+    """Compute shaped scores with a custom function: [B] float32, NaN where not valid.
 
     Args:
         function: The custom function.
@@ -112,7 +113,7 @@ def custom_scores(function: Callable[[StepScores], Any], step: StepScores, label
 def custom_advantages(
     function: Callable[[StepRewards], Any], step: StepRewards, label: str
 ) -> Tensor:
-    """Return advantages, [B, T] float32, by a custom function; 0 where masked.
+    """Compute advantages with a custom function: [B, T] float32, 0 where masked.
 
     Args:
         function: The custom function.
@@ -135,7 +136,7 @@ def custom_advantages(
 def shaped_by(
     spec: str, experience: Experience, workers: Workers, *, max_new_tokens: int
 ) -> Tensor:
-    """Return scores, [B], of this worker's rows by `ppo.shaping.function`; NaN where not valid."""
+    """Shape the scores of this worker's rows with `ppo.shaping.function`: [B], NaN if not valid."""
     key, samples = "ppo.shaping.function", _samples(experience)
     rows, mine = _rows_of_all(
         workers,
@@ -161,7 +162,7 @@ def advantages_by(
     *,
     gamma: float,
 ) -> Tensor:
-    """Return advantages, [B, T], of this worker's rows by the function of `ppo.advantage`."""
+    """Compute advantages [B, T] of this worker's rows with the function of `ppo.advantage`."""
     key, samples = "ppo.advantage", _samples(experience)
     valid = ~scores.isnan() & experience.response_mask.any(1)
     rows, mine = _rows_of_all(

@@ -15,35 +15,36 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 def divergences(
-    logits: Tensor,  # [N, V] the student's
+    logits: Tensor,  # [N, V], of the student
     teacher_log_probs: Tensor,  # [N, K]
-    teacher_ids: Tensor,  # [N, K] int64, of the tokens that these are the log-probs of
+    teacher_ids: Tensor,  # [N, K] int64
     *,
     kind: Divergence,
     beta: float = 0.5,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """Return the divergence of the two distributions of each token, differentiable.
+    """Return the divergence between teacher and student at each token, differentiable.
 
     - forward_kl: KL(teacher || student).
     - reverse_kl: KL(student || teacher).
     - jsd: beta KL(teacher || m) + (1 - beta) KL(student || m), with
       m = beta teacher + (1 - beta) student.
 
-    If K is below the vocabulary, all other tokens count as one event. This is a lower bound of the
-    full divergence, and 0 if the probabilities of the K tokens agree. How the rest is distributed
-    is not learned.
+    If K is below the vocabulary, all other tokens count as one event. The result is then a lower
+    bound of the full divergence. It is 0 if the probabilities of the K tokens agree, so the student
+    does not learn how the remaining probability is distributed.
 
     Args:
         logits: Logits of the student.
         teacher_log_probs: Log-probs of the teacher.
-        teacher_ids: Token ids of `teacher_log_probs`.
+        teacher_ids: Ids of the tokens that `teacher_log_probs` belong to.
         kind: Kind of the divergence.
         beta: Weight of the teacher, for jsd.
-        vocabulary: Number of logits that belong to tokens; the rest is padding. None means all.
+        vocabulary: Number of logits that belong to tokens; the rest is padding. None means that no
+            logit is padding.
 
     Returns:
-        divergences: [N] in nats, float32, or float64 if the logits are.
+        divergences: [N] in nats, float32, or float64 if the logits are float64.
 
     Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649, eq. 1 and section 3.1.
     """
@@ -70,7 +71,7 @@ def _kl(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _rest(log_probs: Tensor) -> Tensor:
-    """Return the log-prob of all other tokens together, [N, 1], at least that of rounding."""
+    """Return the log-prob of all other tokens together, [N, 1], at least log(float32 epsilon)."""
     resolution = torch.finfo(torch.float32).eps  # the teacher's log-probs are float32
     told = log_probs.exp().sum(-1, keepdim=True)
     return (1.0 - told).clamp(min=resolution).log()

@@ -45,17 +45,18 @@ def with_advantages(
     """Compute advantages and returns of a step. All workers call it together.
 
     Args:
-        experience: This worker's rows, with old and reference log-probs and values as needed.
+        experience: This worker's rows, with old log-probs, reference log-probs and values if the
+            config needs them.
         ppo: The section `ppo` of the config.
         state: State after the previous step. Its KL coefficient is used in this step.
         workers: The workers that hold the whole step together.
         max_new_tokens: Longest response, in tokens.
-        step: Counted from 1. The critic's lambda may differ during its warm-up.
+        step: Step number, from 1. The critic's lambda may differ during the critic's warm-up.
 
     Returns:
-        experience: The experience with `advantages` and `returns`. With `ppo.mask_truncated` it has
-            a `loss_mask` without truncated responses, and if samples have several rows,
-            `sample_tokens`.
+        experience: The experience with `advantages` and `returns`. With `ppo.mask_truncated`, a
+            `loss_mask` excludes truncated responses. If samples have several rows, `sample_tokens`
+            is added.
         metrics: Metrics over all workers.
         scores: Moments of all scores up to this step.
     """
@@ -82,15 +83,15 @@ def estimate_advantages(
     kl_coef: float,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns by `ppo.advantage`, whitened if the estimator does so.
+    """Compute advantages and returns with the estimator that `ppo.advantage` names.
 
     All workers call it together. A response whose score is NaN is left out of all statistics and
     gets advantage 0.
 
-    Group estimators compare whole scores: the rewards of single turns stay part of them, and the KL
-    penalty of the whole response is subtracted before. So grpo divides by the deviation of the
-    penalised scores: in a group of equal scores only the KL decides, with full weight however small
-    `kl_coef` is.
+    Group estimators compare whole scores: the scores include the rewards of single turns, and the
+    KL penalty of the whole response is subtracted before the comparison. So grpo divides by the
+    standard deviation of the penalised scores. In a group of equal scores only the KL differs, and
+    after this division it has full weight, however small `kl_coef` is.
 
     Args:
         experience: This worker's rows, with old and reference log-probs if the reward has a KL
@@ -99,11 +100,11 @@ def estimate_advantages(
         ppo: The section `ppo` of the config.
         workers: The workers that hold the whole step together.
         kl_coef: Weight of the KL penalty in this step, in score per nat.
-        step: Counted from 1. The critic's lambda may differ during its warm-up.
+        step: Step number, from 1. The critic's lambda may differ during the critic's warm-up.
 
     Returns:
-        advantages: [B, T], 0 where masked. Whitened advantages have mean 0 and variance 1 over the
-            tokens that the losses count.
+        advantages: [B, T], 0 where masked. Some estimators whiten them to mean 0 and variance 1
+            over the tokens that the losses count.
         returns: [B, T], not whitened, 0 where masked; the critic's target for `gae`.
 
     Paper: see the parts in `raypo.ppo.advantages` and `masked_whiten`; Yuan et al. 2025 (VC-PPO),
@@ -160,7 +161,7 @@ def _compared(
     ppo: PPOSection,
     workers: Workers,
 ) -> Tensor:
-    """Compare scores [B], or for gdpo their parts, within their groups."""
+    """Compute advantages [B] by comparing scores, or their parts for gdpo, within each group."""
     group, sample = experience.group_index, experience.sample_index
     if ppo.advantage == "gdpo":
         assert experience.parts is not None
@@ -190,7 +191,7 @@ def _critic_advantages(
     *,
     step: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns [B, T] by GAE. The critic may have a lambda of its own."""
+    """Compute advantages and returns [B, T] by GAE. The returns may use the critic's own lambda."""
     assert experience.values is not None
     by_lambda = partial(
         generalized_advantages,
@@ -212,7 +213,11 @@ def _critic_advantages(
 
 
 def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
-    """Add `sample_tokens`: counted tokens of all rows of each sample, over all workers."""
+    """Add `sample_tokens`, the number of counted tokens in all rows of each row's sample.
+
+    The rows of a sample may be on several workers. If every sample has a single row, the experience
+    is returned unchanged.
+    """
     if all(workers.gather(bool(experience.is_first_row.all()))):
         return experience
     assert experience.sample_index is not None

@@ -21,11 +21,11 @@ def filter_groups(
     valid: Tensor,  # [P, n] bool
     section: FilterSection,
 ) -> Tensor:
-    """Select the groups to train on: scores differ within the group, and their mean is in range.
+    """Select the groups to train on: those whose scores differ and whose mean score is in range.
 
     Args:
         scores: Score of each sample.
-        valid: False leaves a sample out: it failed, or has no sampled token.
+        valid: False for a sample to leave out, because it failed or has no sampled token.
         section: The section `ppo.filter` of the config. `min_std` bounds the population standard
             deviation.
 
@@ -40,7 +40,7 @@ def filter_groups(
     mean = exact.sum(1) / count
     spread = keep(exact - mean.unsqueeze(1), valid)
     std = (spread.square().sum(1) / count).sqrt()
-    # Compare scores for equality: equal ones may deviate from their mean by rounding.
+    # Compare scores for equality: by rounding, equal scores may deviate from their mean.
     differ = exact.masked_fill(~valid, torch.inf).amin(1) < exact.masked_fill(
         ~valid, -torch.inf
     ).amax(1)
@@ -63,7 +63,7 @@ def baseline_over_workers(
     lengths: Tensor | None = None,  # [B] int
     pass_k: int = 1,
 ) -> Tensor:
-    """Compute `group_baseline` for groups whose samples are on any row of any worker.
+    """Compute `group_baseline` for groups whose samples are spread over rows and workers.
 
     All workers call it together.
 
@@ -104,13 +104,14 @@ def parts_over_workers(
 ) -> Tensor:
     """Compare each part of the score within its group, and normalise the weighted sum (GDPO).
 
-    Each part gets the advantages of `grpo`, so the weights compare deviations and not ranges. Their
-    weighted sum gets mean 0 and unbiased deviation 1 over the samples of the step. All workers call
-    it together. A part that a sample does not have is left out of the part's mean and deviation,
-    and adds 0 to the sample's sum.
+    Each part is turned into the advantages of `grpo`, so the weights do not depend on the ranges of
+    the parts. The weighted sum of these advantages is normalised to mean 0 and unbiased standard
+    deviation 1 over the samples of the step. A sample that lacks a part does not count in that
+    part's mean and deviation, and the part adds 0 to the sample's sum. All workers call it
+    together.
 
     Args:
-        parts: Parts of the score of each row of this worker, NaN where there is none.
+        parts: Parts of the score of each row of this worker, NaN for a part that a row lacks.
         group_index: Rows with the same number, on any worker, are samples of one prompt.
         valid: False leaves a row out.
         weights: Weight of each part by its name, in the order of the columns.
@@ -118,7 +119,8 @@ def parts_over_workers(
         sample_index: See `baseline_over_workers`.
 
     Returns:
-        advantages: [B], 0 where not valid, and everywhere if no part differs in any group.
+        advantages: [B], 0 for rows that are not valid. All 0 if the weighted sum is the same for
+            all samples, for example because no part differs within any group.
 
     Raises:
         ValueError: the shapes differ, or no valid sample of the step has a part of some name.
@@ -145,7 +147,7 @@ def parts_over_workers(
         total += weight * baseline_by_index(of_part, group, has_part, sample, kind="grpo")
     first, _ = _first_rows(group, sample, is_valid)
     counted = total[first][is_valid[first]]
-    # Compare for equality: the deviation of equal numbers may be rounding.
+    # Compare for equality: by rounding, the deviation of equal numbers may be above 0.
     if len(counted) < 2 or counted.min() == counted.max():
         return parts.new_zeros(len(parts))
     scaled = (total - counted.mean()) / (counted.std() + GROUP_STD_EPS)
@@ -169,13 +171,15 @@ def baseline_by_index(
         group_index: Rows with the same number are one group.
         valid: False leaves a row out.
         sample_index: Rows of a group with the same number are one sample. None means that each row
-            is one.
+            is a sample.
         kind: Name of the estimator.
-        lengths: Sampled tokens of each row, for opo. Those of a sample's valid rows are added up.
+        lengths: Number of sampled tokens of each row, for opo. A sample's length is the sum over
+            its valid rows.
         pass_k: Number of samples k, for pass_at_k.
 
     Returns:
-        advantages: [B], 0 where not valid or where a group has fewer than two valid samples.
+        advantages: [B], 0 for rows that are not valid, and in groups with fewer than two valid
+            samples.
 
     Raises:
         ValueError: the shapes differ, or `kind` is unknown.
@@ -215,10 +219,11 @@ def baseline_by_index(
 def _first_rows(group_index: Tensor, sample_index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first valid row of each sample, [S] int64, and the sample of each row, [B] int64.
 
-    A sample without a valid row has its first row.
+    For a sample without a valid row, its first row is returned.
     """
     pairs = torch.stack([group_index, sample_index])
     names, sample = pairs.unique(dim=1, return_inverse=True)
+    # Invalid rows get numbers above those of all valid rows, so the minimum prefers valid rows.
     rows = torch.arange(len(valid)) + len(valid) * ~valid
     first = rows.new_full((names.shape[1],), 2 * len(valid))
     return first.scatter_reduce(0, sample, rows, "amin") % len(valid), sample
@@ -238,7 +243,7 @@ def pass_at_k(
         k: Number of samples that are drawn.
 
     Returns:
-        pass_at_k: [P] float64, unbiased for each prompt. Average it over a data source.
+        pass_at_k: [P] float64, unbiased for each prompt. Average it over prompts.
 
     Raises:
         ValueError: not 1 <= k <= num_samples, or not 0 <= num_correct <= num_samples.

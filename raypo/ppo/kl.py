@@ -17,7 +17,7 @@ from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, keep
 KL_KINDS = ("k1", "k2", "k3")
 KL_LOSS_KINDS = ("k2", "k3", "k3_st")
 MAX_LOG_RATIO = 20.0
-"""Bound of a log-ratio before exp, in nats, on the sides where exp would overflow."""
+"""Bound to which log-ratios are clamped before exp, in nats, so that exp does not overflow."""
 MIN_LOG_PROB = -1e5
 """Floor of log-probs, in place of log 0, so that their differences are finite."""
 
@@ -27,7 +27,7 @@ def log_ratio(
     base_log_probs: Tensor,  # [B, T]
     mask: Tensor | None = None,  # [B, T] bool
 ) -> Tensor:
-    """Return `log_probs - base_log_probs`, finite where a log-prob is -inf; NaN stays NaN.
+    """Return `log_probs - base_log_probs`, finite even if a log-prob is -inf. NaN stays NaN.
 
     Returns:
         log_ratio: [B, T] in nats, of at least float32, 0 where masked.
@@ -58,8 +58,8 @@ def kl_estimate(
     - k3 = exp(-l) - 1 + l is unbiased and never negative. l is clamped to at least
       -`MAX_LOG_RATIO`.
 
-    Use these as values only. For penalties to train on see `kl_reward_terms` and `kl_loss_terms`:
-    not every kind has the right gradient there.
+    Use these estimates as values only. For penalties to train on, use `kl_reward_terms` or
+    `kl_loss_terms`, because not every kind has the right gradient.
 
     Returns:
         kl: [B, T] in nats, 0 where masked.
@@ -79,10 +79,10 @@ def kl_estimate(
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Return exp(-l) - 1 + l for log-ratios l, clamped from below, where exp(-l) is large.
+    """Return exp(-l) - 1 + l for log-ratios l, which are clamped to at least -`MAX_LOG_RATIO`.
 
-    Large positive log-ratios, of a policy far from its reference, are not clamped: the slope
-    stays 1.
+    Large positive log-ratios, which occur if the policy is far from its reference model, are not
+    clamped, so the slope there stays 1.
 
     Returns:
         k3: Same shape, in nats, never negative.
@@ -102,10 +102,10 @@ def kl_reward_terms(
 ) -> Tensor:
     """Return the KL per token to subtract from rewards in `token_rewards` or `penalized_scores`.
 
-    Only k1 has the gradient of KL(policy || reference) there: the expectation of l * grad log p is
-    the gradient of the KL of the whole response, including how earlier tokens lead to later states.
-    k3 would give grad KL(policy || reference) - grad KL(reference || policy), which may push away
-    from the reference; k2 is biased too.
+    In a reward, only k1 has the gradient of KL(policy || reference): the expectation of
+    l * grad log p is the gradient of the KL of the whole response, including how earlier tokens
+    lead to later states. k3 would give grad KL(policy || reference) - grad KL(reference || policy),
+    which may push the policy away from the reference model. k2 is biased too.
 
     Returns:
         kl: [B, T] in nats, 0 where masked, detached.
@@ -144,9 +144,9 @@ def kl_loss_terms(
         mask: True on sampled tokens.
         kind: k2, k3 or k3_st.
         old_log_probs: Log-probs of the policy that sampled. If given, each term is multiplied by
-            the ratio exp(log_probs - old_log_probs), so that the above stays true off-policy. For
-            k2 and k3_st the ratio is a weight without gradient. For k3 it has a gradient, and k3
-            then has the gradient of KL(policy || reference). None means no ratio.
+            the ratio exp(log_probs - old_log_probs), so that the gradients stay right off-policy.
+            For k2 and k3_st the ratio is a weight without gradient. For k3 the ratio has a
+            gradient, and k3 then has the gradient of KL(policy || reference). None means no ratio.
 
     Returns:
         kl: [B, T] in nats, 0 where masked.
@@ -239,8 +239,8 @@ class KLController:
         """Return the controller for the next step.
 
         Args:
-            kl: Mean over the step's responses of their summed KL, in nats per response. NaN
-                changes nothing.
+            kl: Mean over the step's responses of their summed KL, in nats per response. NaN leaves
+                the coefficient unchanged.
             num_responses: Responses of the step, over all workers.
 
         Raises:
@@ -264,5 +264,5 @@ class KLController:
         return {"coef": self.coef}
 
     def restored(self, state: dict[str, float]) -> KLController:
-        """Return the controller with a saved state; a fixed coefficient stays the config's."""
+        """Return the controller with the saved coefficient. A fixed one keeps its config value."""
         return self if self.target is None else replace(self, coef=state["coef"])

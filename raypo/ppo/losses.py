@@ -26,7 +26,7 @@ from raypo.ppo.surrogates import SURROGATES, Surrogate, TokenLoss, Tokens
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 
 Stats = dict[str, Tensor]
-"""Detached float64 sums over the tensors passed in; they add over micro-batches and workers."""
+"""Detached float64 sums over the tensors passed in. Add them up over micro-batches and workers."""
 
 
 def aggregate(
@@ -55,8 +55,8 @@ def aggregate(
         sample_tokens: Tokens of all rows of the response that a row belongs to. None means that
             each row is a response.
         normalizer: Count of the whole step over all workers: tokens (token_mean), responses with a
-            sampled token (sequence_mean), or all responses (constant), without those that are left
-            out of the loss on purpose. None means the count in `mask`.
+            sampled token (sequence_mean), or all responses (constant). Responses that are left out
+            of the loss on purpose do not count. None means the count in `mask`.
 
     Returns:
         loss: Scalar of at least float32; 0, with a gradient of 0, if nothing is kept.
@@ -164,7 +164,8 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
         ValueError: `kind` or `aggregation` is unknown, the shapes differ, or a bound is out of
             range.
 
-    Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; the kinds' own papers at each surrogate.
+    Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7. Each surrogate's docstring names its own
+        paper.
     """
     if isinstance(kind, str):
         check_choice("kind", kind, SURROGATES)
@@ -239,7 +240,7 @@ def value_loss(
     max_new_tokens: int | None = None,
     normalizer: Tensor | float | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Compute the value loss: half the squared error, the larger of clipped and unclipped.
+    """Compute the value loss: half the larger of the clipped and the unclipped squared error.
 
     Args:
         values: Values of the critic.
@@ -248,7 +249,7 @@ def value_loss(
         mask: True on tokens to train on.
         value_clip: Largest change of a value from `old_values`, in units of the score. None means
             no clip.
-        aggregation: See `aggregate`, likewise `max_new_tokens` and `normalizer`.
+        aggregation, max_new_tokens, normalizer: See `aggregate`.
 
     Returns:
         loss: Scalar.
@@ -258,7 +259,7 @@ def value_loss(
     Raises:
         ValueError: `aggregation` is unknown, the shapes differ, or `value_clip` is not positive.
 
-    Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clip is that paper's public code.
+    Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clip is as in the paper's public code.
     """
     check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     if value_clip is not None and value_clip <= 0.0:

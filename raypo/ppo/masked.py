@@ -46,7 +46,7 @@ def keep(
     """Return `x` in at least float32, and exactly 0 where masked.
 
     Apply it before any arithmetic: it also keeps NaN and infinity at masked positions out of the
-    gradient. A product with the mask would not (0 * inf).
+    gradient. Multiplying by the mask would not, because 0 * inf is NaN.
 
     Returns:
         x: Same shape; half precision becomes float32.
@@ -59,12 +59,12 @@ def keep(
 def exact_sum(
     x: Tensor,  # [B, ...]
 ) -> Tensor:
-    """Return the sum in float64, differentiable.
+    """Return the sum of `x` in float64, differentiable.
 
     Returns:
         sum: float64 scalar.
     """
-    # In blocks, because torch first copies the whole float32 input of a float64 sum.
+    # Sum in blocks: for a float64 sum, torch first copies its whole float32 input.
     blocks = x.split(_rows_of_block(x))
     return torch.stack([block.sum(dtype=torch.float64) for block in blocks]).sum()
 
@@ -73,7 +73,7 @@ def masked_sum(
     x: Tensor,  # any shape
     mask: Tensor,  # same shape, bool
 ) -> Tensor:
-    """Return the sum over kept positions.
+    """Return the sum of `x` over kept positions.
 
     Returns:
         sum: float64 scalar, 0 if nothing is kept.
@@ -85,7 +85,7 @@ def masked_mean(
     x: Tensor,  # any shape
     mask: Tensor,  # same shape, bool
 ) -> Tensor:
-    """Return the mean over kept positions.
+    """Return the mean of `x` over kept positions.
 
     Returns:
         mean: Scalar of at least float32, 0 if nothing is kept.
@@ -102,7 +102,7 @@ def masked_moments(
     x: Tensor,  # [B, ...]
     mask: Tensor,  # same shape, bool
 ) -> Tensor:
-    """Return count, sum and sum of squares over kept positions, detached.
+    """Return the count, sum and sum of squares of `x` over kept positions, detached.
 
     Returns:
         moments: [3] float64. Sum it over workers for `masked_whiten`.
@@ -132,7 +132,8 @@ def masked_whiten(
     Args:
         x: Values to whiten.
         mask: True on positions to keep.
-        moments: Count, sum and sum of squares of the global batch. None means those of `x`.
+        moments: Count, sum and sum of squares of the global batch. None means to compute them from
+            `x`.
 
     Returns:
         whitened: [B, T], exactly 0 where masked. Values that are all equal become 0.
@@ -162,14 +163,15 @@ def in_blocks(
     *tensors: Tensor,  # [B, ...]
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """Apply a function to blocks of rows on a CPU, so that intermediate results fit the caches.
+    """Apply a function to tensors, on a CPU in blocks of rows.
 
-    Other devices get one block.
+    The blocks are small enough for intermediate results to fit the caches. On other devices all
+    rows are one block.
 
     Args:
         function: Function of a block of each tensor. It returns tensors that can be concatenated.
         tensors: Tensors with the same number of rows.
-        dtype: Dtype of the results. None means that of the first tensor, but at least float32.
+        dtype: Dtype of the results. None means the dtype of the first tensor, but at least float32.
 
     Returns:
         results: The results of all blocks, concatenated.

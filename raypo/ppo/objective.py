@@ -29,15 +29,15 @@ class StepCounts:
     tokens: float
     """Number of sampled tokens that count in the loss."""
     sequences: float
-    """Number of responses with at least one such token; all rows of an agent's episode are one."""
+    """Number of responses with a token that counts. All rows of an episode are one response."""
     responses: float
-    """Number of responses, without truncated ones if `ppo.mask_truncated` excludes them."""
+    """Number of responses. With `ppo.mask_truncated`, truncated responses do not count."""
     positive_tokens: float = 0.0
-    """Number of such tokens in positive examples."""
+    """Number of tokens that count in the loss and belong to positive examples."""
 
     @classmethod
     def of(cls, batch: Experience, ppo: PPOSection, workers: Workers) -> StepCounts:
-        """Sum the counts over all workers."""
+        """Count the tokens and responses of an optimizer step, summed over all workers."""
         tokens, positive = batch.counted.sum(1).double(), positive_mask(batch, ppo)
         of_sample = tokens if batch.sample_tokens is None else batch.sample_tokens.double()
         sequences = tokens / of_sample.clamp(min=1.0)  # 1 over all rows of a sample
@@ -61,9 +61,9 @@ class PolicyOutput:
     """Policy loss of one microbatch, and sums for metrics."""
 
     loss: Tensor  # scalar, with gradient
-    policy_loss: Tensor  # scalar, only the surrogate
-    kl_loss: Tensor | None  # scalar, the KL term before its coefficient; None without it
-    nll_loss: Tensor | None  # scalar, the NLL of positive examples, likewise
+    policy_loss: Tensor  # scalar, of the surrogate without other terms
+    kl_loss: Tensor | None  # scalar, the KL term without its coefficient; None if not used
+    nll_loss: Tensor | None  # scalar, the NLL term without its coefficient; None if not used
     statistics: dict[str, Tensor]
 
 
@@ -86,18 +86,18 @@ def policy_objective(
 ) -> PolicyOutput:
     """Compute the policy loss: surrogate - entropy bonus + KL term (if `ppo.kl.placement` is loss).
 
-    All three are aggregated alike. Weights of the rollout correction apply to the surrogate, and to
-    the KL term if it uses importance weights. With `ppo.nll_coef`, the mean negative log-likelihood
-    over all tokens of positive examples is added.
+    All three terms are aggregated in the same way. Weights of the rollout correction apply to the
+    surrogate, and to the KL term if it uses importance weights. With `ppo.nll_coef`, the mean
+    negative log-likelihood over all tokens of positive examples is added.
 
     Args:
         log_probs: Log-probs under the current policy, with gradient.
         entropy: Entropies of the current policy.
-        batch: The microbatch, with advantages. Without `old_log_probs` this is the first update,
-            and they equal `log_probs`.
+        batch: The microbatch, with advantages. If it has no `old_log_probs`, this is the step's
+            first update, and `log_probs` serve as the old ones.
         ppo: The PPO section.
         counts: Counts of the optimizer step.
-        max_new_tokens: Most tokens of a response.
+        max_new_tokens: Longest response, in tokens.
         kl_coef: Coefficient of the KL term in this step.
         entropy_coef: Coefficient of the entropy bonus in this step.
         surrogate: The surrogate that `ppo.policy_loss` names.
@@ -161,7 +161,7 @@ def values_of(
 
     Returns:
         values: [B, T].
-        last_values: [B], 0 if the response ended by itself, or without `with_last`.
+        last_values: [B], 0 for responses that ended by themselves. All 0 without `with_last`.
     """
     if not with_last:
         values = critic(batch)

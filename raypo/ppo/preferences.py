@@ -18,15 +18,15 @@ PairLoss = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo"]
 
 @dataclass(frozen=True)
 class Responses:
-    """One response to each of B prompts, with log-probs of the policy and the reference."""
+    """One response to each of B prompts, with log-probs of the policy and the reference model."""
 
     log_probs: Tensor  # [B] float, of the policy
     num_tokens: Tensor  # [B] float, with the end of sequence; at least 1
-    ref_log_probs: Tensor | None = None  # [B] float, of the reference; None without one
+    ref_log_probs: Tensor | None = None  # [B] float, of the reference model, if there is one
 
     @property
     def log_ratios(self) -> Tensor:
-        """Log of policy over reference, [B]; without a reference, log of the policy."""
+        """Log(policy / reference model), [B]. Log(policy) if there is no reference model."""
         return self.log_probs if self.ref_log_probs is None else self.log_probs - self.ref_log_probs
 
     def rewards(self, beta: float, *, per_token: bool = False) -> Tensor:
@@ -34,9 +34,10 @@ class Responses:
 
         Args:
             beta: Scale of the reward.
-            per_token: Whether to divide by the number of tokens.
+            per_token: True divides the log-ratio by the number of tokens.
 
-        Paper: Rafailov et al. 2023, arXiv:2305.18290, eq. 5, without the term of the prompt.
+        Paper: Rafailov et al. 2023, arXiv:2305.18290, eq. 5, without the term that
+            depends only on the prompt.
         """
         ratios = self.log_ratios
         return beta * (ratios / self.num_tokens if per_token else ratios)
@@ -70,8 +71,8 @@ def pair_losses(
     - hinge: max(0, 1 - z). Zhao et al. 2023 (SLiC-HF), arXiv:2305.10425.
     - ipo: (h - 1 / (2 beta))^2, where h is the difference of log-ratios per token, so that it does
       not depend on lengths. Azar et al. 2023, arXiv:2310.12036, eq. 17.
-    - simpo: sigmoid with rewards per token, without a reference, minus simpo_gamma. Meng et al.
-      2024, arXiv:2405.14734, eq. 6.
+    - simpo: sigmoid with rewards per token and without a reference model; simpo_gamma is subtracted
+      from z. Meng et al. 2024, arXiv:2405.14734, eq. 6.
 
     Args:
         chosen: The preferred responses.
@@ -108,8 +109,8 @@ def kto_losses(
 ) -> Tensor:
     """Return the KTO loss of each response, [B].
 
-    The loss is weight * (1 - sigmoid(z)), with z = beta * (log-ratio - kl) for desirable responses,
-    and the negative of it for undesirable ones.
+    The loss is weight * (1 - sigmoid(z)). z is beta * (log-ratio - kl) for desirable responses, and
+    beta * (kl - log-ratio) for undesirable responses.
 
     Args:
         responses: The responses.
@@ -135,7 +136,7 @@ def kto_kl(total: float, count: float) -> float:
         count: Number of such pairs.
 
     Returns:
-        The mean log-ratio, at least 0, in nats per response.
+        The mean log-ratio in nats per response, at least 0. 0 if there are no such pairs.
 
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
     """

@@ -28,7 +28,7 @@ def overlong_penalty(
     buffer_tokens: int,
     factor: float = 1.0,
 ) -> Tensor:
-    """Subtract a penalty that grows over the last tokens before the length limit.
+    """Return scores minus a penalty that grows over the last tokens before the length limit.
 
     Args:
         scores: Score of each response.
@@ -62,7 +62,12 @@ class RunningMoments:
 
     @classmethod
     def of(cls, scores: Tensor, valid: Tensor | None = None) -> RunningMoments:
-        """Return the moments of scores [B] that are valid [B] and not NaN. None means all valid."""
+        """Return the moments of the scores [B] that are valid and not NaN.
+
+        Args:
+            scores: Score of each response.
+            valid: True for scores to include, [B]. None means that all scores are valid.
+        """
         valid = ~scores.isnan() if valid is None else valid.bool() & ~scores.isnan()
         exact = scores[valid].double()
         if exact.numel() == 0:
@@ -79,7 +84,7 @@ class RunningMoments:
         return whole
 
     def merged(self, other: RunningMoments) -> RunningMoments:
-        """Return the moments of both together."""
+        """Return the moments of both sets of scores together."""
         count = self.count + other.count
         if count == 0.0:
             return self
@@ -94,11 +99,11 @@ class RunningMoments:
 
     @property
     def variance(self) -> float:
-        """Population variance; 0 without scores."""
+        """Population variance. 0 if there are no scores."""
         return self.squared_deviation / self.count if self.count else 0.0
 
     def normalize(self, scores: Tensor) -> Tensor:
-        """Return scores [B] minus the mean, over the standard deviation (at least 1e-4)."""
+        """Return scores [B] minus the mean, divided by the standard deviation (at least 1e-4)."""
         centred = (scores.double() - self.mean) / math.sqrt(max(self.variance, MIN_VARIANCE))
         return centred.to(scores.dtype)
 
@@ -115,10 +120,10 @@ def shape_scores(
     *,
     max_new_tokens: int,
 ) -> tuple[Tensor, RunningMoments]:
-    """Return the scores to train on, by the settings of `ppo.shaping`.
+    """Compute the scores to train on from raw scores, as `ppo.shaping` configures.
 
-    All workers call it together. Responses that failed (NaN) or have no sampled token are left out
-    of the moments. A response without a sampled token gets 0.
+    All workers call it together. Responses whose scoring failed (NaN) or that have no sampled token
+    are left out of the moments. A response without a sampled token gets the score 0.
 
     Args:
         experience: This worker's rows, with their raw scores.
@@ -129,7 +134,8 @@ def shape_scores(
 
     Returns:
         scores: [B], NaN where scoring failed.
-        seen: Moments with this step's scores of all workers; unchanged unless `section.normalize`.
+        seen: Moments that include this step's scores of all workers. Unchanged if
+            `section.normalize` is off.
     """
     num_tokens = experience.response_mask.sum(1)
     scores, sampled = experience.scores, num_tokens > 0
@@ -148,7 +154,7 @@ def shape_scores(
     cut = experience.truncated & ~shaped.isnan()  # a failed response stays failed
     if section.truncated_score is not None:
         shaped = torch.where(cut, section.truncated_score, shaped)
-    if section.truncated_scale is not None:  # lower by a share of the size, also below 0
+    if section.truncated_scale is not None:  # abs lowers negative scores too
         lowered = shaped - (1.0 - section.truncated_scale) * shaped.abs()
         shaped = torch.where(cut, lowered, shaped)
     if section.normalize:

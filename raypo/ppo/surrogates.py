@@ -15,14 +15,14 @@ from torch import Tensor
 from raypo.ppo.kl import MAX_LOG_RATIO, MIN_LOG_PROB
 
 TINY = 1e-8
-"""Smallest probability of all other tokens in `dppo_kl`, as in its public code."""
+"""Floor of the probability of all other tokens together in `dppo_kl`, as in its public code."""
 
 SAPO_TEMPERATURES = (1.0, 1.05)
-"""Temperatures of the soft gate, as published: for positive advantages, and for all others."""
+"""Published temperatures of the soft gate: for positive advantages, then for all others."""
 
 VESPO_SHAPES = ((2.0, 3.0), (3.0, 2.0))
-"""Powers and decays (c1, c2) of VESPO's kernel, as published: for advantages of at least 0, and for
-negative ones."""
+"""Published power and decay (c1, c2) of VESPO's kernel: for advantages of at least 0, then for
+negative advantages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Tokens:
     clip_high: float
     dual_clip: float | None
     cispo_low: float | None = None
-    covariant: Tensor | None = None  # [B, T] bool, of `covariance.covariant_tokens`
+    covariant: Tensor | None = None  # [B, T] bool, from `covariance.covariant_tokens`
     covariance_kl: float = 1.0
 
     def __post_init__(self) -> None:
@@ -105,10 +105,10 @@ def gspo(tokens: Tokens) -> TokenLoss:
 def gmpo(tokens: Tokens) -> TokenLoss:
     """Compute -(geometric mean of the response's clipped ratios) * A.
 
-    A token's log-ratio is clipped to at most log(1 + clip_high) if its advantage is positive, else
-    to at least log(1 - clip_low), and has no gradient beyond. As in `gspo`, each token uses its own
-    advantage. If those of a response are equal, value and gradient under `sequence_mean` are the
-    paper's.
+    A token's log-ratio is clipped to at most log(1 + clip_high) if its advantage is positive, and
+    to at least log(1 - clip_low) otherwise. A clipped token has no gradient. As in `gspo`, each
+    token uses its own advantage. If all advantages of a response are equal, value and gradient
+    under `sequence_mean` are those of the paper.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -143,16 +143,17 @@ def cispo(tokens: Tokens) -> TokenLoss:
     ratio = _clamped_exp(tokens.log_ratio.detach())
     low = None if tokens.cispo_low is None else 1.0 - tokens.cispo_low
     weight = ratio.clamp(min=low, max=1.0 + tokens.clip_high)
-    # -inf would give a loss of 0 * inf; at the floor the gradient is 0.
+    # A log-prob of -inf could give a loss of 0 * inf = NaN. At the floor the gradient is 0.
     loss = -weight * tokens.advantages * tokens.log_probs.clamp(min=MIN_LOG_PROB)
     return TokenLoss(loss, ratio, ratio != weight, torch.zeros_like(ratio, dtype=torch.bool))
 
 
 def sapo(tokens: Tokens) -> TokenLoss:
-    """Compute -A * 4 / tau * sigmoid(tau * (ratio - 1)), whose gradient fades instead of a clip.
+    """Compute -A * 4 / tau * sigmoid(tau * (ratio - 1)), a soft gate in place of the clip.
 
-    At ratio 1 the slope is that of `ppo`, and the value differs by a constant. tau is larger for
-    negative advantages. The clip bounds are not used.
+    The gradient fades out as the ratio moves away from 1. At ratio 1 the slope is that of `ppo`,
+    and the value differs by a constant. tau is larger for negative advantages. clip_low and
+    clip_high are not used.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -169,7 +170,7 @@ def sapo(tokens: Tokens) -> TokenLoss:
 
 
 def clip_cov(tokens: Tokens) -> TokenLoss:
-    """Compute `ppo`, without loss and gradient of tokens of high covariance.
+    """Compute `ppo`, with zero loss and gradient for tokens of high covariance.
 
     Raises:
         ValueError: `covariant` is missing.
@@ -184,7 +185,7 @@ def clip_cov(tokens: Tokens) -> TokenLoss:
 def kl_cov(tokens: Tokens) -> TokenLoss:
     """Compute -ratio * A, plus covariance_kl * |log ratio| on tokens of high covariance.
 
-    There is no clip; its bounds are not used.
+    There is no clip, so clip_low and clip_high are not used.
 
     Raises:
         ValueError: `dual_clip` is set, or `covariant` is missing.
@@ -203,9 +204,9 @@ def dppo_tv(tokens: Tokens) -> TokenLoss:
 
     A token has no loss and no gradient if its advantage is positive and its probability has risen
     by more than clip_high, or if its advantage is negative and its probability has fallen by more
-    than clip_low. The change is the total variation between the distributions of this token against
-    all others, before the update and now. It bounds likely tokens, whose ratio hardly moves, and
-    leaves unlikely ones free.
+    than clip_low. The change is the total variation between two binary distributions, this token
+    against all others, before the update and now. This bounds likely tokens, whose ratio hardly
+    changes, and leaves unlikely tokens free.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -218,7 +219,7 @@ def dppo_tv(tokens: Tokens) -> TokenLoss:
 
 
 def dppo_kl(tokens: Tokens) -> TokenLoss:
-    """Compute `dppo_tv` with the KL(old || new) of this token against all others as the distance.
+    """Compute `dppo_tv` with another distance: KL(old || new) of this token against all others.
 
     clip_low and clip_high are in nats.
 
@@ -234,10 +235,11 @@ def dppo_kl(tokens: Tokens) -> TokenLoss:
 
 
 def vespo(tokens: Tokens) -> TokenLoss:
-    """Compute -stop_grad(W ** c1 * exp(c2 * (1 - W))) * A * log_probs, W the response's ratio.
+    """Compute -stop_grad(W ** c1 * exp(c2 * (1 - W))) * A * log_probs.
 
-    W is the product of the ratios of its tokens. The kernel is 1 at W = 1 and fades on both sides,
-    so no clip is needed; its bounds are not used. c1 and c2 depend on the sign of the advantage.
+    W is the product of the ratios of the response's tokens. The kernel, inside stop_grad, is 1 at
+    W = 1 and fades towards 0 for small and large W. So no clip is needed, and clip_low and
+    clip_high are not used. c1 and c2 depend on the sign of the advantage.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -249,7 +251,7 @@ def vespo(tokens: Tokens) -> TokenLoss:
     weight = log_weight.clamp(max=MAX_LOG_RATIO).exp()
     kernels = [(power * log_weight + decay * (1.0 - weight)).exp() for power, decay in VESPO_SHAPES]
     kernel = torch.where(tokens.advantages >= 0, *kernels)
-    # -inf would give a loss of 0 * inf; at the floor the gradient is 0.
+    # A log-prob of -inf could give a loss of 0 * inf = NaN. At the floor the gradient is 0.
     loss = -kernel * tokens.advantages * tokens.log_probs.clamp(min=MIN_LOG_PROB)
     never = torch.zeros_like(tokens.mask, dtype=torch.bool)
     return TokenLoss(loss, kernel, never, never)
@@ -271,7 +273,7 @@ SURROGATES: dict[str, Surrogate] = {
 
 
 def _clamped_exp(log_ratio: Tensor) -> Tensor:
-    """Return exp of a log-ratio clamped to +-`MAX_LOG_RATIO`; outside there is no gradient."""
+    """Return exp of a log-ratio clamped to +-`MAX_LOG_RATIO`. Clamped values have no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -282,7 +284,7 @@ def _probabilities(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _masked_surrogate(tokens: Tokens, distance: Tensor) -> TokenLoss:
-    """Compute -ratio * A, without tokens that have moved with their advantage beyond the bounds."""
+    """Compute -ratio * A, without tokens that moved past a bound in their advantage's direction."""
     ratio, change = _clamped_exp(tokens.log_ratio), tokens.log_ratio.detach()
     risen = (tokens.advantages > 0) & (change > 0) & (distance > tokens.clip_high)
     fallen = (tokens.advantages < 0) & (change < 0) & (distance > tokens.clip_low)

@@ -1,4 +1,4 @@
-"""Advantages of single turns of episodes, compared where the environment said the same (GiGPO).
+"""Advantages of single turns, which are compared with turns of equal environment state (GiGPO).
 
 Notation: B rows, T response tokens, S turns of all rows. Every mask: True = keep.
 """
@@ -24,13 +24,14 @@ def turn_advantages(
     gamma: float,
     workers: Workers,
 ) -> Tensor:
-    """Compare the returns of turns of one prompt that follow the same text of the environment.
+    """Compute the advantage of each turn among the prompt's turns that start from the same state.
 
-    The state before a turn is what the environment wrote since the policy's last turn, as tokens;
-    before the first turn it is the prompt. Turns of the same state, in any episode of the group and
-    at any place in it, form a group. A turn's return is the discounted sum of its reward and those
-    of later turns; what turns do not explain of the score is given in the last one. Returns are
-    compared like scores by `grpo`. All workers call it together.
+    A turn's state is the text, in tokens, that the environment wrote since the policy's previous
+    turn. The state of the first turn is the prompt. Turns of one prompt with the same state form a
+    group, in whichever episode and at whichever position they occur. A turn's return is the
+    discounted sum of its own reward and the rewards of later turns. The rest of the score, which
+    turn rewards do not cover, is added to the last turn. `grpo` compares the returns of a group
+    like scores. All workers call it together.
 
     Args:
         experience: This worker's rows.
@@ -40,8 +41,8 @@ def turn_advantages(
         workers: The workers that hold the groups.
 
     Returns:
-        advantages: [B, T], the same on all tokens of a turn; 0 where masked, and for a turn whose
-            state no other turn of the group had.
+        advantages: [B, T], the same on all tokens of a turn. 0 where masked, and 0 for a turn whose
+            state no other turn of the prompt has.
 
     Paper: Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 6 and 7.
     """
@@ -72,7 +73,7 @@ def turn_advantages(
 
 
 def _states(experience: Experience, row: Tensor, place: Tensor) -> Tensor:
-    """Return a hash of the text before each turn, [S] int64, equal on all workers."""
+    """Return a hash of each turn's state, [S] int64. It is the same on all workers."""
     ids, sampled = experience.response_ids.cpu().numpy(), experience.response_mask.cpu().numpy()
     prompts, prompt_mask = experience.prompt_ids.cpu().numpy(), experience.prompt_mask.cpu().numpy()
     hashes = []

@@ -33,13 +33,13 @@ from raypo.types import Example, ScoredRollout, Taught
 
 
 def untaught_of(prompt_ids: np.ndarray, response_ids: np.ndarray) -> Taught:
-    """Return an item that no teacher has read yet."""
+    """Return an item without teacher log-probs; a teacher adds them later."""
     nothing = np.zeros((len(response_ids), 0))
     return Taught(prompt_ids, response_ids, nothing.astype(np.float32), nothing.astype(np.int32))
 
 
 def untaught_of_sample(scored: ScoredRollout) -> Taught:
-    """Return a sample as an item that no teacher has read yet."""
+    """Return a sample as an item without teacher log-probs; a teacher adds them later."""
     return untaught_of(scored.rollout.prompt_ids, scored.rollout.response_ids)
 
 
@@ -49,15 +49,16 @@ def read_by_teacher(item: Taught) -> np.ndarray:
 
 
 class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
-    """Learns a teacher's distributions of the policy's samples, of given texts, or of both."""
+    """Distillation recipe: the policy learns a teacher's distributions on samples or texts."""
 
     def __init__(self, run: Run[DistillationConfig], inputs: OnlineInputs) -> None:
-        """Read the texts."""
+        """Load the given texts, if the config has any."""
         super().__init__(run, inputs)
         config, data, tokenizer = run.config, run.config.data, inputs.tokenizer
         self.teacher_prompts = teacher_prompts(config.distillation)
         self._vocabulary = len(tokenizer)
-        # Texts to learn off-policy, each with the name of its source. None if all are sampled.
+        # Texts to learn off-policy, each with the name of its source. None if the policy samples
+        # all responses.
         self.texts: ShuffledStream[tuple[str, Example]] | None = None
         if data.response_key is not None:
             section = ResponsesSection.model_validate(data.model_dump())
@@ -85,17 +86,20 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
 
     @property
     def prompts_per_round(self) -> int:
-        """Number of prompts per round that the policy answers; the rest of a round are texts."""
+        """Number of prompts per round that the policy answers. The rest are given texts."""
         return self.run.config.prompts_answered
 
     def scorer(self, services: Services) -> Scorer:
-        """Return the scorer without reference: `select` asks teachers for whole distributions."""
+        """Return the scorer without reference models: `select` asks teachers for distributions."""
         return replace(super().scorer(services), reference=None)
 
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Taught], dict[str, float]]:
-        """Return this worker's responses and its share of the texts, with teacher log-probs."""
+        """Return this worker's samples and share of texts, with teacher log-probs, and metrics.
+
+        If the policy is its own teacher, `prepare_items` adds the teacher log-probs.
+        """
         teacher_of = self.run.config.teacher_of
         sampled, metrics = self._sampled(scored)
         if metrics.get("selection/responses") == 0:
@@ -140,7 +144,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         learner: SupervisedLearner[Taught],
         services: Services,
     ) -> Mapping[Place, Taught]:
-        """Add the policy's own log-probs, as its teacher, if no deployment computed them."""
+        """Add teacher log-probs computed by the policy, if it is its own teacher."""
         if self.run.config.teacher_of:
             return mine
         task, workers = learner.task, self.run.workers
@@ -160,7 +164,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
     def _sampled(
         self, scored: Sequence[ScoredRollout]
     ) -> tuple[list[tuple[ScoredRollout, Taught]], dict[str, float]]:
-        """Return the samples to learn with the prompts that their teacher reads, and counts."""
+        """Return the samples to learn, with their teacher prompts, and metrics that count them."""
         if self.teacher_prompts is None:
             usable = [each for each in scored if is_trainable(each)]
             return [(each, untaught_of_sample(each)) for each in usable], {}
@@ -181,7 +185,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         return sampled, dict(zip(names, counts, strict=True))
 
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
-        """Return lengths of all workers' rollouts, and their scores if a reward is configured."""
+        """Return metrics of all workers' rollouts, without scores if no reward is configured."""
         metrics = super().describe(scored)
         inputs, models = self.inputs, self.run.config.model.reward
         if inputs.reward_function or inputs.reward_servers or models:

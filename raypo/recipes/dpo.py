@@ -18,7 +18,7 @@ from raypo.run.reference import with_references
 
 
 class DPORecipe(PolicyExamplesRecipe[DPOConfig, Any]):
-    """Learns preferences: pairs, or verdicts if the loss is kto."""
+    """DPO recipe: the policy learns from pairs, or from verdicts if the loss is kto."""
 
     held_out_key: ClassVar[str] = "pairs"
 
@@ -27,7 +27,7 @@ class DPORecipe(PolicyExamplesRecipe[DPOConfig, Any]):
         """Return the loader of pairs, or of verdicts for kto. It ignores `label_key`."""
         load: Reader[Any] = load_verdicts if config.dpo.loss == "kto" else load_pairs
 
-        # Labels are only for `eval.function`, so preferences need none.
+        # Only `eval.function` reads labels, so preferences need none.
         def read(section: Any, *others: Any, **named: Any) -> LoadedExamples[Any]:
             return load(section.model_copy(update={"label_key": None}), *others, **named)
 
@@ -52,7 +52,9 @@ class DPORecipe(PolicyExamplesRecipe[DPOConfig, Any]):
         items = self.stream.items
         drawn = list(range(len(items)))
         goes_on = config.from_checkpoint or self.run.runtime.resume_from
-        if goes_on is None:  # a restored data cursor may be anywhere, so all items are needed then
+        # A restored data cursor may be anywhere, so a resumed run needs all items. A new run needs
+        # only the items that it will draw.
+        if goes_on is None:
             draws = self.stream.of(drawn).take(config.num_steps * config.learner.batch_size)
             drawn = list(dict.fromkeys(place for _, place in draws))
         section, named = config.model, config.model.reference
@@ -67,7 +69,8 @@ class DPORecipe(PolicyExamplesRecipe[DPOConfig, Any]):
             files=self.run.files,
             workers=self.run.workers,
         )
-        numbers = array("q", [len(asked)]) * len(items)  # out of range: a place that is not drawn
+        # Items that are not drawn keep a number out of range.
+        numbers = array("q", [len(asked)]) * len(items)
         for number, place in enumerate(drawn):
             numbers[place] = number
         self.stream = self.stream.of(Selection(asked, numbers))

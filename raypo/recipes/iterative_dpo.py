@@ -17,11 +17,11 @@ from raypo.run.services import Services
 from raypo.types import Pair, ScoredRollout
 
 Compared = tuple[ScoredRollout, ScoredRollout]
-"""A prompt's better sample and its worse one."""
+"""Best and worst sample of a prompt."""
 
 
 class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
-    """Learns to prefer the best sample of each prompt to the worst."""
+    """Iterative DPO recipe: the policy learns to prefer a prompt's best sample to its worst."""
 
     def make_task(self) -> PreferenceTask:
         """Load the policy, which learns pairs as in the recipe dpo."""

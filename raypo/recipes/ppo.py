@@ -1,10 +1,11 @@
 """PPO in seven steps: the loop that every learner worker runs on its own share of the prompts.
 
-If the run has a driver (`raypo.trainer`), step 1 and the dedicated services of step 2 are there.
+If the run has a driver (`raypo.trainer`), the driver runs step 1, the checks before the workers
+start, and starts the dedicated services of step 2.
 
 Concurrency. With `rollout.mode: sync` the main thread runs everything below, line by line. In the
-asynchronous modes the threads of `AsyncRollouts` do what the loop does, with the same
-`sample_and_score`, ahead of the update, and the loop takes the batches that they have filled.
+asynchronous modes the threads of `AsyncRollouts` sample, score and filter ahead of the update, with
+the same `sample_and_score`. The loop takes the batches that these threads have filled.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             model_writers(learner, config, roles, inputs.tokenizer),
             before_saving=partial(phases.enter, Phase.LEARN),
         )
-        saved = checkpoints.restore(learner, rollouts)  # empty without a checkpoint
+        saved = checkpoints.restore(learner, rollouts)  # empty if there is no checkpoint
         state = UpdateState.initial(config.ppo).restored(saved["advantages"] if saved else None)
         weights.push_first(learner, version=records.last_step)
         evaluation = Evaluation(run, inputs, sampler, scorer, phases, records)
@@ -86,7 +87,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 batch = ahead.take(step, clock)
             else:
                 filling = StepBatch.from_config(config)
-                while filling.num_wanted:  # prompts; those that `ppo.filter` drops are replaced
+                while filling.num_wanted:  # prompts that `ppo.filter` drops are replaced
                     draws = inputs.source.draw(filling.num_wanted, workers)
                     scored = score(draws, clock, workers)
                     inputs.source.learn(inputs.source.outcomes(scored, workers))
@@ -100,7 +101,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 teams=roles.teams,
             )
             phases.enter(Phase.LEARN)
-            # Workers that train the policy write the samples: together they have each of them once.
+            # Only workers that train the policy write samples: together they hold each one once.
             with records.keeping(step, dealt if roles.trains_policy else []):
                 # 5. advantages, PPO epochs: `ppo_step`, below
                 experience, metrics, state = ppo_step(
@@ -160,15 +161,15 @@ def sample_and_score(
 ) -> list[ScoredRollout]:
     """Sample responses to this worker's draws; add their scores and reference log-probs.
 
-    Called once for a step's prompts, and again to replace groups that `ppo.filter` drops. In the
-    asynchronous modes background threads call it, each with its own clock and process group.
+    This is called once for a step's prompts, and again to replace groups that `ppo.filter` drops.
+    In the asynchronous modes background threads call it, each with its own clock and process group.
     """
     phases.enter(Phase.GENERATE)
     scoring = scorer.begin()
     rollouts = sampler.sample(
         draws,
         workers,
-        on_rollouts=scoring.add if scoring.scores_early else None,  # score while others are sampled
+        on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling
     )
     clock.lap("time/generate_s")
     phases.enter(Phase.SCORE, before_push=not config.is_refilled)
@@ -198,8 +199,8 @@ def ppo_step(
         workers: Workers that train the same model as this one. Together they hold each sample of
             the step once.
         max_new_tokens: Longest response, in tokens.
-        step: Counted from 1.
-        clock: Records the time of each part.
+        step: Step number, from 1.
+        clock: Clock that records the time of each part.
 
     Returns:
         experience: The experience with everything that the update computed.
@@ -211,7 +212,7 @@ def ppo_step(
     experience, metrics, score_moments = with_advantages(
         experience, ppo, state, workers, max_new_tokens=max_new_tokens, step=step
     )
-    # Step n updates the weights of version n - 1, those that step n - 1 pushed.
+    # Step n starts from the weights of version n - 1, which step n - 1 pushed.
     experience = with_corrections(experience, ppo.correction, version=step - 1)
     experience = with_covariant_tokens(experience, ppo, workers, seed=learner.seed, step=step)
     experience, update = learner.update(

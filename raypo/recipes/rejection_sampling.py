@@ -15,7 +15,7 @@ from raypo.types import Example, ScoredRollout
 
 
 class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
-    """Learns the best samples of each prompt."""
+    """Rejection-sampling recipe: the policy learns the best samples of each prompt."""
 
     def make_task(self) -> ResponseTask:
         """Load the policy, which learns responses as in supervised fine-tuning."""
@@ -58,7 +58,8 @@ def best_of(scored: Sequence[ScoredRollout], section: SelectionSection) -> list[
         if section.min_score is not None:
             best = [each for each in best if each.score >= section.min_score]
         if section.distinct:
-            # Reversed, so that the best and first sampled of equal responses stays in the dict.
+            # A dict keeps the last of equal keys. In reverse order, that is the best and first
+            # sampled one of equal responses.
             best = list({each.rollout.response_ids.tobytes(): each for each in best[::-1]}.values())
             best.sort(key=lambda each: (-each.score, each.rollout.sample_index))
         kept += best[: section.top_k]

@@ -15,7 +15,7 @@ from raypo.types import Pair
 
 
 class RewardModelRecipe(ExamplesRecipe[RewardModelConfig, Pair]):
-    """Learns to score the chosen response above the rejected one."""
+    """Reward-model recipe: the model learns to score chosen responses above rejected ones."""
 
     @classmethod
     def reader(cls, config: RewardModelConfig) -> Reader[Pair]:

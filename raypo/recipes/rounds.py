@@ -1,7 +1,7 @@
 """The loop of the recipes that work in rounds: sample, score, select, then train.
 
-These are `rejection_sampling`, `iterative_dpo` and `distillation`. The page of each says what is
-learned of a round's samples (`select`).
+These recipes are `rejection_sampling`, `iterative_dpo` and `distillation`. The `select` method of
+each recipe chooses what is learned from a round's samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
 
     Args:
         setup: `config.model_dump()` of a RoundsConfig.
-        kind: The recipe's class, which selects samples and makes the learning task.
+        kind: Class of the recipe, which selects samples and makes the training task.
 
     Returns:
         `{"status": "finished" | "interrupted", "step": last completed round}`.

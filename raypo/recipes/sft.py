@@ -11,7 +11,7 @@ from raypo.types import Example
 
 
 class SFTRecipe(PolicyExamplesRecipe[SFTConfig, Example]):
-    """Learns the responses."""
+    """SFT recipe: the policy learns the responses of examples."""
 
     @classmethod
     def reader(cls, config: SFTConfig) -> Reader[Example]:

@@ -11,10 +11,10 @@ from typing import Any
 from raypo.storage.run_files import RunFiles
 
 MIN_UNITS = 10
-"""Minimum number of prompts for an interval, and of changed prompt scores for a paired direction.
-With fewer, the coverage is no longer 95 %."""
+"""Minimum number of prompts for an interval, and minimum number of prompts with a changed score for
+the direction of a paired change. With fewer, the coverage of the interval is no longer 95 %."""
 MIN_STEPS = 5
-"""Minimum number of steps at each end of a run for a comparison of their means."""
+"""Minimum number of first steps, and of last steps, for a comparison of their means."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Change:
 
     @property
     def direction(self) -> int | None:
-        """1 for a rise, -1 for a fall, 0 for no clear change, None for too little data."""
+        """Direction of the change: 1 or -1. 0 means no clear change, None means too little data."""
         if self.margin is None:
             return None
         is_rare = self.num_changed is not None and self.num_changed < MIN_UNITS
@@ -41,7 +41,7 @@ class Change:
 
     @property
     def words(self) -> str:
-        """The interval and the compared data: `95 % interval of the change +0.30 to +0.41; ...`."""
+        """Text on interval and data, like `95 % interval of the change +0.30 to +0.41; ...`."""
         if self.margin is None:
             return f"{self.basis}: too few for an interval"
         if self.num_changed == 0:
@@ -59,7 +59,7 @@ def paired_change(before: Mapping[Any, float], after: Mapping[Any, float]) -> Ch
 
     Args:
         before: Mean score of each prompt's samples.
-        after: The same, later.
+        after: Same as `before`, at a later time.
 
     Returns:
         The change, or None if there are no shared prompts.
@@ -91,7 +91,7 @@ def unpaired_change(
 
     Args:
         before: Mean, sample variance and number of units.
-        after: The same, later.
+        after: Same as `before`, at a later time.
         basis: Description of the compared data.
     """
     (mean, variance, count), (last_mean, last_variance, last_count) = before, after
@@ -112,10 +112,11 @@ def t_quantile(degrees: float) -> float:
 
 
 def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
-    """Return the mean score of each prompt's samples, which are not independent of each other.
+    """Return the mean score of each prompt, because samples of a prompt are correlated.
 
     Args:
-        rows: Rollouts with `group_index`, `prompt` and `score`; those without a score are skipped.
+        rows: Rollouts with `group_index`, `prompt` and `score`. Rollouts without a score are
+            skipped.
     """
     scores: dict[Hashable, list[float]] = {}
     for row in rows:
@@ -125,15 +126,15 @@ def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
 
 
 def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int, Change] | None:
-    """Compare the held-out scores of a run's first and a later evaluation, paired by prompt.
+    """Compare the held-out scores of a run's first and last evaluation, paired by prompt.
 
     Args:
         files: Files of the run.
-        step: Use the last evaluation up to this step. None means the last one.
+        step: Last step whose evaluation may be used. None means no limit.
 
     Returns:
-        The steps of both evaluations (0 is before the first update) and the change. None if fewer
-        than two evaluations are saved, or they share no prompt.
+        The steps of both evaluations (0 is before the first update), and the change. None if fewer
+        than two evaluations are saved, or if they share no prompt.
     """
     steps = [s for s in files.rollout_steps(held_out=True) if step is None or s <= step]
     if len(steps) < 2:
@@ -155,7 +156,7 @@ def lead_words(
     label: str = "held-out score",
     steps: Mapping[str, int] | None = None,
 ) -> str:
-    """Say whether the best of several is better than the second, by their shared prompts.
+    """Return a text on the lead of the best of several models over the second, on shared prompts.
 
     Args:
         scores: Maps two or more names to their scores of the same prompts.
@@ -182,9 +183,9 @@ def change_over_steps(
 ) -> Change | None:
     """Return the change over a run of a metric that is measured on new data in each step.
 
-    With enough steps, the first ones are compared with the last ones, each step being a unit, so
+    With enough steps, the first steps are compared with the last steps. The unit is a step, so
     correlations within a step do not matter. Otherwise the scores of the first step are compared
-    with those of the last one, each prompt being a unit, because the samples of one prompt are
+    with those of the last step. The unit is a prompt, because the samples of a prompt are
     correlated. With too few prompts, there is no interval.
 
     Args:
@@ -217,7 +218,10 @@ def change_over_steps(
 def _of_a_step(
     row: Mapping[str, Any], samples_per_prompt: int | None
 ) -> tuple[float, float, float] | None:
-    """Return mean, variance and number of prompts; the samples' variance bounds the prompts'."""
+    """Return mean, variance and number of prompts.
+
+    The variance is that of the samples, an upper bound of the variance of prompt means.
+    """
     std, count = row.get("rollout/score_std"), row.get("rollout/samples_sampled")
     if not samples_per_prompt or not count or std is None or not math.isfinite(std):
         return None
@@ -227,5 +231,5 @@ def _of_a_step(
 
 
 def decimals(margin: float) -> int:
-    """Return the number of decimals that shows two significant digits of a margin, at least 2."""
+    """Return the number of decimals that shows two significant digits of a margin: 2 or more."""
     return 2 if margin < 1e-9 else min(max(2, 1 - math.floor(math.log10(margin))), 5)

@@ -28,7 +28,7 @@ def line_chart(
     note: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """Return a chart of metrics by step, with a colour per run, or per metric of a single run.
+    """Return a chart of metrics by step, coloured by run, or by metric if there is a single run.
 
     Args:
         title: Title of the chart.
@@ -80,7 +80,7 @@ def line_chart(
 def scatter_chart(
     title: str, rows_by_run: RowsByRun, x: str, y: str, *, x_title: str = "", y_title: str = ""
 ) -> Chart | None:
-    """Return a chart of one metric against another: a point per step, connected in order."""
+    """Return a chart of one metric against another, with a point per step, connected in order."""
     figure = new_figure(x_title or x, y_title or y)
     for number, (run, rows) in enumerate(rows_by_run.items()):
         seen = _rows_with(rows, x, y)
@@ -156,12 +156,12 @@ def bar_chart(
 def parallel_chart(
     title: str, rows: Sequence[Row], columns: Mapping[str, str], *, colour: str
 ) -> Chart | None:
-    """Return parallel coordinates, one line per row, coloured by one metric; for sweeps.
+    """Return a chart of parallel coordinates for a sweep, one line per trial, coloured by a metric.
 
     Args:
         title: Title of the chart.
-        rows: One row per trial; rows without the metric of `colour` are skipped.
-        columns: Maps keys of the rows to axis labels; text columns become ticks.
+        rows: One row per trial. Rows without the metric of `colour` are skipped.
+        columns: Maps keys of the rows to axis labels. Text values become ticks.
         colour: Key of the metric that colours a line.
     """
     seen = _rows_with(rows, colour)
@@ -199,7 +199,7 @@ def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | No
 
 
 def spans_decades(values: Sequence[Any]) -> bool:
-    """Return whether values need a logarithmic axis: all positive, and over two decades or more."""
+    """Return whether values need a logarithmic axis: all are positive and span two decades."""
     if not values or not all(_is_number(value) and value > 0 for value in values):
         return False
     return max(values) >= 100 * min(values)
@@ -215,7 +215,7 @@ def new_figure(x_title: str = "", y_title: str = "", **layout: Any) -> Figure:
 
 
 def chart_of(title: str, figure: Figure, note: str = "", wide: bool = False) -> Chart | None:
-    """Return the figure as a block of a page; None if it has no traces."""
+    """Return the figure as a block of a page. None if it has no traces."""
     if not figure.data:
         return None
     return Chart(title, figure.to_plotly_json(), note=note, wide=wide)

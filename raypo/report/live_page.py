@@ -1,7 +1,7 @@
-"""A report that changes while it is read: a server of one page, which `raypo monitor` starts.
+"""Server of a single report page that updates itself, for `raypo monitor`.
 
-The page's script asks for another version every few seconds (`templates/page.js`). The server
-renders the page in a thread, only if the run's files have changed since it did so last.
+The page's script requests a newer version every few seconds (`templates/page.js`). The server
+renders the page in a thread, if the run's files have changed since the last time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
 def make_app(make_page: Callable[[], Page], version: Callable[[], str], *, token: str) -> Starlette:
-    """Return the application: GET / is the page, and nothing can be changed.
+    """Return the application, which is read-only: GET / is the page.
 
     Args:
         make_page: Builds the page from the run's files.
         version: Returns a text that changes with the files.
-        token: Token that a reader gives: as `?token=...` in the address, or as bearer token.
+        token: Token that a request must have, as `?token=...` in the address or as bearer token.
     """
     lock = threading.Lock()
     made: dict[str, Page] = {}
 
     def current(known: str | None) -> str | None:
-        with lock:  # several readers get one page
+        with lock:  # concurrent requests share one page
             newest = version()
             if newest == known:
                 return None
@@ -42,7 +42,7 @@ def make_app(make_page: Callable[[], Page], version: Callable[[], str], *, token
                 page.version = newest
                 made.clear()
                 made[newest] = page
-            # A reader that knows a version has plotly.js, the largest part of the page.
+            # A browser that knows a version has plotly.js already, the largest part of the page.
             return made[newest].html(with_plotly=known is None)
 
     async def answer(request: Request) -> Response:

@@ -51,14 +51,14 @@ class Words:
 
 @dataclass
 class Tiles:
-    """Overview numbers: (label, value, earlier value or explanation)."""
+    """Overview numbers, as tuples (label, value, earlier value or explanation)."""
 
     tiles: Sequence[tuple[str, str, str]]
 
 
 @dataclass
 class Notices:
-    """Warnings: (when, what, remedy). The text `none` is shown if there are no warnings."""
+    """Warnings, as tuples (when, what, remedy). If there are none, the text `none` is shown."""
 
     notices: Sequence[tuple[str, str, str]]
     none: str = ""
@@ -66,7 +66,7 @@ class Notices:
 
 @dataclass
 class Table:
-    """Rows under headings; numbers are shown with four significant digits."""
+    """A table of rows under headings. Numbers are shown with four significant digits."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -101,7 +101,7 @@ class Explorer:
     rows_by_run: Mapping[str, Sequence[Mapping[str, Any]]]
 
     def data(self) -> dict[str, Any]:
-        """Return the columns of each run, as data for the page's script."""
+        """Return the metrics of each run as columns, for the page's script."""
         return {
             run: {
                 name: [row.get(name) for row in rows]
@@ -140,7 +140,7 @@ class Section:
         return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
 
     def add(self, *blocks: Block | None) -> Section:
-        """Add blocks, skipping None, and return the section."""
+        """Add blocks, except None, and return the section."""
         self.blocks += [block for block in blocks if block is not None]
         return self
 
@@ -155,8 +155,8 @@ class Page:
     """A word next to the title: finished, running, failed."""
     sections: list[Section] = field(default_factory=list)
     version: str = ""
-    """Version of a live page, whose script asks its server for newer ones (`report.live_page`).
-    Empty for a page that does not change."""
+    """Version of a live page, whose script requests newer versions (`report.live_page`). Empty for
+    a page that does not change."""
 
     def section(self, title: str, note: str = "") -> Section:
         """Add a section and return it."""
@@ -164,7 +164,7 @@ class Page:
         return self.sections[-1]
 
     def html(self, *, with_plotly: bool = True) -> str:
-        """Render the whole page with its scripts and data: 2 MB for plotly.js, plus the data."""
+        """Render the whole page with its scripts and data. plotly.js takes 2 MB of it."""
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
         sections = [section for section in self.sections if section.blocks]
@@ -206,13 +206,13 @@ class Page:
 
 
 def pack(text: str) -> str:
-    """Compress a text to base64: a third of the size, and it cannot close the script element."""
+    """Compress a text to base64, which is a third as large and cannot close the script element."""
     packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=9, mtime=0)
     return base64.b64encode(packed).decode()
 
 
 def number(value: float) -> str:
-    """Format four significant digits, with an exponent only for very large or small numbers."""
+    """Format a number with four significant digits. Only extreme values get an exponent."""
     if not math.isfinite(value):
         return "-"
     if abs(value) < 1e-8:  # zero, up to rounding errors

@@ -50,13 +50,13 @@ from raypo.storage.run_files import RunFiles
 from raypo.tracking.warnings import findings, seconds_by_phase
 
 RECENT = 10
-"""Number of steps whose median a card shows for rates and times."""
+"""Number of recent steps whose median a card shows for rates and times."""
 _TILES = [metric for metric in METRICS.values() if metric.tile]
 
 
 @dataclass(frozen=True)
 class RunData:
-    """A run's files and what has been read from them."""
+    """A run's files and their content."""
 
     name: str
     files: RunFiles
@@ -64,11 +64,12 @@ class RunData:
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
     status: str
-    """finished | failed | interrupted | running | unfinished (killed, or not visible from here)."""
+    """finished | failed | interrupted | running | unfinished (killed, or its state is not visible
+    from here)."""
 
 
 def load_run(location: str) -> RunData:
-    """Load a run from its folder or URI; it may be incomplete.
+    """Load a run, complete or not, from its folder or URI.
 
     Raises:
         ConfigError: there is no run.
@@ -140,7 +141,7 @@ def with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
-    """Return, for each run, the first of the metrics that it measured before its first update."""
+    """Return each run's value before its first update of the first metric measured then."""
     found: dict[str, float] = {}
     for run, rows in curves.items():
         own = [row for row in rows[:2] if row["step"]]  # without the row of `with_the_start`
@@ -176,7 +177,7 @@ def _headline(section: Section, runs: Mapping[str, RunData]) -> None:
 
 
 def _comparison(runs: Mapping[str, RunData]) -> str:
-    """Say which run ended with the best held-out score, if prompts and graders are the same."""
+    """Return a text on the run with the best last held-out score, if the scores are comparable."""
     unknown = "Which of them is best is not decided:"
     last = {name: (run.files.rollout_steps(held_out=True) or [0])[-1] for name, run in runs.items()}
     if not all(last.values()):
@@ -201,7 +202,8 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         if change is None:
             continue
         if reference(rows, name) is None and name.startswith(("perf/", "time/")):
-            newest = [row[name] for row in rows if name in row][-RECENT:]  # one step may be unusual
+            # The median of several steps, because a single step may be unusual.
+            newest = [row[name] for row in rows if name in row][-RECENT:]
             tiles.append((label, number(median(newest)), f"median of {len(newest)} steps"))
         else:
             tiles.append((label, number(change[1]), f"was {number(change[0])}"))
@@ -245,7 +247,7 @@ def _drawn(plot: Plot, curves: RowsByRun) -> Chart | None:
 
 
 def _scores(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
-    """Return the score charts with dashed initial values; a separate grader gets separate axes."""
+    """Return the score charts, with dashed initial values. A separate grader gets separate axes."""
 
     def chart(title: str, metrics: dict[str, str], **options: Any) -> Chart | None:
         start = _start(curves, *sorted(metrics))  # prefers the held-out metric
@@ -296,11 +298,11 @@ _OWN_CHARTS = {
     "Distance from the reference": _score_against_kl,
     "Time and memory": _cost,
 }
-"""Charts by section, in addition to the plots of metrics by step; they come first."""
+"""Charts by section that come before the plots of metrics by step."""
 
 
 def _memory(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the peak memory of each role's largest process: RAM, and GPU memory if it uses one."""
+    """Return the peak RAM of each role's largest process, and the GPU memory if it uses a GPU."""
     peaks: dict[str, float] = {}
     for row in rows:
         for name, value in row.items():

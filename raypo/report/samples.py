@@ -23,23 +23,23 @@ MAX_STEPS = 20
 MAX_SAMPLES = 1200
 """Maximum number of trained samples of one run on the page."""
 MAX_TOKENS = 250_000
-"""Maximum number of tokens in the trained samples of one run, about 2 MB of the page."""
+"""Maximum number of tokens in the trained samples of one run. They take about 2 MB of the page."""
 MAX_HELD_OUT_STEPS = 8
 MAX_HELD_OUT_PROMPTS = 32
 MAX_HELD_OUT_TOKENS = 50_000
 """Maximum number of tokens in the held-out samples of one run."""
 MAX_RESPONSE_TOKENS = 2000
-"""Maximum number of tokens shown of a response; the rest is counted, not shown."""
+"""Maximum number of tokens shown of a response. The page shows how many are left out."""
 MAX_PROMPTS = 6
 """Maximum number of rows in the table of texts before and after."""
 MAX_CHARACTERS = 400
-"""Maximum length of a text in that table, in characters."""
+"""Maximum length of a text in the table of texts before and after, in characters."""
 PLACES = {"low": 0.1, "middle": 0.5, "high": 0.9}
 """Quantiles of the scores at which typical samples are taken."""
 
 
 def before_and_after_texts(section: Section, files: RunFiles) -> None:
-    """Fill the section with saved held-out samples, else with trained samples of two steps."""
+    """Fill the section with held-out samples if saved, or with trained samples of two steps."""
     steps = files.rollout_steps(held_out=True)
     if len(steps) > 1:
         _same_prompts(section, files, steps[0], steps[-1])
@@ -67,7 +67,7 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
     ]
     up, down = (sum(sign * (b - a) > 0 for a, b in judged) for sign in (1, -1))
     chosen: list[Any] = []
-    for number in range(3):  # of response and score, how many are the same
+    for number in range(3):  # number of equal fields among response and score
         alike = [
             prompt
             for prompt in shared
@@ -121,7 +121,7 @@ def _typical(section: Section, files: RunFiles, first: int, last: int) -> None:
 
 
 def typical(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the rows at the quantiles PLACES of the scores."""
+    """Return the rows whose scores are at the quantiles PLACES."""
     firsts = [row for row in rows if row["score"] is not None and not row["row_index"]]
     scored = sorted(firsts, key=lambda row: row["score"])
     last = len(scored) - 1
@@ -129,7 +129,7 @@ def typical(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def _response(row: Row, tokenizer: Tokenizer | None) -> str:
-    """Return a response; of an episode one line per turn, those of the environment after `<`."""
+    """Return a response as text. An episode has a line per turn; `<` marks the environment."""
     turns = turns_of(row, tokenizer)
     if len(turns) == 1:
         return row["response"]
@@ -141,7 +141,7 @@ def _cut(text: str) -> str:
 
 
 def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows by sample, in order: an agent's episode may have several conversations."""
+    """Group rows by sample, in order. An agent's episode may have several conversations (rows)."""
     found: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         found.setdefault((row["group_index"], row["sample_index"]), []).append(row)
@@ -154,7 +154,7 @@ def num_tokens(sample: Sequence[Row]) -> int:
 
 
 def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return samples to browse: some held-out prompts in each evaluation, and trained samples.
+    """Return samples to browse: those of some held-out prompts, and some trained samples.
 
     Trained samples are chosen from evenly spaced steps; see `choose`.
     """
@@ -186,7 +186,7 @@ def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, An
 def _that_fit(
     by_step: Mapping[int, Sequence[Sequence[Row]]], room: int
 ) -> Iterator[tuple[int, Sequence[Row]]]:
-    """Yield the first samples of each step that fit into the step's share of the token budget."""
+    """Yield the samples that fit into the token budget, with an equal share for each step."""
     for position, (step, samples) in enumerate(by_step.items()):
         share = room // (len(by_step) - position)
         for sample in samples:
@@ -198,11 +198,11 @@ def _that_fit(
 
 
 def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[list[Row]]:
-    """Return at most `count` samples: the best, worst, longest, recurring prompts, then others.
+    """Return at most `count` samples: the best, the worst, the longest, recurring prompts, others.
 
     Args:
         rows: The rollouts of a step.
-        seen: Number of the page's steps in which a prompt occurs.
+        seen: Prompt -> number of the page's steps in which it occurs.
         count: Maximum number of samples.
     """
     samples = by_sample(rows)
@@ -225,7 +225,7 @@ def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[
 def _sample(
     rows: Sequence[Row], step: int, run: str, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return a sample for the page: its first conversation, and the others under `more`."""
+    """Return a sample for the page: its first conversation, with further ones under `more`."""
     row, *others = rows
     sources = dict(row["scores_by_source"] or [])
     episode = row["episode"] or {}
@@ -279,18 +279,18 @@ def _conversation(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of the policy, or the environment's text between two turns."""
+    """A turn of the policy, or the text of the environment between two turns."""
 
     by_policy: bool
     text: str
     reward: float = 0.0
-    """Reward of a turn of the policy."""
+    """Reward of the turn, if it is one of the policy."""
     tools: Sequence[str] = ()
-    """Tool calls after the turn, in words."""
+    """Descriptions of the tool calls after the turn."""
 
 
 def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
-    """Split a response into turns; without an episode or a tokenizer it is a single turn."""
+    """Split a response into turns. Without an episode or a tokenizer, it is a single turn."""
     rewards, uses = row["turn_rewards"] or [], _tool_uses(row)
     if tokenizer is None or not row["turn_index"]:
         return [Turn(True, row["response"], sum(rewards), [t for ts in uses.values() for t in ts])]
@@ -302,7 +302,7 @@ def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
 
 
 def _stretches(row: Row) -> list[tuple[bool, int, int]]:
-    """Return (by policy, begin, end) of each part of a response."""
+    """Return a tuple (is by policy, begin, end) for each part of a response."""
     found, first = [], 0
     for turn, run in groupby(row["turn_index"] or [0] * len(row["response_ids"])):
         end = first + len(list(run))
@@ -312,10 +312,10 @@ def _stretches(row: Row) -> list[tuple[bool, int, int]]:
 
 
 def _tool_uses(row: Row) -> dict[int, list[str]]:
-    """Map the end of a turn to the tool calls after it, in words.
+    """Map the end of a turn to descriptions of the tool calls after it.
 
-    If an agent has several conversations, it is unknown which turn belongs to which, so all calls
-    are at the end of the first conversation.
+    If an agent has several conversations, the conversation of a call is unknown. All calls are then
+    at the end of the first conversation.
     """
     episode = row["episode"] or {}
     ends = [end for by_policy, _, end in _stretches(row) if by_policy]
@@ -333,7 +333,7 @@ def _tool_uses(row: Row) -> dict[int, list[str]]:
 
 
 def tokenizer_of(files: RunFiles, config: Mapping[str, Any]) -> Tokenizer | None:
-    """Return the tokenizer of a run's saved policy, else of its initial policy, else None."""
+    """Return the tokenizer of a run's saved policy or, without one, of its initial policy."""
     from tokenizers import Tokenizer
 
     content = files.read("policy/tokenizer.json")

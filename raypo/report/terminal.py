@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Sample = Sequence[Mapping[str, Any]]
-"""Rows of a sample, one per conversation of its episode; mostly a single row."""
+"""Rows of a sample, one for each conversation of its episode. Most samples have a single row."""
 
 ORDERS: dict[str, Callable[[Sample], float]] = {
     "best": lambda rows: math.inf if rows[0]["score"] is None else -rows[0]["score"],
     "worst": lambda rows: math.inf if rows[0]["score"] is None else rows[0]["score"],
     "longest": lambda rows: -num_tokens(rows),
 }
-"""Sort keys of samples; samples without a score come last in orders by score."""
+"""Sort keys of samples. In orders by score, samples without a score come last."""
 
 
 def print_samples(
@@ -51,7 +51,7 @@ def print_samples(
 
 
 def chosen(samples: Sequence[Sample], order: str | None, count: int) -> list[Sample]:
-    """Return the first `count` samples of an order; if it is None, evenly spaced samples."""
+    """Return the first `count` samples of an order. If it is None, return evenly spaced samples."""
     if order:
         return sorted(samples, key=ORDERS[order])[:count]
     gap = max(len(samples) / count, 1.0)
@@ -79,7 +79,7 @@ def _title(rows: Sample) -> str:
 
 
 def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
-    """Return the prompt and the turns, each with its author: files and logs have no styles."""
+    """Return prompt and turns, each with its author, because files and logs have no styles."""
     from rich.console import Group
     from rich.rule import Rule
     from rich.text import Text

@@ -21,7 +21,7 @@ from raypo.storage.summary import sample_totals
 from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
-"""Minimum share of a run's time for which the time outside of steps is mentioned."""
+"""Share of a run's time from which on the text mentions the time outside of steps."""
 
 
 def headline(
@@ -59,7 +59,7 @@ _STATUS = {
 
 
 def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
-    """Return the function behind `eval/score_mean`; None if training uses the same one."""
+    """Return the function that computes `eval/score_mean`. None if training uses the same one."""
     reward, evaluation = config.get("reward") or {}, config.get("eval") or {}
     trained, held_out = own_functions(config.get("data") or {}), own_functions(evaluation)
     models = (config.get("model") or {}).get("reward")
@@ -71,13 +71,13 @@ def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
 
 
 def own_functions(section: Mapping[str, Any]) -> list[str]:
-    """Return the reward functions of single prompt sources."""
+    """Return the reward functions that single prompt sources have."""
     entries = [each for each in section.get("prompts") or () if isinstance(each, Mapping)]
     return [each["function"] for each in entries if each.get("function")]
 
 
 def _judges(config: Mapping[str, Any]) -> str:
-    """Name the graders, if held-out responses are not graded like those in training."""
+    """Return a text on the graders, if held-out responses are not graded like those in training."""
     held_out = judge_of_held_out(config)
     reward = config.get("reward") or {}
     models = [short_name(each["path"]) for each in (config.get("model") or {}).get("reward") or ()]
@@ -92,7 +92,7 @@ def _judges(config: Mapping[str, Any]) -> str:
 
 
 def _samples(rows: Sequence[Row]) -> str:
-    """Describe the outcome of the samples, if not all of them were trained on."""
+    """Describe the outcomes of the samples, unless all were trained on."""
     totals = sample_totals(rows)
     if not totals or totals["trained"] == totals["sampled"]:
         return ""
@@ -114,7 +114,7 @@ def _samples(rows: Sequence[Row]) -> str:
 def _progress(rows: Sequence[Row], status: str, wall_s: float | None) -> str:
     number = rows[-1].get("step", len(rows))
     steps = f"{number} step" if number == 1 else f"{number} steps"
-    is_whole = wall_s and wall_s >= seconds_in_steps(rows)  # else it covers only some attempts
+    is_whole = wall_s and wall_s >= seconds_in_steps(rows)  # otherwise it covers only some attempts
     lasted = f" in {duration(wall_s)}" if wall_s and is_whole else ""
     how = {
         "finished": f"The run finished: {steps}{lasted}.",
@@ -129,7 +129,9 @@ def _progress(rows: Sequence[Row], status: str, wall_s: float | None) -> str:
 def _learning(
     rows: Sequence[Row], config: Mapping[str, Any], held_out: tuple[int, int, Change] | None
 ) -> str:
-    """Return the verdict, from paired held-out answers if they are saved, else from training.
+    """Return the verdict on learning.
+
+    It rests on paired held-out answers if they are saved, and otherwise on training metrics.
 
     Held-out metrics without saved answers are appended as measured.
     """
@@ -158,7 +160,7 @@ def _learning(
 def _held_out_as_measured(rows: Sequence[Row]) -> tuple[list[str], bool]:
     """Describe held-out metrics without an interval, and return whether they got worse.
 
-    The loss is no sample: it is measured on the same examples each time.
+    The loss needs no interval, because it is measured on the same examples each time.
     """
     words, worse = [], set()
     for name, label, sign, *_ in HEADLINES:
@@ -258,7 +260,7 @@ def _time(rows: Sequence[Row], wall_s: float | None) -> str:
 
 
 def outside_steps(rows: Sequence[Row], wall_s: float | None) -> float:
-    """Return the seconds outside of steps: starting engines, loading models, first evaluation."""
+    """Return the seconds outside of steps: engine start, model loading, first evaluation."""
     return max((wall_s or 0.0) - seconds_in_steps(rows), 0.0)
 
 

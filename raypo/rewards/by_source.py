@@ -13,7 +13,7 @@ from raypo.types import Rollout
 class RewardBySource:
     """Reward function that calls the function of each rollout's source, or a common one.
 
-    It can be pickled: functions are import paths, imported where they are called.
+    It can be pickled, because functions are stored as import paths and imported when called.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class RewardBySource:
             self._function(source)
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """Return the scores in the order of the rollouts; each function is called once.
+        """Return the scores in the order of the rollouts. Each function is called once.
 
         Raises:
-            RewardError: a function raises, or does not return a list with one score per rollout.
+            RewardError: a function raises an error, or does not return one score per rollout.
         """
         places: dict[str | None, list[int]] = {}
         for place, rollout in enumerate(rollouts):

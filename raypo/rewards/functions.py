@@ -20,10 +20,10 @@ from raypo.types import Rollout
 
 
 class OneAtATime:
-    """Reward function of this process; a lock allows one call at a time over all instances.
+    """Reward function that runs in this process. All instances share a lock: one call at a time.
 
-    Batches of rollouts are scored concurrently, and evaluation at the same time, but authors of
-    reward functions need not make them thread-safe.
+    Several batches, of training and of evaluation, may be scored concurrently. Thanks to the lock,
+    reward functions need not be thread-safe.
     """
 
     _turn = threading.Lock()
@@ -43,7 +43,7 @@ class OneAtATime:
 class TimedReward:
     """Reward function with a timeout on each call, which runs in a daemon thread.
 
-    A thread cannot be killed, so a call that hangs stops the run.
+    A thread cannot be killed, so a call that times out ends the run.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ def open_function(
     """Return the reward function with its timeout, in worker processes if `processes` is set.
 
     Args:
-        section: Names the function and its limits.
+        section: Section of the config that names the function and its limits.
         given: A function passed in Python. It takes precedence over `section.function`.
         by_source: Maps the name of a source to the import path of its own function, which takes
             precedence over both.
@@ -110,7 +110,10 @@ def open_function(
 def evaluation_function(
     section: EvalSection, otherwise: RewardFunction | None
 ) -> RewardFunction | None:
-    """Return the evaluation function: by source, else `eval.function`, else `otherwise`."""
+    """Return the function that scores evaluations.
+
+    A source's own function comes first, then `eval.function`, then `otherwise`.
+    """
     own = load_function(section.function, key="eval.function") if section.function else None
     by_source = functions_of(section.prompts)
     if by_source:
@@ -131,10 +134,10 @@ def _in_this_process(function: RewardFunction, timeout_s: float | None, key: str
 
 
 def open_servers(section: RewardSection) -> dict[str, RewardFunction]:
-    """Return source of scores -> its reward function, for `reward.url` and `reward.judge`."""
+    """Return the reward functions of `reward.url` and `reward.judge`, by source of scores."""
     if section.url is None and section.judge is None:
         return {}
-    # They need packages of the extra serve.
+    # These modules need packages of the extra serve.
     from raypo.rewards.judge import Judge
     from raypo.rewards.remote import JsonServers, RemoteReward
 

@@ -1,7 +1,7 @@
 """Scores of `reasoning-gym` tasks, computed by each task's own verifier.
 
 The prompts come from `data.prompts: reasoning_gym://chain_sum?size=2000`; the label is the whole
-entry (`data.label_key: entry`). Needs `pip install raypo[math]`.
+entry (`data.label_key: entry`). The module needs `pip install raypo[math]`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ except ImportError as error:
 
 
 def reasoning_gym_score(rollouts: Sequence[Rollout]) -> list[float]:
-    """Score each answer with its task's verifier, 0.0 to 1.0; many give partial credit.
+    """Score each answer from 0.0 to 1.0 with its task's verifier. Many give partial credit.
 
-    The answer is in the last box or after the last `####`; otherwise it is the whole response.
+    The answer is in the last box or after the last `####`, or else it is the whole response.
     """
     return [_score(rollout) for rollout in rollouts]
 
@@ -33,6 +33,6 @@ def reasoning_gym_score(rollouts: Sequence[Rollout]) -> list[float]:
 def _score(rollout: Rollout) -> float:
     entry = entry_of(rollout.label, f"row {rollout.prompt_index}")
     answer = final_answer(rollout.response) or rollout.response.strip()
-    # The type annotation of reasoning-gym names a function without arguments.
+    # Any, because reasoning-gym annotates the returned function as one without arguments.
     score: Any = reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])
     return float(score(answer, entry))

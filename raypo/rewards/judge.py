@@ -21,7 +21,7 @@ from raypo.types import Rollout
 
 _SAMPLING = {"temperature": 0.0, "max_tokens": 512}
 _NUMBER = re.compile(r"(?<![\w.,])[-+]?\d+(?:\.\d+)?(?![\w%]|[.,]\d)")
-"""A number that stands alone: no part of a word, of a percentage or of a longer number."""
+"""A number that stands alone: not part of a word, of a percentage or of a longer number."""
 
 
 class NoGrade(ValueError):
@@ -33,11 +33,11 @@ class _Grade:
     """Grade of one criterion of one response."""
 
     score: float | None
-    """None if a request failed, or if the judge named no grade."""
+    """Score of the grade. None if a request failed, or if the judge named no grade."""
     text: str = ""
     """Answer of the judge."""
     seconds: float = 0.0
-    """Seconds of the requests that were answered."""
+    """Total duration of the answered requests, in seconds."""
     error: Exception | None = None
 
 
@@ -45,8 +45,8 @@ class Judge:
     """Reward function that asks a language model for grades.
 
     A score has these named parts: the grade of each criterion, `judge_ungraded` (fraction of the
-    criteria without a grade) and `judge_s` (mean seconds of a request). The answers of the judge
-    are its texts: `judge`, or `judge/<criterion>`.
+    criteria without a grade) and `judge_s` (mean seconds of the requests for a criterion). The
+    judge's answers are the score's named texts: `judge`, or `judge/<criterion>`.
 
     Paper: Gunjal et al. 2025, arXiv:2507.17746, eq. 1, for the weighted mean over criteria.
     """
@@ -57,7 +57,7 @@ class Judge:
         Args:
             section: Template, criteria and grades.
             servers: The judge's servers.
-            max_attempts: Times that a judge with a temperature is asked for a grade.
+            max_attempts: Most answers to request for one grade if the temperature is above 0.
         """
         self._section, self._servers = section, servers
         self._sampling = {
@@ -66,14 +66,16 @@ class Judge:
             if value is not None
         }
         self._criteria = section.criteria or {"": Criterion(text="one grade")}
-        # With temperature 0 the same answer would come again.
+        # With temperature 0, another request would return the same answer.
         self._attempts = max_attempts if self._sampling.get("temperature") else 1
 
     def __str__(self) -> str:
         return f"{self._section.model} at {self._servers}"
 
     async def __call__(self, rollouts: list[Rollout]) -> list[dict[str, Any]]:
-        """Return a score with named parts per rollout; an exception as score if it has no grade.
+        """Return a score and its named parts per rollout.
+
+        If a grade is missing, and `ungraded_score` does not replace it, the score is an exception.
 
         Raises:
             RewardError: a row lacks a column that the template names.
@@ -137,7 +139,10 @@ class Judge:
             found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text.casefold())
             return by_word[found[-1]] if found else None
         lowest, highest = section.grades
-        text = re.sub(rf"\s*(?:/|out of)\s*{highest:g}(?!\w|\.\d)", "", text)  # 4/5 is a 4
+        # 4/5 and 4.0 of 5.0 are a 4
+        text = re.sub(
+            rf"(?:\s*(?:/|out of)|(?<=\d)\s+of)\s*{highest:g}(?:\.0+)?(?!\w|\.\d)", "", text
+        )
         numbers = _NUMBER.findall(text)
         grade = float(numbers[-1]) if numbers else math.nan
         return (grade - lowest) / (highest - lowest) if lowest <= grade <= highest else None
@@ -173,10 +178,10 @@ class Judge:
             )
 
     def _read(self, response: httpx.Response) -> tuple[str, float]:
-        """Return text and seconds of an answer.
+        """Return the text of a response, and its duration in seconds.
 
         Raises:
-            ValueError: it is no answer of OpenAI's protocol.
+            ValueError: the response does not follow OpenAI's protocol.
         """
         body = response.json()
         try:
@@ -188,7 +193,7 @@ class Judge:
 
 
 def _conversation(rollout: Rollout) -> str:
-    """Return the prompt as text: a lone message's content, else each with its role."""
+    """Return the prompt as text. Several chat messages are written with their roles."""
     if not rollout.messages:
         return rollout.prompt
     if len(rollout.messages) == 1:

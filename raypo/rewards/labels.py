@@ -1,4 +1,4 @@
-"""Find the check of a source's labels: that of the function that scores its responses."""
+"""Find the check of a source's labels, which depends on the function that scores its responses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from raypo.rewards.verifiers import LABEL_CHECKS
 def scorers_of(
     config: OnlineConfig | PolicyExamplesConfig, key: str, *, has_reward_fn: bool = False
 ) -> Callable[[PromptSource], str | None]:
-    """Return a function from a source to the import path of the function that scores it.
+    """Return a function that looks up the import path of a source's reward function.
 
-    It returns None for a source that no named function scores.
+    The lookup returns None if no function with an import path scores the source.
 
     Args:
-        config: Names the functions.
+        config: Config that names the reward functions.
         key: The config key of the sources: `data.prompts` or `eval.prompts`.
-        has_reward_fn: A function was passed in Python, which replaces `reward.function`.
+        has_reward_fn: True if a function was passed in Python. It replaces `reward.function`.
     """
     trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
     common = None
@@ -48,9 +48,9 @@ def scorers_of(
 def label_checks(
     config: OnlineConfig | PolicyExamplesConfig, key: str, *, has_reward_fn: bool = False
 ) -> Callable[[PromptSource], Callable[[Any, str], Any] | None]:
-    """Return a function from a source to the check of its labels, or to None (`LABEL_CHECKS`).
+    """Return a function that looks up the check of a source's labels (`LABEL_CHECKS`), or None.
 
-    The arguments are those of `scorers_of`.
+    The arguments are the same as those of `scorers_of`.
     """
     scorer = scorers_of(config, key, has_reward_fn=has_reward_fn)
     return lambda source: LABEL_CHECKS.get(scorer(source) or "")

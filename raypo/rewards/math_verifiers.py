@@ -33,22 +33,23 @@ except ImportError as error:
         "pip install 'raypo[math]' on every node."
     ) from None
 
-# It would warn on each call that it has no timeout; its own timeout works in main threads only.
+# math-verify would warn at each call that it has no timeout. Its own timeout works only in the main
+# thread, so it is not used.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 _PRECISION = 100
 """Number of digits to which numbers other than fractions are compared."""
 _ROUNDING = 5e-6
-"""Largest relative error of a decimal that rounds a number without finitely many decimals."""
+"""Largest relative error of a decimal that stands for a number with infinitely many decimals."""
 
 
 def math_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    r"""Score 1.0 if the answer equals the label as mathematics, else 0.0: 0.5 is \frac{1}{2}.
+    r"""Score 1.0 if the answer equals the label mathematically, as 0.5 equals \frac{1}{2}, else 0.
 
-    The answer is in the last box or after the last `####`; otherwise it is the last formula or
-    number of the response. Numbers are compared exactly, except that a decimal may round a number
-    without finitely many decimals: 0.333333 is \frac{1}{3}. Words, lists that leave terms out
+    The answer is in the last box or after the last `####`. Without either, it is the last formula
+    or number of the response. Numbers are compared exactly, with one exception: a decimal may round
+    a number that has infinitely many decimals (0.333333 for \frac{1}{3}). Words, lists with dots
     (`1, 2, \ldots`), and formulas that math-verify cannot read are compared as text. Such an
     answer must be in a box, after `####`, or the whole response.
     """
@@ -83,7 +84,10 @@ def _is_right(rollout: Rollout) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether math-verify would misread a text: words as products, or without its dots."""
+    """Return whether math-verify would misread a text.
+
+    It reads words as products, and ignores dots.
+    """
     return is_words(text) or re.search(r"\\[lcd]?dots|…|\.\.\.", text) is not None
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001, RUF002  (signs and digits of all scripts are what this file reads)
-r"""Numbers in text: read exactly, and found only where they stand alone.
+r"""Find the numbers that stand alone in a text, and read their exact values.
 
 A number is an optional sign, an optional currency, digits (thousands in groups of three), decimals,
 an exponent and a percent sign, or a fraction of two such numbers. Percent signs and currencies do
@@ -25,7 +25,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 MAX_DIGITS = 1000
-"""Limit on digits and exponents. Larger numbers are not parsed, because their cost is unbounded."""
+"""Most digits, and largest exponent. Larger numbers are not parsed: their cost is unbounded."""
 
 # Scripts that write words without spaces between them: their letters do not extend a number.
 _NO_SPACES = (
@@ -66,7 +66,7 @@ _OPERAND_BEFORE_SPACE = re.compile(
     |[0-9](?:[ \t]+x)?|[\^√]|(?<!\\)\{{|{_COMMAND})[ \t]+\Z                  # 1 000, 2 x 3""",
     re.VERBOSE,
 )
-_UNIT = (  # behind a number without a space; other letters there are factors, as in 2xy
+_UNIT = (  # may follow a number without a space; other letters there are factors, as in 2xy
     r"(?:[kcmµ]m|[km]g|lbs?|oz|ft|yds?|mi|ml|km/h|kph|mph|hrs?|mins?|secs?|ms|[ap]m|[kMG]Hz|[kMGT]B|"
     r"kW|kWh)"
 )

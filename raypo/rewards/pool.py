@@ -1,4 +1,4 @@
-"""A slow reward function in a pool of worker processes, with a timeout on every call."""
+"""Run a slow reward function in a pool of worker processes, with a timeout on every call."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PooledReward:
         return self._name
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """Return scores in the rollouts' order; exceptions mark timeouts and dead processes."""
+        """Return scores in the rollouts' order. Exceptions mark timeouts and dead processes."""
         cut = list(_pieces(rollouts, self._processes))
         pending = [
             self._pool.schedule(_score, args=(piece,), timeout=self._timeout_s) for piece in cut
@@ -105,7 +105,7 @@ def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:
 
 
 def _open(spec: str | bytes, log: Path | None) -> None:
-    """Load the function, in a process of the pool."""
+    """Load the function in a process of the pool."""
     global _function
     if log is not None:
         sys.stdout = log.open("a", buffering=1, encoding="utf-8")  # line by line

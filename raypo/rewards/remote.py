@@ -1,4 +1,4 @@
-"""Clients of HTTP servers that score: retries, load balancing, batching and failed samples."""
+"""Clients of reward servers over HTTP, with retries, load balancing and batching."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from raypo.rewards.wire import from_answer, to_request
 from raypo.types import Rollout
 
 BACKOFF_S = (0.25, 30.0)
-"""Bounds of the random exponential backoff, in seconds. The wait is a random share of the first
-number, which doubles with each attempt up to the second."""
+"""Bounds of the random exponential backoff, in seconds. The wait is a random fraction of a limit.
+This limit begins at the first number, and doubles with each attempt up to the second number."""
 Post = Callable[[Any, Callable[[httpx.Response], Any]], Awaitable[Any]]
-"""Posts a request body, and returns what its second argument reads in the response."""
+"""Function `(body, read)` that posts a request body, and returns `read(response)`."""
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -41,10 +41,10 @@ class _Retryable(RemoteRewardError):
 
 
 class JsonServers:
-    """HTTP servers that answer JSON: concurrency limit, retries and load balancing.
+    """Client of HTTP servers that answer JSON: concurrency limit, retries and load balancing.
 
-    Requests go to the server with the fewest in flight. A retry goes to another server if there is
-    one.
+    A request goes to the server with the fewest requests in flight. A retry goes to another server
+    if there is one.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class JsonServers:
 
         Args:
             urls: Addresses to which requests are posted.
-            token: Bearer token of the requests. None or empty means none.
+            token: Bearer token of the requests. None or an empty text means no token.
             max_concurrent: Maximum number of requests in flight.
             timeout_s: Timeout of one attempt, in seconds.
             max_attempts: Attempts per request.
@@ -81,8 +81,8 @@ class JsonServers:
     async def open(self) -> AsyncIterator[Post]:
         """Open the connections and yield a function `(body, read)` that posts a request.
 
-        It returns what `read` makes of the response, and raises RemoteRewardError if no attempt
-        succeeded, or if `read` raised ValueError.
+        The function returns `read(response)`. It raises RemoteRewardError if no attempt succeeded,
+        or if `read` raised ValueError.
         """
         under_way = dict.fromkeys(self._urls, 0)
         room = asyncio.Semaphore(self._max_concurrent)
@@ -116,7 +116,8 @@ class JsonServers:
                 avoid = url
                 under_way[url] += 1
                 try:
-                    async with asyncio.timeout(self._timeout_s):  # httpx's restarts on each read
+                    # The timeout of httpx is not enough, because it restarts at each read.
+                    async with asyncio.timeout(self._timeout_s):
                         return await self._attempt(client, url, body, read)
                 except (TimeoutError, httpx.TimeoutException):
                     raise _Retryable(f"{url}: no answer in {self._timeout_s:g} s") from None
@@ -164,7 +165,7 @@ class JsonServers:
 
 
 class RemoteReward:
-    """Reward function that calls servers; samples that they fail to score become exceptions."""
+    """Reward function that calls servers. A sample that they fail to score gets an exception."""
 
     def __init__(self, servers: JsonServers, *, batch_size: int) -> None:
         """Store the servers, and the maximum number of samples per request."""
@@ -174,7 +175,10 @@ class RemoteReward:
         return str(self._servers)
 
     async def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """Return a score per rollout: None if the server gave none, an exception if it failed."""
+        """Return one score per rollout.
+
+        A score is None if the server returned null, and an exception if the request failed.
+        """
         size = self._batch_size
         cut = [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
         async with self._servers.open() as post:
@@ -200,7 +204,10 @@ def _reason(response: httpx.Response) -> str:
 
 
 def _seconds(text: str | None) -> float:
-    """Return the seconds of a `Retry-After` (a number or a date, RFC 9110, 10.2.3), else 0."""
+    """Return the seconds of a `Retry-After` header, or 0 if it is missing or invalid.
+
+    The header is a number or a date (RFC 9110, 10.2.3).
+    """
     try:
         return float(text or 0.0)
     except ValueError:

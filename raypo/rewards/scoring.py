@@ -24,19 +24,20 @@ from raypo.custom.loader import (
 from raypo.types import Rollout
 
 RewardFunction = Callable[..., Any]
-"""(list[Rollout]) -> one score per rollout; `f(prompts, completions, **columns)` as in TRL; or
-`compute_score(data_source, solution_str, ground_truth, extra_info)` as in verl, which is called for
-each response. A coroutine function is awaited."""
+"""Function of a list of rollouts that returns one score per rollout. Two other forms are accepted:
+TRL's `f(prompts, completions, **columns)`, and verl's
+`compute_score(data_source, solution_str, ground_truth, extra_info)`, which is called for each
+response. Coroutine functions are awaited."""
 SCORE = "score"
-"""Key of the total score, which is trained on, in a score with named parts."""
+"""Key of the total score in a score with named parts. The total score is the one to train on."""
 
 
 LARGEST = float(np.finfo(np.float32).max)
-"""Largest score, because training computes in float32, where larger ones are infinite."""
+"""Largest allowed score. Training computes in float32, in which larger scores are infinite."""
 
 
 class RewardError(RuntimeError):
-    """The reward function raised, or returned something other than scores."""
+    """The reward function raised an error, or returned something other than scores."""
 
 
 class ScoreOfParts(float):
@@ -59,7 +60,7 @@ class ScoreOfParts(float):
 
 
 class FailedScore(ScoreOfParts):
-    """NaN with the reason why there is no score."""
+    """Score of a failed sample: NaN, with the reason of the failure."""
 
     reason: str
 
@@ -79,12 +80,12 @@ class FailedScore(ScoreOfParts):
 
 
 def parts_of(score: float) -> Mapping[str, float]:
-    """Return the named parts of a score; a plain score has none."""
+    """Return the named parts of a score. A plain score has none."""
     return score.parts if isinstance(score, ScoreOfParts) else {}
 
 
 def texts_of(score: float) -> Mapping[str, str]:
-    """Return the named texts of a score; a plain score has none."""
+    """Return the named texts of a score. A plain score has none."""
     return score.texts if isinstance(score, ScoreOfParts) else {}
 
 
@@ -94,15 +95,15 @@ def first_reason(scores: Iterable[float]) -> str | None:
 
 
 def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
-    """Return one score per rollout, from one call with all of them; NaN if scoring failed.
+    """Call a reward function with all rollouts. Return one score per rollout, NaN if it failed.
 
     None, NaN, infinity or an exception as a score marks a failed sample. True and False count as 1
     and 0. A mapping, such as `{"score": 1.2, "format": 0.2, "why": "..."}`, becomes a
     `ScoreOfParts`.
 
     Raises:
-        RewardError: the function raises (its error is the cause), does not return one number per
-            rollout, or returns a number that float32 cannot hold.
+        RewardError: the function raises an error (which is the cause of this one), does not return
+            one number per rollout, or returns a number that float32 cannot hold.
     """
     if not rollouts:
         return []
@@ -126,10 +127,10 @@ def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
 
 
 def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
-    """Call a reward function of any form and return its entries, one per rollout, unvalidated.
+    """Call a reward function of any form. Return its scores, one per rollout, unvalidated.
 
     Raises:
-        RewardError: it returns a list of another length, or no list.
+        RewardError: the function returns a list of another length, or no list.
         Exception: any error of the function.
     """
     if takes_columns(function):
@@ -146,7 +147,7 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
     """Return the arguments of a function of TRL's form: lists with one entry per rollout.
 
     A response to chat messages is a list of one message, as in TRL. A function without `**columns`
-    gets those that it names; a column that a row lacks is None there.
+    gets only the columns that it names. If a row lacks a column, its entry is None.
     """
     columns = {name for rollout in rollouts for name in rollout.row}
     values = {name: [rollout.row.get(name) for rollout in rollouts] for name in columns}
@@ -156,7 +157,7 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
         for r in rollouts
     ]
     values["completion_ids"] = [rollout.response_ids.tolist() for rollout in rollouts]
-    values.pop("prompt", None)  # TRL does not pass it twice
+    values.pop("prompt", None)  # it is passed as `prompts`; TRL does not pass it twice either
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return values
@@ -200,18 +201,19 @@ async def _gathered(answers: list[Awaitable[Any]]) -> list[Any]:
 
 
 class WeightedSum:
-    """Reward function that adds the weighted scores of several, each of which becomes a metric.
+    """Reward function that returns the weighted sum of several functions' scores.
 
-    A function may leave samples out by None; a sample without any score has failed. Named parts of
-    a function's scores stay, as `<function>/<part>`.
+    The score of each function becomes a metric. A function may return None to leave a sample out. A
+    sample that no function scores has failed. Named parts and texts of a function's scores are
+    kept, as `<function>/<part>`.
     """
 
     def __init__(self, functions: Sequence[RewardFunction | str], weights: Sequence[float]) -> None:
-        """Prepare the sum.
+        """Store the functions and their weights.
 
         Args:
-            functions: Functions or their import paths, which each process imports itself: a
-                function of a file cannot be pickled for processes that have not loaded the file.
+            functions: Functions or import paths. Each process imports a path itself, because a
+                function of a file cannot be unpickled in a process that has not loaded the file.
             weights: A factor for each function.
         """
         self.functions, self.weights = list(functions), list(weights)
@@ -221,7 +223,7 @@ class WeightedSum:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parts. `score` is the sum, and equal names are told apart by a number."""
+        """Names of the parts. Equal names get a number; so does `score`, the name of the sum."""
         plain = [
             each.rpartition(":")[2]
             if isinstance(each, str)
@@ -242,15 +244,17 @@ class WeightedSum:
         ]
         answers: list[Any] = []
         for scores in zip(*by_function, strict=True):
-            parts: dict[str, float] = {}
+            parts: dict[str, Any] = {}
             for name, value in zip(names, scores, strict=True):
-                parts |= {f"{name}/{part}": each for part, each in parts_of(value).items()}
+                named = {**parts_of(value), **texts_of(value)}
+                parts |= {f"{name}/{part}": each for part, each in named.items()}
                 parts |= {name: float(value)} if math.isfinite(value) else {}
             total = sum(
                 w * s for w, s in zip(self.weights, scores, strict=True) if math.isfinite(s)
             )
             reason = first_reason(scores) or "no reward function gave a score"
-            answers.append({SCORE: total, **parts} if parts else RuntimeError(reason))
+            is_scored = any(map(math.isfinite, scores))
+            answers.append({**parts, SCORE: total if is_scored else RuntimeError(reason)})
         return answers
 
 
@@ -333,17 +337,17 @@ def _number(answer: Any, place: int, name: str) -> float:
 
 
 def is_too_large(score: Real) -> bool:
-    """Return whether a finite number of any type exceeds float32."""
+    """Return whether a finite number of any type exceeds the range of float32."""
     return LARGEST < abs(score) != math.inf  # pyright: ignore[reportOperatorIssue]
 
 
 def score_of_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
-    """Return the score of a mapping of named parts; drop parts that are None or not finite.
+    """Return the score of a mapping of named parts. Parts that are None or not finite are dropped.
 
     Args:
         answer: The mapping. Values that are texts become the score's `texts`.
         place: Index of the rollout, for messages.
-        name: Name of the function that returned it, for messages.
+        name: Name of the function that returned the mapping, for messages.
 
     Raises:
         RewardError: the mapping has no `score`, or a value is neither number nor text.
@@ -363,7 +367,7 @@ def score_of_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
     kept = {key: float(part) for key, part in parts.items() if math.isfinite(part)}
     if isinstance(value, FailedScore):
         return FailedScore(value.reason, kept, texts)
-    return ScoreOfParts(value, kept, texts) if math.isfinite(value) else value
+    return ScoreOfParts(value, kept, texts)
 
 
 def _short(value: Any) -> str:

@@ -26,10 +26,10 @@ def make_app(
     thread-safe.
 
     Args:
-        function: Returns one score per rollout.
+        function: Reward function, which returns one score per rollout.
         name: Name of the reward function, for /health.
         token: Bearer token that clients must send. None means no authentication.
-        max_queued: Maximum number of waiting requests; further ones get status 503.
+        max_queued: Maximum number of waiting requests. Further requests get status 503.
     """
     turn = anyio.Semaphore(1)
     waiting = 0

@@ -29,7 +29,7 @@ from raypo.types import Rollout
 FORM_CREDIT = 0.1
 """Score of a wrong answer in the expected format."""
 MAX_WORDS = 10
-"""Maximum number of words of a label; longer ones are prose, which no response repeats."""
+"""Maximum number of words of a label. Longer labels are prose, which no response repeats."""
 
 
 def exact_match(rollouts: Sequence[Rollout]) -> list[float]:
@@ -38,7 +38,7 @@ def exact_match(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def contains_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    """Score 1.0 if the response contains the label as a separate word, else 0.0; ignores case.
+    """Score 1.0 if the response contains the label as a separate word, else 0.0. Case is ignored.
 
     12 is found in `it is 12.` and in `x=12`, but not in 112, 12.5, 3.12, -12 or 1/12. Letters of
     scripts without spaces (Chinese, Japanese, Thai, ...) do not extend the word next to them.
@@ -47,7 +47,7 @@ def contains_answer(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def number_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    """Score 1.0 if the answer is the label's number, else 0.0; 1,234.0 equals 1234.
+    """Score 1.0 if the answer is the label's number, else 0.0. 1,234.0 equals 1234.
 
     Without `####` or a box, the answer is the last number that stands alone in the response.
     """
@@ -67,7 +67,7 @@ def answer_format(rollouts: Sequence[Rollout]) -> list[float]:
 def thinking_format(rollouts: Sequence[Rollout]) -> list[float]:
     """Score 1.0 if the response is `<think>...</think>` followed by an answer, else 0.0.
 
-    If the prompt ends with `<think>`, as some chat templates do, the response starts inside it.
+    If the prompt ends with `<think>`, as with some chat templates, the response must not repeat it.
 
     Paper: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2.
     """
@@ -75,7 +75,10 @@ def thinking_format(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def final_answer(text: str) -> str | None:
-    r"""Return the answer of a solution: from its last `\boxed{}`, else after its last `####`."""
+    r"""Return the answer of a solution: from its last `\boxed{}`, else after its last `####`.
+
+    None means that the solution has no answer in either form.
+    """
     *_, box = [None, *_BOX.finditer(text)]
     if box:
         return _balanced(text[box.end() :]) if box[1] == "{" else box[1]
@@ -167,7 +170,10 @@ def plain_words(text: str) -> str:
 
 
 def is_words(text: str) -> bool:
-    """Return whether a text is words, with one of three letters or more: `xy` is a product."""
+    """Return whether a text is words, at least one of them with three letters or more.
+
+    Shorter texts, such as `xy`, are products.
+    """
     words = re.split(r"[,.]?\s|'", text)
     return max(map(len, words)) > 2 and all(re.fullmatch(r"[^\W\d_]+", word) for word in words)
 

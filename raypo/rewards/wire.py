@@ -1,9 +1,9 @@
 """JSON protocol between reward clients and servers.
 
     POST /score   {"samples": [{"prompt": "2+2=", "response": "4", "label": "4", ...}, ...]}
-    200           {"scores": [1.0, null, ...]}      one per sample, in order; null: no score;
-                  {"score": 1.0, "format": 0.2, ...} instead: a score with named parts, numbers
-                  or texts
+    200           {"scores": [1.0, null, ...]}      one score per sample, in order. null means no
+                  score. A score may also be an object with named parts, which are numbers or texts:
+                  {"score": 1.0, "format": 0.2, ...}
     4xx, 5xx      {"error": "what went wrong"}
     GET /health   {"status": "ok", "name": "..."}
 
@@ -36,7 +36,7 @@ class WireError(ValueError):
 
 
 class Sample(BaseModel):
-    """A rollout on the wire; a server may ignore all fields but prompt and response."""
+    """A rollout in a request. A server may ignore all fields except prompt and response."""
 
     prompt: str
     response: str
@@ -66,7 +66,7 @@ def to_request(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def from_request(content: bytes) -> list[Rollout]:
-    """Parse the rollouts of a request; missing fields get neutral values.
+    """Parse the rollouts of a request. Missing fields get neutral values.
 
     Raises:
         WireError: the body is not JSON, or not a list of samples.
@@ -80,7 +80,7 @@ def from_request(content: bytes) -> list[Rollout]:
 
 
 def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
-    """Validate an answer to `count` samples and return its scores, those with parts as mappings.
+    """Validate an answer to `count` samples, and return its scores. Those with parts are mappings.
 
     Raises:
         WireError: the answer does not have one number, mapping or null per sample.
@@ -100,7 +100,7 @@ def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
 
 
 def to_answer(scores: Sequence[float]) -> dict[str, Any]:
-    """Return the body of an answer; scores that are not finite become null."""
+    """Return the body of an answer. Scores that are not finite become null."""
     return {"scores": [_answered(score) if math.isfinite(score) else None for score in scores]}
 
 
@@ -112,7 +112,7 @@ def _answered(score: float) -> float | dict[str, Any]:
 def _sample(rollout: Rollout) -> dict[str, Any]:
     sample: dict[str, Any] = {"row": {}}
     for column, value in rollout.row.items():
-        with suppress(ValueError):  # an image, say: servers get the other columns
+        with suppress(ValueError):  # leave out columns that JSON cannot hold, such as images
             sample["row"][column] = _plain(value)
     for name in Sample.model_fields.keys() - sample.keys():
         try:
@@ -128,7 +128,7 @@ def _sample(rollout: Rollout) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in JSON types; dates and decimals, which parquet may hold, become text.
+    """Convert a value to JSON types. Dates and decimals, which parquet may hold, become text.
 
     Raises:
         ValueError: JSON has no form for a value; the message names the value.

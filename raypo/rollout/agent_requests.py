@@ -1,6 +1,6 @@
-"""Answers to the OpenAI requests of an agent, sampled and recorded by its episode's session.
+"""Answer the OpenAI requests of an agent: its episode's session samples and records the responses.
 
-All of it runs in the event loop of the episodes.
+Everything here runs in the event loop of the episodes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from raypo.rollout.session import Session, Words
 
 
 async def answer(session: Session, wanted: Wanted) -> Answer:
-    """Sample all responses to a request at once. The model that it names is ignored.
+    """Sample all responses to a request concurrently. The model name in the request is ignored.
+
+    Returns:
+        The token ids of each prompt, and the responses: `wanted.n` for each prompt, in order.
 
     Raises:
         RequestError: the request contradicts a setting of the run, the chat template refuses it,
-            or the episode may have no further turn.
-        ValueError: the policy refuses the arguments.
+            or the episode has ended or reached a limit.
+        ValueError: an argument of the request is invalid (`validate_request`).
     """
     _refuse_what_is_fixed(wanted, session.settings.section)
     is_chat = isinstance(wanted, ChatRequest)
@@ -43,7 +46,7 @@ async def answer(session: Session, wanted: Wanted) -> Answer:
             else (each, session.ids_of(each, tools))
             for each in prompts
         ]
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates can raise anything
         raise RequestError(f"the chat template refuses the prompt: {error}") from error
     tasks = [
         asyncio.create_task(_sample(session, wanted, ids, words, tools))
@@ -84,8 +87,8 @@ async def _sample(
         raise RequestError(f"the response was given back: {sampled.finish_reason}", 503)
     ids, ends = sampled.token_ids, session.sampling.stop_token_ids
     if words is not None:
-        # With the stop string, which is in the ids: only a conversation that contains it continues
-        # this row.
+        # Remember the text with the stop string, because the ids contain it: only a conversation
+        # that contains it too may continue this row.
         text, calls = text_and_calls(tokenizer, ids, stop_token_ids=ends, tools=tools)
         functions = [{"name": each.name, "arguments": dict(each.arguments)} for each in calls]
         called = [{"type": "function", "function": each} for each in functions]

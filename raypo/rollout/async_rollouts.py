@@ -9,7 +9,7 @@ Concurrency, on each worker:
   of prompts in order, each of which is sampled and scored in a thread of its own.
 
 All state is guarded by `_changed`. The threads use a process group of their own, because their
-collective operations run beside those of the main thread.
+collective operations run concurrently with those of the main thread.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from raypo.storage.retries import retried
 from raypo.types import ScoredRollout
 
 SampleAndScore = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
-"""Samples and scores this worker's draws. In order of steps, all workers call it together."""
+"""Function that samples and scores this worker's draws. All workers call it together, in the order
+of the steps."""
 
 
 class Closed(Exception):
-    """The run has ended, and what is still sampled will not be trained."""
+    """The run has ended. Rollouts that are still being sampled will not be trained."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class _Chunk:
     """Consecutive draws that are sampled at the same time."""
 
     first: int
-    """Index of its first draw."""
+    """Index of the chunk's first draw."""
     until: int
-    """Index of the first draw after it."""
+    """Index of the first draw after the chunk."""
     version: int
-    """Version of the weights when it was started."""
+    """Version of the engines' weights when the chunk was started."""
     scored: Future[tuple[list[ScoredRollout], Clock]] = field(default_factory=Future)
 
 
@@ -60,14 +61,15 @@ class _Chunk:
 class AsyncRollouts:
     """Rollouts that threads of each worker sample ahead of the update, in the order of steps.
 
-    Prompts are drawn in order. A step takes the next ones: as many as it has prompts, and one more
-    for each group that `ppo.filter` drops. A prompt is drawn only when the engines' weights are new
+    Prompts are drawn in order. A step takes the next `prompts_per_step` of them, and one more for
+    each group that `ppo.filter` drops. A prompt is drawn only when the engines' weights are new
     enough for the last step that may train it. No trained token is therefore staler than
     `max_staleness`, whatever the timing.
 
-    Within that bound, the number of batches in flight adapts to the learner: one more when it had
-    to wait for a batch, one less when the batch after next was complete already. A slow response
-    delays its step and is not overtaken, so trained lengths are distributed as sampled ones.
+    Within that bound, the number of batches in flight adapts to the learner. It grows by one when
+    the learner has to wait for a batch, and shrinks by one when the batch that the learner takes
+    and the one after it are both complete. A slow response delays its step; it is not replaced by a
+    later one. The lengths of trained responses are therefore distributed like all sampled lengths.
 
     Example: with `max_staleness` 1 and no filter, the prompts of step 3 are drawn under version 1
     at the earliest, that is, while step 2 updates from version 1 to version 2.
@@ -79,15 +81,15 @@ class AsyncRollouts:
     new_batch: Callable[[], StepBatch]
     prompts_per_step: int
     max_staleness: int
-    """Weight versions between the first token of a response and the update that trains it."""
+    """Most weight versions between the first token of a response and the update that trains it."""
     overlaps: bool
-    """True if several batches may be in flight at the same time, also during pushes."""
+    """True if several batches may be in flight at the same time, even during pushes."""
     settles: bool
-    """True if a push waits for the next batch, so that a run does not depend on timing and each
-    batch has one version."""
+    """True if a push waits until the next batch is complete. Results then do not depend on timing,
+    and each batch is sampled with one version of the weights."""
     num_steps: int
     workers: Workers
-    """Process group of these threads; the main thread has another one."""
+    """Process group of these threads. The main thread uses another one."""
     _version: int = -1
     _last_step: int = 0
     """The last step whose batch was taken."""
@@ -96,11 +98,11 @@ class AsyncRollouts:
     _front: int = 0
     """Index of the first draw that no step has taken."""
     _depth: int = 1
-    """Number of batches ahead of the trainer that may be in flight, by the staleness bound."""
+    """Number of batches that may be in flight ahead of the trainer: 1 to `max_staleness` + 1."""
     _chunks: list[_Chunk] = field(default_factory=list)
-    """Chunks, in order, of which some draws were not taken."""
+    """Chunks with draws that no step has taken yet, in order."""
     _batches: dict[int, Future[Collected]] = field(default_factory=dict)
-    """Batches that were not taken yet, by step."""
+    """Batches that the trainer has not taken yet, by step."""
     _begins: dict[int, int] = field(default_factory=dict)
     """Index of the first draw of each batch that is being filled or is complete, by step."""
     _spans: list[Span] = field(default_factory=list)
@@ -118,7 +120,9 @@ class AsyncRollouts:
         sample_and_score: SampleAndScore,
         workers: Workers,
     ) -> AsyncRollouts | None:
-        """Return the rollouts sampled ahead. None if `rollout.mode` is sync. All workers call it.
+        """Create the background sampling of a run, or return None if `rollout.mode` is sync.
+
+        All workers call this together.
 
         Args:
             config: The run's config.
@@ -142,11 +146,12 @@ class AsyncRollouts:
         )
 
     def begin(self, *, last_step: int, at_end: ExitStack | None = None) -> None:
-        """Start to sample for the steps after `last_step`, whose weights the engines hold.
+        """Start to sample for the steps after `last_step`.
 
         Args:
-            last_step: The last completed step.
-            at_end: Callbacks of the run's end, one of which stops sampling.
+            last_step: The last completed step. The engines hold its weights.
+            at_end: The run's exit stack. `close` is added to it, so that sampling ends with the
+                run.
         """
         if at_end is not None:
             at_end.callback(self.close)
@@ -160,10 +165,10 @@ class AsyncRollouts:
             threading.Thread(target=self._or_end, args=(each,), daemon=True).start()
 
     def take(self, step: int, clock: Clock) -> Collected:
-        """Wait for this worker's share of a step's rollouts.
+        """Wait for this worker's share of a step's rollouts, and return it.
 
         Raises:
-            Exception: whatever stopped sampling.
+            Exception: the error that stopped sampling.
         """
         with self._changed:
             batch, following = self._batches[step], self._batches.get(step + 1)
@@ -182,14 +187,16 @@ class AsyncRollouts:
         return collected
 
     def settle(self) -> dict[str, float]:
-        """Wait for the next batch before a push if `settles`; called by the main thread.
+        """Wait until the next batch is complete, if `settles`.
+
+        The main thread calls this before a push.
 
         Returns:
-            The seconds that it took, as a metric.
+            The seconds that it waited, as the metric `perf/wait_for_engines_s`.
 
         Raises:
-            Exception: whatever stopped sampling. `take` would raise it too late: other workers may
-                wait for this one by then.
+            Exception: the error that stopped sampling. `take` would raise it too late, because
+                other workers may already wait for this one by then.
         """
         began = time.perf_counter()
         if self.settles and (following := self._batches.get(self._last_step + 1)):
@@ -197,13 +204,16 @@ class AsyncRollouts:
         return {"perf/wait_for_engines_s": time.perf_counter() - began}
 
     def arrived(self, version: int) -> None:
-        """Note that the engines hold a new version."""
+        """Record that the engines now hold this version of the weights."""
         with self._changed:
             self._version = version
             self._changed.notify_all()
 
     def spans(self) -> list[Span]:
-        """Return the time spans since the last call; their names contain the chunk's version."""
+        """Return the time spans of sampling and scoring since the last call.
+
+        The name of each span contains the weight version of its chunk.
+        """
         with self._changed:
             spans, self._spans = self._spans, []
         return spans
@@ -218,14 +228,14 @@ class AsyncRollouts:
 
         Args:
             batch: This worker's rollouts of the step.
-            workers: Process group of the main thread; all call it together.
+            workers: Process group of the main thread. All workers call this together.
         """
         with self._changed:
             rates = self.prompts.settled(self._begins.get(self._last_step + 1, self._front))
         return rates | self.prompts.step_pass_rate(batch, workers)
 
     def tell_unused(self, tell: Callable[[str], None], workers: Workers) -> None:
-        """Report how many samples were requested ahead and are not trained, if there are any."""
+        """Report the number of samples requested ahead that are not trained, unless it is 0."""
         if left := workers.sum(as_tensor(self.prompts.sample_counts.carried)):
             tell(f"{int(left)} samples were asked for ahead and are not trained")
 
@@ -234,12 +244,15 @@ class AsyncRollouts:
         self._end(Closed())
 
     def save(self, directory: Path, workers: Workers) -> None:
-        """Write the complete batches that were not trained yet; others will be sampled again.
+        """Write the complete batches that no step has taken yet.
+
+        A resumed run samples the incomplete batches again.
 
         Args:
-            workers: Process group of the main thread; all call it together.
+            directory: Folder of the checkpoint.
+            workers: Process group of the main thread. All workers call this together.
         """
-        with self._changed:  # nothing may start meanwhile
+        with self._changed:  # no batch may start before the state is collected
             whole = [step for step, batch in self._batches.items() if _is_complete(batch)]
             first = self._last_step + 1
             following = first + min(workers.gather(len(whole)))
@@ -256,7 +269,7 @@ class AsyncRollouts:
         retried(lambda: path.write_bytes(content), f"writing {path.name}")
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the prompt stream before the first batch that was not trained."""
+        """Return the position of the prompt stream before the first batch that was not taken."""
         with self._changed:
             return self._before(self._last_step + 1)
 
@@ -298,7 +311,7 @@ class AsyncRollouts:
                 self._changed.notify_all()
 
     def _may_fill(self, step: int) -> bool:
-        """Return whether the trainer needs the step soon, and its weights are new enough."""
+        """Return whether the trainer needs the step soon and the weights are new enough for it."""
         is_new_enough = self.overlaps or self._version >= step - 1 - self.max_staleness
         return is_new_enough and step <= self._last_step + self._depth
 
@@ -311,7 +324,7 @@ class AsyncRollouts:
         return self._finished(chunk, laps)
 
     def _next_begun(self, num_prompts: int, laps: dict[str, float]) -> list[ScoredRollout]:
-        """Wait for the next draws, which chunks sample; return this worker's rollouts."""
+        """Wait for the chunks that sample the next draws; return this worker's rollouts of them."""
         with self._changed:
             first, until = self._front, self._front + num_prompts
             self._front = until
@@ -324,7 +337,7 @@ class AsyncRollouts:
         return [each for each in scored if first <= each.rollout.group_index < until]
 
     def _start_chunks(self) -> None:
-        """Start one chunk after the other, the same ones on all workers."""
+        """Start one chunk after the other. All workers start the same chunks."""
         while True:
             with self._changed:
                 self._wait_for(self._may_start)
@@ -335,12 +348,15 @@ class AsyncRollouts:
 
     @property
     def _num_next(self) -> int:
-        """Prompts of the next chunk: those of a step, or what the last step still lacks."""
+        """Number of prompts of the next chunk.
+
+        It is `prompts_per_step`, except in the last step: there it is the number still missing.
+        """
         is_last = self._filling == self.num_steps
         return self._front - self._drawn if is_last else self.prompts_per_step
 
     def _may_start(self) -> bool:
-        """Return whether a chunk is needed, and the weights are new enough for any step of it."""
+        """Return whether a chunk is needed and the weights are new enough for its last step."""
         last = self._drawn + self._num_next - 1
         step = self._filling + 1 + (last - self._front) // self.prompts_per_step
         is_due = step <= min(self._last_step + self._depth, self.num_steps)
@@ -359,7 +375,10 @@ class AsyncRollouts:
             chunk.scored.set_exception(error)
 
     def _finished(self, chunk: _Chunk, laps: dict[str, float]) -> list[ScoredRollout]:
-        """Wait for a chunk; its times count for the first step that takes some of it."""
+        """Wait for a chunk, and return its rollouts.
+
+        The times of a chunk count for the first step that takes any of its draws.
+        """
         scored, clock = chunk.scored.result()
         for name, seconds in clock.laps.items():
             name = name.replace("time/", "perf/")
@@ -373,7 +392,7 @@ class AsyncRollouts:
         return scored
 
     def _or_end(self, work: Callable[[], None]) -> None:
-        """Run a thread's work; an error stops the other threads and the step that waits."""
+        """Run a thread's work. An error stops the other threads, and `take` raises it."""
         try:
             work()
         except BaseException as error:

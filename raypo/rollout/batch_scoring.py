@@ -1,9 +1,9 @@
-"""Scores of rollouts: from a reward function, reward models, servers, a judge, or all of them.
+"""Score rollouts with a reward function, reward models, reward servers or a judge, or with several.
 
-Concurrency. Reward models and the reference are replicas of their own: they get calls and return
-futures. A reward function with worker processes, and reward servers, are called from a thread for
-each free process, which takes all rollouts that wait. A function that runs in this process is
-called once, with the whole batch, when all rollouts are there.
+Concurrency. Reward models and the reference model run in replicas; a call to them returns a future.
+A reward function with worker processes is called from at most one thread for each process, and
+reward servers and the judge from one thread each. A free thread takes all rollouts that wait. A
+reward function that runs in this process is called once, with the whole batch, after sampling.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores rollouts: the sources of the score with their weights, and the reference model."""
+    """Sources of the score with their weights, and the reference model."""
 
     function: RewardFunction | None
     models: tuple[RewardModel, ...]
     """Reward models in the order of `model.reward`."""
     weights: dict[str, float]
-    """Weight by source: `function`, `url`, `judge`, and `model` or `model_0`, `model_1`, ... The
-    score that an episode's environment gives has weight 1."""
+    """Weight of each source: `function`, `url`, `judge`, and `model` or `model_0`, `model_1`, ...
+    The score of an episode always has weight 1."""
     servers: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """Source -> function that calls its servers: `url` and `judge`."""
+    """Functions that call servers, by source: `url` and `judge`."""
     processes: int = 0
     """Worker processes of the reward function. 0 calls it in this process with the whole batch."""
     reference: Reference | None = None
-    """The model whose log-probs are wanted, if any."""
+    """Reference model. None means that no reference log-probs are computed."""
     models_apart: bool = False
-    """True if reward models and reference have cores or devices of their own."""
+    """True if reward and reference models share no cores or devices with the engines."""
 
     @classmethod
     def from_config(
@@ -71,7 +71,7 @@ class Scorer:
         reference: Reference | None = None,
         models_apart: bool = False,
     ) -> Scorer:
-        """Weigh the sources as a config says."""
+        """Return a scorer of these sources, with the weights of a config."""
         entries = model.reward or ()
         weights = {
             name: reward.weights.model * entry.weight
@@ -88,15 +88,15 @@ class Scorer:
         return Scoring(self)
 
     def score(self, rollouts: list[Rollout]) -> list[ScoredRollout]:
-        """Score a whole batch, and compute its reference log-probs; all sources work at once."""
+        """Score a whole batch and compute its reference log-probs. All sources run concurrently."""
         return Scoring(self).results(rollouts)
 
     def total(self, by_source: Mapping[str, float]) -> float:
-        """Return the score that is trained on: the weighted sum, NaN if any source failed."""
+        """Return the score to train on: the sources' weighted sum, NaN if any source failed."""
         return math.fsum(self.weights.get(name, 1.0) * value for name, value in by_source.items())
 
     def model_total(self, by_source: Mapping[str, float]) -> float:
-        """Return the reward models' part of the score."""
+        """Return the weighted sum of the reward models' scores."""
         others = (FUNCTION, URL, JUDGE, EPISODE)
         rest = {name: value for name, value in by_source.items() if name not in others}
         return self.total(rest)
@@ -106,13 +106,13 @@ class Scoring:
     """Scores and reference log-probs of one batch of one worker.
 
     Sources that do not compete with the engines for cores or devices score a draw as soon as all of
-    its rollouts are there, while others are still being sampled: a function with worker processes,
-    servers, and models with devices of their own. Models then get one draw for each call, whatever
-    the order of arrival, so that no rounding depends on it.
+    its rollouts are sampled, while other draws are still in flight. These sources are a function
+    with worker processes, servers, and models with devices of their own. Such a model gets one call
+    for each draw, so that its rounding does not depend on the order of arrival.
     """
 
     def __init__(self, scorer: Scorer) -> None:
-        """Score nothing yet."""
+        """Create the queues of the sources. Nothing is scored yet."""
         self._scorer = scorer
         self._early: dict[str, _FunctionQueue] = {}
         self._at_the_end: dict[str, _FunctionQueue] = {}
@@ -128,12 +128,12 @@ class Scoring:
 
     @property
     def scores_early(self) -> bool:
-        """True if any source scores before all rollouts are there."""
+        """True if any source scores draws before the whole batch is sampled."""
         has_models = bool(self._scorer.models) or self._scorer.reference is not None
         return bool(self._early) or (self._scorer.models_apart and has_models)
 
     def add(self, rollouts: list[Rollout]) -> None:
-        """Add all rollouts of some draws, in any thread; a draw is added only once."""
+        """Add all rollouts of some draws. Any thread may call this; a repeated draw is ignored."""
         by_draw: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
             by_draw.setdefault(rollout.group_index, []).append(rollout)
@@ -146,13 +146,13 @@ class Scoring:
             self._added |= by_draw.keys()
 
     def results(self, rollouts: list[Rollout]) -> list[ScoredRollout]:
-        """Wait for all scores and log-probs, in the order of the rollouts.
+        """Score all rollouts of the batch, wait for the results, and return them in order.
 
         Args:
-            rollouts: The whole batch: those that were added, and all others.
+            rollouts: The whole batch, including the rollouts that were already added.
 
         Raises:
-            Exception: whatever a source raised.
+            Exception: the error that a source raised.
         """
         if not rollouts:
             return []
@@ -196,7 +196,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class _ModelCalls:
-    """Rollouts, and the calls to all models about them."""
+    """Pending calls of the reference model and the reward models for some rollouts."""
 
     rollouts: list[Rollout]
     reference: Future[list[np.ndarray]] | None
@@ -204,7 +204,7 @@ class _ModelCalls:
 
 
 class _FunctionQueue:
-    """Queue of rollouts before a function: a free caller takes all that wait."""
+    """Queue of rollouts for a reward function. A free caller takes all rollouts that wait."""
 
     def __init__(self, function: RewardFunction, num_callers: int) -> None:
         self._function, self._num_free = function, num_callers
@@ -224,10 +224,10 @@ class _FunctionQueue:
                 threading.Thread(target=self._work, daemon=True).start()
 
     def scores(self) -> dict[RolloutKey, float]:
-        """Wait for the scores of all rollouts.
+        """Wait for the scores of all rollouts, and return them.
 
         Raises:
-            Exception: whatever the function raised.
+            Exception: the error that the function raised.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not self._num_left)
@@ -256,7 +256,7 @@ class _FunctionQueue:
 
 
 def reward_parts(scored: ScoredRollout) -> dict[str, float]:
-    """Return the named numbers that reward functions gave beside a score."""
+    """Return the named numbers that reward functions returned together with a score."""
     named: dict[str, float] = {}
     for value in (*scored.scores_by_source.values(), scored.score):
         named |= parts_of(value)
@@ -264,7 +264,7 @@ def reward_parts(scored: ScoredRollout) -> dict[str, float]:
 
 
 def reward_texts(scored: ScoredRollout) -> dict[str, str]:
-    """Return the named texts that reward functions gave beside a score, such as a judge's."""
+    """Return the named texts that reward functions, such as a judge, returned with a score."""
     named: dict[str, str] = {}
     for value in (*scored.scores_by_source.values(), scored.score):
         named |= texts_of(value)
@@ -280,5 +280,5 @@ def named_numbers(scored: ScoredRollout) -> dict[str, float]:
 
 
 def model_sources(count: int) -> list[str]:
-    """Return the names of the reward models among the sources of a score."""
+    """Return the source names of `count` reward models: `model`, or `model_0`, `model_1`, ..."""
     return ["model"] if count == 1 else [f"model_{number}" for number in range(count)]

@@ -1,7 +1,7 @@
 """Sample rollouts for one worker's share of the prompts.
 
-Concurrency. `Sampler.sample` blocks its caller until all responses are there. Completions that come
-early are turned into rollouts in other threads, those of the callback of `Engines.generate`.
+Concurrency. `Sampler.sample` blocks its caller until all responses are complete. Early completions
+become rollouts in the threads in which `Engines.generate` calls `on_completion`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raypo.types import Prompt, Rollout, ScoredRollout
 
 
 class Decoder(Protocol):
-    """Method of a tokenizer that sampling uses."""
+    """The part of a tokenizer's interface that sampling uses."""
 
     def batch_decode(self, ids: list[np.ndarray], /, *, skip_special_tokens: bool) -> list[str]:
         """Return the text of each row of ids."""
@@ -36,7 +36,7 @@ class Decoder(Protocol):
 
 
 class Plays(Protocol):
-    """Runs episodes of several turns (`Episodes`)."""
+    """Runner of multi-turn episodes (`Episodes`)."""
 
     def play(
         self,
@@ -53,12 +53,12 @@ class Plays(Protocol):
         ...
 
     def close(self) -> None:
-        """End the processes and threads that it has started."""
+        """End the processes and threads that this runner has started."""
         ...
 
 
 _SEED_WORD = 4
-"""First number of a request's seed sequence. Prompt stream, sharding and learner use 1 to 3."""
+"""First number of a request's seed sequence. The prompt stream, sharding and learner use 1 to 3."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class Sampling:
     seeds: Literal["request", "engine"] = "request"
     """Value of `rollout.engine.seeds`."""
     stream: int = 0
-    """Part of every seed, which differs between training (0) and evaluation."""
+    """Number that is part of every seed: 0 in training, `EVALUATION_STREAM` in evaluation."""
     adapter: str | None = None
     """Name of the LoRA adapter to sample with. None means the engines' own weights."""
     top_k: int | None = None
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     priority: int | None = 0
-    """Priority of requests that join a running batch; lower comes first. None means that older
-    draws come first."""
+    """Priority of requests that join a running batch. Lower numbers come first. None means that
+    older draws come first."""
     owner: str = ""
     """Id of all requests, which names the run and its attempt."""
     episodes: Plays | None = None
-    """Runs the episodes. None if each sample is a single response."""
+    """Runner of the episodes. None means that each sample is a single response."""
 
     @classmethod
     def of(
@@ -123,7 +123,7 @@ class Sampling:
 def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> list[Draw]:
     """Return this worker's share of the next prompts.
 
-    All workers have the same stream, and call this with the same count.
+    All workers hold the same stream, and call this with the same count.
 
     Args:
         stream: Prompt stream.
@@ -135,7 +135,7 @@ def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> 
 
 @dataclass(frozen=True)
 class PushAgain:
-    """The push that all workers repeat together if no engine is left that holds the weights."""
+    """Weight push that all workers repeat together if any of them has no engine left."""
 
     push: Callable[[], object]
     workers: Workers
@@ -145,17 +145,17 @@ class PushAgain:
 class Sampler:
     """Samples responses from the engines, with the sampling parameters of training or evaluation.
 
-    Every response has its own seed, derived from the run's seed, its draw and its number. So it
-    does not depend on its batch or worker, nor on engines that are lost meanwhile. With
-    `rollout.engine.seeds: engine` requests have no seeds.
+    Every response has its own seed, derived from the run's seed, the draw and the sample index. A
+    response therefore does not depend on its batch, on its worker, or on the loss of an engine.
+    With `rollout.engine.seeds: engine`, requests have no seeds.
     """
 
     engines: Engines
     tokenizer: Decoder
     sampling: Sampling
     push_again: PushAgain | None = None
-    """Repeats the last push if a worker has no engine left. If it is given, all workers call
-    `sample` together."""
+    """Repetition of the last push, for the case that a worker has no engine left. If it is given,
+    all workers call `sample` together."""
     shares_engines: bool = False
     """True if several workers use the same engine, which then samples one batch for all of them."""
 
@@ -171,8 +171,8 @@ class Sampler:
         Args:
             draws: This worker's draws.
             workers: The workers that sample at the same time. Needed if they share engines.
-            on_rollouts: Callback that gets, in any thread, all rollouts of a draw that are ready
-                before others. It is not called for episodes.
+            on_rollouts: Callback that gets all rollouts of a draw if they are complete before the
+                whole batch is. It is called from any thread, and never for episodes.
 
         Returns:
             The rollouts, in the order of draws and samples.
@@ -211,13 +211,13 @@ class Sampler:
             if again is None or not again.workers.sum(as_tensor(is_lost)):
                 return groups.all_of(completions)
             again.push()
-            # Workers that have their completions take part with no request: all sample together.
+            # All workers sample together: those that have their completions send no requests.
             left = requests if is_lost else []
 
 
 @dataclass
 class _Groups:
-    """Collects completions, and turns a draw into rollouts as soon as all of its own are there."""
+    """Collector of completions, which makes the rollouts of a draw once the draw is complete."""
 
     draws: Sequence[Draw]
     size: int
@@ -230,7 +230,7 @@ class _Groups:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, index: int, completion: Completion) -> None:
-        """Add a completion that is ready early; a repeated one is ignored."""
+        """Add a completion that is ready early. A repeated one is ignored."""
         draw = index // self.size
         indices = range(draw * self.size, (draw + 1) * self.size)
         with self._lock:
@@ -243,7 +243,7 @@ class _Groups:
         self.on_rollouts(rollouts)
 
     def all_of(self, completions: Sequence[Completion]) -> list[Rollout]:
-        """Return the rollouts of all draws; those that `on_rollouts` got are not made again."""
+        """Return the rollouts of all draws. Those that `on_rollouts` already got are reused."""
         with self._lock:
             for draw in range(len(self.draws)):
                 of_draw = completions[draw * self.size : (draw + 1) * self.size]
@@ -317,7 +317,7 @@ def is_trainable(scored: ScoredRollout) -> bool:
 
 
 def samples_of(scored: list[ScoredRollout]) -> list[ScoredRollout]:
-    """Return one rollout per sample: the first of an episode with several conversations."""
+    """Return one rollout per sample. If an episode has several conversations, take the first."""
     return [each for each in scored if each.rollout.row_index == 0]
 
 

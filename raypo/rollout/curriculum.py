@@ -1,14 +1,14 @@
-"""Choose prompts by the pass rate that they are predicted to have (`data.curriculum`).
+"""Choose prompts by their predicted pass rate (`data.curriculum`).
 
-The pass rate of each prompt has a Beta posterior. For every block of draws (a step's) a rate is
-drawn from each posterior, and the prompts whose rates are closest to the target are taken: Thompson
-sampling, so that prompts about which little is known are tried too.
+The pass rate of each prompt has a Beta posterior. For every block of draws (those of one step), a
+rate is sampled from each posterior, and the prompts whose rates are closest to the target are
+drawn. This is Thompson sampling, so prompts about which little is known are tried too.
 
 Paper: Qu et al. 2025 (MoPPS), arXiv:2507.04632, with all prompts as candidates.
 
 The prompts of a block depend only on the seed and on the outcomes of draws that lie at least `lag`
-before the block, never on timing or on how many draws are taken at once. So a resumed run, and a
-run that samples ahead of the update, draw the same prompts for the same outcomes.
+before the block. They depend neither on timing nor on how many draws are taken at once. A resumed
+run, and a run that samples ahead of the update, thus draw the same prompts for the same outcomes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _QUANTILES = (0.1, 0.5, 0.9)
 
 
 class Outcome(NamedTuple):
-    """Samples of one draw that have a score."""
+    """Number of one draw's samples that passed and that failed. Samples without a score are left
+    out."""
 
     passed: int
     failed: int
@@ -59,8 +60,9 @@ def few_draws_note(num_prompts: int, num_draws: int) -> str | None:
 class CurriculumStream(ShuffledStream[Prompt]):
     """Endless draws of the prompts whose predicted pass rate is closest to the target.
 
-    A source's share of the draws is that of `mix`; the prompts within a source are chosen. A block
-    has no prompt twice, unless the source has too few. One thread at a time may use it.
+    `mix` determines each source's share of the draws; the curriculum chooses prompts within each
+    source. A block contains no prompt twice unless its source has too few prompts. Only one thread
+    at a time may use the stream.
     """
 
     def __init__(
@@ -77,22 +79,23 @@ class CurriculumStream(ShuffledStream[Prompt]):
 
         Args:
             prompts: The prompts, source by source.
-            section: Target, and how estimates are made.
+            section: The section `data.curriculum` of the config.
             seed: Seed of the run.
             block: Number of draws that are chosen together.
             mix: Sizes and weights of the sources. None means a single source.
-            lag: Number of draws before a block whose outcomes it does not use, because they may
-                still be sampled when it is drawn.
+            lag: Number of draws directly before a block whose outcomes are not used for the block,
+                because they may still be in flight when the block is drawn.
         """
         super().__init__(prompts, seed=seed, mix=mix)
         self._section, self._block, self._lag = section, block, lag
         self._begins = np.cumsum([0, *(mix.sizes if mix else (len(prompts),))])
-        self._origin = 0  # index of a block's first draw
+        self._origin = 0  # a block begins at this draw, and every `block` draws from it
         self._counts = np.full((2, len(prompts)), _PRIOR)  # Beta parameters: passed, failed
         self._settled = 0  # all draws before this one are in `_counts`
-        self._outcomes: dict[int, tuple[int, Outcome]] = {}  # of later draws: place and outcome
-        self._open: dict[int, int] = {}  # place of each draw without an outcome yet
-        self._chosen: tuple[int, list[int]] = (-1, [])  # a block's first draw, and its places
+        # A prompt's place is its index in `items`.
+        self._outcomes: dict[int, tuple[int, Outcome]] = {}  # later draw -> place and outcome
+        self._open: dict[int, int] = {}  # draw without an outcome yet -> place
+        self._chosen: tuple[int, list[int]] = (-1, [])  # newest block: first draw, places
 
     def take(self, count: int) -> list[tuple[int, Prompt]]:
         """Return the next (position, prompt) pairs, and remember them until `learn`."""
@@ -103,17 +106,19 @@ class CurriculumStream(ShuffledStream[Prompt]):
         return [(draw, self.items[place]) for draw, place in places.items()]
 
     def learn(self, outcomes: Mapping[int, Outcome], until: int) -> None:
-        """Record the outcomes of all draws before `until`; without samples there is no change.
+        """Record the outcomes of all draws before `until`.
+
+        A draw without scored samples does not change the estimate of its prompt.
 
         Args:
-            outcomes: Outcome by draw, over all workers.
+            outcomes: Outcomes of all workers, by draw.
             until: The first draw that has no outcome yet.
         """
         for draw in [draw for draw in self._open if draw < until]:
             self._outcomes[draw] = self._open.pop(draw), outcomes.get(draw, Outcome(0, 0))
 
     def outcomes(self, scored: Sequence[ScoredRollout]) -> dict[int, Outcome]:
-        """Return the outcomes of samples, by draw. A sample without a score does not count."""
+        """Return the outcomes of some samples, by draw. Samples without a score do not count."""
         outcomes: dict[int, Outcome] = {}
         for each in samples_of(list(scored)):
             if math.isfinite(each.score):
@@ -123,10 +128,14 @@ class CurriculumStream(ShuffledStream[Prompt]):
         return outcomes
 
     def settled(self, draw: int) -> dict[str, float]:
-        """Merge the outcomes that no draw from this one on needs singly, and no state from here on.
+        """Merge the outcomes that later draws and checkpoints do not need one by one.
+
+        Args:
+            draw: Index of the first draw after the current step.
 
         Returns:
-            Metrics of the mean pass rates of all prompts sampled before the draw.
+            Metrics of all prompts sampled before the draw: their fraction, and quantiles of their
+            mean pass rates.
         """
         counts = self._counts_before(draw)
         passed, failed = counts[:, (counts != _PRIOR).any(0)]
@@ -142,14 +151,17 @@ class CurriculumStream(ShuffledStream[Prompt]):
         return metrics
 
     def state_dict(self, at: int | None = None) -> dict[str, Any]:
-        """Return the state before a draw that has not been settled; None means the next draw."""
+        """Return the state before draw `at`, whose outcomes must not be merged yet (`settled`).
+
+        None returns only the position of the next draw, without the curriculum.
+        """
         state = super().state_dict()
         return state if at is None else {"position": at} | {"curriculum": self._state(at)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
-        Estimates of a run with another number of prompts are not used.
+        Estimates from a run with another number of prompts are ignored.
         """
         super().load_state_dict(state)
         at = self._settled = self._origin = int(state["position"])
@@ -167,7 +179,8 @@ class CurriculumStream(ShuffledStream[Prompt]):
         if (saved["block"], saved["lag"]) == (self._block, self._lag):
             self._origin = saved["origin"]
             return
-        # With other blocks the next draw begins one, and everything before it is known.
+        # The block size or lag has changed: a block begins at the next draw, and the outcomes of
+        # all draws before it are used.
         self._outcomes = {draw: each for draw, each in self._outcomes.items() if draw < at}
 
     def _state(self, at: int) -> dict[str, Any]:
@@ -187,7 +200,7 @@ class CurriculumStream(ShuffledStream[Prompt]):
         }
 
     def _block_of(self, draw: int) -> int:
-        """Return the first draw of the block of a draw."""
+        """Return the first draw of the block that contains a draw."""
         return draw - (draw - self._origin) % self._block
 
     def _place(self, draw: int) -> int:
@@ -198,7 +211,7 @@ class CurriculumStream(ShuffledStream[Prompt]):
         return self._chosen[1][draw - first]
 
     def _choice(self, first: int) -> list[int]:
-        """Return the indices of the prompts of the block that begins at a draw."""
+        """Choose the prompts of the block that begins at draw `first`, and return their indices."""
         rates = np.random.default_rng([_SEED_WORD, self._seed, first]).beta(
             *self._counts_before(first - self._lag)
         )
@@ -214,7 +227,7 @@ class CurriculumStream(ShuffledStream[Prompt]):
         return places.tolist()
 
     def _counts_before(self, limit: int) -> np.ndarray:
-        """Return the Beta parameters after the outcomes of all draws before a limit; [2, N]."""
+        """Return the Beta parameters, [2, N], given the outcomes of all draws before a limit."""
         counts, memory = self._counts.copy(), self._section.memory
         for draw in range(self._settled, limit):
             assert draw in self._outcomes, f"draw {draw} has no outcome yet"

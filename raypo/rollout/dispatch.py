@@ -19,10 +19,10 @@ class EngineBatch:
 
     engine: Engines
     requests: Sequence[SamplingRequest]
-    """Those of all workers if the batch is shared, else this worker's."""
+    """Requests of all workers if the batch is shared, otherwise of this worker only."""
     shared: SharedCall | None
     on_completion: OnCompletion | None
-    """Callback for this worker's part of the batch."""
+    """Callback for early completions of this worker's requests."""
 
 
 def engine_batches(
@@ -32,15 +32,15 @@ def engine_batches(
     sharing: Workers | None = None,
     on_completion: OnCompletion | None = None,
 ) -> list[EngineBatch]:
-    """Split the requests evenly over this worker's engines, in their order.
+    """Split the requests, in order, into about equal parts for this worker's engines.
 
     Args:
         requests: This worker's requests.
         engines: This worker's engines.
         sharing: Workers that may use the same engines. Each engine then samples the requests of all
-            workers as one batch, and all of them call this together. None means one batch per
-            worker.
-        on_completion: Callback for early completions, by the index among `requests`.
+            workers as one batch, and all workers call this together. None means that each worker
+            has batches of its own.
+        on_completion: Callback `(index in requests, completion)` for early completions.
 
     Returns:
         The batches in which this worker has requests.
@@ -49,8 +49,8 @@ def engine_batches(
     size = -(-len(requests) // len(own))
     parts = [requests[i * size : (i + 1) * size] for i in range(len(own))]
     # Each worker sends the whole batch under one id, and the engine samples it once, in the order
-    # of ranks, whichever call arrives first. So each worker can detect a lost engine by itself, and
-    # none has to forward completions to another.
+    # of ranks, whichever call arrives first. Each worker can therefore detect a lost engine by
+    # itself, and no worker has to forward completions to another.
     of_workers: list[tuple[str, dict[tuple[int, ...], Sequence[SamplingRequest]]]] = []
     if sharing is not None:
         by_engine = {one.preferred: part for one, part in zip(own, parts, strict=True)}
@@ -76,7 +76,7 @@ def _shifted(on_completion: OnCompletion, first: int, index: int, completion: Co
 
 
 def all_completions(sent: Sequence[Completions]) -> list[Completion]:
-    """Wait for all completions, in their order; if one batch fails, cancel the others."""
+    """Wait for all completions, and return them in order. If a batch fails, cancel the others."""
     try:
         return [completion for batch in sent for completion in batch.result()]
     except BaseException:

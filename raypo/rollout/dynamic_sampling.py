@@ -1,4 +1,4 @@
-"""Fill a step: sample, score, drop groups without a signal (DAPO), and sample others for them."""
+"""Fill the batch of a step: drop groups without a learning signal and draw other prompts (DAPO)."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ class Collected:
     """This worker's rollouts of a step."""
 
     scored: list[ScoredRollout]
-    """All samples."""
+    """All samples, with those that were filtered or failed."""
     trained: list[ScoredRollout]
     """Samples to train on."""
     missing_groups: int
-    """Groups that the step lacks, over all workers."""
+    """Number of groups that the step lacks, over all workers."""
     metrics: dict[str, float]
     """Counts over all workers: sampled = trained + filtered + failed."""
 
 
 @dataclass
 class StepBatch:
-    """The rollouts of a step while it is filled; all workers go through the same rounds.
+    """Batch of a step while it is being filled. All workers go through the same rounds.
 
-    A round draws exactly as many prompts as groups are missing. Nothing is left over for a later
-    step, so no rollout outlives the weights that sampled it.
+    A round draws exactly as many prompts as groups are missing. No rollouts are left over for a
+    later step, for which they would be stale.
     """
 
     missing: int
-    """Groups that the step lacks, over all workers. At first all of them."""
+    """Number of groups that the step still lacks, over all workers."""
     filter: FilterSection
     reward: RewardSection
-    """Its `max_failed_fraction` bounds the failed samples."""
+    """The section `reward`. Its `max_failed_fraction` limits the number of failed samples."""
     _rounds: int = 0
     _scored: list[ScoredRollout] = field(default_factory=list)
     _kept: list[ScoredRollout] = field(default_factory=list)
@@ -52,7 +52,7 @@ class StepBatch:
 
     @property
     def num_wanted(self) -> int:
-        """Prompts to draw in the next round, over all workers. 0 ends the step."""
+        """Number of prompts to draw in the next round, over all workers. 0 ends the sampling."""
         refills = self.filter.max_refills if self.filter.enabled else 0
         return self.missing if self._rounds <= refills else 0
 
@@ -60,13 +60,13 @@ class StepBatch:
         """Add this worker's rollouts of a round; drop groups without a signal.
 
         Args:
-            scored: Rollouts of as many prompts, over all workers, as are wanted. All samples of a
-                prompt lie on one worker.
-            workers: All workers, which call it together.
+            scored: This worker's rollouts. All workers' rollouts together are those of `num_wanted`
+                prompts. All samples of a prompt are on one worker.
+            workers: All workers, which call this together.
 
         Raises:
-            RewardError: more samples failed than `reward.max_failed_fraction`, of all rounds so
-                far.
+            RewardError: more than `reward.max_failed_fraction` of the samples of all rounds so far
+                have failed.
         """
         self._scored += scored
         refuse_too_many_failures(self._scored, self.reward, workers)
@@ -77,7 +77,7 @@ class StepBatch:
         self._rounds += 1
 
     def collected(self, workers: Workers) -> Collected:
-        """Return the filled batch, with counts over all workers, which call it together."""
+        """Return the filled batch, with counts over all workers. All workers call this together."""
         trained = [each for each in self._kept if is_trainable(each)]
         metrics = _metrics(self._scored, trained, workers)
         if self.filter.enabled:
@@ -87,7 +87,7 @@ class StepBatch:
 
 
 def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredRollout]:
-    """Return the rollouts whose group passes the filter, in their order; all if it is off."""
+    """Return the rollouts whose group passes the filter, in order; if it is off, return all."""
     if not section.enabled or not scored:
         return scored
     groups: dict[int, list[ScoredRollout]] = {}
@@ -115,5 +115,5 @@ def _metrics(
     means.total("rollout/samples_failed", failed)
     means.total("rollout/samples_filtered", len(scored) - len(trained) - failed)
     empty = sum(not each.rollout.response_mask.any() for each in scored)
-    means.total("rollout/samples_empty", empty)  # of the failed ones
+    means.total("rollout/samples_empty", empty)  # these are also counted as failed
     return means.reduce(workers)

@@ -1,12 +1,14 @@
-"""Environments in worker processes. They are pickled between turns, so any process can go on.
+"""Run environments in worker processes.
+
+An environment is pickled after each call, so that any process can run its next call.
 
 Concurrency. Each learner worker has its own pool of processes, forked from a fork server. The event
 loop of the episodes submits calls and awaits their futures; a process runs one call at a time. If a
 call exceeds the time limit or its process dies, the pool replaces the process, and only that
 episode fails.
 
-Only bytes and texts are sent through the pool, because an object that cannot be pickled would
-break it.
+Only bytes and texts are sent to and from the processes, because an object that cannot be pickled
+would break the pool.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ _make: Callable[[], Any] | None = None
 
 @dataclass
 class Pickled:
-    """A pickled environment between two calls. A call that raised has changed its state too."""
+    """A pickled environment between two calls. Calls that raise an error update it too."""
 
     state: bytes | None = None
     """Pickled environment. None means that it is not created yet."""
     metrics: Any = None
-    """The environment's attribute `metrics`. None if it has none."""
+    """The environment's attribute `metrics`. None if the environment has no such attribute."""
 
 
 class EnvironmentPool:
@@ -50,7 +52,7 @@ class EnvironmentPool:
         """Start the processes.
 
         Args:
-            load: Called once in each process. Returns the factory of environments.
+            load: Function that returns the factory of environments, called once in each process.
             processes: Number of processes.
             timeout_s: Seconds that one call may take. None means no limit.
         """
@@ -70,7 +72,7 @@ class EnvironmentPool:
         Raises:
             TimeoutError: the call took too long, and its process was ended.
             RuntimeError: the process died.
-            Exception: the method raised; this error has the name and text of the original one.
+            Exception: the method raised an error; this one has its name and text.
         """
         scheduled = self._pool.schedule(
             _call, args=(environment.state, method, *arguments), timeout=self._timeout_s
@@ -98,7 +100,7 @@ class EnvironmentPool:
 
 
 def _open(load: Callable[[], Callable[[], Any]]) -> None:
-    """Load the environment's factory; runs once in each process of the pool."""
+    """Load the environment's factory. This runs once in each process of the pool."""
     global _make
     _make = load()
 
@@ -109,8 +111,8 @@ def _call(
     """Call a method in a process of the pool.
 
     Returns:
-        The pickled environment after the call, the pickled result with the metrics, name and text
-        of an error if there is one, and the tools that were called.
+        The pickled environment after the call; the pickled pair of the result and the metrics; the
+        name and text of the error, or None; and the tools that were called.
     """
     assert _make is not None
     uses: list[ToolUse] = []
@@ -125,7 +127,7 @@ def _call(
         afterwards = _pickled(environment, "an environment")
         return afterwards, _pickled(returned, "what it returns"), None, uses
     except BaseException as error:
-        # The environment will still be closed: send its state, or the old one if pickling fails.
+        # `close` will still be called: return the new state, or the old one if pickling fails.
         if environment is not None:
             with suppress(Exception):
                 state = _pickled(environment, "an environment")

@@ -1,8 +1,8 @@
-"""Step 4 for episodes of several turns: one coroutine for each episode, which share the engines.
+"""Run multi-turn episodes (step 4 of `raypo.recipes.ppo`): a coroutine for each, on shared engines.
 
     caller's thread           event loop (a daemon thread)                      engines
     ---------------           ----------------------------                      -------
-    Episodes.play  --waits->  batch:    until all its episodes are over
+    Episodes.play  --waits->  batch:    until all its episodes have ended
     (one for each             episode:  reset, then turn by turn
      batch; several                       session.generate  --waits->  TurnSampler --waits-> vLLM
      at a time with                       environment.step  --waits->  a thread, or a process of
@@ -11,9 +11,9 @@
                                           policy.generate, or requests to the AgentEndpoint,
                                           whose thread waits for the same session
 
-A worker has one event loop, one endpoint and one pool for all batches. Nothing but the user's own
-code can block the loop; `EventLoop` then ends the run with the line that blocks. With
-`rollout.turns: in_step` the sampler makes each turn wait for those of all other episodes.
+A worker has one event loop, one endpoint and one pool for all batches. Only the user's code can
+block the loop; `EventLoop` then ends the run with an error that names the blocking line. With
+`rollout.turns: in_step`, a turn is sampled only when all other episodes wait for a turn too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ T = TypeVar("T")
 def open_episodes(
     config: OnlineConfig, policy: str, tokenizer: Any, stop_token_ids: Sequence[int]
 ) -> Episodes | None:
-    """Return the episodes of a config. None if each prompt gets a single response.
+    """Create the runner of a config's episodes, or return None if a sample is a single response.
 
     Args:
         config: The run's config.
@@ -73,7 +73,7 @@ def open_episodes(
 
 
 class Episodes:
-    """Runs an episode for each sample; `sample` uses it instead of sampling one response each."""
+    """Runner of episodes. `Sampler.sample` uses it if each sample is an episode."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Episodes:
             vocabulary_size: Vocabulary size of the policy.
 
         Raises:
-            ConfigError: the class is missing, or is no environment or agent.
+            ConfigError: the class is missing, or is neither an environment nor an agent.
         """
         self._section, self._class = section, UserClass(section)
         self._settings = EpisodeSettings(
@@ -124,20 +124,20 @@ class Episodes:
     ) -> list[Rollout]:
         """Run `samples_per_prompt` episodes for each draw, all concurrently.
 
-        Every turn has its own seed, so an episode does not depend on the others.
+        Every turn has its own seed, so an episode does not depend on other episodes.
 
         Args:
             draws: This worker's draws.
             engine: The engines.
             sampling: Sampling parameters.
-            push_again: Repeats the last push if no engine is left. All workers call `play`
-                together if it is given.
+            push_again: Repetition of the last push, for the case that no engine is left. If it is
+                given, all workers call `play` together.
 
         Returns:
             The rollouts of all episodes, in the order of draws and samples.
 
         Raises:
-            NoReplicaLeft: no engine is left, also after another push.
+            NoReplicaLeft: no engine is left, even after another push.
             LoopStandsStill: user code blocked the event loop for too long.
         """
         samples = [(draw, n) for draw in draws for n in range(sampling.samples_per_prompt)]
@@ -165,7 +165,7 @@ class Episodes:
         return [rollout for task in tasks for rollout in task.result()]
 
     async def _episode(self, session: Session) -> list[Rollout]:
-        """Run one episode. An error of the user's code fails this episode and no other."""
+        """Run one episode. An error in the user's code fails only this episode."""
         heard.set(session.record_tool)  # for tools that the user's code calls
         user, begin = UserObject(self._class), time.perf_counter()
         play = self._play_agent if self._section.has_agent else self._play_environment
@@ -213,7 +213,11 @@ class Episodes:
     async def _first_observation(
         self, environment: UserObject, session: Session
     ) -> tuple[bool, np.ndarray]:
-        """Reset the environment; return whether the episode is a chat, and the first ids."""
+        """Reset the environment, and get its first observation.
+
+        Returns:
+            Whether the episode is a chat, and the token ids of its first prompt.
+        """
         prompt, tools = session.draw.prompt, self._class.tools
         chat, ids = prompt.messages is not None, prompt.token_ids
         given = prompt.messages if chat else prompt.text
@@ -233,7 +237,8 @@ class Episodes:
     async def _play_agent(self, agent: UserObject, session: Session) -> float:
         """Run the agent, which calls the policy whenever it wants, and return its score.
 
-        If a limit of turns or tokens ends the episode, its score is `rollout.limit_score`, if set.
+        If a limit of turns or tokens ends the episode and `rollout.limit_score` is set, the score
+        is that value.
 
         Raises:
             Exception: any error of the agent, or TimeoutError if it took too long.
@@ -259,7 +264,7 @@ class Episodes:
 
 
 def _checked(answer: Any) -> tuple[Any, float, bool]:
-    """Return observation, reward and done, after checking what `step` returned."""
+    """Check the value that `step` returned, and return observation, reward and done."""
     if not isinstance(answer, tuple | list) or len(answer) != 3:
         raise WrongAnswer(f"step returned {answer!r:.100}, not (observation, reward, done)")
     observation, reward, done = answer
@@ -276,5 +281,5 @@ async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, str | None]:
         return await work, None
     except GeneratorExit:
         raise
-    except BaseException as failure:  # also from native code: a Rust panic is no Exception
+    except BaseException as failure:  # a panic in Rust code, for example, is no Exception
         return None, f"{type(failure).__name__}: {text_of(failure)}"

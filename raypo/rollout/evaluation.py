@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: sampled by the engines, scored by `eval.function`."""
+"""Evaluation on held-out prompts: engines sample responses, and `eval.function` scores them."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def evaluate_policy(
     before_scoring: Callable[[], None] = lambda: None,
     keep: Callable[[list[ScoredRollout]], None] | None = None,
 ) -> dict[str, float]:
-    """Sample and score held-out prompts with the engines' present weights.
+    """Sample and score responses to held-out prompts with the engines' current weights.
 
     The prompts are split over the workers. Every evaluation of a run uses the same seeds. Responses
-    that cannot be scored are left out of means and counted in `eval/failed`.
+    that cannot be scored are left out of the means and counted in `eval/failed`.
 
     Args:
         prompts: All held-out prompts, the same on all workers.
         sampler: Sampler of training. `eval` may override its sampling parameters.
-        function: Scores the responses. None means that the scorer does.
+        function: Reward function that scores the responses. None means that `scorer` scores them.
         section: The section `eval` of the config.
         workers: The workers that share the prompts.
         scorer: Scorer of training. If it has reward models, `eval/reward_model_mean` is added.
-        before_scoring: Called when all responses are sampled.
-        keep: Callback that gets this worker's samples, with the scores of `eval/score_mean`.
+        before_scoring: Callback that is called when all responses are sampled.
+        keep: Callback that gets this worker's rollouts with the scores that are reported.
 
     Returns:
-        `eval/score_mean`, also by data source, `eval/response_tokens_mean` and others, over all
-        workers.
+        Metrics `eval/*` over all workers, such as `eval/score_mean` (overall and for each data
+        source) and `eval/response_tokens_mean`.
     """
     sampler = replace(sampler, sampling=_of_evaluation(section, sampler.sampling))
     mine = [prompts[place] for place in range(workers.rank, len(prompts), workers.count)]
@@ -64,7 +64,8 @@ def evaluate_policy(
     means = WeightedMeans()
     judged: list[ScoredRollout] = []
     if scorer and (scorer.models or function is None):
-        # Models get all rollouts in one call, and no log-probs are needed.
+        # `models_apart=False` sends all rollouts to each model in one call. Reference log-probs are
+        # not needed.
         judged = replace(scorer, reference=None, models_apart=False).score(rollouts)
     if scorer and scorer.models:
         by_models = [scorer.model_total(each.scores_by_source) for each in judged]
@@ -107,7 +108,7 @@ def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:
         **(whole if temperature == 0.0 else {}),
         samples_per_prompt=section.samples_per_prompt,
         temperature=sampling.temperature if temperature is None else temperature,
-        seeds="request",  # same seeds, so that evaluations of a run are comparable
+        seeds="request",  # all evaluations of a run use the same seeds, to be comparable
         stream=EVALUATION_STREAM,
         priority=PRIORITY,
     )

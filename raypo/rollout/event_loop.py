@@ -1,9 +1,9 @@
-"""The event loop of a worker's episodes. User code can neither end nor block it unnoticed.
+"""Event loop of a worker's episodes. User code cannot end the loop, and blocking it is detected.
 
 Concurrency. The loop runs in one daemon thread. Other threads submit coroutines with
-`EventLoop.run` and block until they are done; meanwhile each sends heartbeats to the loop, and
-raises `LoopStandsStill` if the loop does not answer for too long. `asyncio.to_thread` starts a
-daemon thread for each call, so no call waits for another one that hangs.
+`EventLoop.run` and block until the coroutine is done. A blocked thread sends heartbeats to the
+loop, and raises `LoopStandsStill` if the loop does not answer for too long. `asyncio.to_thread`
+starts a daemon thread for each call, so no call waits for another one that hangs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 """Longest interval between two heartbeats, in seconds."""
 STANDS_STILL_S = 2.0
-"""Smallest limit for a blocked loop, in seconds. A busy machine may delay a loop for less."""
+"""Smallest time limit for a blocked loop, in seconds. A busy machine may cause shorter delays."""
 LEAVE_S = 1.0
-"""Seconds that cancelled tasks get to end."""
+"""Seconds to wait for cancelled tasks to end."""
 
 
 class LoopStandsStill(RuntimeError):
@@ -55,7 +55,7 @@ class EventLoop:
         """Run a coroutine in the loop and wait for it. Any number of other threads may call this.
 
         Args:
-            work: The coroutine. It is cancelled if this raises.
+            work: The coroutine. It is cancelled if this method raises an error.
 
         Returns:
             The coroutine's result.
@@ -96,10 +96,10 @@ class EventLoop:
         self._loop.close()
 
     def _answers_in_time(self, limit_s: float) -> bool:
-        """Return whether the loop answers in time."""
+        """Return whether the loop answers a heartbeat within the limit."""
         beat: Future[None] = Future()
         self._loop.call_soon_threadsafe(beat.set_result, None)
-        # Several waits: after a suspension of the whole process, the first of them ends at once.
+        # Wait in four parts: after a suspension of the whole process, the first part ends at once.
         return any(wait((beat,), timeout=limit_s / 4).done for _ in range(4))
 
     def _refuse_to_wait(self, seconds: float) -> None:
@@ -126,8 +126,8 @@ async def leave(tasks: set[asyncio.Task[Any]]) -> None:
 class _DaemonThreads(ThreadPoolExecutor):
     """Starts a daemon thread for each call.
 
-    `ThreadPoolExecutor` would make calls wait for others that hang, and the process wait for its
-    threads at exit. An event loop accepts no executor of another class.
+    In a plain `ThreadPoolExecutor`, calls would wait for others that hang, and the process would
+    wait for all threads at exit. It is the base class because asyncio accepts no other executor.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 def _users_line(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
-    """Return the line of user code that a stack is in. None if it is in raypo or asyncio."""
+    """Return the line of user code that a stack is in, or None if it is in raypo or asyncio."""
     callers = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     last = max(n for n, each in enumerate(stack) if each.filename.startswith(callers))

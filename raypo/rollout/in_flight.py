@@ -1,8 +1,9 @@
-"""Requests that stay in flight while weights are pushed: none delays the push, and none is lost.
+"""Requests that stay in flight during weight pushes: they neither delay a push nor get lost.
 
 Concurrency. The worker's main thread pushes (`Pushes.push`). Other threads and event loops sample
-ahead through `EnginesInFlight`, whose coroutines run on the background event loop of the process;
-they send nothing new during a push, and repeat after it what an engine gave back or lost.
+ahead through `EnginesInFlight`, whose coroutines run on the background event loop of the process.
+They send no new requests during a push. Afterwards they send again the requests that an engine
+returned unfinished or lost.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from raypo.serving.requests import Completion, SamplingRequest
 
 
 class Pushes:
-    """Counts the pushes of this worker's main thread, and makes its other threads wait for them."""
+    """Counter of the main thread's pushes. Other threads of the worker wait for a push to end."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -30,7 +31,7 @@ class Pushes:
 
     @contextmanager
     def push(self) -> Iterator[None]:
-        """Hold back new requests of other threads; called by the main thread."""
+        """Hold back new requests of other threads during this context. The main thread calls it."""
         with self._changed:
             self._is_running = True
         try:
@@ -48,7 +49,7 @@ class Pushes:
             return self._count
 
     async def wait_async(self) -> int:
-        """Wait as `wait` does, without blocking the event loop."""
+        """Do the same as `wait` without blocking the event loop."""
         return await asyncio.to_thread(self.wait) if self._is_running else self._count
 
 
@@ -56,8 +57,8 @@ class Pushes:
 class EnginesInFlight:
     """Engines whose requests stay in flight while weights are pushed.
 
-    A request that is lost with an engine, while no other engine can load the weights, is retried
-    after the push.
+    If no engine is left for a request, it is retried after the push that runs or has run since the
+    request was sent. Without such a push, the error is raised.
     """
 
     engines: Engines
@@ -74,7 +75,7 @@ class EnginesInFlight:
         on_completion: OnCompletion | None = None,
         shared: SharedCall | None = None,
     ) -> Completions:
-        """Sample requests as `submit` does: a batch of its own would wait for all that run."""
+        """Sample requests like `submit`. An exclusive batch would wait for all running requests."""
         assert shared is None, "no worker waits for others while requests are in flight"
         return self.submit(requests, on_completion)
 
@@ -85,7 +86,7 @@ class EnginesInFlight:
         return background_future(self._sample_all(requests, on_completion))
 
     def per_engine(self) -> list[EnginesInFlight]:
-        """Return a client for each of this worker's engines; itself if there is one."""
+        """Return a client for each of this worker's engines."""
         return [EnginesInFlight(each, self.pushes) for each in self.engines.per_engine()]
 
     async def _sample_all(
@@ -112,10 +113,10 @@ class EnginesInFlight:
 
 
 def _is_complete(completion: Completion) -> bool:
-    """Return whether a completion came to its end; otherwise it has to be sampled again.
+    """Return whether a completion is finished. If a push paused it, it has to be sampled again.
 
     Raises:
-        RuntimeError: it was withdrawn, so it must not count as one that ended.
+        RuntimeError: the engine cancelled the request, or its time was up.
     """
     if completion.finish_reason in ("cancelled", "timeout"):
         raise RuntimeError(

@@ -14,21 +14,21 @@ AGENT = {"run": ("prompt", "label", "policy")}
 ENVIRONMENT = {"reset": ("prompt", "label"), "step": ("action",)}
 """Required methods and their arguments."""
 OPTIONAL = {"close": ()}
-"""Optional method, plain or a coroutine, to release resources. It is called once the episode is
-over, however it ended, even while another call has not returned."""
+"""Optional method to release resources, plain or a coroutine. It is called when the episode has
+ended for any reason, even if another call has not returned yet."""
 
 
 class Environment(Protocol):
-    """One episode's environment: made with `rollout.environment_args`, reset once, then stepped.
+    """Environment of one episode: created from `rollout.environment_args`, reset once, and stepped.
 
-    The methods may be plain or coroutines. Optional members:
+    Each method may be plain or a coroutine. Optional members:
 
     - `reads_token_ids = True` in the class: actions are lists of token ids instead of texts.
     - `tools`: functions, or their JSON schemas, for the chat template. Actions then keep special
-      tokens except the end of the turn: to some models the marks of a tool call are special.
-    - `metrics`: numbers by name, read when the episode is over. Their means over episodes are
+      tokens, except the end-of-turn token: the marks of a tool call are special in some models.
+    - `metrics`: numbers by name, read when the episode has ended. Their means over episodes are
       reported as `episode/<name>`.
-    - `close()`: called after that.
+    - `close()`: releases resources. It is called after `metrics` was read.
     """
 
     async def reset(self, prompt: str | list[dict[str, Any]], label: Any) -> Observation | None:
@@ -47,28 +47,30 @@ class Environment(Protocol):
         """Respond to one turn of the policy.
 
         Args:
-            action: The policy's turn. Special tokens are left out unless there are `tools`.
+            action: The policy's turn: a text, without special tokens unless there are `tools`, or a
+                list of token ids with `reads_token_ids`.
 
         Returns:
             observation: The policy's next observation. May be None if the episode is done.
             reward: Reward of this turn.
-            done: True if the episode is over.
+            done: True if the episode ends with this turn.
         """
         ...
 
 
 class Agent(Protocol):
-    """One episode's agent: made with `rollout.agent_args`, and run once.
+    """Agent of one episode: created with `rollout.agent_args`, and run once.
 
-    It may have `metrics` and `close()`, like an environment.
+    An agent may have `metrics` and `close()`, like an environment.
     """
 
     async def run(
         self, prompt: str | list[dict[str, Any]], label: Any, policy: Session
     ) -> float | Mapping[str, Any]:
-        """Run the episode. The agent may call the policy any number of times, also in parallel.
+        """Run the episode. The agent may call the policy any number of times, even in parallel.
 
-        A plain method runs in a thread, and reaches the policy at `policy.base_url`.
+        If `run` is a plain method, it runs in a thread, and reaches the policy at
+        `policy.base_url`.
 
         Args:
             prompt: Prompt of the row, as text or chat messages.
@@ -76,7 +78,7 @@ class Agent(Protocol):
             policy: The policy. Every response that it samples is trained.
 
         Returns:
-            The score of the whole episode, or named parts as of a reward function:
-            `{"score": 1.2, "format": 0.2}`.
+            The score of the whole episode, or a mapping with the score and named parts, like that
+            of a reward function: `{"score": 1.2, "format": 0.2}`.
         """
         ...

@@ -1,4 +1,4 @@
-"""Replies of the policy and the error at a limit, as agents see them."""
+"""Types that agents see: the policy's replies, and the error at a limit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 LIMIT = "episode_limit"
-"""Error code of `EpisodeLimit`, also in HTTP responses of the endpoint."""
+"""Error code of `EpisodeLimit`, in Python and in HTTP responses of the endpoint."""
 
 
 class EpisodeLimit(Exception):
-    """An episode may have no further turn, because of a limit or because it is over.
+    """The episode can have no further turn, because it has reached a limit or has ended.
 
     The limits are `rollout.max_turns` and `rollout.max_episode_tokens`.
     """
@@ -20,7 +20,7 @@ class EpisodeLimit(Exception):
 
 
 def is_limit(error: BaseException | None) -> bool:
-    """Return whether an error was caused by `EpisodeLimit`, also through an HTTP client's error."""
+    """Return whether `EpisodeLimit` caused an error, directly or through an HTTP client's error."""
     if error is None or getattr(error, "code", None) == LIMIT:
         return error is not None
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
@@ -35,9 +35,9 @@ class Reply:
     """Text without special tokens. If tools may be called, only the end-of-turn token is left out,
     because the marks of a tool call are special tokens in some models."""
     token_ids: np.ndarray  # int32 [T], as sampled
-    conversation: np.ndarray  # int32, everything so far with this turn, to continue from
+    conversation: np.ndarray  # int32, all tokens up to the end of this turn
     finish_reason: str
-    """stop | length."""
+    """`stop` or `length`."""
 
     @property
     def message(self) -> dict[str, str]:

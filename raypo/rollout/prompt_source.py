@@ -1,4 +1,4 @@
-"""The prompts of a run: drawn in order, shared by the workers, with counts of their samples."""
+"""Draw the prompts of a run in order, share them between the workers, and count their samples."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from raypo.types import Prompt, ScoredRollout
 
 @dataclass
 class PromptSource:
-    """Draws prompts for this worker. One thread at a time may use it."""
+    """Source of this worker's prompts. Only one thread at a time may use it."""
 
     stream: ShuffledStream[Prompt]
     samples_per_prompt: int
     sample_counts: SampleCounts = field(default_factory=SampleCounts)
 
     def draw(self, num_prompts: int, workers: Workers) -> list[Draw]:
-        """Return this worker's share of the next prompts; all workers call it alike.
+        """Return this worker's share of the next prompts. All workers call this with one count.
 
         Args:
             num_prompts: Number of prompts over all workers.
@@ -46,15 +46,15 @@ class PromptSource:
 
     @property
     def curriculum(self) -> CurriculumStream | None:
-        """The stream, if it chooses prompts by their pass rates."""
+        """The stream if it chooses prompts by their pass rates, else None."""
         return self.stream if isinstance(self.stream, CurriculumStream) else None
 
     def outcomes(self, scored: Sequence[ScoredRollout], workers: Workers) -> dict[int, Outcome]:
-        """Return all workers' outcomes by draw, for `learn`; empty without a curriculum.
+        """Return all workers' outcomes by draw, for `learn`. Empty if there is no curriculum.
 
         Args:
-            scored: This worker's samples of some draws. All samples of a draw lie on one worker.
-            workers: All workers, which call it together.
+            scored: This worker's samples of some draws. All samples of a draw are on one worker.
+            workers: All workers, which call this together.
         """
         if self.curriculum is None:
             return {}
@@ -62,7 +62,7 @@ class PromptSource:
         return {draw: outcome for share in shares for draw, outcome in share.items()}
 
     def learn(self, outcomes: Mapping[int, Outcome], *, until: int | None = None) -> None:
-        """Tell the curriculum, if there is one, the outcomes of all draws before `until`.
+        """Update the curriculum, if there is one, with the outcomes of all draws before `until`.
 
         Args:
             outcomes: All workers' outcomes by draw.
@@ -72,20 +72,24 @@ class PromptSource:
             self.curriculum.learn(outcomes, self.drawn if until is None else until)
 
     def pass_rates(self, batch: Collected, workers: Workers) -> dict[str, float]:
-        """Return metrics of the curriculum after a step; empty without one.
+        """Return the curriculum's metrics after a step. Empty if there is no curriculum.
 
         Args:
             batch: This worker's rollouts of the step.
-            workers: All workers, which call it together.
+            workers: All workers, which call this together.
         """
         return self.settled(self.drawn) | self.step_pass_rate(batch, workers)
 
     def settled(self, draw: int) -> dict[str, float]:
-        """Return the curriculum's metrics of the draws before this one, the first after a step."""
+        """Merge outcomes in the curriculum, and return its metrics (`CurriculumStream.settled`).
+
+        Args:
+            draw: Index of the first draw after the current step.
+        """
         return self.curriculum.settled(draw) if self.curriculum else {}
 
     def step_pass_rate(self, batch: Collected, workers: Workers) -> dict[str, float]:
-        """Return the pass rate of a step's samples, if there is a curriculum (`pass_rates`)."""
+        """Return the metric of the pass rate of a step's samples. Empty without a curriculum."""
         if self.curriculum is None:
             return {}
         outcomes = self.curriculum.outcomes(batch.scored).values()
@@ -106,13 +110,14 @@ class PromptSource:
     def load_state_dict(self, state: Mapping[str, Any], workers: Workers) -> None:
         """Restore the position from a checkpoint's state."""
         self.stream.load_state_dict(state["stream"])
-        # Samples in flight count as lost, unless `AsyncRollouts.restore` finds them.
+        # Samples that were in flight count as lost. `AsyncRollouts.restore` replaces these counts
+        # if it finds saved rollouts.
         if workers.rank == 0:
             lost = int(state.get("metrics", {}).get("rollout/samples_carried", 0))
             self.sample_counts = SampleCounts(carried=lost, lost=lost)
 
     def save(self, directory: Path, workers: Workers) -> None:
-        """Write nothing: no sample outlives its step."""
+        """Write nothing, because no sample is kept after its step."""
 
     def restore(self, directory: Path, workers: Workers) -> None:
-        """Read nothing."""
+        """Read nothing, because `save` writes nothing."""

@@ -11,17 +11,17 @@ from raypo.rollout.dynamic_sampling import Collected
 
 @dataclass
 class SampleCounts:
-    """Counts of one worker's samples that were requested; an agent's episode is one sample."""
+    """Counts of the samples that one worker has requested. An episode counts as one sample."""
 
     carried: int = 0
     """Samples that no step has taken yet."""
     lost: int = 0
-    """Carried samples that a checkpoint did not keep, and that were not requested again yet."""
+    """Carried samples that a checkpoint did not keep and that were not requested again yet."""
     _asked: int = 0
     _asked_again: int = 0
 
     def ask(self, count: int) -> None:
-        """Count samples that are requested now; lost ones are requested first."""
+        """Count samples that are requested now. Lost samples are requested again first."""
         again = min(count, self.lost)
         self.lost -= again
         self._asked_again += again
@@ -32,7 +32,8 @@ class SampleCounts:
         """Count the samples that a step has taken.
 
         Returns:
-            Samples requested, and requested again, since the last call; and those carried.
+            The number of samples requested for the first time since the last call, the number
+            requested again since the last call, and the number that no step has taken yet.
         """
         self.carried -= len(samples_of(batch.scored))
         asked, again = self._asked, self._asked_again
@@ -48,16 +49,18 @@ def sample_count_metrics(
     step: int,
     max_staleness: int | None,
 ) -> dict[str, float]:
-    """Return a step's counts over all workers, which all call it together.
+    """Return a step's counts over all workers. All workers call this together.
 
-    Samples that were carried before, and those that the step requested, are trained, filtered,
-    failed, dropped, or carried on. The first four are the samples of the step's batch.
+    A sample that was carried into the step or requested during it is trained, filtered, failed,
+    dropped, or carried to the next step. The first four kinds are the samples of the step's batch.
 
     Args:
         counts: This worker's counts (`SampleCounts.of_step`).
         collected: The batch.
+        workers: All workers.
         step: The step, counted from 1.
-        max_staleness: `ppo.correction.max_staleness`: samples without a newer token are dropped.
+        max_staleness: Value of `ppo.correction.max_staleness`. A sample is dropped if all its
+            tokens are staler. None means that none is dropped.
     """
     dropped = _num_dropped(collected, step, max_staleness) if max_staleness is not None else 0
     totals = workers.sum(as_tensor(*counts, dropped)).tolist()
@@ -68,7 +71,7 @@ def sample_count_metrics(
 
 
 def _num_dropped(collected: Collected, step: int, max_staleness: int) -> int:
-    newest: dict[tuple[int, int], int] = {}  # of each sample, all its rows together
+    newest: dict[tuple[int, int], int] = {}  # sample -> newest version in any of its rows
     for rollout in (each.rollout for each in collected.trained):
         sample = rollout.group_index, rollout.sample_index
         versions = rollout.weight_versions[rollout.response_mask]

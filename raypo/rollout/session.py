@@ -1,16 +1,18 @@
-"""Session: one episode's conversations with the policy, as the token ids that were sampled.
+"""Record one episode's conversations with the policy, as the token ids that were sampled.
 
 A request is the whole conversation so far: token ids, a text, or chat messages. Two rules make
-training exact. Neither tokenises again what was sampled.
+training exact. Sampled tokens are never tokenised again.
 
-1. Words become ids (`Session.ids_of`). The longest recorded conversation that the words begin with
-   keeps its ids, and only what follows is tokenised. Messages are compared one by one, texts by
-   their characters. If none is recorded, all is tokenised.
-2. Ids belong to a row (`Session.sample`). A row that the ids begin with, and that has no call in
-   flight, is continued; the ids in between were not sampled, and are masked. Else a row begins.
+1. A text or messages become ids (`Session.ids_of`). If a recorded conversation is a prefix of the
+   request, it keeps its ids, and only the rest is tokenised; the longest such prefix is used.
+   Messages are compared one by one, texts character by character. Without a recorded prefix, the
+   whole request is tokenised.
+2. Ids are assigned to a row (`Session.sample`). If they begin with the ids of a row that has no
+   call in flight, that row is continued; the ids between its end and the new turn were not sampled,
+   and are masked. Otherwise a new row begins.
 
-So each sampled token is trained once, after exactly the tokens that the engine read before it. Of
-several calls that continue the same turn, one continues its row, and the others begin new ones.
+So each sampled token is trained once, after exactly the tokens that the engine read before it. If
+several calls continue the same turn, one of them continues its row, and the others begin new rows.
 
 Concurrency. A session samples and records in the event loop of the episodes. Threads of agents may
 read `base_url` and `api_key`, and their tools call `record_tool`.
@@ -38,7 +40,7 @@ from raypo.serving.requests import Completion, validate_request
 from raypo.types import Episode, Rollout, ToolUse
 
 Words = str | list[dict[str, Any]]
-"""A conversation that is not tokenised: one text, or chat messages."""
+"""An untokenised conversation: one text, or chat messages."""
 
 
 @dataclass
@@ -46,30 +48,30 @@ class Turn:
     """One sampled turn of a row."""
 
     begin: int
-    """Position of its first token in the row."""
+    """Position of the turn's first token in the row."""
     completion: Completion
     is_cut_off: bool
-    """True if a limit of the run, not one that the agent set, cut it off."""
+    """True if a limit of the run cut the turn off, rather than a limit that the agent set."""
     reward: float = 0.0
     words: Words | None = None
-    """Conversation up to the end of the turn; None if it was requested by ids."""
+    """Untokenised conversation up to the end of the turn. None if the request was token ids."""
     tools: Tools = None
-    """Tools that the chat template was given."""
+    """Tools that were passed to the chat template."""
     is_open: bool = False
     """True if the turn was cut off and has a text, so that the policy can continue it."""
 
     @property
     def end(self) -> int:
-        """Position after its last token in the row."""
+        """Position after the turn's last token in the row."""
         return self.begin + len(self.completion.token_ids)
 
     def remember(self, words: Words, text: str, tools: Tools = None, **message: Any) -> None:
-        """Remember the conversation in words, so that a request can continue it.
+        """Remember the untokenised conversation, so that a later request can continue it.
 
         Args:
             words: The prompt of the turn.
-            text: The turn's text, with the stop string that ended it, which is in the ids too.
-            tools: Tools that the chat template was given.
+            text: The turn's text, including the stop string that ended it, as in the ids.
+            tools: Tools that were passed to the chat template.
             message: Further fields of the turn's message.
         """
         if isinstance(words, str):
@@ -80,7 +82,7 @@ class Turn:
         self.is_open = bool(text) and self.completion.finish_reason == "length"
 
     def is_continued_by(self, words: Words, tools: Tools) -> bool:
-        """Return whether a request begins with the conversation up to this turn."""
+        """Return whether a request begins with the conversation up to the end of this turn."""
         mine = self.words
         if mine is None or type(words) is not type(mine) or tools != self.tools:
             return False
@@ -98,18 +100,18 @@ class Row:
     """True while a turn of this conversation is being sampled."""
 
     def is_continued_by(self, ids: np.ndarray) -> bool:
-        """Return whether ids begin with this conversation, and it can be extended now."""
+        """Return whether ids begin with this conversation, and no turn of it is in flight."""
         return not self.is_busy and np.array_equal(self.ids, ids[: len(self.ids)])
 
     def add(self, ids: np.ndarray, completion: Completion, *, is_cut_off: bool) -> Turn:
-        """Append the ids up to a turn, and the turn."""
+        """Append a sampled turn, and return it. `ids` are all tokens before the turn."""
         turn = Turn(len(ids), completion, is_cut_off)
         self.ids = np.concatenate([ids, completion.token_ids]).astype(np.int32)
         self.turns.append(turn)
         return turn
 
     def arrays(self) -> dict[str, Any]:
-        """Return the fields of a rollout that are aligned with the response."""
+        """Return the fields of a rollout that hold tokens or are aligned with them."""
         length, versions = len(self.ids) - self.num_prompt, []
         mask, turn_index = np.zeros(length, bool), np.full(length, -1, np.int32)
         log_probs, rewards = np.zeros(length, np.float32), np.zeros(length, np.float32)
@@ -148,7 +150,7 @@ class EpisodeSettings:
 
 @dataclass(eq=False)
 class Session:
-    """The policy in one episode. An agent gets it as its argument `policy`."""
+    """Access to the policy in one episode. An agent gets it as its argument `policy`."""
 
     settings: EpisodeSettings
     draw: Draw
@@ -156,7 +158,7 @@ class Session:
     sampling: Sampling
     calls: PolicyCalls
     endpoint: AgentEndpoint | None = None
-    """Endpoint of agents; None if an environment plays."""
+    """HTTP endpoint for the agent. None in the episode of an environment."""
     api_key: str = ""
     """API key that identifies this episode at the endpoint."""
     work_time: WorkTime | None = None
@@ -165,7 +167,7 @@ class Session:
     """Conversations of the episode, in the order of their first calls."""
     num_calls: int = 0
     prompt: str | None = None
-    """First prompt as text, if it is not the prompt of the data."""
+    """Text of the first prompt. None means that it is the prompt from the data."""
     is_cut_off: bool = False
     """True if a limit ended the episode."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -174,10 +176,10 @@ class Session:
 
     @property
     def base_url(self) -> str:
-        """URL of an OpenAI-compatible endpoint of this policy, valid until the episode is over.
+        """URL of an OpenAI-compatible endpoint of this policy, valid until the episode ends.
 
         Use `openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key)`. Requests are
-        recorded as those of `generate`.
+        recorded like calls of `generate`.
         """
         assert self.endpoint is not None, "only an agent is given a policy"
         return self.endpoint.base_url()
@@ -202,7 +204,7 @@ class Session:
                 append `reply.message` to the messages or `reply.text` to the text, or extend the
                 ids in `reply.conversation`.
             tools: Tools that may be called. If the prompt is messages, the chat template gets them.
-            max_new_tokens: Most tokens of the turn, if lower than `rollout.max_new_tokens`.
+            max_new_tokens: Most tokens of the turn. `rollout.max_new_tokens` applies as well.
             stop: Texts that end the turn, besides `rollout.stop`. They are part of the turn's text
                 and ids.
 
@@ -224,7 +226,7 @@ class Session:
         return Reply(text, sampled.token_ids, row.ids[: turn.end], sampled.finish_reason)
 
     def ids_of(self, words: Any, tools: Tools = None) -> np.ndarray:
-        """Return a text, messages or ids as ids (int32). Recorded turns keep theirs.
+        """Return the token ids (int32) of a text, messages or ids. Recorded turns keep their ids.
 
         Raises:
             ValueError: the conversation is empty, or the chat template refuses it.
@@ -289,7 +291,10 @@ class Session:
                 await self.work_time.resume()
 
     def rollouts(self, episode: Episode) -> list[Rollout]:
-        """Return a rollout for each row with a sampled token; if there is none, for the first."""
+        """Return a rollout for each row that has a sampled token.
+
+        If no row has one, return a rollout for the first row, or for the bare prompt.
+        """
         prompt, is_agents = self.draw.prompt, self.settings.section.has_agent
         rows = [row for row in self.rows if any(turn.end > turn.begin for turn in row.turns)]
         rows = rows or [*self.rows, Row(prompt.token_ids, len(prompt.token_ids))][:1]
@@ -339,7 +344,7 @@ class Session:
 
 
 def _comparable(words: Words) -> Words:
-    """Return the messages without ids of tool calls, because the endpoint makes those up."""
+    """Return the messages without the ids of tool calls, because the endpoint invents these ids."""
     if isinstance(words, str):
         return words
     return [

@@ -1,7 +1,8 @@
-"""Shard a step's batch over the workers: one seeded cut into minibatches, balanced by tokens.
+"""Shard a step's batch over the workers: one seeded split into minibatches, balanced by tokens.
 
-The cut does not depend on which worker sampled a rollout, so a step does not depend on the number
-of workers. Samples of a prompt stay together if possible, because their passes share the prompt.
+The split does not depend on which worker sampled a rollout, so a step does not depend on the number
+of workers. Samples of a prompt stay together if possible, because their forward passes then compute
+the prompt only once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from raypo.rollout.batch_scoring import reward_parts
 from raypo.types import Experience, Rollout, ScoredRollout
 
 _SEED_WORD = 2
-"""First number of the cut's seed; the prompt stream has 1, the learner 3, requests 4."""
+"""First number of the split's seed. The prompt stream uses 1, the learner 3, requests 4."""
 MAX_LOAD = 1.1
 """Split a group across workers when one worker exceeds 1.1x the mean token count."""
 
@@ -35,7 +36,7 @@ def shard(
     workers: Workers,
     teams: Sequence[range] = (),
 ) -> list[ScoredRollout]:
-    """Return this worker's share of all workers' rollouts, each with its minibatch.
+    """Return this worker's share of all workers' rollouts, each with the number of its minibatch.
 
     Workers exchange the lengths of all rollouts. A rollout itself is sent only to the worker that
     trains it.
@@ -43,11 +44,11 @@ def shard(
     Args:
         scored: The rollouts that this worker sampled.
         minibatch_size: Most responses of one optimizer step over all workers. A batch that is not a
-            multiple of it is cut into minibatches of similar size, so that none is one response.
+            multiple of it is split into minibatches of similar size, so that none is very small.
         seed: Seed of the permutation of the batch's groups.
-        workers: All workers, which call it together.
-        teams: Ranks of teams (policy, critic), each of which gets the whole batch. Empty means one
-            team of all workers.
+        workers: All workers, which call this together.
+        teams: Ranks of each team, such as policy and critic. Each team gets the whole batch. Empty
+            means that all workers are one team.
     """
     # For each rollout: its key, its lengths, the worker that has it, and a hash of its prompt.
     known = [
@@ -68,7 +69,8 @@ def shard(
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(workers.count)]
     for number, places in enumerate(np.array_split(np.arange(len(samples)), num_minibatches)):
         minibatch = [index for place in places for index in samples[place]]
-        by_prompt: dict[tuple[int, int], list[int]] = {}  # an agent's group has several
+        # The group of an agent may have several prompts.
+        by_prompt: dict[tuple[int, int], list[int]] = {}
         for index in minibatch:
             by_prompt.setdefault((group_of(index), everyone[index][6]), []).append(index)
         pieces = list(by_prompt.values())
@@ -100,8 +102,9 @@ def balanced_shares(
 ) -> list[list[int]]:
     """Split rows into shares with about equal token counts.
 
-    The longest piece goes first, to the lightest share. While a share exceeds 1.1x the mean, or is
-    empty, a piece of the heaviest share is halved; its prompt is then read twice.
+    The pieces are assigned from the longest to the shortest, each to the share with the fewest
+    tokens. While a share exceeds 1.1x the mean, or is empty, a piece of the heaviest share is
+    halved. Its prompt is then computed twice.
 
     Args:
         pieces: Indices of rows, a list for each prompt.
@@ -142,8 +145,8 @@ def to_experience(dealt: Sequence[ScoredRollout], *, parts: Sequence[str] = ()) 
 
     Args:
         dealt: Rollouts of this worker.
-        parts: Names of parts of the score to keep, in the order of the columns of `parts`: named
-            numbers of a reward function, or sources of the score.
+        parts: Names of the parts of the score to keep as columns of `Experience.parts`. A part is a
+            named number of a reward function, or a source of the score.
     """
     rollouts = [scored.rollout for scored in dealt]
     turn_rewards = [r.turn_rewards for r in rollouts if r.turn_rewards is not None]

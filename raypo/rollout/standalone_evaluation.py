@@ -35,8 +35,8 @@ def evaluate_model(
 
     Args:
         model: Folder or hub id of a causal language model.
-        config: Config of which `data`, `rollout`, `eval` and `model.dtype` are used.
-            `eval.function`, else `reward.function`, scores the responses.
+        config: Config of a run. Its `data`, `rollout`, `eval` and `model.dtype` are used.
+            `eval.function` scores the responses; if it is not set, `reward.function` does.
         tell: Callback for progress messages.
 
     Returns:
@@ -57,7 +57,8 @@ def evaluate_model(
     if config.eval.function is None and isinstance(config, OnlineConfig) and not plays:
         section = config.reward.model_copy(update={"processes": 0})
         of_training = open_function(section, None, functions_of(config.data.prompts))
-    function = evaluation_function(config.eval, of_training)  # None: the episodes' own scores
+    # None means that the scores of the episodes are used.
+    function = evaluation_function(config.eval, of_training)
     if function is None and not plays:
         raise ConfigError(
             "eval.function (None): no function judges the answers. Set it to file.py:name or "
@@ -96,7 +97,7 @@ def evaluate_model(
 
 
 def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Combine the metrics of all sources: means weighted by number of prompts, counts summed."""
+    """Combine the metrics of all sources: sums of counts, and means weighted by prompt counts."""
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in results.values() for name in metrics):
         having = [metrics for metrics in results.values() if name in metrics]

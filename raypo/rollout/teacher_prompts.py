@@ -1,8 +1,8 @@
-"""Prompts with which a teacher reads a response: the policy's prompt with a solution in it.
+"""Prompts for a teacher model: the policy's prompt, with a solution added.
 
-Functions for `distillation.teacher_prompt`. Each takes all samples of a prompt and returns the
-teacher's prompt for each of them, a text or chat messages, or None for a sample that is not
-learned.
+The functions here are for `distillation.teacher_prompt`. A function takes all trainable samples of
+a prompt. For each sample, it returns the teacher's prompt (a text or chat messages), or None to
+leave the sample out of training.
 
 Papers: Zhao et al. 2026 (OPSD), arXiv:2601.18734; Shenfeld et al. 2026 (SDFT), arXiv:2601.19897;
 Hübotter et al. 2026 (SDPO), arXiv:2601.20802.
@@ -30,12 +30,18 @@ PASSES = 1.0
 
 
 def solution(samples: Sequence[ScoredRollout]) -> list[TeacherPrompt]:
-    """Show the label as the solution (OPSD; with a demonstration as the label, SDFT)."""
+    """Return prompts that show the label as the solution (OPSD).
+
+    If the label is a demonstration, this is SDFT.
+    """
     return [with_solution(each.rollout, str(each.rollout.label)) for each in samples]
 
 
 def success(samples: Sequence[ScoredRollout]) -> list[TeacherPrompt]:
-    """Show the first other sample that passes (SDPO without feedback); None if there is none."""
+    """Return prompts that show another sample that passes as the solution (SDPO without feedback).
+
+    The first such sample is shown. A sample's prompt is None if no other sample passes.
+    """
     passed = [each.rollout for each in samples if each.score >= PASSES]
     others = [next((one for one in passed if one is not each.rollout), None) for each in samples]
     return [
@@ -45,11 +51,11 @@ def success(samples: Sequence[ScoredRollout]) -> list[TeacherPrompt]:
 
 
 NAMED: dict[str, TeacherPrompts] = {"solution": solution, "success": success}
-"""Functions that `distillation.teacher_prompt` has names for."""
+"""Functions by the names that `distillation.teacher_prompt` accepts for them."""
 
 
 def teacher_prompts(section: DistillationSection) -> TeacherPrompts | None:
-    """Return the function of `distillation.teacher_prompt`; None if the key is null.
+    """Return the function of `distillation.teacher_prompt`, or None if the key is null.
 
     Raises:
         ConfigError: there is no such function.
@@ -72,7 +78,10 @@ def teacher_prompts(section: DistillationSection) -> TeacherPrompts | None:
 
 
 def with_solution(rollout: Rollout, text: str) -> TeacherPrompt:
-    """Return a rollout's prompt with a solution: in the user's last message, or before a text."""
+    """Return a rollout's prompt with a solution added.
+
+    In chat messages, the solution is added to the user's last message. In a text, it comes first.
+    """
     shown = f"A correct solution is:\n\n{text}"
     if rollout.messages is None:
         return f"{shown}\n\n{rollout.prompt}"
@@ -87,10 +96,11 @@ def with_solution(rollout: Rollout, text: str) -> TeacherPrompt:
 
 
 def tokenised_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> np.ndarray:
-    """Return a teacher's prompt as token ids, int32 [P], as the policy's prompts are tokenised.
+    """Tokenise a teacher's prompt like the policy's prompts; return token ids, int32 [P].
 
     Raises:
-        ConfigError: it is neither a text nor chat messages, or the chat template refuses it.
+        ConfigError: the prompt is neither a text nor chat messages, or the chat template refuses
+            it.
     """
     if isinstance(prompt, str):
         (ids,) = prompt_ids(tokenizer, [prompt])

@@ -1,10 +1,10 @@
-"""When the turns of a batch of episodes are sampled: at once, or in step as one batch.
+"""Schedule the turns of a batch of episodes: each at once, or all in step as one batch.
 
 Concurrency. Everything here runs in the event loop of the episodes, so nothing needs a lock. An
-episode that asks the policy awaits the future of its call. With `rollout.turns: continuous` each
-call is sent at once, in a task of its own. In step, the calls are queued until every episode waits
-or is over; then all are sampled as one batch, and a thread waits for the engines. If no engine is
-left, the lost calls are queued until `until_over` is called again, after a push.
+episode that calls the policy awaits the future of its call. With `rollout.turns: continuous`, each
+call is sent at once, in a task of its own. With `in_step`, calls are queued until every episode
+waits or has ended; then all calls are sampled as one batch, and a thread waits for the engines. If
+no engine is left, the lost calls are queued until `until_over` is called again, after a push.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from raypo.serving.requests import Completion, SamplingRequest
 
 
 class TurnSampler:
-    """Samples the turns of one batch of episodes."""
+    """Sampler of the turns of one batch of episodes.
+
+    An episode is *thinking* while it neither waits for the policy nor has ended.
+    """
 
     def __init__(self, *, in_step: bool, num_episodes: int) -> None:
-        """Begin with all episodes thinking; each has one `PolicyCalls`."""
+        """Start with all episodes thinking. Each episode has one `PolicyCalls`."""
         self.waited_s = 0.0
         """Seconds in which no call was in flight, because episodes waited for environments."""
         self._in_step = in_step
         self._queue: list[_Call] = []
         self._num_thinking = num_episodes
-        """Number of episodes that neither wait for the policy nor are over."""
+        """Number of episodes that are thinking."""
         self._num_in_flight = 0
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that sample. The event loop itself keeps no strong reference."""
@@ -41,10 +44,11 @@ class TurnSampler:
         self._since = time.perf_counter()
 
     async def until_over(self, episodes: Sequence[asyncio.Task[Any]]) -> NoReplicaLeft | None:
-        """Wait until the tasks of all episodes are over, or need an engine that was lost.
+        """Wait until all episodes have ended, or all that remain wait for an engine that was lost.
 
         Returns:
-            None if all are over, else the error. Call this again once there is an engine.
+            None if all episodes have ended. Otherwise the error of the lost engine; then call this
+            again once there is an engine.
 
         Raises:
             Exception: any other error of an engine.
@@ -62,13 +66,13 @@ class TurnSampler:
         return self._stopped.result() if self._stopped.done() else None
 
     def add(self, call: _Call) -> None:
-        """Send a call, or queue it until all episodes wait."""
+        """Send a call at once, or with `in_step` queue it until all episodes wait."""
         self._queue.append(call)
         if not self._in_step and self._lost is None:
             self._send()
 
     def count(self, *, thinking: int = 0, in_flight: int = 0) -> None:
-        """Change the number of episodes that think, or of calls in flight."""
+        """Change the number of thinking episodes or of calls in flight by the given amounts."""
         now = time.perf_counter()
         if self._num_thinking and not self._num_in_flight:
             self.waited_s += now - self._since
@@ -76,7 +80,7 @@ class TurnSampler:
         self._num_thinking += thinking
         self._num_in_flight += in_flight
         if not self._num_thinking and not self._num_in_flight:
-            # Two rounds of the loop later: tasks that are ready add their calls to this batch.
+            # Wait two rounds of the loop, so that tasks that are ready add calls to this batch.
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self._all_wait)
 
@@ -111,7 +115,8 @@ class TurnSampler:
             return
         for call, completion in zip(calls, completions, strict=True):
             if not call.answer.done():
-                call.calls.end(call)  # it thinks from now on, not from when its task runs
+                # The episode thinks from now on, not only from when its task runs.
+                call.calls.end(call)
                 call.answer.set_result(completion)
 
     def _sampled(self, task: asyncio.Task[None]) -> None:
@@ -123,10 +128,10 @@ class TurnSampler:
 
 
 class PolicyCalls:
-    """The calls of the policy by one episode."""
+    """One episode's calls of the policy."""
 
     def __init__(self, sampler: TurnSampler, engine: Engines) -> None:
-        """Keep the sampler of the batch, and one engine for all turns, for its prefix cache."""
+        """Store the batch's sampler, and one engine for all turns because of its prefix cache."""
         self.engine = engine
         self.waited_s = 0.0
         """Seconds in which at least one call was in flight or queued."""
@@ -139,7 +144,7 @@ class PolicyCalls:
         """Sample one turn. Requests of a batch are sorted by `order`.
 
         Raises:
-            EpisodeLimit: the episode is over, and a task that it left behind calls.
+            EpisodeLimit: the episode has ended. The call comes from a task that it left behind.
         """
         if self._is_over:
             raise EpisodeLimit("the episode is over")

@@ -1,4 +1,4 @@
-"""The user's environment or agent: loaded once, made for each episode, called with limits.
+"""Load the user's environment or agent class, and call its objects with a quota and a time limit.
 
 Coroutines run in the event loop of the episodes, and plain methods in threads. With
 `rollout.environment_processes` all methods run in the processes of a pool.
@@ -32,7 +32,7 @@ class UserClass:
         """Load the class, and start `rollout.environment_processes` processes.
 
         Raises:
-            ConfigError: the class is missing, or is no environment or agent.
+            ConfigError: the class is missing, or is neither an environment nor an agent.
         """
         key, interface = ("agent", AGENT) if section.agent else ("environment", ENVIRONMENT)
         spec, arguments = getattr(section, key), getattr(section, f"{key}_args")
@@ -75,7 +75,7 @@ class UserObject:
         self._pickled = Pickled()
 
     def metrics(self) -> dict[str, float]:
-        """Return the object's attribute `metrics`; empty if it has none.
+        """Return the object's attribute `metrics`, or an empty mapping if it has none.
 
         Raises:
             WrongAnswer: the attribute is not a mapping of names to finite numbers.
@@ -88,15 +88,20 @@ class UserObject:
         return {str(name): float(value) for name, value in metrics.items()}
 
     def work_time(self, method: str) -> WorkTime:
-        """Return quota and time limit of one call. With a pool, the pool measures the time."""
+        """Return the quota and time limit of one call. With a pool, the pool limits the time."""
         return WorkTime(method, self._class.quota, None if self._pool else self._class.limit_s)
 
     async def call(self, method: str, *arguments: Any, work_time: WorkTime | None = None) -> Any:
-        """Call a method and return its result. Its quota and time limit default to `work_time`.
+        """Call a method and return its result.
+
+        Args:
+            method: Name of the method.
+            arguments: Its arguments.
+            work_time: Quota and time limit of the call. None means a new `self.work_time(method)`.
 
         Raises:
-            TimeoutError: the call took too long. If it runs in a thread, it goes on, and its
-                result is ignored.
+            TimeoutError: the call took too long. A call in a thread continues, but its result is
+                ignored.
             Exception: any error of the method.
         """
         limits = work_time or self.work_time(method)

@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, played as agents at the run's endpoint.
+"""Run environments of the package `verifiers` as agents that call the run's endpoint.
 
 Concurrency. All episodes of a worker share one environment object and one HTTP client, and run in
 the event loop of the episodes.
@@ -41,7 +41,8 @@ def open_verifiers(name: str, arguments: Mapping[str, Any]) -> partial[Verifiers
     """Load an environment, and return a partial that creates the agent of an episode.
 
     Raises:
-        ConfigError: the environment cannot be loaded, or compares the episodes of a group.
+        ConfigError: the environment cannot be loaded, is not a chat environment, or scores the
+            episodes of a group together.
     """
     key = "rollout.environment"
     environment = load_verifiers(name, arguments, key=key)
@@ -62,10 +63,10 @@ def open_verifiers(name: str, arguments: Mapping[str, Any]) -> partial[Verifiers
 
 
 class VerifiersAgent:
-    """Agent of one episode. The weighted sum of its rubric is the score, each function a part."""
+    """Agent of one episode. Its score is the rubric's weighted sum; each function is one part."""
 
     def __init__(self, environment: Environment, connections: _Connections) -> None:
-        """Store what all episodes share."""
+        """Store the environment and the HTTP client, which all episodes share."""
         self._environment, self._connections = environment, connections
 
     async def run(self, prompt: Any, label: Any, policy: Session) -> dict[str, float]:
@@ -104,16 +105,16 @@ class _Connections:
         self._client: AsyncOpenAI | None = None
 
     async def client_of(self, policy: Session) -> AsyncOpenAI:
-        """Return the client with URL and key of an episode."""
+        """Return the client, set to the URL and the API key of an episode."""
         url, key = policy.base_url, policy.api_key
-        if self._client is None:  # nothing below waits, so no other episode comes between
+        if self._client is None:  # nothing below suspends, so no other episode can interfere
             self._lifetime = _open_client(url, key)
             self._client = await anext(self._lifetime)
         return self._client.with_options(base_url=url, api_key=key)
 
 
 async def _open_client(url: str, key: str) -> AsyncGenerator[AsyncOpenAI]:
-    """Yield a client. The event loop closes it at its end, as it closes all async generators."""
+    """Yield a client. The event loop closes it at shutdown, like all async generators."""
     # Proxies could not reach this machine, and a repeated request would be sampled twice.
     http_client = DefaultAsyncHttpxClient(trust_env=False, timeout=None)
     async with AsyncOpenAI(
@@ -123,13 +124,19 @@ async def _open_client(url: str, key: str) -> AsyncGenerator[AsyncOpenAI]:
 
 
 class _PolicyClient(OpenAIChatCompletionsClient):
-    """The package's client, for which a limit of the run is the end of the context."""
+    """The package's client, which reports a limit of the run as an overlong prompt."""
 
     limit: Exception | None = None
     """Error of a call that the run's limits refused."""
 
     async def get_response(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the response; at a limit the environment scores the episode as it is."""
+        """Return the response.
+
+        Raises:
+            OverlongPromptError: the run's limits refuse the call. The environment then ends the
+                episode and scores it as it is.
+            ModelError: any other error of the call.
+        """
         try:
             return await super().get_response(*args, **kwargs)
         except ModelError as error:
@@ -143,14 +150,14 @@ class _PolicyClient(OpenAIChatCompletionsClient):
 
 
 def _rubrics(rubric: Rubric) -> Iterator[Rubric]:
-    """Yield a rubric and those in its group."""
+    """Yield a rubric and, if it is a group, the rubrics in it."""
     yield rubric
     for each in getattr(rubric, "rubrics", ()):
         yield from _rubrics(each)
 
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that notes its errors, which the package scores as 0."""
+    """Wrap a reward function to record its errors, which the package would only score as 0."""
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:

@@ -15,14 +15,17 @@ T = TypeVar("T")
 
 
 class WorkTime:
-    """Quota and time limit of one call of the user's code. Neither counts while it is paused."""
+    """Quota and time limit of one call of the user's code.
+
+    A pause releases the quota and stops the clock.
+    """
 
     def __init__(self, method: str, quota: asyncio.Semaphore, limit_s: float | None) -> None:
         """Begin paused; `run` starts the work.
 
         Args:
             method: Name of the method, for the error.
-            quota: Limits the calls of all episodes that run at the same time.
+            quota: Semaphore that limits how many calls run at the same time, over all episodes.
             limit_s: Seconds that the call may run between two pauses. None means no limit.
         """
         self._method, self._quota, self._limit_s = method, quota, limit_s
@@ -35,7 +38,7 @@ class WorkTime:
         """Run some work as soon as the quota admits it, and return its result.
 
         Raises:
-            TimeoutError: the work took too long. It is cancelled, but a thread goes on.
+            TimeoutError: the work took too long. It is cancelled, but work in a thread continues.
             Exception: any error of the work.
         """
 
@@ -52,7 +55,7 @@ class WorkTime:
         finally:
             late.cancel()
             self.pause()
-            await leave({task})  # it may refuse to be cancelled
+            await leave({task})  # the task may refuse to be cancelled
 
     def pause(self) -> None:
         """Release the quota and stop the clock. Pauses nest; each needs one `resume`."""
@@ -69,7 +72,7 @@ class WorkTime:
         if self._num_pauses or self._has_quota:
             return
         await self._quota.acquire()
-        if self._num_pauses or self._has_quota:  # paused again while it waited
+        if self._num_pauses or self._has_quota:  # paused again during the wait
             self._quota.release()
             return
         self._has_quota = True

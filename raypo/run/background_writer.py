@@ -1,8 +1,8 @@
-"""Writes files of a step in the background.
+"""Write the files of a step in the background.
 
 Concurrency. Each worker has one writer thread, which runs the writes in the order of submission.
-The main thread waits for it before it writes the step's metrics line: a step is complete once that
-line is there, so all its files must be there first.
+The main thread waits for it before it writes the step's metrics line. This line makes the step
+complete, so all other files of the step must be written first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raypo.collectives import Workers
 
 
 class BackgroundWriter:
-    """One writer thread of this worker; the threads of all workers have their own process group."""
+    """Writer thread of this worker. The writer threads of all workers share a process group."""
 
     def __init__(self, workers: Workers) -> None:
         """Create the writer. Its thread starts with the first write.

@@ -22,7 +22,7 @@ class StepView:
     """A completed step as a callback sees it. Callbacks run on rank 0, with data of all workers."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, counted from 1."""
     metrics: Mapping[str, float]
     """Metrics of the step so far. Times and rates are added after the callbacks."""
     rollouts: Sequence[ScoredRollout]
@@ -30,7 +30,7 @@ class StepView:
 
 
 def by_name(callbacks: Iterable[Callable[[StepView], Any]]) -> dict[str, Callable[..., Any]]:
-    """Return callbacks by their names. Of several with one name, as lambdas have, none is lost."""
+    """Return callbacks by name. If several share a name, as lambdas do, later ones get a number."""
     named: dict[str, Callable[..., Any]] = {}
     for callback in callbacks:
         name = function_name(callback)

@@ -1,4 +1,4 @@
-"""Step 2 for dedicated roles: the driver starts them in a placement group of their own."""
+"""Start the dedicated roles in their own placement group (step 2 of `raypo.recipes.ppo`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def start_dedicated(
         use_gpu: Whether the run uses GPUs.
         more: Extra arguments of a role's class, by role.
         on_asked: Callback that gets the group as soon as it is requested.
-        say: Callback for a message if the group has to wait for resources. None prints it.
+        say: Callback for a message if the group has to wait for resources. None means that the
+            message is printed.
 
     Returns:
         Handles of the deployments, and the group. Both are empty if no role is dedicated.
@@ -68,7 +69,8 @@ def start_dedicated(
                 **(more or {}).get(role.name, {}),
             )
             used = [bundles[place.bundle] for place in places[role.name]]
-            # vLLM measures a GPU's free memory while it starts, so start one at a time there.
+            # vLLM measures a GPU's free memory while it starts, so replicas on a shared GPU start
+            # one at a time.
             in_turn = any(bundle.gpus > 0 and len(bundle.occupants) > 1 for bundle in used)
             handle = start_deployment(deployment, places[role.name], in_turn=in_turn)
             dedicated.handles[role.name] = handle

@@ -43,7 +43,7 @@ Reader = Callable[..., LoadedExamples[Item]]
 
 
 def examples_loop(setup: dict[str, Any], kind: type[ExamplesRecipe[Any, Any]]) -> dict[str, Any]:
-    """Run a recipe on one learner worker; Ray Train calls this on each of them.
+    """Run a recipe on one learner worker. Ray Train calls this on each worker.
 
     Args:
         setup: `config.model_dump()` of an ExamplesConfig.
@@ -85,13 +85,13 @@ def examples_loop(setup: dict[str, Any], kind: type[ExamplesRecipe[Any, Any]]) -
 
 
 class ExamplesRecipe(ABC, Generic[AnyConfig, Item]):
-    """The data and the task of a recipe on one worker; all workers call every method."""
+    """The data and the task of a recipe on one worker. All workers call every method."""
 
     held_out_key: ClassVar[str] = "prompts"
     """Key of the section `eval` that names the held-out examples."""
 
     def __init__(self, run: Run[AnyConfig]) -> None:
-        """Load the examples, and report rows that were left out or repeat."""
+        """Load the examples, and report rows that were left out or are repeated."""
         self.run, config = run, run.config
         self.tokenizer = tokenizer = load_tokenizer(config.model.policy)
         stop, read = stop_token_ids(config.model.policy, tokenizer), self.reader(config)
@@ -119,13 +119,13 @@ class ExamplesRecipe(ABC, Generic[AnyConfig, Item]):
 
     @abstractmethod
     def make_task(self) -> Task[Item]:
-        """Load the model and wrap it in its task. Torch's random state is seeded before."""
+        """Load the model and wrap it in its task. The caller has seeded torch's random state."""
 
     def before_restoring(self, learner: SupervisedLearner[Item]) -> None:
-        """Compute what needs the model's initial weights. By default nothing."""
+        """Compute values that need the model's initial weights. By default there are none."""
 
     def draw_batch(self) -> list[Item]:
-        """Draw the next batch, and return this worker's share; shares have about equal tokens."""
+        """Draw the next batch, and return this worker's share. Shares have about equal tokens."""
         batch = [item for _, item in self.stream.take(self.run.config.learner.batch_size)]
         shares = even_shares([lengths(item) for item in batch], self.run.workers.count)
         return [batch[position] for position in shares[self.run.workers.rank]]
@@ -134,14 +134,14 @@ class ExamplesRecipe(ABC, Generic[AnyConfig, Item]):
         """Start the engines that answer held-out prompts. By default there are none."""
 
     def wait_for_engine(self) -> None:
-        """Wait until the engines are up."""
+        """Wait until the engines have started."""
 
     def evaluate(self, learner: SupervisedLearner[Item], *, version: int) -> dict[str, float]:
-        """Return the loss and related metrics on the held-out examples; empty if there are none.
+        """Return the loss and related metrics on the held-out examples. Empty without examples.
 
         Args:
-            learner: The model.
-            version: Weight version that the engines must answer with, if there are any.
+            learner: The learner, which holds the model.
+            version: Version of the weights. If there are engines, they must sample with it.
         """
         if not self.held_out:
             return {}
@@ -184,7 +184,7 @@ class PolicyExamplesRecipe(ExamplesRecipe[PolicyConfig, Item]):
         )
 
     def start_engine(self) -> None:
-        """Start the engines that answer held-out prompts, if a function scores answers."""
+        """Start the engines that answer held-out prompts, if `eval.function` scores the answers."""
         run = self.run
         if run.config.needs_engine:
             run.tell.phase("starting the engine")
@@ -192,7 +192,7 @@ class PolicyExamplesRecipe(ExamplesRecipe[PolicyConfig, Item]):
             self.engine = start_deployments(run.config, run.name, run.workers, logs_dir=logs).engine
 
     def wait_for_engine(self) -> None:
-        """Wait until the engines are up, if there are any."""
+        """Wait until the engines, if there are any, have started."""
         if self.engine is not None:
             self.run.tell.phase("waiting for the engine")
             self.engine.wait(self.run.config.placement.timeout_s)
@@ -242,12 +242,12 @@ def sequences(items: Iterable[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def lengths(item: Any) -> tuple[int, int]:
-    """Return the number of prompt tokens of an item, and of all its other tokens."""
+    """Return an item's number of prompt tokens, and its number of other tokens."""
     return len(item.prompt_ids), item.num_tokens - len(item.prompt_ids)
 
 
 def even_shares(sizes: Sequence[tuple[int, int]], num_shares: int) -> list[list[int]]:
-    """Split a batch over workers so that each trains about as many tokens.
+    """Split a batch over workers so that each trains on about the same number of tokens.
 
     Args:
         sizes: The `lengths` of each item.

@@ -34,24 +34,24 @@ from raypo.types import Prompt
 
 @dataclass(frozen=True)
 class OnlineInputs:
-    """Inputs that are loaded before any model. Bad data and bad functions raise here."""
+    """Inputs that are loaded before any model. Invalid data and functions raise an error here."""
 
     tokenizer: Any
     prompts: Sequence[Prompt]
     source: PromptSource
-    """Draws from `prompts`."""
+    """Source that draws from `prompts`."""
     held_out: Sequence[Prompt]
     reward_function: RewardFunction | None
     reward_servers: Mapping[str, RewardFunction]
-    """Source of scores -> its function, as in `Scorer.servers`."""
+    """Functions that call servers, by source of scores (`Scorer.servers`)."""
     eval_function: RewardFunction | None
     sampling: Sampling
     attempt: str
-    """Id of this attempt of the run; engines may outlive an attempt."""
+    """Id of this attempt of the run. It is needed because engines may outlive an attempt."""
 
     @classmethod
     def load(cls, run: Run[OnlineConfig]) -> OnlineInputs:
-        """Load the prompts and the user's functions; they are closed at the run's end."""
+        """Load the prompts and the user's functions. The functions are closed at the run's end."""
         config, runtime = run.config, run.runtime
         for key, path in config.own_functions.items():
             load_function(path, key=key)  # fail early: a bad function ends the run here

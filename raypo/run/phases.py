@@ -1,9 +1,9 @@
 """Phases of a colocated step on GPUs: which models are off-loaded and reloaded at each change.
 
 Engines, learner, reference and reward models take turns on the same devices, as in
-`raypo.run.phase_table`. A tensor-parallel engine uses the devices of several workers. So all
-workers change phase together: nothing is loaded on any worker before everything that has to leave
-has left on every worker.
+`raypo.run.phase_table`. A tensor-parallel engine uses the devices of several workers. Therefore all
+workers change phase together: no worker loads a model before every worker has off-loaded the models
+that have to leave.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from raypo.serving.client import EngineClient, FrozenClient
 
 
 class PhaseError(RuntimeError):
-    """A phase was entered from a phase that it cannot follow."""
+    """A phase was entered that cannot follow the current phase."""
 
 
 class OffloadingLearner(Protocol):
     """A learner that can move its state to the host and back; all workers call each method."""
 
     def offload_training_state(self) -> None:
-        """Move everything that a push does not need to the host."""
+        """Move to the host everything that a push does not need."""
         ...
 
     def offload_parameters(self) -> None:
-        """Move the weights to the host as well."""
+        """Move also the weights to the host."""
         ...
 
     def reload(self) -> None:
-        """Bring everything back."""
+        """Move the whole state back to the device."""
         ...
 
 
 @dataclass
 class Phases:
-    """The phase that all workers are in. If nothing is off-loaded, only the order is checked."""
+    """Current phase of all workers. If no model is off-loaded, only the order is checked."""
 
     workers: Workers
     offloads: bool
@@ -67,10 +67,10 @@ class Phases:
     """The learner. None until it is loaded."""
     now: Phase = Phase.START
     is_ahead: bool = False
-    """True if engines sample beside the learner, on devices of their own. Then there are no phases.
-    """
+    """True if engines sample while the learner trains, on devices of their own. Phases are then
+    not used."""
     keeps_weights: bool = False
-    """True if a push replaces an adapter only, so engines keep their weights before it."""
+    """True if a push replaces only the adapter, so that engines must keep their weights."""
 
     @classmethod
     def of(cls, run: Run[OnlineConfig], services: Services) -> Phases:
@@ -91,11 +91,11 @@ class Phases:
 
         Args:
             phase: The phase to enter.
-            before_push: Whether the engines sample nothing more before the next push, so that they
-                can drop their weights instead of keeping them on the host.
+            before_push: True if the engines sample nothing more before the next push. They can then
+                drop their weights instead of keeping them on the host.
 
         Raises:
-            PhaseError: the phase cannot follow the present one.
+            PhaseError: the phase cannot follow the current one.
         """
         if self.is_ahead or phase == self.now:
             return
@@ -107,9 +107,9 @@ class Phases:
         if not self.offloads:
             return
         leaving, coming = set(before) - set(after), set(after) - set(before)
-        self.workers.barrier()  # no worker still computes
+        self.workers.barrier()  # wait until no worker is computing
         self._make_room(leaving, before_push and not self.keeps_weights)
-        self.workers.barrier()  # memory is free on all devices
+        self.workers.barrier()  # wait until memory is free on all devices
         self._bring_back(coming)
         self.workers.barrier()
 
@@ -125,8 +125,9 @@ class Phases:
             self._ask(lambda: [one for each in self.frozen for one in each.sleep()])
 
     def _bring_back(self, coming: set[str]) -> None:
+        # The learner is None if it is only about to be loaded.
         if self.learner is not None and coming & {TRAINING_STATE, PARAMETERS}:
-            self.learner.reload()  # None: it is about to be loaded
+            self.learner.reload()
         if ENGINE_WEIGHTS in coming:
             self._ask(lambda: self.engines.wake_up("weights"))
         if KV_CACHE in coming:
@@ -135,6 +136,6 @@ class Phases:
             self._ask(lambda: [one for each in self.frozen for one in each.wake_up()])
 
     def _ask(self, all_replicas: Callable[[], Sequence[Future[None]]]) -> None:
-        """Call all replicas from rank 0, and wait for their answers."""
+        """Call all replicas from rank 0, and wait for the calls to end."""
         if self.workers.rank == 0:
             survivors(all_replicas())  # a lost replica holds no memory, so ignore it

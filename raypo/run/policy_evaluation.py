@@ -1,4 +1,4 @@
-"""Evaluation of the policy on held-out prompts, before the first update and as `eval` says."""
+"""Evaluate the policy on held-out prompts, before the first update and as `eval` schedules it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypo.types import ScoredRollout
 
 
 class Evaluation:
-    """Samples and scores the held-out prompts; all workers call every method."""
+    """Evaluation on the held-out prompts. All workers call every method."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Evaluation:
         phases: Phases,
         records: Records,
     ) -> None:
-        """Choose the scorer: `eval.function` replaces the reward function, not the models."""
+        """Choose the scorer. `eval.function` replaces the reward function and reward servers."""
         self._run, self._inputs, self._sampler = run, inputs, sampler
         self._phases, self._records = phases, records
         self._scorer = scorer
@@ -46,7 +46,7 @@ class Evaluation:
             self._run.tell.message(f"before the first update: eval {score:+.3f}")
 
     def when_due(self, step: int) -> dict[str, float]:
-        """Evaluate the policy if an evaluation is due after this step; else return no metrics."""
+        """Evaluate the policy if an evaluation is due after this step, else return no metrics."""
         config = self._run.config
         is_due = config.eval.is_due(step, last_step=config.num_steps)
         return self._evaluate(step=step) if is_due and self._inputs.held_out else {}

@@ -1,4 +1,4 @@
-"""Step 3 of PPO: load policy and critic, and the folders that they are written to."""
+"""Load policy and critic (step 3 of `raypo.recipes.ppo`), and write trained models to folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypo.run.run import Run
 def start_learner(
     run: Run[PPOConfig], inputs: OnlineInputs, roles: Roles, phases: Phases
 ) -> Learner:
-    """Load policy and critic; `Checkpoints.restore` restores them. All workers call it."""
+    """Load policy and critic, before `Checkpoints.restore` restores them. All workers call this."""
     phases.enter(Phase.LEARN)
     run.tell.phase("loading policy and critic")
     config = run.config
@@ -50,9 +50,10 @@ def start_learner(
 def model_writers(
     learner: Learner, config: PPOConfig, roles: Roles, tokenizer: Any
 ) -> dict[str, Callable[[Path], None]]:
-    """Return the models that this worker trains: policy, with LoRA its adapter, critic.
+    """Return a function for each model that this worker trains, which writes it to a folder.
 
-    The critic is written with `learner.save_critic` only.
+    The models are the policy, its adapter if there is one, and the critic if `learner.save_critic`
+    is set.
     """
     writers: dict[str, Callable[[Path], None]] = {}
     if roles.trains_policy:

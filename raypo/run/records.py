@@ -1,15 +1,13 @@
-"""The record of a run: its steps with their metrics, samples, callbacks and rules, and its summary.
+"""Record the steps of a run: metrics, samples, callbacks, stop and checkpoint rules, and a summary.
 
 Concurrency. A writer thread (`BackgroundWriter`) writes the samples of a step while the main thread
-goes on. `report` waits for it: a step is complete once its metrics line is there, so all its other
-files must be there first.
+goes on. `report` waits for it: the metrics line makes a step complete, so all other files of the
+step must be written first.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +36,7 @@ from raypo.run.watched import (
     of_its_kind,
     reason_to_stop,
 )
-from raypo.storage.checkpoints import SCORE
+from raypo.storage.checkpoints import score_of
 from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.summary import installed_versions, summarize
 from raypo.tracking.sinks import Sinks
@@ -46,11 +44,11 @@ from raypo.tracking.trace import write_spans
 from raypo.types import ScoredRollout
 
 Rows = Callable[[], list[dict[str, Any]]]
-"""Function that makes this worker's rows of a file of samples."""
+"""Function that returns this worker's rows for a file of samples."""
 
 
 class Records:
-    """Counts the steps, and keeps what each of them measured; all workers call every method."""
+    """Record of a run's steps and of their metrics. All workers call every method."""
 
     def __init__(self, run: Run[Any]) -> None:
         """Load the callbacks and the watched metrics of the config."""
@@ -66,14 +64,14 @@ class Records:
         self.earlier_s = 0.0
         """Seconds that earlier attempts took, up to the checkpoint that was restored."""
         self.uploads = Uploads(run.files, run.tell.message)
-        """Uploads to a URI. None ever begins if the run's folder is local."""
+        """Uploads to a URI. If the run's folder is local, nothing is uploaded."""
         self._interrupted = False
         self._step_started = 0.0
         self._sinks = Sinks([])
-        self._writer: BackgroundWriter | None = None  # it has a process group, so only if needed
+        self._writer: BackgroundWriter | None = None  # needs a process group, so created on demand
         self._callbacks = {path: load_function(path, key="callbacks") for path in config.callbacks}
         self._callbacks |= by_name(run.runtime.callbacks)
-        # Watched metrics by config key whose names were not yet checked against measured ones.
+        # Watched metrics, by config key, whose names were not yet compared with measured metrics.
         self._unseen: dict[str, str] = {}
         if config.checkpoint.best_by is not None:
             self.best = Watched(config.checkpoint.best_by, config.checkpoint.best_mode)
@@ -86,7 +84,7 @@ class Records:
 
     @property
     def stopped(self) -> str | None:
-        """Reason for which the rules of `stop` end the run. None means it goes on."""
+        """Reason for which the rules of `stop` end the run. None means that the run goes on."""
         return reason_to_stop(self.watched, self._run.config.stop) if self.watched else None
 
     @property
@@ -103,7 +101,7 @@ class Records:
         return {"metric": best.metric, "step": best.best_step, "value": best.best}
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps, counted from 1. Ends early if the driver or a rule stops."""
+        """Yield the remaining steps, counted from 1. End early if the driver or a rule stops it."""
         run, first = self._run, self.last_step + 1
         if run.workers.rank == 0:
             self._sinks = Sinks.open(
@@ -116,7 +114,7 @@ class Records:
         run.tell.start(first)
         self._interrupted = run.workers.broadcast(run.tell.stop_requested())
         for step in range(first, run.config.num_steps + 1):
-            if self._interrupted or self.stopped:  # its state was saved: `end_step` said so
+            if self._interrupted or self.stopped:  # a checkpoint was due then (`end_step`)
                 return
             self._step_started = time.perf_counter()
             yield step
@@ -152,15 +150,16 @@ class Records:
 
         Args:
             step: The step that has ended.
-            metrics: Metrics of the step. Those of callbacks are added in place.
+            metrics: Metrics of the step. The callbacks' metrics are added in place.
             samples: This worker's samples of the step, for callbacks.
 
         Returns:
-            True if a checkpoint is due: by its interval, because `checkpoint.best_by` has improved,
-            because the run stops, or because a node of it is about to be taken away.
+            True if a checkpoint is due: because its interval has passed, because
+            `checkpoint.best_by` has improved, because the run stops, or because one of its nodes is
+            about to be preempted.
         """
         run = self._run
-        # All workers ask: Ray Train answers each with what rank 0 has heard.
+        # All workers call this: Ray Train returns rank 0's information to each of them.
         if is_leaving := ray.train.get_preemption_info() is not None:
             run.tell.message(f"step {step}: a node is about to be taken away, so it is saved")
         if self._callbacks:
@@ -200,25 +199,25 @@ class Records:
 
         Args:
             step: The step that has ended.
-            metrics: Its metrics.
-            clock: Times of its parts.
-            checkpoint: Its checkpoint. None if it has none.
+            metrics: Metrics of the step.
+            clock: Times of the step's parts.
+            checkpoint: Checkpoint of the step. None if it has none.
             spans: Time spans of background work.
-            rates: Function that derives more metrics from the others. Only rank 0 calls it.
+            rates: Function that derives further metrics from the step's. Only rank 0 calls it.
             to_ray: Whether to report to Ray Train, which blocks until its controller has polled
-                the previous report. A step with a checkpoint is always reported there.
+                the previous report. A step with a checkpoint is always reported to Ray Train.
         """
         run = self._run
         metrics = self.initial | metrics
         self.initial = {}
         if self._writer:
             self._writer.wait()
-        # A reported checkpoint counts, so its rollouts must be stored first. Its models are
-        # uploaded together with it.
+        # The run may resume from a reported checkpoint, so the step's rollouts must be stored
+        # first. The models are uploaded together with the checkpoint.
         run.files.sync(models=False)
         is_local = run.files.is_local
-        # Ray Train reports in order, so a synchronous report would wait for the upload before it.
-        # Trials report synchronously, or they would be ahead of Tune's decisions.
+        # Ray Train reports in order, so a synchronous report would wait for the previous upload.
+        # Trials report synchronously nevertheless, so as not to run ahead of Tune's decisions.
         is_sync = is_local or run.runtime.is_trial
         if to_ray or checkpoint is not None:
             ray.train.report(
@@ -232,7 +231,7 @@ class Records:
                 else checkpoint and self.uploads.begin(step),
                 delete_local_checkpoint_after_upload=not is_local,
             )
-        if checkpoint is not None and is_local:  # folders that are empty now
+        if checkpoint is not None and is_local:  # the files were moved; only empty folders are left
             shutil.rmtree(checkpoint.path, ignore_errors=True)
         clock.lap("time/report_s")
         write_spans(run.files, run.workers.rank, step, clock.spans, spans)
@@ -249,7 +248,7 @@ class Records:
     def finish(self) -> dict[str, Any]:
         """Write the summary, and return the run's status and last step."""
         run = self._run
-        if self._writer:  # of held-out samples before a first step that never came, say
+        if self._writer:  # it may still write held-out samples, if no step followed them
             self._writer.wait()
         self.uploads.wait()
         is_done = self.last_step == run.config.num_steps or self.stopped
@@ -278,7 +277,7 @@ class Records:
         self._sinks.close()
 
     def _check_watched(self, metrics: dict[str, float]) -> None:
-        """Warn, or raise for a held-out metric, if a watched metric is not among those measured."""
+        """Warn if a watched metric was not measured. If it is a held-out metric, raise an error."""
         for key, metric in list(self._unseen.items()):
             if there := of_its_kind(metric, metrics):
                 del self._unseen[key]
@@ -297,24 +296,15 @@ class Records:
 def report_for_ray(
     step: int, metrics: Mapping[str, float], section: CheckpointSection
 ) -> dict[str, float]:
-    """Return a step's metrics for Ray Train, with the score that ranks checkpoints.
-
-    The score is the metric of `checkpoint.best_by`, or its negative, so that higher is better.
-    """
-    told = {"step": step, **metrics}
-    # A step that did not measure the metric gets the lowest score. Left to itself, Ray 2.60 ranks
-    # such a checkpoint as the best under the order `min` and deletes the real best; and it writes
-    # NaN as null, so that each later resume fails with a TypeError.
-    if section.best_by is not None:
-        value = metrics.get(section.best_by, math.nan) * (1 if section.best_mode == "max" else -1)
-        told[SCORE] = value if math.isfinite(value) else -sys.float_info.max
-    return told
+    """Return a step's metrics for Ray Train, with the score that ranks checkpoints."""
+    score = score_of(metrics, best_by=section.best_by, best_mode=section.best_mode)
+    return {"step": step, **metrics, **score}
 
 
 def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Move a staged checkpoint into place by renaming, instead of Ray Train's copy.
+    """Move a staged checkpoint into place by renaming its files, where Ray Train would copy them.
 
-    The files were staged on the run's storage itself.
+    This is possible because the files were staged on the run's own storage.
     """
     storage: Any = ray.train.get_context().get_storage()
     check_shared(storage)

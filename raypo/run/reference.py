@@ -1,4 +1,4 @@
-"""Log-probs of preferences by the reference model: computed once and cached in the run's folder."""
+"""Log-probs of preferences under the reference model: computed once, cached in the run's folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from raypo.storage.run_files import RunFiles
 from raypo.types import Pair, Verdict
 
 REFERENCE = "reference.parquet"
-"""Cache file: two log-probs for each preference, and a digest of preferences and reference."""
+"""Name of the cache file. It holds two log-probs for each preference, and a digest of the
+preferences and the reference."""
 Preference = TypeVar("Preference", Pair, Verdict)
 
 
@@ -35,11 +36,11 @@ def with_references(
 ) -> Sequence[Preference]:
     """Return the preferences with `ref_log_probs`, from the cache or computed now.
 
-    All workers call it, before the learner is restored and before its first update.
+    All workers call this before the learner is restored and before its first update.
 
     Args:
         items: The preferences, the same on all workers.
-        learner: Holds the policy, and the task that computes log-probs.
+        learner: Learner that holds the policy, and the task that computes log-probs.
         other: Causal language model to use as the reference. None means the learner's model with
             its adapter off.
         name: Identity of the reference. Cached values of another reference are not used.

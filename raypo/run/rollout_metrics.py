@@ -21,7 +21,7 @@ from raypo.types import Experience, ScoredRollout
 
 
 def rollout_metrics(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
-    """Return raw scores and lengths of all samples, over all workers; empty if there are none."""
+    """Return metrics of raw scores and lengths over all workers' samples. Empty without samples."""
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
     by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rows
@@ -74,13 +74,13 @@ def batch_metrics(
     *,
     step: int,
 ) -> dict[str, float]:
-    """Return scores, lengths and counts by outcome of a PPO step's samples, over all workers.
+    """Return metrics of a PPO step's samples over all workers: scores, lengths, counts by outcome.
 
     Args:
         run: The run. All workers call this together.
         batch: This worker's rollouts of the step.
         counts: This worker's counts (`SampleCounts.of_step`).
-        sampling: The sampling of the run, which may play episodes.
+        sampling: Sampling parameters of the run, with the runner of its episodes if it has any.
         step: The step, counted from 1.
     """
     workers, config = run.workers, run.config
@@ -110,7 +110,7 @@ RATES = {
 
 
 def speed_metrics(metrics: dict[str, float], step_s: float) -> dict[str, float]:
-    """Return the seconds of a step, and its counts per second."""
+    """Return the duration of a step in seconds and its counts per second, as metrics."""
     rates = {rate: metrics[count] / step_s for count, rate in RATES.items() if count in metrics}
     return {"time/step_s": step_s} | rates
 
@@ -144,7 +144,10 @@ def rollout_rows(dealt: Sequence[ScoredRollout], experience: Experience) -> list
 
 
 def sample_row(scored: ScoredRollout) -> dict[str, Any]:
-    """Return a row for a sample without the columns of an update, such as a held-out sample."""
+    """Return the row of a sample that is not trained on, such as a held-out one.
+
+    It lacks the columns that an update adds (`rollout_rows`).
+    """
     rollout = scored.rollout
     return {
         "prompt": rollout.prompt,

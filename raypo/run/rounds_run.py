@@ -1,6 +1,6 @@
-"""The recipes that work in rounds: what they share beside the loop (`raypo.recipes.rounds`).
+"""Shared code of the recipes that train in rounds, except their loop (`raypo.recipes.rounds`).
 
-These are rejection sampling, iterative DPO and distillation.
+These recipes are rejection sampling, iterative DPO and distillation.
 """
 
 from __future__ import annotations
@@ -30,26 +30,33 @@ from raypo.types import ScoredRollout
 
 AnyRounds = TypeVar("AnyRounds", bound=RoundsConfig)
 Place = tuple[int, int]
-"""Key of a sample: group index and sample index. It fixes one order of items on all workers."""
+"""Key of a sample: group index and sample index. All workers order items by it."""
 SUMMED = ("train/examples", "train/tokens", "train/skipped_updates")
 
 
 class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
-    """Training on a round's samples, as a recipe does it; all workers call every method."""
+    """Base class of a recipe that trains on the samples of each round.
+
+    All workers call every method.
+    """
 
     def __init__(self, run: Run[AnyRounds], inputs: OnlineInputs) -> None:
-        """Keep the run and its inputs."""
+        """Store the run and its inputs."""
         self.run, self.inputs = run, inputs
 
     @abstractmethod
     def make_task(self) -> Task[Item]:
-        """Load the model and wrap it in its task. Torch's random state is seeded before."""
+        """Load the model and wrap it in its task. The caller has seeded torch's random state."""
 
     @abstractmethod
     def select(
         self, scored: Sequence[ScoredRollout], services: Services, step: int
     ) -> tuple[dict[Place, Item], dict[str, float]]:
-        """Return the items to learn from this worker's samples, and metrics over all workers."""
+        """Make the items to train on from this worker's samples.
+
+        Returns:
+            The items by key, and metrics over all workers.
+        """
 
     def prepare_items(
         self,
@@ -67,7 +74,8 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
             services: The deployments.
 
         Returns:
-            Items for this worker. They may be other ones than `mine`.
+            The prepared items that this worker now holds. Their keys may differ from those of
+            `mine`.
         """
         return mine
 
@@ -77,11 +85,11 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
         return self.run.config.rollout.prompts_per_step
 
     def scorer(self, services: Services) -> Scorer:
-        """Return the scorer of a round's samples; each model gets all of them in one call."""
+        """Return the scorer of a round's samples. Each model gets all samples in one call."""
         return replace(self.inputs.scorer(self.run.config, services), models_apart=False)
 
     def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
-        """Return scores and lengths of all workers' rollouts."""
+        """Return metrics of the scores and lengths of all workers' rollouts."""
         return rollout_metrics(scored, self.run.workers) | {
             "rollout/samples_sampled": float(self.run.workers.sum(as_tensor(len(scored))))
         }
@@ -113,11 +121,12 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
     ) -> dict[str, float]:
         """Train `learner.num_epochs` epochs on the selected items of all workers.
 
-        Batches are cut from all items, independent of the worker that selected them. All workers
-        know the lengths of all items. An item itself is sent only to the workers that train on it.
+        Batches are made from the items of all workers, whichever worker selected an item. All
+        workers know the lengths of all items. An item itself is sent only to the workers that
+        train on it.
 
         Returns:
-            Means over the round's updates; counts are sums.
+            Metrics of the round: sums of counts, and means of all other metrics over the updates.
         """
         shares = self.run.workers.gather({where: lengths(item) for where, item in selected.items()})
         sizes = dict(sorted(pair for share in shares for pair in share.items()))
@@ -148,7 +157,7 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
 def handed_out(
     mine: Mapping[Place, Item], hands: Sequence[Sequence[Place]], workers: Workers
 ) -> dict[Place, Item]:
-    """Exchange items between workers; return those meant for this one. All workers call it.
+    """Exchange items between workers, and return the items for this worker. All workers call this.
 
     Args:
         mine: The items that this worker holds.

@@ -25,18 +25,19 @@ AnyConfig = TypeVar("AnyConfig", covariant=True)
 
 @dataclass(frozen=True)
 class Run(Generic[AnyConfig]):
-    """Context that every part of a run needs. The recipe's page opens the parts."""
+    """Context that every part of a run needs. The recipe's loop creates the parts."""
 
     config: AnyConfig
     runtime: Runtime
     workers: Workers
     files: RunFiles
     tell: MonitorClient
-    """Sends messages to the driver's console."""
+    """Client that sends messages to the driver's console."""
     at_end: ExitStack = field(default_factory=ExitStack)
-    """Callbacks that close the parts, the last opened first."""
+    """Callbacks that close the parts, beginning with the part that was created last."""
     started: float = field(default_factory=time.monotonic)
-    """Start time of the driver (else of this worker) on this process's monotonic clock."""
+    """Start time of the driver, or of this worker if there is no driver, on this process's
+    monotonic clock."""
 
     @property
     def name(self) -> str:
@@ -51,7 +52,7 @@ class Run(Generic[AnyConfig]):
 
 @contextmanager
 def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
-    """Set up a worker's run before a model is loaded, and close its parts at the end.
+    """Set up a worker's run before any model is loaded, and close its parts at the end.
 
     Args:
         setup: The config as a dictionary, with the driver's additions.

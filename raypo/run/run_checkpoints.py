@@ -1,4 +1,4 @@
-"""Checkpoints of a run: restored at the start, saved with the trained models beside them."""
+"""Restore a run from a checkpoint, and save its checkpoints and trained models."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from raypo.storage.checkpoints import (
     find_checkpoint,
     no_whole_checkpoint,
 )
-from raypo.storage.folder import link_tree
+from raypo.storage.folder import link_tree, parent_and_name
 from raypo.storage.retries import retried
+from raypo.storage.run_files import RunFiles
 from raypo.tracking.logs import log_to_file
 from raypo.types import ScoredRollout
 
 _README = "README.txt"
 ModelWriters = Mapping[str, Callable[[Path], None]]
-"""Function that writes a model to a folder, by the name of the folder in the run's folder. All
-workers that train the model call it; their rank 0 writes."""
+"""Functions that write a model to a folder, by the folder's name in the run's folder. All workers
+that train the model call its function; rank 0 of these workers writes."""
 
 
 class Saveable(Protocol):
@@ -44,7 +45,7 @@ class Saveable(Protocol):
         ...
 
     def restore(self, directory: Path) -> None:
-        """Read what `save` wrote."""
+        """Restore the state that `save` wrote."""
         ...
 
 
@@ -52,7 +53,7 @@ class SavedRollouts(Protocol):
     """A source of rollouts whose position is a part of the state (`PromptSource`)."""
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the prompts."""
+        """Return the position in the stream of prompts."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], workers: Workers) -> None:
@@ -64,13 +65,13 @@ class SavedRollouts(Protocol):
         ...
 
     def restore(self, directory: Path, workers: Workers) -> None:
-        """Read what `save` wrote. Called only for this run's own checkpoints."""
+        """Read the rollouts that `save` wrote. Called only for this run's own checkpoints."""
         ...
 
 
 @dataclass
 class Checkpoints:
-    """Saves and restores a run; all workers call every method."""
+    """Saving and restoring of a run. All workers call every method."""
 
     run: Run[Any]
     records: Records
@@ -79,20 +80,26 @@ class Checkpoints:
     models: ModelWriters
     """Functions that write the models that this worker trains."""
     before_saving: Callable[[], None] = lambda: None
-    """Brings the learner's whole state back to its devices."""
+    """Callback that moves the learner's whole state back to its devices."""
     _models: set[str] = field(default_factory=set)
     """Names of the model folders that were written into the run's folder."""
 
     def restore(self, learner: Saveable, rollouts: SavedRollouts | None = None) -> dict[str, Any]:
-        """Restore the run's last checkpoint, else one of another run, else start with clean files.
+        """Restore the newest undamaged checkpoint of this run.
 
-        The other run's is `from_checkpoint`, or another trial's in population-based training.
+        If this run has no checkpoint yet, restore that of another run: `from_checkpoint`, or
+        another trial's in population-based training. Without any checkpoint, start with clean
+        files.
 
         Returns:
-            The recipe's state, as given to `save_when_due`. Empty without a checkpoint.
+            The checkpoint's state, with the values given to `save_when_due`. Empty if there is no
+            checkpoint.
+
+        Raises:
+            DamagedCheckpointError: all checkpoints that were found are damaged.
         """
         run = self.run
-        # Once more, because DeepSpeed and transformers have added their own loggers since.
+        # Set up logging again, because DeepSpeed and transformers have added their own loggers.
         log_to_file(run.log_path, on_print=run.tell.message)
         damaged: dict[str, str] = {}
         for checkpoint, is_own in self._candidates():
@@ -116,7 +123,9 @@ class Checkpoints:
             break
         else:
             if damaged:
-                raise no_whole_checkpoint(damaged, run.files)
+                other = None if ray.train.get_checkpoint() else self._other()
+                written_by = RunFiles.at(parent_and_name(other)[0]) if other else run.files
+                raise no_whole_checkpoint(damaged, written_by, is_own=other is None)
             state = {}
             if run.workers.rank == 0:
                 run.files.truncate(after_step=0)
@@ -125,8 +134,7 @@ class Checkpoints:
         return state
 
     def _candidates(self) -> Iterator[tuple[Checkpoint, bool]]:
-        """Yield checkpoints to begin with, the newest first, and whether they are this run's."""
-        run = self.run
+        """Yield the checkpoints to try, newest first, each with whether it is this run's own."""
         if (newest := ray.train.get_checkpoint()) is not None:
             yield newest, True
             committed = CheckpointConsistencyMode.COMMITTED
@@ -134,13 +142,15 @@ class Checkpoints:
             for each in sorted(known, key=lambda each: each.metrics["step"], reverse=True):
                 if each.checkpoint.path != newest.path:
                     yield each.checkpoint, True
-            return
-        others = run.runtime.resume_from
-        if others is None and run.config.from_checkpoint is not None:
-            others = find_checkpoint(run.config.from_checkpoint)
-            run.tell.message(f"beginning with the state in {others}")
-        if others:
-            yield Checkpoint(others), False
+        elif (other := self._other()) is not None:
+            if self.run.runtime.resume_from is None:
+                self.run.tell.message(f"beginning with the state in {other}")
+            yield Checkpoint(other), False
+
+    def _other(self) -> str | None:
+        """Return the location of another run's checkpoint to begin with."""
+        place = self.run.config.from_checkpoint
+        return self.run.runtime.resume_from or (None if place is None else find_checkpoint(place))
 
     def _restore_from(
         self, directory: Path, learner: Saveable, rollouts: SavedRollouts | None, *, is_own: bool
@@ -156,7 +166,8 @@ class Checkpoints:
             )
         if rollouts is not None:
             rollouts.load_state_dict(state, run.workers)
-            # Each worker has saved its share. Other workers sample those steps again.
+            # Each worker has saved its own share of the rollouts. With another number of workers
+            # these steps are sampled again.
             if is_own and before == now:
                 rollouts.restore(directory, run.workers)
         self._restore_records(state, is_own=is_own)
@@ -172,20 +183,20 @@ class Checkpoints:
         rollouts: SavedRollouts | None = None,
         samples: Sequence[ScoredRollout] = (),
     ) -> Checkpoint | None:
-        """End the step, and save a checkpoint and the models if one is due (`Records.end_step`).
+        """End the step. If a checkpoint is due (`Records.end_step`), save it and the models.
 
         The best models so far are linked into `best/`.
 
         Args:
             step: The step that has ended.
-            metrics: Its metrics. Those of callbacks are added in place.
+            metrics: Metrics of the step. The callbacks' metrics are added in place.
             learner: The learner.
             state: The recipe's further state, as plain JSON values.
-            rollouts: Source of the rollouts, which has a position in the prompts.
+            rollouts: Source of the rollouts, whose position in the prompts is saved.
             samples: This worker's samples of the step, for callbacks.
 
         Returns:
-            The checkpoint. None if none is due.
+            The checkpoint, or None if none is due.
         """
         run, records = self.run, self.records
         if not records.end_step(step, metrics, samples):
@@ -225,9 +236,9 @@ class Checkpoints:
         return Checkpoint.from_directory(str(directory))
 
     def _write_manifest(self, directory: Path) -> None:
-        """Write the digests of all files, each by the worker that wrote it. All call it."""
+        """Write the digests of all files. All workers call this; each digests its own files."""
         workers = self.run.workers
-        # Names end with the rank of the worker that wrote them; all others are rank 0's.
+        # A file's name ends with the rank of the worker that wrote it. Rank 0 wrote the rest.
         own = {path.name for path in directory.glob(f"*_{workers.rank}.*")}
         if workers.rank == 0:
             own |= {STATE, _README}
@@ -245,10 +256,11 @@ class Checkpoints:
         if is_own or run.runtime.resume_from is not None:
             records.earlier_s = state["wall_s"]
         if run.workers.rank == 0:
-            # Keep the line of an own last step; one of another run's checkpoint is written below.
+            # Keep the metrics line of the last step if it is this run's. For the checkpoint of
+            # another run, the line is written below.
             run.files.truncate(after_step=step if is_own else step - 1)
             done = [row["step"] for row in run.files.metrics()]
-            if step not in done:  # also if killed between the checkpoint and its line
+            if step not in done:  # the run may have been killed before it wrote the line
                 run.files.append_metrics(step, state["metrics"])
 
     def _link_best(self) -> None:
@@ -267,7 +279,7 @@ class Checkpoints:
         self._replace_folder(best, write, run.workers)
 
     def _replace_folder(self, final: Path, write: Callable[[Path], None], workers: Workers) -> None:
-        """Replace a model's folder. At all times but between two renames a complete one exists."""
+        """Replace a model's folder. A complete folder exists except between two renames."""
         self._models.add(final.name)
         new, old = (final.with_name(f"{final.name}.{word}") for word in ("new", "old"))
         if workers.rank == 0:

@@ -15,8 +15,8 @@ from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
 from raypo.weight_sync.probe import NUM_PROBES
 
 CALLERS = 64
-"""Calls in flight per engine before the next call goes to another replica. Each call may contain
-many requests."""
+"""Most calls in flight per engine; further calls go to another replica. Each call may contain many
+requests."""
 
 
 def class_and_arguments(
@@ -35,7 +35,7 @@ def class_and_arguments(
     assert isinstance(config, OnlineConfig), "others have engines only"
     in_vllm, is_reference = role.section.backend == "vllm", role.kind == "reference"
     if in_vllm:
-        kwargs |= lengths
+        kwargs |= lengths | ({"max_model_len": config.max_reference_len} if is_reference else {})
     else:
         kwargs["max_batch_tokens"] = config.learner.microbatch_tokens
         kwargs["attention"] = config.model.attention
@@ -60,14 +60,14 @@ def deployment_of(
     Args:
         role: The role.
         config: The run's config.
-        num_threads: Threads of a replica, all its processes together.
+        num_threads: Number of threads of a replica, over all its processes.
         run_name: Name of the run, a part of the deployment's name.
         logs_dir: Folder for the logs of the replicas.
         more: Further arguments of the role's class.
     """
     cls, kwargs = class_and_arguments(role, config)
-    # Ray gives one thread to an actor that reserves no CPU. These take turns with their worker,
-    # so they may use its cores.
+    # Ray limits an actor that reserves no CPU to one thread. Replicas take turns with their
+    # worker, so they may use its cores.
     cores = min(num_threads, os.cpu_count() or num_threads)
     threads = max(1, cores // role.num_devices)
     return Deployment(

@@ -18,7 +18,7 @@ from raypo.tracking.trace import note_call
 
 @dataclass
 class EnginesLoad:
-    """Turns the engines' load reports into metrics of the time between two calls of `metrics`."""
+    """Metrics of the engines' load between two calls of `metrics`."""
 
     _looked_at: float | None = None
     _busy_s: float = 0.0
@@ -56,14 +56,17 @@ class ServiceGauges:
     """Reads the load and the memory of the run's services; rank 0 queries them for all workers."""
 
     def __init__(self, run: Run[OnlineConfig], services: Services) -> None:
-        """Read nothing yet."""
+        """Store the run and the services. Nothing is read yet."""
         self._run, self._services = run, services
         self._engines_load = EnginesLoad()
         self._memory: Mapping[str, Sequence[Future[dict[str, float]]]] = {}
 
     def load(self) -> dict[str, float]:
-        """Return `perf/engine_*` since the last call; note engines' idle times in the trace."""
-        # The load of a pool is not this run's alone.
+        """Return `perf/engine_*` since the last call, and add the engines' idle times to the trace.
+
+        Empty if several runs share the engines.
+        """
+        # Other runs contribute to the load of a shared pool.
         if self._run.workers.rank > 0 or self._services.in_pool:
             return {}
         engine, stretches = self._services.engine, {}
@@ -75,10 +78,10 @@ class ServiceGauges:
         return self._engines_load.metrics(stretches)
 
     def memory(self) -> dict[str, float]:
-        """Return peak memory, such as `perf/memory_<role>_gb`, of each role's largest process.
+        """Return the highest peak memory of each role's processes, such as `perf/memory_<role>_gb`.
 
-        All workers call it, after a push; the peak of a step's own evaluation counts in the next
-        step.
+        All workers call this after a push. The peak of a step's evaluation is reported with the
+        next step.
         """
         run = self._run
         by_role = {"learner": run.workers.gather(peak_memory())}

@@ -1,6 +1,6 @@
-"""Step 2: start vLLM engines, reference and reward models in the learner workers' placement group.
+"""Start engines, reference and reward models beside the learner (step 2 of `raypo.recipes.ppo`).
 
-The learner workers start them; rank 0 creates the actors for all.
+They run in the learner workers' placement group. Rank 0 creates the actors for all workers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Services:
     """True if several of these workers use the same engine."""
     models_apart: bool = False
     """True if all reference and reward models have cores or devices that neither engines nor
-    workers use. On CPUs, deployments that trials of a sweep share have none of their own."""
+    workers use. On CPUs this is False if the trials of a sweep share any of these models."""
 
     @property
     def frozen(self) -> list[tuple[str, FrozenClient]]:
@@ -73,7 +73,7 @@ class Services:
         return self.references.get("reference")
 
     def ask_peak_memory(self) -> Mapping[str, Sequence[Future[dict[str, float]]]]:
-        """Ask each replica for its peak memory; return the pending calls by role."""
+        """Request the peak memory of each replica, and return the pending calls by role."""
         asked: dict[str, Sequence[Future[dict[str, float]]]] = {"engine": self.engine.peak_memory()}
         return asked | {role: each.peak_memory() for role, each in self.frozen}
 
@@ -88,7 +88,7 @@ class Services:
 
 
 def start_services(run: Run[OnlineConfig]) -> Services:
-    """Start engines, reference and reward models. On GPUs this waits until they are up."""
+    """Start engines, reference and reward models. On GPUs, wait until they have started."""
     run.tell.phase("starting the engine and the frozen models")
     services = start_deployments(
         run.config,
@@ -114,13 +114,13 @@ def start_deployments(
 ) -> Services:
     """Start all roles that are not running elsewhere, in the workers' own placement group.
 
-    All workers call it. Replica i is placed beside worker i; on CPUs reference and reward models
-    are placed beside the first worker of each node. A tensor-parallel replica uses the devices of
-    consecutive workers.
+    All workers call this. Replica i is placed beside worker i: in its bundle, on its devices. On
+    CPUs, reference and reward models are placed beside the first worker of each node. A
+    tensor-parallel replica uses the devices of consecutive workers.
 
-    On CPUs all roles start in the background, as does the engine of a run on examples. On GPUs the
-    roles start one after the other, and with `rollout.engine.sleep` each goes to sleep before the
-    next starts.
+    On CPUs, all roles start in the background; so does the engine of a run on examples. On GPUs,
+    the roles start one after the other. With `rollout.engine.sleep`, each role goes to sleep before
+    the next one starts.
 
     Args:
         config: The run's config.
@@ -256,7 +256,7 @@ def _start(
         places: The places of each deployment's replicas, by role.
         workers: The learner workers.
         in_turn: Whether to start one after the other. vLLM measures free GPU memory as it starts.
-        sleeps: Whether each also frees its memory before the next one starts.
+        sleeps: Whether each deployment frees its GPU memory before the next one starts.
     """
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:

@@ -22,7 +22,8 @@ RUNTIME_KEY = "raypo_runtime"
 """Key of the driver's additions in the setup of `train_loop_per_worker`."""
 
 Decide = Callable[[Any, int], tuple[Any, Sequence[str]]]
-"""(config, bytes of the smallest GPU) -> the config without `auto`, a message for each decision."""
+"""Function of the config and the memory of the smallest GPU in bytes. It returns the config with
+all `auto` values replaced, and a message for each decision."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,16 @@ class Shared:
     """Deployments that a sweep has started for all of its trials."""
 
     config: OnlineConfig
-    """Config that they were started for. A trial that needs different ones starts its own."""
+    """Config of the deployments. A trial that needs different deployments starts its own."""
     handles: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """Handles by role, which all trials use at the same time."""
     engine_pool: ActorHandle | None = None
-    """Leases engines to trials: one of their own until they end, or one slot of a shared pool."""
+    """Actor that leases engines to trials. A trial gets engines of its own until it ends, or a slot
+    of a shared pool."""
     pool: bool = False
     """True if all trials use the same engines, each with its own adapter."""
     share_batches: bool = False
-    """True if the trials of a pool sample in the same batches."""
+    """True if requests of several trials of a pool are sampled in the same batches."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,17 @@ class Runtime:
     callbacks: tuple[Callable[..., Any], ...] = ()
     """Callbacks that were passed in Python, besides those of the config."""
     decide: Decide = least_memory
-    """Decides what is `auto` in the config, once workers know their GPUs. A trainer passes the
-    plan's; without one (a bare TorchTrainer) the values are those of the least memory."""
+    """Function that replaces the `auto` values of the config once workers know their GPUs. A raypo
+    trainer passes that of the plan. A bare TorchTrainer uses the values that need least memory."""
     dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """Deployments that the driver has started in their own placement group, by role."""
     group_gc: ActorHandle | None = None
-    """Removes the workers' placement group once the monitor is dead. None if Ray does it."""
+    """Actor that removes the workers' placement group once the monitor is dead. None means that Ray
+    removes the group."""
     shared: Shared | None = None
     """Deployments that the trials of a sweep share."""
     is_trial: bool = False
-    """True for a trial of a sweep: Tune decides after each report whether it goes on."""
+    """True for a trial of a sweep. Tune decides after each report whether the trial goes on."""
     resume_from: str | None = None
     """Checkpoint of another trial (population-based training), used until the run has its own."""
 
@@ -80,20 +83,21 @@ def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:
     values = dict(setup)
     runtime = values.pop(RUNTIME_KEY, None) or _bare_runtime()
     config = parse_run_config(values, origin="train_loop_config")
-    config = config.with_dtype(use_gpu=torch.cuda.is_available())  # with a driver, decided there
+    # A driver, if there is one, has already decided the dtype.
+    config = config.with_dtype(use_gpu=torch.cuda.is_available())
     return config.with_absolute_paths(runtime.working_dir), runtime
 
 
 def decided_together(
     config: Any, workers: Workers, decide: Decide, *, gpu_bytes: int, tell: Callable[[str], None]
 ) -> Any:
-    """Replace `auto` values, given these GPUs. All workers call it and get one config.
+    """Replace `auto` values, given the workers' GPUs. All workers call this and get one config.
 
     Args:
         config: The config.
         workers: The learner workers.
-        decide: Called on rank 0.
-        gpu_bytes: Memory of this worker's GPU. The smallest of all workers' counts.
+        decide: Function that replaces the values. It is called on rank 0.
+        gpu_bytes: Memory of this worker's GPU in bytes. The smallest value of all workers is used.
         tell: Callback for a message about each decision, on rank 0.
     """
     smallest = -int(workers.max(as_tensor(-gpu_bytes)))

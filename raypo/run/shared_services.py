@@ -1,4 +1,4 @@
-"""Deployments that the trials of a sweep share: started once, then used by all or leased."""
+"""Deployments that the trials of a sweep share: started once, then used by all trials or leased."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def start_shared(
     use_gpu: bool,
     num_adapters: int = 0,
 ) -> Dedicated:
-    """Start some roles for several runs.
+    """Start some roles that several runs share.
 
-    With GPUs the roles get a placement group of their own. On CPUs they reserve nothing, because
-    they take turns with the learners that call them.
+    On GPUs, the roles get a placement group of their own. On CPUs, they reserve no resources,
+    because they take turns with the learners that call them.
 
     Args:
         config: Config with absolute paths.
@@ -44,6 +44,9 @@ def start_shared(
         use_gpu: Whether the runs use GPUs.
         num_adapters: Number of runs that use the engines at the same time, each with its own
             adapter. 0 means that one run at a time pushes whole weights.
+
+    Returns:
+        Handles of the deployments, and their placement group if there is one.
 
     Raises:
         PlacementError: the group could not be placed within `placement.timeout_s`.
@@ -85,10 +88,11 @@ def of_shared(
     """Return the sweep's deployments that are running and fit this config, by role."""
     if shared is None:
         return {}
-    # Shared deployments were started before any trial knew its GPUs, so with `auto` undecided.
+    # Shared deployments were started before any trial knew its GPUs, so their config still has
+    # `auto` values.
     apart = roles_apart(with_auto_of(config, shared.config), shared.config)
     usable = [role for role, handle in shared.handles.items() if not handle.is_lost()]
-    usable = workers.broadcast(usable)  # all workers must use the same ones
+    usable = workers.broadcast(usable)  # all workers must use the same deployments
     handles = {role: shared.handles[role] for role in usable if role not in apart}
     if shared.engine_pool is not None and "engine" not in apart:
         engine = borrow(shared, run_name, workers, timeout_s=config.placement.timeout_s)
@@ -100,10 +104,10 @@ def of_shared(
 def borrow(
     shared: Shared, run_name: str, workers: Workers, *, timeout_s: float
 ) -> DeploymentHandle | None:
-    """Lease engines for all workers of this run, until the last of them is dead.
+    """Lease engines for all workers of this run, until the last of these workers is dead.
 
     Returns:
-        The engines' handle. None if none become free within `timeout_s`.
+        The engines' handle. None if no engines become free within `timeout_s`.
     """
     engine_pool: Any = shared.engine_pool
     this_worker = ray.get_runtime_context().current_actor

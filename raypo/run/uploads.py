@@ -1,8 +1,9 @@
-"""Uploads of checkpoints and models to a URI, while the next steps run.
+"""Upload checkpoints and models to a URI while the next steps run.
 
-Concurrency. `Records.report` hands a checkpoint to Ray Train, whose thread of this worker calls the
-function that `begin` returned. The main thread calls `wait` before it writes models or another
-checkpoint, so that at most one upload is under way, and before the run ends.
+Concurrency. `Records.report` passes a checkpoint and the function that `begin` returned to Ray
+Train, which calls this function in a thread of the worker. The main thread calls `wait` before it
+writes models or another checkpoint, so that at most one upload is running. It also calls `wait`
+before the run ends.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from ray.train import Checkpoint
 
 from raypo.ray_internals import checkpoint_folder, kept_runs
 from raypo.storage.folder import copy_to
+from raypo.storage.retries import retried
 from raypo.storage.run_files import RunFiles
 
 TOLD_AFTER_S = 30.0
-"""Interval of messages about an upload for which the run waits."""
+"""Interval, in seconds, between messages while the run waits for an upload."""
 
 
 class Uploads:
-    """Uploads of one worker."""
+    """Uploads of one worker, at most one at a time."""
 
     def __init__(self, files: RunFiles, tell: Callable[[str], None]) -> None:
         self._files, self._tell = files, tell
@@ -31,10 +33,10 @@ class Uploads:
         self._under_way: Future[None] | None = None
 
     def begin(self, step: int) -> Callable[[Checkpoint, str], Checkpoint]:
-        """Return the function that uploads a step's checkpoint, and before it the models.
+        """Return a function that uploads the models and then a step's checkpoint.
 
         Args:
-            step: Step of the checkpoint. The upload before it must have ended (`wait`).
+            step: Step of the checkpoint. The previous upload must have ended (`wait`).
         """
         self._step, self._under_way = step, (done := Future[None]())
 
@@ -51,7 +53,7 @@ class Uploads:
         return upload
 
     def wait(self) -> None:
-        """Wait for the upload that is under way, and say so if it takes long.
+        """Wait for the running upload, if there is one. Send messages if it takes long.
 
         Raises:
             StorageError: the upload has failed, after several attempts.
@@ -68,7 +70,7 @@ class Uploads:
     def _upload(self, checkpoint: Checkpoint, name: str) -> Checkpoint:
         storage = ray.train.get_context().get_storage()
         (system, _), target = kept_runs(storage), checkpoint_folder(storage, name)
-        system.create_dir(target)
+        retried(lambda: system.create_dir(target), f"creating {target}", tell=self._tell)
         for path in sorted(Path(checkpoint.path).iterdir()):
             copy_to(path, f"{target}/{path.name}", system, tell=self._tell)
         return Checkpoint(path=target, filesystem=system)

@@ -49,14 +49,14 @@ class Utilization:
 
     @classmethod
     def measure(cls, config: PPOConfig, workers: Workers) -> Utilization:
-        """Measure the devices' peak FLOP/s; call it before services use the same devices."""
+        """Measure the devices' peak FLOP/s. Call this before services use the same devices."""
         mine = peak_flops(config.model.dtype, config.learner.peak_tflops)
         return cls(config, workers, models_of(config), float(workers.sum(as_tensor(mine))))
 
     def rates(
         self, batch: Collected, services: Services, *, step: int
     ) -> Callable[[Mapping[str, float]], dict[str, float]]:
-        """Return a function that derives the rates of a step from its metrics, with its times."""
+        """Return a function that derives a step's rates from its metrics, including its times."""
         work = step_work(
             batch,
             self.models,
@@ -81,15 +81,15 @@ def step_work(
 
     FLOPs of a pass count each response token and, once per group, the prompt. The tokens of
     `generate` are sampled tokens only. The phase `log_probs` is one forward pass of critic and
-    policy, without the policy if the step is one update that needs no old log-probs. The phase
-    `update` is `ppo.num_epochs` passes forward and backward.
+    policy; the policy is left out if the step is a single update that needs no old log-probs. The
+    phase `update` is `ppo.num_epochs` forward and backward passes.
 
     Args:
         collected: This worker's rollouts of the step.
-        models: Shapes of the models. None counts no FLOPs.
+        models: Shapes of the models. None means that FLOPs are not counted.
         config: The run's config.
         workers: The learner workers.
-        step: Counted from 1.
+        step: Number of the step, counted from 1.
         elsewhere: Roles on devices of their own. Their FLOPs are not counted.
     """
     sampled, trained, shared, shared_trained = (
@@ -149,8 +149,8 @@ def work_metrics(
 
     Args:
         work: Work by phase.
-        seconds: Metrics such as `time/generate_s`, with `time/step_s`. `perf/generate_s` is used
-            if the phase ran in the background.
+        seconds: Metrics with the durations: `time/step_s`, and `time/<phase>_s` for each phase, or
+            `perf/<phase>_s` if the phase ran in the background.
         peak_flops: Peak FLOP/s of all devices together.
     """
     metrics: dict[str, float] = {}
@@ -174,7 +174,10 @@ def _lengths(scored: list[ScoredRollout]) -> Lengths:
 
 
 def _shared_prompts(scored: list[ScoredRollout]) -> Lengths:
-    """Return the lengths of repeated prompts in groups, which a pass reads only once."""
+    """Return the lengths of repeated prompts: all copies of a prompt in its group except the first.
+
+    A pass computes each prompt only once per group.
+    """
     prompts = [(each.rollout.group_index, each.rollout.prompt_ids) for each in scored]
     groups = {(group, ids.tobytes()): len(ids) for group, ids in prompts}
     every = Lengths.of((len(ids), 0) for _, ids in prompts)

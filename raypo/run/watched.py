@@ -1,4 +1,4 @@
-"""A metric that is watched over a run: its best value so far, and the rules that end the run."""
+"""Watch a metric during a run: its best value so far, and the rules of `stop` that end the run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Watched:
     best: float = math.nan
     best_step: int = 0
     since_best: int = 0
-    """Measurements since the best one."""
+    """Number of measurements since the best one."""
 
     def seen(self, step: int, metrics: Mapping[str, float]) -> Watched:
-        """Return the state after a step; unchanged if the metric is missing or not finite."""
+        """Return the state after a step. It is unchanged if the metric is missing or not finite."""
         value = metrics.get(self.metric, math.nan)
         if not math.isfinite(value):
             return self
@@ -48,14 +48,14 @@ class Watched:
         return asdict(self)
 
     def restored(self, state: Mapping[str, Any] | None) -> Watched:
-        """Return the saved state, or this one if that was of another metric or mode."""
+        """Return the saved state, or this one if the saved state has another metric or mode."""
         earlier = Watched(**state) if state else self
         is_same = (earlier.metric, earlier.mode) == (self.metric, self.mode)
         return replace(earlier, min_change=self.min_change) if is_same else self
 
 
 def reason_to_stop(watched: Watched, rules: StopSection) -> str | None:
-    """Return the reason for which the rules end a run, as text. None means it goes on."""
+    """Return the reason for which the rules end a run. None means that the run goes on."""
     name, at, patience = watched.metric, rules.at, rules.patience
     if at is not None and math.isfinite(watched.last):
         if watched.mode == "max" and watched.last >= at:
@@ -88,20 +88,21 @@ def best_in_words(watched: Watched, rows: Sequence[Row]) -> str:
 
 
 def of_its_kind(metric: str, metrics: Mapping[str, float]) -> list[str]:
-    """Return the names of the same kind as `metric`: of evaluations, or of steps."""
+    """Return the names of the same kind as `metric`: evaluation metrics, or step metrics."""
     return sorted(name for name in metrics if name.startswith(EVAL) == metric.startswith(EVAL))
 
 
 def check_measured(key: str, metric: str, there: Sequence[str]) -> str | None:
-    """Check that a metric is among those that were measured.
+    """Check that a metric was measured.
 
     Args:
         key: The config key that names the metric.
         metric: The metric.
-        there: Names of its kind that were measured.
+        there: Measured metrics of the same kind.
 
     Returns:
-        A warning about a step metric, which later steps may still measure. None if it is there.
+        A warning if a step metric is missing; later steps may still measure it. None if the metric
+        was measured.
 
     Raises:
         ConfigError: a held-out metric is missing.

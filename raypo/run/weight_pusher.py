@@ -28,7 +28,7 @@ from raypo.weight_sync.push import AdaptedLearner, open_transport, push_adapter
 
 
 class OnlineLearner(ProbedLearner, OffloadingLearner, Protocol):
-    """Methods of a learner that a push calls. If it pushes adapters, also `AdaptedLearner`."""
+    """Methods of a learner that a push calls. A push of adapters needs `AdaptedLearner` as well."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by their checkpoint names; all workers iterate together."""
@@ -58,7 +58,7 @@ class WeightPusher:
         in_flight = rollout.in_flight if rollout.has_requests_in_flight else None
         self._pushes = Pushes() if in_flight else None
         self._joins = in_flight is not None or services.joins
-        """True if requests join running batches, instead of being their own batch."""
+        """True if requests join running batches instead of forming a batch of their own."""
         self._transport = open_transport(
             rollout.engine,
             colocated=config.placement.group_of("engine") == "colocated",
@@ -75,10 +75,11 @@ class WeightPusher:
         )
 
     def sampler(self) -> Sampler:
-        """Return a sampler of the engines, which repeats the last push if all engines are lost."""
+        """Return a sampler. In mode sync, it repeats the last push if no engine is left."""
         inputs, services = self._inputs, self._services
         engines = services.engine
-        # Ahead of the update the learner's weights belong to no version, so no push is repeated.
+        # While rollouts are sampled ahead, the learner may be in the middle of an update. Its
+        # weights then belong to no version, so a push cannot be repeated.
         is_ahead = self._run.config.rollout.mode != "sync"
         return Sampler(
             EnginesInFlight(engines, self._pushes or Pushes()) if self._joins else engines,
@@ -89,7 +90,7 @@ class WeightPusher:
         )
 
     def push_first(self, learner: OnlineLearner, *, version: int) -> None:
-        """Wait for the engines, and push the weights that the run begins with."""
+        """Wait for the engines, and push the weights that the run starts from."""
         run, services = self._run, self._services
         run.tell.phase("waiting for the engine")
         services.wait(run.config.placement.timeout_s)
@@ -105,7 +106,7 @@ class WeightPusher:
         Args:
             learner: The learner.
             version: Version of the weights: the step whose update produced them.
-            ahead: Rollouts that are sampled ahead, which wait for new versions.
+            ahead: Background sampling, which waits for the new version.
 
         Returns:
             Metrics of the push, of memory, and of the engines' load.

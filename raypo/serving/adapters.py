@@ -28,7 +28,7 @@ def lora_arguments(
     Args:
         section: Rank and target modules of the adapters.
         tensors: The model's tensors, which name its linear layers.
-        max_adapters: Most adapters held at a time.
+        max_adapters: Maximum number of adapters held at a time.
     """
     rank = next((rank for rank in RANKS if rank >= section.rank), section.rank)
     targets = section.target_modules
@@ -59,7 +59,7 @@ class Adapters:
 
         Args:
             known: Names and shapes of the engine's own weights.
-            most: Number of slots.
+            most: Maximum number of adapters held at a time.
         """
         self._known, self._most = known, most
         self._numbers: dict[str, int] = {}
@@ -76,7 +76,8 @@ class Adapters:
         """Load an adapter, in place of an earlier version with the same name.
 
         Raises:
-            WeightError: it arrived corrupted, does not fit the engine's model, or no slot is free.
+            WeightError: the push arrived corrupted, does not fit the engine's model, or no slot is
+                free.
         """
         self._give_number(push.name)
         self._versions.pop(push.name, None)

@@ -1,7 +1,8 @@
 """Clients of engines, reference models and reward models.
 
 `EngineClient` calls vLLM engines: replicas of a deployment, or one in this process for `raypo eval`
-(`local_handle`). What samples is written against `Engines`, which `EnginesInFlight` satisfies too.
+(`local_handle`). Code that samples uses the protocol `Engines`, which `EnginesInFlight` implements
+too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Completions = Future[list[Completion]]
 
 
 class Engines(Protocol):
-    """The engines of one worker, as everything that samples calls them."""
+    """Protocol of one worker's engines, for all code that samples."""
 
     @property
     def preferred(self) -> tuple[int, ...]:
@@ -46,7 +47,7 @@ class Engines(Protocol):
         ...
 
     def per_engine(self) -> Sequence[Engines]:
-        """Return a client for each of this worker's engines; itself if there is one."""
+        """Return one client for each engine of this worker."""
         ...
 
     def generate(
@@ -55,7 +56,7 @@ class Engines(Protocol):
         on_completion: OnCompletion | None = None,
         shared: SharedCall | None = None,
     ) -> Completions:
-        """Sample a batch that shares its steps with no other request (`Engine.generate`).
+        """Sample an exclusive batch: no other request shares its steps (`Engine.generate`).
 
         Args:
             requests: The batch.
@@ -77,8 +78,8 @@ class Engines(Protocol):
 class EngineClient:
     """Client of a deployment of engines; any number of threads and processes may use it.
 
-    `generate` and `submit` go to one engine and are repeated if it is lost. All others go to every
-    engine, and are never repeated.
+    `generate` and `submit` go to one engine and are retried if it is lost. All other methods call
+    every engine and are never retried.
     """
 
     handle: DeploymentHandle
@@ -89,7 +90,7 @@ class EngineClient:
         return self.handle.preferred
 
     def per_engine(self) -> list[EngineClient]:
-        """Return a client for each of this worker's engines; itself if there is one."""
+        """Return one client for each engine of this worker."""
         return [EngineClient(each) for each in self.handle.per_replica()]
 
     def generate(
@@ -98,7 +99,7 @@ class EngineClient:
         on_completion: OnCompletion | None = None,
         shared: SharedCall | None = None,
     ) -> Completions:
-        """Sample a batch that shares its steps with no other request (`Engines.generate`)."""
+        """Sample an exclusive batch: no other request shares its steps (`Engines.generate`)."""
         handle = self.handle.options(on_entry=on_completion, shared=shared)
         return handle.call(Engine.submit, requests, alone=True)
 
@@ -111,14 +112,15 @@ class EngineClient:
     def sample_on_all(
         self, requests: Sequence[SamplingRequest], *, joins: bool
     ) -> list[list[Completion]]:
-        """Sample the same requests on every engine that is up, or on one if none is.
+        """Sample the same requests on every engine that is up. If none is up, wait for one.
 
         Args:
             requests: The requests.
-            joins: Whether they join running batches (`submit`), instead of being their own batch.
+            joins: True lets the requests join running batches (`submit`). False makes them an
+                exclusive batch.
 
         Returns:
-            The completions of each engine. One that was just lost is left out; it loads the
+            The completions of each engine. An engine that was just lost is left out. It loads the
             required pushes before its next request.
         """
         answers = survivors(self.handle.call_all(Engine.submit, requests, alone=not joins))
@@ -135,7 +137,7 @@ class EngineClient:
 
     @property
     def names(self) -> list[str]:
-        """Name of each engine, in the order of the values of calls to all."""
+        """Name of each engine, in the order in which calls to all engines return their values."""
         return self.handle.names
 
     def wait(self, timeout_s: float) -> None:
@@ -143,7 +145,7 @@ class EngineClient:
         self.handle.wait(timeout_s)
 
     def up(self) -> EngineClient:
-        """Return the engines that are up now, for a push. Wait for one if none is."""
+        """Return a client of the engines that are up now. If none is up, wait for one."""
         return EngineClient(self.handle.up())
 
     def begin_push(self, start: PushStart) -> list[Future[Ready]]:
@@ -165,7 +167,7 @@ class EngineClient:
     def hold(
         self, *pushes: WeightSnapshot, in_flight: InFlight | None = None
     ) -> list[Future[None]]:
-        """Load those of these pushes that an engine lacks (`Engine.hold`)."""
+        """Make every engine load the pushes that it lacks (`Engine.hold`)."""
         return self.handle.control(Engine.hold, *pushes, in_flight=in_flight)
 
     def resume(self) -> list[Future[None]]:
@@ -177,7 +179,7 @@ class EngineClient:
         return self.handle.control(Engine.sleep, before_push=before_push)
 
     def wake_up(self, part: Any = None) -> list[Future[None]]:
-        """Take memory back, for `weights`, `kv_cache` or both (`Engine.wake_up`)."""
+        """Reallocate GPU memory for `weights`, `kv_cache` or both (`Engine.wake_up`)."""
         return self.handle.control(Engine.wake_up, part)
 
     def cancel_other_attempts(self, run: str, attempt: str) -> list[Future[int]]:
@@ -189,7 +191,7 @@ class EngineClient:
         return self.handle.control(Engine.drop_adapter, name)
 
     def stretch(self) -> list[Future[tuple[Load, Stretch]]]:
-        """Return the current load, and means and peaks since the last call (`Engine.stretch`)."""
+        """Return the current load, and its recent means and peaks (`Engine.stretch`)."""
         return self.handle.control(Engine.stretch)
 
     def peak_memory(self) -> list[Future[dict[str, float]]]:
@@ -213,7 +215,7 @@ class FrozenClient:
         return self.handle.control(TorchModel.sleep)
 
     def wake_up(self) -> list[Future[None]]:
-        """Take memory back of every replica."""
+        """Reallocate the GPU memory of every replica."""
         return self.handle.control(TorchModel.wake_up)
 
     def peak_memory(self) -> list[Future[dict[str, float]]]:

@@ -92,9 +92,10 @@ def _between_steps(
 class Engine:
     """vLLM engine in this process: prompts in, responses with log-probs out.
 
-    It starts with dummy weights (with `reads_weights`: the model's own) and samples only while it
-    holds a complete weight version. Requests either form an exclusive batch (`generate`) or join
-    the running batch at any step (`submit`). Weights and memory change only between two steps.
+    It starts with dummy weights, or with the model's own weights if `reads_weights` is set. It
+    samples only while it holds a complete weight version. Requests either form an exclusive batch
+    (`generate`) or join the running batch at any step (`submit`). Weights and memory change only
+    between two steps.
 
     An exception from vLLM during sampling breaks the engine: all pending requests fail, later calls
     raise, and the owner has to start a new engine. A process can hold only one engine, because vLLM
@@ -123,13 +124,13 @@ class Engine:
             model: Folder or hub id. Only its config is read, unless `reads_weights`.
             section: KV cache, prefix caching, queue limit, and further vLLM arguments.
             dtype: float32 or bfloat16.
-            max_model_len: Most tokens of prompt and response together.
-            seed: vLLM's seed, used for dummy weights; each request brings its own. If
-                `section.seeds` is `engine`, a random one replaces it.
+            max_model_len: Maximum number of tokens of prompt and response together.
+            seed: vLLM's seed, used for dummy weights. Each request has its own seed. If
+                `section.seeds` is `engine`, a random seed replaces this one.
             num_threads: CPU threads for tensor operations. None keeps the current number.
             device: None means cuda if available.
             lora: Shape of the adapters that `load_adapter` accepts. None disables adapters.
-            max_adapters: Most adapters held at a time; one batch may use all of them.
+            max_adapters: Maximum number of adapters held at a time; one batch may use all of them.
             reads_weights: Serve the model's own weights from the start, as version 0; then only
                 adapters are pushed.
             reads_text: Load the tokenizer, so that requests may have stop strings.
@@ -160,7 +161,7 @@ class Engine:
             section,
             dtype=dtype,
             max_model_len=max_model_len,
-            # With a shared random seed all engines of a run would sample the same.
+            # With a shared random seed, all engines of a run would sample the same responses.
             seed=int.from_bytes(os.urandom(4)) >> 1 if section.seeds == "engine" else seed,
             device=device,
             reads_text=reads_text,
@@ -195,7 +196,7 @@ class Engine:
         _remember(self)
 
     def __repr__(self) -> str:
-        """Return model and state. Ray's dashboard keeps the one it reads at the start."""
+        """Return model and state. Ray's dashboard keeps the text that it reads at the start."""
         serving = self._serving
         if serving.broken is not None:
             state = "broken"
@@ -234,7 +235,7 @@ class Engine:
         return self._loop.load
 
     def stretch(self) -> tuple[Load, Stretch]:
-        """Return the current load, and means and peaks since the last call of this method."""
+        """Return the current load, and its means and peaks since the last call of this method."""
         stretch = self._loop.stretch()
         return self._loop.load, stretch
 
@@ -254,7 +255,7 @@ class Engine:
         answers = self.submit(requests, alone=True)
         try:
             return [each.result() for each in answers]
-        except BaseException:  # one failed or the caller was interrupted: free the engine
+        except BaseException:  # a request failed, or the caller was interrupted: free the engine
             for each in answers:
                 each.cancel()
             raise
@@ -271,13 +272,14 @@ class Engine:
 
         Args:
             requests: The requests.
-            alone: Whether they form an exclusive batch, as in `generate`. It waits for no room.
+            alone: Whether they form an exclusive batch, as in `generate`. It bypasses the queue
+                limit.
 
         Returns:
             A future for each completion, in the order given.
 
         Raises:
-            ValueError, RuntimeError: as `generate`.
+            ValueError, RuntimeError: see `generate`.
         """
         self._require_unbroken()
         refusal = self._serving.refusal()
@@ -295,14 +297,14 @@ class Engine:
         return [*self._loop.submit(requests, alone=alone)] if requests else []
 
     def cancel_other_attempts(self, run: str, attempt: str) -> int:
-        """Cancel requests of a run's other attempts, whose callers are dead, now and in future.
+        """Cancel present and future requests of a run's other attempts, whose callers are dead.
 
         Args:
             run: Name of the run; the ids of its requests are `<run>/<attempt>`.
             attempt: The live attempt.
 
         Returns:
-            How many queued and running requests were cancelled.
+            Number of queued and running requests that were cancelled.
         """
         return self._loop.cancel_other_attempts(run, attempt)
 
@@ -333,11 +335,12 @@ class Engine:
         """Begin a weight push. The engine samples nothing until `finish_push`.
 
         If the push has an `in_flight` policy, the engine also pauses until `resume`, and new
-        requests are queued. Without one, new requests are refused, queued ones wait, and running
-        ones recompute their keys and values. An unfinished earlier push is dropped with its pause.
+        requests are queued. Without a policy, new requests are refused, queued requests wait, and
+        running requests recompute their keys and values. An unfinished earlier push is dropped with
+        its pause.
 
         Returns:
-            What the workers can receive: broadcast group and GPUs.
+            The broadcast group and the GPUs of the engine's workers.
 
         Raises:
             WeightError: the weights are asleep.
@@ -376,7 +379,7 @@ class Engine:
 
     @_between_steps
     def finish_push(self, manifest: Manifest) -> Manifest:
-        """End a push: check the weights, serve them, and invalidate the KV cache of the old ones.
+        """End a push: check and serve the weights, and invalidate the KV cache of the old weights.
 
         After any failure the engine has no version and refuses to sample until a push succeeds.
 
@@ -406,7 +409,8 @@ class Engine:
             )
         self._processes.ask("raypo_finish_push")
         if self._adapters:
-            # In a pause the adapters are pushed again before it ends, so requests can be requeued.
+            # If paused, adapters are pushed again before the pause ends, so requests can be
+            # requeued.
             in_pause = self._serving.paused is not None
             out = self._loop.restart_running if in_pause else self._loop.give_back_running
             out(adapters=self._adapters.forget_all())
@@ -468,7 +472,7 @@ class Engine:
 
     @_between_steps
     def wake_up(self, part: Literal["weights", "kv_cache"] | None = None) -> None:
-        """Take the GPU's memory back.
+        """Reallocate the GPU memory that `sleep` freed.
 
         Args:
             part: weights or kv_cache. None means both. With the weights alone the engine can
@@ -526,7 +530,7 @@ class Engine:
 
         Args:
             pushes: The base weights (if they are pushed), then an adapter (if any).
-            in_flight: As for `load_adapter`.
+            in_flight: See `load_adapter`.
 
         Raises:
             WeightError: a push is no longer stored, arrived corrupted, or does not fit this model.
@@ -540,7 +544,7 @@ class Engine:
         if found:
             self._load_all(found, in_flight)
         if self._paused_by in {kept.id for kept in pushes}:
-            self.resume()  # calls require a push only after its end; its `resume` may be lost
+            self.resume()  # this push has ended; its `resume` may be lost
 
     @_between_steps
     def _load_all(
@@ -559,7 +563,7 @@ class Engine:
             self._held[kept.adapter] = kept.id
 
     def _holds(self, kept: WeightSnapshot) -> bool:
-        """Return True if the engine holds this push, or one that replaced it."""
+        """Return True if the engine holds this push or a newer one."""
         return self._held.get(kept.adapter) == kept.id or kept.id in self._replaced
 
     @_between_steps

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 LARGE_GPU_BYTES = 70 * 1024**3
-"""GPU memory from which an engine samples more sequences at a time."""
+"""Minimum GPU memory, in bytes, for an engine to sample more sequences at a time."""
 CPU_BLOCK_TOKENS = 128
 """Tokens in a block of an engine's KV cache on CPU."""
 CPU_SEQUENCES = 32
-"""Full-length sequences that the default KV cache on CPU holds, within `CPU_KV_BYTES`."""
+"""Full-length sequences that the default KV cache on CPU holds, if `CPU_KV_BYTES` permits."""
 CPU_KV_BYTES = (1 << 29, 1 << 31)
-"""Limits of the default KV cache on CPU."""
+"""Minimum and maximum bytes of the default KV cache on CPU."""
 
 
 def engine_sequences(gpu_bytes: int | None) -> int:
@@ -18,19 +18,20 @@ def engine_sequences(gpu_bytes: int | None) -> int:
     Each sequence takes three rows of float32 logits.
 
     Args:
-        gpu_bytes: Memory of a GPU. None means that it is unknown, or that the engine is on CPUs.
+        gpu_bytes: Memory of one GPU. None means that it is unknown, or that the engine runs on
+            CPUs.
     """
     return 1024 if gpu_bytes and gpu_bytes >= LARGE_GPU_BYTES else 256
 
 
 def cpu_sequence_bytes(bytes_per_token: int, max_model_len: int) -> int:
-    """Return the bytes of the smallest KV cache on CPU that vLLM accepts: one full sequence."""
+    """Return the bytes of the smallest CPU KV cache that vLLM accepts: one full-length sequence."""
     blocks = -(-max_model_len // CPU_BLOCK_TOKENS) + 1  # one more: vLLM keeps an empty block
     return blocks * CPU_BLOCK_TOKENS * bytes_per_token
 
 
 def default_cpu_kv_bytes(bytes_per_token: int, max_model_len: int) -> int:
-    """Return the default KV cache in bytes of each process of an engine on CPU.
+    """Return the default bytes of the KV cache of each process of an engine on CPU.
 
     It holds `CPU_SEQUENCES` full-length sequences within 0.5 to 2 GiB, and always at least one.
     It applies if `rollout.engine.kv_cache_gb` is null.

@@ -82,7 +82,7 @@ class TorchModel(FrozenModel):
         Args:
             name: Folder or hub id, for messages.
             network: A Hugging Face model.
-            max_batch_tokens: Most tokens of one forward pass.
+            max_batch_tokens: Maximum number of tokens of one forward pass.
             num_threads: CPU threads for tensor operations. None keeps the current number.
         """
         super().__init__(name, num_threads=num_threads)
@@ -109,9 +109,9 @@ class TorchModel(FrozenModel):
         """Compute an answer for each sequence, in the order given.
 
         Args:
-            sequences: Prompt and response of each.
-            compute: Starts one forward pass over prompts and responses, and returns a function
-                that waits for its answers.
+            sequences: Prompt and response of each sequence.
+            compute: Function `(prompts, responses)` that starts one forward pass. It returns a
+                function that waits for the answers.
         """
         answers: dict[int, T] = {}
         batches = batches_by_tokens(
@@ -124,7 +124,7 @@ class TorchModel(FrozenModel):
         earlier: list[int] = []
         answers_of_earlier: Callable[[], Sequence[T]] = list
         # Read a batch's answers after the next pass is queued, so that the GPU does not idle while
-        # that one is packed. The last turn only reads.
+        # the next batch is packed. The empty last batch only reads.
         for rows in [*batches, []]:
             with frozen_memory_advice(self._name), self._progress.at_work():
                 started: Callable[[], Sequence[T]] = list
@@ -155,7 +155,7 @@ class ReferenceModel(TorchModel):
             model: Folder or hub id.
             dtype: float32 or bfloat16.
             temperature: Sampling temperature of the responses.
-            max_batch_tokens: Most tokens of one forward pass.
+            max_batch_tokens: Maximum number of tokens of one forward pass.
             attention: `model.attention`.
             num_threads: CPU threads for tensor operations. None keeps the current number.
         """
@@ -210,8 +210,8 @@ class RewardModel(TorchModel):
     """One replica of a reward model: rollouts in, one score for each out.
 
     If it shares the policy's vocabulary, it reads the policy's token ids. If not, it encodes the
-    text of prompt and response with its own tokenizer and chat template, and adds an end of
-    sequence if the response ended with one.
+    text of prompt and response with its own tokenizer and chat template, and appends an
+    end-of-sequence token if the response ended with one.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class RewardModel(TorchModel):
             policy: Folder or hub id of the policy, to compare vocabularies. None means always
                 encode the text.
             dtype: float32 or bfloat16.
-            max_batch_tokens: Most tokens of one forward pass.
+            max_batch_tokens: Maximum number of tokens of one forward pass.
             attention: `model.attention`.
             num_threads: CPU threads for tensor operations. None keeps the current number.
         """
@@ -244,7 +244,7 @@ class RewardModel(TorchModel):
         self._tokenizer = None if is_shared else load_tokenizer(model, key="model.reward")
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
-        """Return one score for each rollout, in the order given; NaN if it has no tokens."""
+        """Return one score for each rollout, in the order given. An empty rollout gets NaN."""
         sequences = [sequence_ids(self._tokenizer, rollout) for rollout in rollouts]
         with_tokens = [(prompt, response) for prompt, response in sequences if len(prompt)]
         scores = iter(self._in_batches(with_tokens, self._scores_of))

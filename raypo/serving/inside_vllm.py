@@ -1,7 +1,7 @@
 """Access to vLLM's internals, except those of its workers (`vllm_processes.py`).
 
-All names here are outside vLLM's stable API. A test looks each of them up in the installed sources,
-so that a version without one is noticed.
+All names here are outside vLLM's stable API. A test looks up each of them in the installed sources,
+and fails if a version lacks one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class InsideVllm:
 
     @property
     def most_running(self) -> int:
-        """Most requests in a step (`max_num_seqs`)."""
+        """Maximum number of requests in a step (`max_num_seqs`)."""
         return self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
     @property
@@ -78,10 +78,10 @@ class InsideVllm:
         return self._scheduler.requests[name]
 
     def settle(self, step: Callable[[], bool]) -> None:
-        """Drain the batches in flight of asynchronous scheduling, without scheduling new ones.
+        """Drain the batches in flight under asynchronous scheduling; schedule no new ones.
 
         Args:
-            step: Runs one engine step; returns False to stop.
+            step: Function that runs one engine step. It returns False to stop.
         """
         if not getattr(self._core, "batch_queue", None):
             return
@@ -99,7 +99,7 @@ class InsideVllm:
 
         Args:
             of_running: Also drop the keys and values of running requests, which are then
-                recomputed. vLLM counts that as a preemption of each.
+                recomputed. vLLM counts that as a preemption of each request.
         """
         return self.llm.reset_prefix_cache(reset_running_requests=of_running)
 

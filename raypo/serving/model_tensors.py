@@ -17,9 +17,9 @@ class ModelTensors:
 
     required: dict[str, tuple[int, ...]]
     optional: dict[str, tuple[int, ...]]
-    """Second names of tied tensors, and buffers."""
+    """Tensors that a push may leave out: second names of tied tensors, and buffers."""
     linear: tuple[str, ...] = ()
-    """Last components of the names of its linear layers, without the output head."""
+    """Last name components of the linear layers, such as q_proj. The output head is left out."""
 
     @classmethod
     def of(cls, model: str) -> ModelTensors:

@@ -62,8 +62,8 @@ def run_openai_server(
         name: Model name that clients request.
         section: Engine settings.
         dtype: float32 or bfloat16.
-        max_model_len: Most tokens of prompt and response together. None means as many as the model
-            and the KV cache allow.
+        max_model_len: Maximum number of tokens of prompt and response together. None means as many
+            as the model and the KV cache allow.
         host: Interface to listen on.
         port: Port to listen on.
         further: More arguments of vLLM's server; they override raypo's.
@@ -139,7 +139,7 @@ def flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def tool_parser(model: str) -> str:
-    """Return vLLM's tool-call parser for a model: llama3_json, else hermes (also for Qwen).
+    """Return vLLM's tool-call parser: llama3_json for Llama 3, hermes for all other models.
 
     Llama 3 is detected only in a local folder, never from a hub id. `--tool-call-parser` overrides
     the choice.

@@ -22,7 +22,7 @@ class Progress:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Mark the work inside as in progress."""
+        """Mark the work inside this context as in progress."""
         self.step()
         try:
             yield

@@ -1,4 +1,4 @@
-"""A trained policy on Ray Serve LLM: the config that it takes, and a server of one model."""
+"""Config of a trained policy for Ray Serve LLM, and a server for one model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def llm_config(
     Args:
         model: Folder of a run, of its best step, or of a model; or a hub id. A run with LoRA is
             served with its adapter merged.
-        name: Model name that clients request. None means the end of the path.
-        use_gpu: Whether replicas run on GPUs. None means as this machine.
+        name: Model name that clients request. None means the last component of `model`.
+        use_gpu: Whether replicas run on GPUs. None means that they do if this machine has one.
         engine_kwargs: Arguments of vLLM, which override raypo's.
         fields: Other fields of `LLMConfig`, like `deployment_config` or `accelerator_type`.
 
@@ -75,7 +75,7 @@ def llm_config(
 
 
 def serve_on_ray(config: LLMConfig, *, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve a model by Ray Serve on the connected cluster until Ctrl-C, then take it down.
+    """Serve a model with Ray Serve on the connected cluster until Ctrl-C, then shut Ray Serve down.
 
     Args:
         config: Config of the model.
@@ -84,15 +84,16 @@ def serve_on_ray(config: LLMConfig, *, host: str, port: int, ready: Callable[[st
         ready: Callback `(address)`, called once the model answers.
 
     Raises:
-        ConfigError: Ray Serve runs on the cluster already.
+        ConfigError: Ray Serve runs on the cluster already, with its own addresses.
     """
     from ray import serve
     from ray.serve.llm import build_openai_app
 
-    if serve.status().applications:
+    status = serve.status()
+    if status.proxies or status.applications:  # its proxies may listen to other machines
         raise ConfigError(
-            f"--ray: this cluster serves already ({', '.join(serve.status().applications)}). Add "
-            f"the model there: serve.run(build_openai_app({{'llm_configs': "
+            f"--ray: this cluster serves already ({', '.join(status.applications) or 'nothing'}). "
+            f"Add the model there: serve.run(build_openai_app({{'llm_configs': "
             f"[raypo.llm_config(...)]}}), name=..., route_prefix=...)."
         )
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})

@@ -19,13 +19,13 @@ class RequestState(Future[Completion]):
         alone: bool,
         give_back: Callable[[RequestState], None],
     ) -> None:
-        """Begin with a request that has not arrived yet.
+        """Wrap a request that is not queued yet.
 
         Args:
             request: The request.
             deadline: Time on the clock of `time.monotonic`. inf means no timeout.
             alone: Whether it belongs to an exclusive batch.
-            give_back: Aborts the request, in any thread, without blocking.
+            give_back: Callback that aborts the request. Called in any thread; it does not block.
         """
         super().__init__()
         self.request, self.deadline, self.alone = request, deadline, alone
@@ -36,15 +36,15 @@ class RequestState(Future[Completion]):
         self.waits = False
         """True while it is queued."""
         self.name: str | None = None
-        """vLLM's internal request id. None if vLLM does not hold it."""
+        """vLLM's internal request id. None if vLLM does not hold the request."""
         self.versions: list[tuple[int, int]] = []
-        """(index of the first token, weight version), one pair for each version it ran under."""
+        """One pair (index of the first token, version) for each weight version it ran under."""
         self.scheduled: Any = None
         """The scheduler's request object. Its `num_preemptions` stays readable after the end."""
         self.num_preemptions = 0
         """Preemptions that are already added to the engine's count."""
         self._give_back = give_back
-        # A running future ignores `Future.cancel`: the loop answers it with its tokens so far.
+        # A running future ignores `Future.cancel`. The loop resolves it with the tokens so far.
         self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:

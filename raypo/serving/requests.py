@@ -9,7 +9,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """Request for one response to one prompt. With a seed it does not depend on its batch."""
+    """Request for one response to one prompt.
+
+    With a seed, the response does not depend on other requests of its batch.
+    """
 
     prompt_ids: np.ndarray  # int32 [P]
     max_new_tokens: int
@@ -22,11 +25,12 @@ class SamplingRequest:
     seed: int | None = 0
     """Random seed. None uses the engine's own random state."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the response; the one that is sampled is its last token."""
+    """Token ids that end the response. The response keeps the stop token as its last token."""
     stop: tuple[str, ...] = ()
-    """Strings that end the response, after the token that completes one. Needs `reads_text`."""
+    """Strings that end the response once a token completes one of them. Needs `reads_text`."""
     adapter: str | None = None
-    """Name of a LoRA adapter that the engine holds. None means the base weights alone."""
+    """Name of a LoRA adapter that the engine holds. None means the base weights, without an
+    adapter."""
     id: str = ""
     """Owner, `<run>/<attempt>`. Requests of dead attempts are cancelled."""
     priority: int = 0
@@ -44,14 +48,14 @@ class Completion:
     token_ids: np.ndarray  # int32 [T], the stop token included when it was sampled
     log_probs: np.ndarray  # float32 [T]
     """Log-probs under the sampling distribution: softmax(logits / temperature), renormalised over
-    the tokens that top_p, top_k and min_p keep. Greedy: softmax(logits), at temperature 1."""
+    the tokens that top_p, top_k and min_p keep. For greedy sampling it is softmax(logits)."""
     finish_reason: str
     """stop | length; if the request was aborted: cancelled | timeout | paused."""
     weight_version: int
     """Version of the weights (of the adapter, if the request names one) that sampled the first
     token. -1 if no token was sampled."""
     later_versions: tuple[tuple[int, int], ...] = ()
-    """(index of the first token, version) for each weight update during the response."""
+    """One pair (index of the first token, version) for each weight update during the response."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Load:
     queued: int = 0
     """Requests in raypo's queue."""
     running: int = 0
-    """Requests in vLLM, sampling or waiting in its scheduler."""
+    """Requests in vLLM, either sampling or waiting in vLLM's scheduler."""
     kv_cache_use: float = 0.0
     """Share of the KV cache that is in use, 0 to 1."""
     preemptions: int = 0
@@ -100,8 +104,8 @@ def validate_request(
     """Raise on a request that would be truncated or would crash the engine.
 
     Raises:
-        ValueError: an id outside of the vocabulary, an empty prompt, no room for the response, or
-            a sampling parameter outside of its range.
+        ValueError: the prompt is empty or has an id outside the vocabulary, the response has no
+            room, or a sampling parameter is out of range.
     """
     ids = np.asarray(request.prompt_ids)
     if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):

@@ -29,7 +29,7 @@ SAID_BY_REQUESTS = {
     "max_tokens": "rollout.max_new_tokens",
     **{name: f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
 }
-"""Sampling parameter of vLLM (no engine argument) -> the config key that sets it."""
+"""Sampling parameter of vLLM, which is not an engine argument -> the config key that sets it."""
 FIXED = {
     "distributed_executor_backend": "weights are pushed into processes that raypo knows",
     "generation_config": "sampling follows the rollout section alone",
@@ -45,7 +45,7 @@ FIXED = {
 def check_extra(section: EngineSection) -> None:
     """Raise on arguments that are fixed, set by another key, or unknown to the installed vLLM.
 
-    Without vLLM, unknown arguments pass; each engine checks again on its own node.
+    If vLLM is not installed here, unknown arguments pass. Each engine checks again on its own node.
 
     Raises:
         ConfigError: names the first invalid key.
@@ -65,9 +65,9 @@ def check_extra(section: EngineSection) -> None:
 
 @cache
 def engine_argument_names() -> frozenset[str] | None:
-    """Return the fields of vLLM's dataclass `EngineArgs`; None without vLLM or without the class.
+    """Return the field names of vLLM's class `EngineArgs`. None means that the class was not found.
 
-    They are parsed from the source, which takes 0.1 s; importing vLLM takes 10 s or more.
+    The source is parsed, which takes 0.1 s, because importing vLLM takes 10 s or more.
     """
     found = find_spec("vllm")
     if found is None or found.origin is None:

@@ -49,7 +49,7 @@ class VllmModel(FrozenModel):
             kind: transformers' Auto class of the network; the files must hold all its weights.
             section: Devices and memory.
             dtype: float32 or bfloat16.
-            max_model_len: Most tokens of a sequence.
+            max_model_len: Maximum number of tokens of a sequence.
             num_threads: CPU threads for tensor operations. None keeps the current number.
             arguments: Further arguments of `vllm.LLM`.
 
@@ -99,7 +99,8 @@ class VllmModel(FrozenModel):
         """Raise if the model can never answer again; its replica is then replaced.
 
         Raises:
-            RuntimeError: one of its processes has ended, or they failed together.
+            RuntimeError: one of its processes has ended, or the workers are unusable after a
+                failure.
         """
         if (reason := self._processes.why_broken()) is not None:
             raise RuntimeError(f"{self._name} cannot go on: {reason}. Start another one.")
@@ -111,7 +112,7 @@ class VllmModel(FrozenModel):
                 self._llm.sleep(level=1)
 
     def wake_up(self) -> None:
-        """Take the GPU's memory back."""
+        """Reallocate the GPU memory that `sleep` freed."""
         if self._can_sleep:
             with self._processes.vllms_own_call():
                 self._llm.wake_up()
@@ -161,7 +162,7 @@ class VllmReference(VllmModel):
         )
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
-        """Return float32 [T] for each rollout, in the order given, at temperature 1."""
+        """Return each response's log-probs at temperature 1 in nats, float32 [T], in order."""
         sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
         return [log_probs[:, 0] for log_probs, _ in self._at_responses(sequences, 0)]
 
@@ -170,8 +171,9 @@ class VllmReference(VllmModel):
     ) -> list[TopTokens]:
         """Return the likeliest tokens at each response position (`ReferenceModel.top_log_probs`).
 
-        vLLM normalises over all logits, also those of padding rows of the embedding. If padding is
-        among the likeliest tokens, its probability is taken out again; further padding is not.
+        vLLM normalises over all logits, including those of padding rows of the embedding. If a
+        padding token is among the likeliest, the log-probs are renormalised without all padding
+        that vLLM returned.
         """
         answers = self._at_responses(sequences, count)
         if any((ids[:, 1:] >= vocabulary).any() for _, ids in answers):
@@ -186,7 +188,8 @@ class VllmReference(VllmModel):
     def _at_responses(self, sequences: Sequence[Ids], count: int) -> list[TopTokens]:
         """Return log-probs and ids, [T, 1 + count] each, at each response position.
 
-        The first column is the response's own token, the others are the likeliest, best first.
+        The first column is the response's own token. The other columns are the likeliest tokens,
+        best first.
         """
         from vllm import SamplingParams
 
@@ -218,7 +221,7 @@ class VllmReference(VllmModel):
 def _without_padding(
     log_probs: np.ndarray, ids: np.ndarray, count: int, vocabulary: int
 ) -> TopTokens:
-    """Return the first `count` tokens of each row [T, N] with ids below `vocabulary`."""
+    """Keep each row's first `count` tokens with ids below `vocabulary`, [T, N] -> [T, count]."""
     is_padding = ids >= vocabulary
     padded = np.where(is_padding, np.exp(log_probs), 0.0).sum(1, keepdims=True)
     places = np.argsort(is_padding, axis=1, kind="stable")[:, :count]
@@ -245,8 +248,8 @@ class VllmRewardModel(VllmModel):
             model: Folder or hub id.
             section: Devices and memory.
             dtype: float32 or bfloat16.
-            max_model_len: Most tokens of a rollout. Doubled if the text is encoded with the reward
-                model's own tokenizer.
+            max_model_len: Maximum number of tokens of a rollout. It is doubled if the text is
+                encoded with the reward model's own tokenizer.
             policy: Folder or hub id of the policy, to compare vocabularies. None means always
                 encode the text.
             num_threads: CPU threads for tensor operations. None keeps the current number.
@@ -268,7 +271,7 @@ class VllmRewardModel(VllmModel):
         )
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
-        """Return one score for each rollout, in the order given; NaN if it has no tokens."""
+        """Return one score for each rollout, in the order given. An empty rollout gets NaN."""
         from vllm import PoolingParams
 
         sequences = [np.concatenate(sequence_ids(self._tokenizer, each)) for each in rollouts]

@@ -1,14 +1,14 @@
 """Scheduler thread of a vLLM engine: it steps vLLM and runs everything else between two steps.
 
-Concurrency. One thread, `raypo-vllm`, starts vLLM, steps it and is the only one to touch it. It
-also owns the state of all requests, so that state needs no lock. Any number of other threads call
+Concurrency. One thread, `raypo-vllm`, starts vLLM, steps it and is the only thread that uses it. It
+also owns the state of all requests, so this state needs no lock. Any number of other threads call
 `VllmLoop` (in a replica: `replica` and `replica-control`, see `raypo.deployment.replica`).
 
 A caller appends a function to one of two lists, under the lock `_door`, which is never held during
 work or waiting for a result. The thread empties the lists before each step:
 
 - `_news` (new requests, cancellations, load queries), before every step;
-- `_calls` (weight pushes, sleep, shutdown), not while an exclusive batch runs.
+- `_calls` (weight pushes, sleep, shutdown), unless an exclusive batch runs.
 
 Callers wait in two places: for the future of their function or request, and in `submit` for a slot
 of the semaphore `_places`, which the thread releases when a request leaves the queue. The thread
@@ -92,9 +92,9 @@ class VllmLoop:
         """Start the thread, and vLLM in it; return when vLLM is ready.
 
         Args:
-            start: Creates a `vllm.LLM`. Called in the thread.
+            start: Function that creates a `vllm.LLM`. Called in the thread.
             serving: State of the engine. vLLM is stepped only while `may_step` is True.
-            max_waiting: Most requests in the queue. `submit` blocks if it is full.
+            max_waiting: Maximum number of requests in the queue. `submit` blocks if it is full.
             probes: Part of vLLM's `max_num_seqs` that is reserved for requests with negative
                 priority.
 
@@ -145,11 +145,12 @@ class VllmLoop:
     def call(self, function: Callable[[], T], *, is_urgent: bool = False) -> T:
         """Run a function in the thread, between two steps. Blocks until it has run.
 
-        In the thread itself it runs at once.
+        A call from that thread itself runs at once.
 
         Args:
             function: The function.
-            is_urgent: Whether it also runs while an exclusive batch is sampled, instead of after.
+            is_urgent: Whether the function may run while an exclusive batch is sampled. If not, it
+                runs after the batch.
 
         Raises:
             RuntimeError: the engine was shut down.
@@ -213,7 +214,7 @@ class VllmLoop:
         """Cancel requests of a run's other attempts, queued, running or yet to come.
 
         Returns:
-            How many were cancelled now.
+            Number of requests that were cancelled now.
         """
 
         def begin() -> int:
@@ -271,11 +272,11 @@ class VllmLoop:
         """Abort queued and running requests; each is answered with its tokens so far.
 
         Args:
-            are_meant: Selects the requests.
-            reason: Their finish reason.
+            are_meant: Predicate that selects the requests.
+            reason: Finish reason of the aborted requests.
 
         Returns:
-            How many were aborted.
+            Number of requests that were aborted.
         """
         waiting = (each for _, _, batch in self._queue for each in batch)
         everyone = (*waiting, *self._running.values())
@@ -288,8 +289,8 @@ class VllmLoop:
         """Abort running requests; each is answered with its tokens so far, reason `paused`.
 
         Args:
-            adapters: Only requests under these adapters; an element None stands for the engine's
-                own weights. Without this argument, all running requests.
+            adapters: Restriction to requests under these adapters, in which None stands for the
+                engine's own weights. Without this argument, all running requests are aborted.
         """
 
         def are_meant(each: RequestState) -> bool:
@@ -312,8 +313,8 @@ class VllmLoop:
     def forget_keys(self) -> bool:
         """Invalidate the KV cache of replaced weights.
 
-        Running requests recompute their keys and values. If the pause says `keep` they go on with
-        the old ones, which no new request can reuse.
+        Running requests recompute their keys and values. If the pause has the policy `keep`, they
+        continue with the old ones, which no new request can reuse.
 
         Returns:
             False if vLLM could not reset its prefix cache.
@@ -327,12 +328,13 @@ class VllmLoop:
             self._count_preemptions(each)
         is_done = self._inside.forget_keys(of_running=bool(self._running))
         for each in self._running.values():
-            # vLLM counts the reset as a preemption of each request; it is no lack of KV cache.
+            # vLLM counts the reset as a preemption of each request; it is no sign of a full KV
+            # cache.
             each.num_preemptions = each.scheduled.num_preemptions
         return is_done
 
     def note_version(self, adapter: str | None, version: int) -> None:
-        """Record for running requests that their next token comes from new weights.
+        """Record that the next token of an adapter's running requests comes from new weights.
 
         Args:
             adapter: Adapter that was replaced. None means the engine's own weights.
@@ -355,7 +357,7 @@ class VllmLoop:
                 pass
 
     def _turn(self) -> bool:
-        """Run the queued functions, then one step if any request runs; return False at the end."""
+        """Run the queued functions, then one step if any request runs; return False once closed."""
         begin = time.monotonic()
         with self._door:
             self._door.wait_for(self._is_needed, self._seconds_left())
@@ -393,7 +395,7 @@ class VllmLoop:
         return self._is_closing or bool(self._news) or has_calls or (has_requests and can_go_on)
 
     def _seconds_left(self) -> float | None:
-        """Return the seconds until the next deadline; None if no request has one."""
+        """Return the seconds until the next deadline, or None if no request has a deadline."""
         while self._deadlines and self._deadlines[0][2].done():
             heapq.heappop(self._deadlines)
         if not self._deadlines:
@@ -427,7 +429,7 @@ class VllmLoop:
         refusal = self.serving.refusal()
         if refusal is not None and self.serving.paused is None:
             for _, _, batch in self._queue:
-                if batch[0].alone:  # a push came first. Single requests stay queued until it ends.
+                if batch[0].alone:  # a push began first; other requests stay queued
                     self._fail(batch, RuntimeError(refusal))
         while self._queue and not self._runs_alone and self.serving.may_step():
             priority, _, batch = self._queue[0]
@@ -550,7 +552,7 @@ class VllmLoop:
         each.num_preemptions = each.scheduled.num_preemptions
 
     def _look(self) -> None:
-        """Update `load`, at most every `LOOK_EVERY_S` while requests run: it visits each one."""
+        """Update `load`, at most every `LOOK_EVERY_S` while requests run, as it visits them."""
         kv_cache = self._inside.kv_cache_use
         self._meter.note(queued=self._num_queued, running=len(self._running), kv_cache=kv_cache)
         now = time.monotonic()

@@ -1,6 +1,6 @@
 """vLLM's workers: how the engine calls them, and the code that runs inside them.
 
-On one device the worker is this process; on several each has a process of its own.
+With one device, the worker is this process. With several devices, each worker has its own process.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Answer:
 class VllmProcesses:
     """Caller of vLLM's workers, which also tracks whether they are still usable.
 
-    vLLM (0.32) raises the first failure that it reads, and mistakes those of the other workers for
-    their replies to the next call. Methods of `WorkerExtension` therefore return their failures.
-    After a failure in one of vLLM's own methods, several worker processes are unusable.
+    vLLM (0.32) raises the first failure that it reads, and mistakes the failures of the other
+    workers for their replies to the next call. Methods of `WorkerExtension` therefore return their
+    failures. A failure in one of vLLM's own methods makes the workers unusable if there are
+    several, or if requests are unfinished.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -77,7 +78,7 @@ class VllmProcesses:
 
     @contextmanager
     def vllms_own_call(self) -> Iterator[None]:
-        """Wrap a call of vLLM's own to its workers, and mark them as unusable if it fails."""
+        """Wrap a call that vLLM makes to its workers; mark the workers as unusable if it fails."""
         try:
             yield
         except ValueError:  # invalid input, rejected before it reached a worker
@@ -221,7 +222,7 @@ class WorkerExtension:
         tensors = (each for each in unpack(received, verify=True) if each[0] not in skipped)
         with _current_config(self.vllm_config):
             names = model.load_weights(tensors)
-        # A few models do not report names: count all as loaded.
+        # A few models report no names: count all parameters as loaded.
         self.raypo_loaded.update(_parameter_names(model) if names is None else names)
         return list(received.specs)
 

@@ -24,7 +24,7 @@ def sampling_params(request: SamplingRequest) -> Any:
         seed=request.seed,
         stop_token_ids=list(request.stop_token_ids),
         stop=list(request.stop),
-        ignore_eos=True,  # stop_token_ids has the end of sequence, if it is to stop
+        ignore_eos=True,  # stop_token_ids has the end of sequence if it is a stop token
         logprobs=0,  # only the sampled token
         flat_logprobs=True,  # lists of numbers instead of a dict and an object for each token
         detokenize=bool(request.stop),
@@ -42,7 +42,7 @@ def completion_of(
     Args:
         token_ids: Sampled tokens.
         log_probs: vLLM's `FlatLogprobs` of the tokens. None if there are no tokens.
-        finish_reason: Reason for `Completion.finish_reason`.
+        finish_reason: Value of `Completion.finish_reason`.
         versions: (index of the first token, weight version), in order.
     """
     # If two versions have the same first token, only the later one has sampled it: `dict` keeps it.

@@ -32,10 +32,11 @@ DEFAULTS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-"""Otherwise the first token waits for a C++ compiler, for a function of three lines."""
+"""Variables that disable torch.compile. With torch.compile, the first token would wait for a C++
+compiler, which compiles a function of three lines."""
 
 IN_ANOTHER_PROCESS = "in a background process"
-"""Part of vLLM's message, without a cause, when one of its workers fails to start."""
+"""Part of vLLM's message when one of its workers fails to start. That message names no cause."""
 
 
 def prepare_environment(*, eager: bool) -> None:
@@ -126,17 +127,18 @@ def engine_arguments(
     reads_text: bool = False,
     probes: int = 0,
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`. `section.extra` overrides them; probes come on top.
+    """Return the arguments of `vllm.LLM`. `section.extra` overrides them.
 
     Args:
         model: Folder or hub id.
         section: Engine settings.
         dtype: float32 or bfloat16.
-        max_model_len: Most tokens of prompt and response together; -1 means vLLM's choice.
+        max_model_len: Maximum number of tokens of prompt and response together. -1 means vLLM's
+            choice.
         seed: vLLM's own seed.
         device: cpu or cuda.
         reads_text: Load the model's tokenizer, which stop strings need.
-        probes: Slots in addition to `max_num_seqs`.
+        probes: Slots to add to `max_num_seqs`, also if `section.extra` sets it.
 
     Raises:
         ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -198,6 +200,6 @@ def device_memory(extra: dict[str, Any]) -> int:
 
 
 def parallel_arguments(tensor_parallel: int) -> dict[str, Any]:
-    """Return vLLM's arguments for its processes: in-process for one device, else one per device."""
+    """Return vLLM's process arguments: one device runs in-process, several get one worker each."""
     executor = "uni" if tensor_parallel == 1 else "mp"
     return {"tensor_parallel_size": tensor_parallel, "distributed_executor_backend": executor}

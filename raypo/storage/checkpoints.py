@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,11 @@ def find_checkpoint(place: str) -> str:
     """Return the path or URI of the checkpoint that a user names.
 
     Args:
-        place: Location of a run (meaning its newest checkpoint), of its `best/`, or of a
+        place: Location of a run, of its `best/`, or of a checkpoint. A run stands for its newest
             checkpoint.
 
     Raises:
-        ConfigError: there is no checkpoint, or the run's list of them is cut short.
+        ConfigError: there is no checkpoint, or the run's list of checkpoints is cut short.
     """
     files = RunFiles.at(place)
     if files.read(STATE) is not None:
@@ -60,12 +63,28 @@ SCORE = "checkpoint/score"
 """Metric by which Ray Train ranks checkpoints. Higher is better, regardless of `best_mode`."""
 
 
+def score_of(
+    metrics: Mapping[str, float], *, best_by: str | None, best_mode: str
+) -> dict[str, Any]:
+    """Return the score that ranks a step's checkpoint; empty if `checkpoint.best_by` is not set.
+
+    The score is the metric of `checkpoint.best_by`, or its negative, so that higher is better.
+    """
+    if best_by is None:
+        return {}
+    # A step that did not measure the metric gets the lowest score. Left to itself, Ray 2.60 ranks
+    # such a checkpoint as the best under the order `min` and deletes the real best; and it writes
+    # NaN as null, so that each later resume fails with a TypeError.
+    value = metrics.get(best_by, math.nan) * (1 if best_mode == "max" else -1)
+    return {SCORE: value if math.isfinite(value) else -sys.float_info.max}
+
+
 MANIFEST = "manifest.json"
-"""File in a checkpoint with the size and the digest of every other one. It is written last."""
+"""File in a checkpoint with the size and the digest of each other file. It is written last."""
 
 
-class DamagedCheckpointError(RuntimeError):
-    """No checkpoint of a run is whole, or not the one that it begins with."""
+class DamagedCheckpointError(ConfigError):
+    """All checkpoints of a run are damaged, or the one that the run starts from is."""
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
@@ -74,15 +93,15 @@ def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, compared with its manifest.
+    """Compare the files of a checkpoint with its manifest, and return the damage.
 
     Args:
         directory: Local folder of the checkpoint.
-        rank: This worker. The workers of a run divide the files among themselves.
+        rank: Rank of this worker. Each worker checks a part of the files.
         count: Number of workers.
 
     Returns:
-        A text for each damaged file of this worker's part. Empty if they are whole.
+        A text for each damaged file of this worker's part. Empty if no file is damaged.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
@@ -109,27 +128,34 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def no_whole_checkpoint(damaged: Mapping[str, str], run: RunFiles) -> DamagedCheckpointError:
-    """Return the error of a run that finds no checkpoint without damage.
+def no_whole_checkpoint(
+    damaged: Mapping[str, str], run: RunFiles, *, is_own: bool = True
+) -> DamagedCheckpointError:
+    """Return the error for a run whose checkpoints are all damaged.
 
     Args:
-        damaged: Checkpoint -> what is wrong with it. Not empty.
-        run: The run that resumes.
+        damaged: Checkpoint -> description of its damage. At least one. Ray Train's paths have no
+            scheme.
+        run: The run that has written them.
+        is_own: False for another run's, which `from_checkpoint` names.
     """
     lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())
-    others = {below(run.location, name) for name in _folders(run)} - damaged.keys()
-    remedy = f"Set from_checkpoint to {max(others)}" if others else "Restore them from a copy"
+    others = _folders(run) - {parent_and_name(place)[1] for place in damaged}
+    remedy, give_up = "Restore them from a copy", "start over (--fresh; in Python fresh=True)"
+    if others:
+        remedy = f"Set from_checkpoint to {below(run.location, max(others))}"
+    if not is_own:
+        give_up = "begin with a model's weights: remove from_checkpoint and set model.policy"
     return DamagedCheckpointError(
-        f"{run.location}: no checkpoint is whole:{lines}\n{remedy}, or start over (--fresh; in "
-        f"Python fresh=True)."
+        f"{run.location}: no checkpoint is whole:{lines}\n{remedy}, or {give_up}."
     )
 
 
 def mend_list(files: RunFiles) -> str | None:
     """Rewrite Ray Train's list of checkpoints if it is cut short or names folders that are gone.
 
-    Ray Train writes the list in place, so a kill or a full disk may cut it short. It would not
-    start with such a list, nor with one that names a missing folder.
+    Ray Train writes the list in place, so a kill or a full disk may cut it short. Ray Train could
+    not start with such a list, or with a list that names a missing folder.
 
     Args:
         files: Folder of a run that is about to resume.
@@ -152,12 +178,15 @@ def mend_list(files: RunFiles) -> str | None:
         gone = ", ".join(sorted({name for name, _ in listed} - found))
         problem = f"checkpoints of it are missing: {gone}"
     except ValueError:
-        states = {name: checkpoint_state(below(files.location, name)) for name in found}
-        steps = {name: state["step"] for name, state in states.items() if "step" in state}
-        kept = [
-            (name, {**states[name]["metrics"], "step": steps[name]})
-            for name in sorted(steps, key=lambda name: steps[name])
-        ]
+        section = (files.config() or {}).get("checkpoint", {})
+        by = {"best_by": section.get("best_by"), "best_mode": section.get("best_mode", "max")}
+        kept = []
+        for name in found:
+            with suppress(DamagedCheckpointError):
+                if state := checkpoint_state(below(files.location, name)):
+                    step, metrics = state["step"], state["metrics"]
+                    kept.append((name, {**metrics, "step": step, **score_of(metrics, **by)}))
+        kept.sort(key=lambda each: (each[1].get(SCORE, 0.0), each[1]["step"]))
         problem = "it is cut short"
     if not kept:
         raise no_whole_checkpoint({CHECKPOINTS: problem}, files)
@@ -171,10 +200,20 @@ def _folders(run: RunFiles) -> set[str]:
 
 
 def checkpoint_state(checkpoint: str) -> dict[str, Any]:
-    """Return the run's own state from a checkpoint: the step, and the state of its recipe."""
-    return json.loads(RunFiles.at(checkpoint).read(STATE) or b"{}")
+    """Return raypo's own state in a checkpoint: the step, and the state of the recipe.
+
+    Raises:
+        DamagedCheckpointError: the file is cut short.
+    """
+    try:
+        return json.loads(RunFiles.at(checkpoint).read(STATE) or b"{}")
+    except ValueError:
+        raise DamagedCheckpointError(
+            f"{checkpoint}: {STATE} is cut short. Restore it from a copy, or name another "
+            f"checkpoint in from_checkpoint."
+        ) from None
 
 
 def config_of(checkpoint: str) -> dict[str, Any]:
-    """Return the config of the run whose folder contains a checkpoint; empty if there is none."""
+    """Return the config of the run whose folder contains a checkpoint. Empty without a run."""
     return RunFiles.at(parent_and_name(checkpoint)[0]).config() or {}

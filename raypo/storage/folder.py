@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 TEMPORARY = ".partial-"
-"""Prefix of files that are being written; they are never synced."""
+"""Prefix of files that are being written. Such files are never synced."""
 
 
 def open_folder(storage_path: str, name: str) -> Folder:
-    """Return the folder of one run; a storage path with a scheme (s3://, file://) is remote.
+    """Return the folder of one run. It is remote if the storage path has a scheme (s3://, file://).
 
     File names are relative to the folder, like `rollouts/step_00001.parquet`.
     """
@@ -34,13 +35,13 @@ def open_folder(storage_path: str, name: str) -> Folder:
 
 
 def below(location: str, *names: str) -> str:
-    """Join names to a path or URI; the options of a URI stay at its end."""
+    """Append names to a path or URI. The options of a URI stay at its end."""
     path, mark, options = _without_options(location)
     return "/".join([path.rstrip("/"), *names]) + mark + options
 
 
 def parent_and_name(location: str) -> tuple[str, str]:
-    """Split a path or URI into parent and name; the options of a URI stay with the parent."""
+    """Split a path or URI into parent and name. The options of a URI stay with the parent."""
     path, mark, options = _without_options(location)
     parent, _, name = path.rstrip("/").rpartition("/")
     return parent + mark + options, name
@@ -51,7 +52,7 @@ def _without_options(location: str) -> tuple[str, str, str]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: readers see either the old content or the new."""
+    """Write a file atomically: readers see either the old content or the new content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
@@ -67,7 +68,7 @@ def link_tree(source: str | Path, target: str | Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Convert a value for JSON: numbers that are not finite become null, arrays become lists."""
+    """Convert a value for JSON. Numbers that are not finite become null; arrays become lists."""
     if hasattr(value, "tolist"):  # numpy, torch
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -94,7 +95,7 @@ class Folder:
             return None
 
     def stage(self, name: str) -> Path:
-        """Return the local path of a file, ready to append to; create its folder."""
+        """Return the local path of a file, ready for appending. Its folder is created."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -105,7 +106,7 @@ class Folder:
         return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
     def written_at(self, name: str) -> float | None:
-        """Return a file's modification time, in seconds since 1970; None if it does not exist."""
+        """Return a file's modification time in seconds since 1970. None if there is no file."""
         path = self.path / name
         return path.stat().st_mtime if path.exists() else None
 
@@ -114,10 +115,10 @@ class Folder:
         (self.path / name).unlink(missing_ok=True)
 
     def sync(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Copy changed files to the final location; a no-op here, as files are written in place.
+        """Copy changed files to the final location. A no-op here: files are written in place.
 
         Args:
-            wanted: Whether to copy the files of this name directly in the folder, or below it.
+            wanted: Filter of names directly in the folder. True copies the file or subfolder.
         """
 
     def remove(self) -> None:
@@ -129,7 +130,7 @@ class Folder:
 class RemoteFolder(Folder):
     """A temporary local folder whose changed files are copied to a URI at each sync.
 
-    Files that this process has written are read locally, all others from the URI.
+    Files that this process has written are read locally. All other files are read from the URI.
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
@@ -183,9 +184,9 @@ class RemoteFolder(Folder):
             if self._synced.get(name) == stamp or not wanted(name.partition("/")[0]):
                 continue
             target = self._remote(name)
-            folder = target.rpartition("/")[0]
-            if folder not in self._made:
-                self._file_system.create_dir(folder, recursive=True)
+            if (folder := target.rpartition("/")[0]) not in self._made:
+                create = partial(self._file_system.create_dir, folder, recursive=True)
+                retried(create, f"creating {folder}")
                 self._made.add(folder)
             copy_to(path, target, self._file_system)
             self._synced[name] = stamp
@@ -239,7 +240,7 @@ def copy_to(
 
 
 def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:
-    """Return the file system of a URI and the path in it; `key` is the config key for errors.
+    """Return the file system of a URI, and the path in it. `key` is the config key for messages.
 
     Raises:
         ConfigError: pyarrow does not know the scheme, or cannot open the URI.

@@ -30,6 +30,6 @@ def from_parquet(content: bytes, columns: Sequence[str] | None = None) -> pa.Tab
     import pyarrow.parquet as pq
 
     names = None if columns is None else list(columns)
-    # No Arrow threads: a process that exits while they live may abort after all its work
-    # (https://github.com/apache/arrow/issues/34314).
+    # Use no Arrow threads: a process that exits while these threads live may abort after all its
+    # work is done (https://github.com/apache/arrow/issues/34314).
     return pq.ParquetFile(pa.BufferReader(content)).read(columns=names, use_threads=False)

@@ -1,4 +1,4 @@
-"""Repeat of reads and writes that fail for a while: a full disk, a URI that does not answer."""
+"""Retries of reads and writes after temporary errors: a full disk, a URI that does not answer."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import TypeVar
 T = TypeVar("T")
 
 WAITS_S = (5.0, 15.0, 45.0)
-"""Seconds before the second, third and fourth attempt. There is no fifth."""
+"""Seconds to wait before the second, third and fourth attempt. There is no fifth attempt."""
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Errors that another attempt would not change."""
+"""Errors that another attempt would not fix."""
 
 
 class StorageError(RuntimeError):
-    """Error: storage refused all attempts of a read or write."""
+    """All attempts at a read or write failed."""
 
 
 def retried(
     work: Callable[[], T], what: str, *, tell: Callable[[str], None] = lambda message: None
 ) -> T:
-    """Return the result of `work`, which is repeated a few times if it raises an OSError.
+    """Call `work` and return its result. If it raises an OSError, retry it a few times.
 
     Args:
-        work: Work that may be repeated from its beginning: it must not wait for other workers.
-        what: What it does, for messages, like `writing metrics.jsonl`.
-        tell: Callback for a message about each failed attempt. The log gets it too.
+        work: Function that can be repeated from its beginning. It must not wait for other workers.
+        what: Description of the work for messages, like `writing metrics.jsonl`.
+        tell: Callback for a message about each failed attempt. The message is also logged.
 
     Raises:
         StorageError: the last attempt failed.
-        OSError: a file or a permission is missing; this is not repeated.
+        OSError: a file or a permission is missing. Such errors are not retried.
     """
     for wait_s in WAITS_S:
         try:

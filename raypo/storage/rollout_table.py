@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 PART = "reward/"
-"""Prefix of the columns for named reward parts: `reward/format`. Null if a sample lacks one."""
+"""Prefix of the columns for named reward parts, like `reward/format`. Missing parts are null."""
 
 
 def rollout_schema() -> pa.Schema:
-    """Return the schema of `rollouts/step_00001.parquet`; rows need the non-nullable columns."""
+    """Return the schema of `rollouts/step_00001.parquet`. Rows need all non-nullable columns."""
     import pyarrow as pa
 
     def needed(name: str, kind: pa.DataType) -> pa.Field:
@@ -53,7 +53,7 @@ def rollout_schema() -> pa.Schema:
 
 
 def _episode(pa: Any) -> pa.DataType:
-    """Return the type of `raypo.types.Episode`; null without an environment."""
+    """Return the column type of `raypo.types.Episode`. It is null without an environment."""
     use = pa.struct(
         [
             ("name", pa.string()),
@@ -75,7 +75,7 @@ def _episode(pa: Any) -> pa.DataType:
 
 
 def rollout_table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return rows as a table of `rollout_schema`, plus a column per named part of their rewards.
+    """Return rows as a table of `rollout_schema`, plus a column for each named part of the rewards.
 
     Raises:
         ValueError: a row has an unknown column, or lacks a required one.
@@ -107,7 +107,7 @@ def merged(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's cells: labels become text, NaN becomes null."""
+    """Return a row's cells. Labels become text, and NaN becomes null."""
     cells = dict(row)
     label = row.get("label")
     if label is not None and not isinstance(label, str):
@@ -132,7 +132,7 @@ def _with_utf_8(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value that json cannot write: numpy to lists and numbers, others to text."""
+    """Convert a value that json cannot write: NumPy to lists and numbers, other types to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

@@ -46,7 +46,7 @@ GIVEN_MODELS = "given_models"
 _BEFORE_CONFIG = re.compile(
     rf"{_LOGS}|{GIVEN_ROWS}|{GIVEN_MODELS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*"
 )
-"""Files that a run may leave if it dies before it writes its config; the marker is Ray Train's."""
+"""Files that a run may leave if it dies before it writes its config. Ray Train makes the marker."""
 _WRITTEN = re.compile(
     rf"{_METRICS}|{_CONFIG}|{_SUMMARY}|{_INPUTS}|{_ROLLOUTS}|{_TIMELINE}|checkpoint_.*|"
     rf"{'|'.join(_MODELS)}"
@@ -56,16 +56,16 @@ _ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
 
 
 def is_given(path: str) -> bool:
-    """Return whether a path or URI is a file of rows that were passed to a trainer in Python."""
+    """Return whether a path or URI is a file of rows that a trainer was given in Python."""
     return parent_and_name(parent_and_name(path)[0])[1] == GIVEN_ROWS
 
 
 class RunFiles:
     """Reads and writes the files of one run.
 
-    In a local folder writes are immediate. With a URI (s3://, gs://, file://) writes go to a
-    temporary local folder, and `sync` copies the changed files. Reads return what this process
-    wrote, else the content at the URI. Only one process writes metrics and rollouts.
+    In a local folder writes are immediate. With a URI (s3://, gs://, file://), writes go to a
+    temporary local folder, and `sync` copies the changed files. Reads return the content that this
+    process wrote, if any, or the content at the URI. Only one process writes metrics and rollouts.
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
@@ -86,7 +86,7 @@ class RunFiles:
 
     @classmethod
     def at(cls, location: str) -> RunFiles:
-        """Return the files of a run, given its folder or URI."""
+        """Return the `RunFiles` of a run, given its folder or URI."""
         if "://" in location:
             storage_path, name = parent_and_name(location)
         else:  # a folder's last name may be "." or ".."
@@ -94,9 +94,9 @@ class RunFiles:
         return cls(storage_path, name)
 
     def new_stage(self) -> Path:
-        """Create a folder for writing a checkpoint, inside the run folder if that is local.
+        """Create a folder for writing a checkpoint. It is inside the run folder if that is local.
 
-        For a URI, the folder is a local temporary one.
+        For a URI, it is a local temporary folder.
         """
         if not self.is_local:
             return Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
@@ -109,21 +109,22 @@ class RunFiles:
             shutil.rmtree(path, ignore_errors=True)
 
     def exists(self) -> bool:
-        """Return whether the run was started before, that is, has a config."""
+        """Return whether the run was started before, which means that it has a config."""
         return self._folder.read(_CONFIG) is not None
 
     def sync(self, *, models: bool | None = None) -> None:
-        """Copy changed files to the URI; a no-op for a local folder.
+        """Copy changed files to the URI. A no-op for a local folder.
 
         Args:
-            models: True copies only the trained models, False all but these. None copies all.
+            models: True copies only the trained models, False all other files. None copies all
+                files.
         """
         self._folder.sync(lambda name: models is None or models == (name in _MODELS))
 
     # Metrics: one JSON object per line.
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the line of a step; values that are not finite become null."""
+        """Append the line of a step. Values that are not finite become null."""
         path = self._folder.stage(_METRICS)
         line = json.dumps(finite({"step": step, **metrics}))
 
@@ -138,7 +139,7 @@ class RunFiles:
         retried(append, f"writing {_METRICS}")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics by step; null becomes NaN, and an incomplete last line is dropped."""
+        """Return the metrics by step. Null becomes NaN, and an incomplete last line is dropped."""
         content = self._folder.read(_METRICS) or b""
         rows = [json.loads(line) for line in _whole_lines(content).splitlines()]
         return [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
@@ -190,7 +191,7 @@ class RunFiles:
         retried(lambda: replace_file(self.folder / name, content), f"writing {name}")
 
     def rollout_steps(self, *, held_out: bool = False) -> list[int]:
-        """Return the completed steps with saved rollouts, or held-out samples, ascending."""
+        """Return the completed steps with saved rollouts (or held-out samples), ascending."""
         names = [_ROLLOUT_NAME.fullmatch(name) for name in self._folder.names(_ROLLOUTS)]
         kind, last_step = "held_out" if held_out else "step", self.last_step()
         steps = (int(match[2]) for match in names if match and match[1] == kind)
@@ -199,7 +200,7 @@ class RunFiles:
     def rollouts(
         self, step: int, *, held_out: bool = False, columns: Sequence[str] | None = None
     ) -> list[dict[str, Any]]:
-        """Return the rollouts, or held-out samples, of a step as rows; empty if there are none.
+        """Return the rollouts (or held-out samples) of a step as rows. Empty if there are none.
 
         Args:
             step: The step.
@@ -212,13 +213,13 @@ class RunFiles:
         return from_parquet(content, columns).to_pylist()
 
     def append_timeline(self, worker: str, line: Mapping[str, Any]) -> None:
-        """Append a line to `timeline/<worker>.jsonl`; each worker has its own file."""
+        """Append a line to `timeline/<worker>.jsonl`. Each worker has its own file."""
         path = self._folder.stage(f"{_TIMELINE}/{worker}.jsonl")
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def timeline(self) -> list[dict[str, Any]]:
-        """Return the lines of all workers, worker by worker; incomplete lines are dropped."""
+        """Return the lines of all workers, worker by worker. Incomplete lines are dropped."""
         lines: list[dict[str, Any]] = []
         for name in self._folder.names(_TIMELINE):
             for line in (self._folder.read(f"{_TIMELINE}/{name}") or b"").splitlines():
@@ -260,13 +261,13 @@ class RunFiles:
         return self._folder.written_at(name)
 
     def names(self) -> list[str]:
-        """Return the names in the run folder, sorted; empty if the folder does not exist."""
+        """Return the sorted names in the run folder. Empty if the folder does not exist."""
         return self._folder.names()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`; values that are not finite become null.
+        """Write `summary.json`. Values that are not finite become null.
 
-        The changed inputs that the run has accepted are added.
+        The changed inputs that the run has accepted are added to it.
         """
         if accepted := (self.inputs() or {}).get("accepted"):
             summary = {**summary, "accepted_inputs": accepted}
@@ -301,7 +302,7 @@ class RunFiles:
         self._folder.remove()
 
     def check_unused(self) -> None:
-        """Refuse a folder without a config that holds files of something other than a run.
+        """Refuse a folder that has no config but holds files other than those of a run.
 
         Raises:
             ConfigError: the folder has such files. A run could overwrite them.
@@ -315,7 +316,7 @@ class RunFiles:
             )
 
     def is_running(self) -> bool | None:
-        """Return whether a process holds the run's lock; None for a URI, which has no lock."""
+        """Return whether a process holds the run's lock. None for a URI, which has no lock."""
         if not self.is_local:
             return None
         if not self._lock_path.exists():
@@ -328,12 +329,12 @@ class RunFiles:
 
     @property
     def _lock_path(self) -> Path:
-        # Beside the folder, not in it: it outlives `remove`, which happens under the lock.
+        # The lock file lies beside the folder, because `remove` deletes the folder under the lock.
         return self.folder.parent / f".{self.name}.lock"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the run's lock, without waiting. A URI cannot be locked, so then this is a no-op.
+        """Hold the run's lock, without waiting for it. A no-op for a URI, which has no lock.
 
         Raises:
             ConfigError: another process holds the lock.
@@ -380,5 +381,5 @@ def _rollouts_name(step: int, held_out: bool) -> str:
 
 
 def _whole_lines(content: bytes) -> bytes:
-    """Drop an incomplete last line, whose writer was killed."""
+    """Drop a last line that is incomplete because its writer was killed."""
     return content[: content.rfind(b"\n") + 1]

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PATIENCE_STEPS, PATIENCE_S = 10.0, 600.0
-"""A run is silent if it wrote nothing for longer than both: this many of its steps, and seconds."""
+"""Thresholds in steps and in seconds. A run is silent if its last write is older than both."""
 RECENT_STEPS = 10
-"""Number of steps whose median is reported as the seconds per step."""
+"""Number of recent steps whose median time is reported as the seconds per step."""
 _HEADS = ("run", "recipe", "status", "step", "score", "last", "a step", "left")
 
 
@@ -44,7 +44,7 @@ class RunStatus:
     step_s: float | None
     """Seconds per step. None means unknown."""
     go_on: str
-    """Command to continue with."""
+    """Command with which the user can continue."""
     notes: tuple[str, ...] = ()
     """Additional remarks, a sentence each."""
     unit: str = "step"
@@ -52,14 +52,14 @@ class RunStatus:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left of a running run; None if it is not running or unknown."""
+        """Estimated seconds left. None if the run is not running, or if the time is unknown."""
         if self.status != "running" or self.step_s is None or self.total is None:
             return None
         return (self.total - self.done) * self.step_s
 
 
 def run_status(files: RunFiles, now: float) -> RunStatus | None:
-    """Return the status of a run from its files; None if the folder has no run.
+    """Return the status of a run, read from its files. None if the folder has no run.
 
     Args:
         files: Files of the run.
@@ -72,7 +72,7 @@ def run_status(files: RunFiles, now: float) -> RunStatus | None:
     age_s = max(now - written, 0.0) if written is not None else None
     step_s = _step_seconds(rows)
     is_silent = age_s is not None and age_s > max(PATIENCE_S, PATIENCE_STEPS * (step_s or 0.0))
-    # After a resumed run was killed, the summary is that of the attempt before.
+    # If a resumed run was killed, the summary still describes the attempt before it.
     done = rows[-1]["step"] if rows else 0
     ended = summary["status"] if summary and summary.get("steps", done) >= done else None
     status = status_of(files, ended, is_silent=is_silent)
@@ -124,12 +124,13 @@ def _step_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def status_of(files: RunFiles, ended: str | None, *, is_silent: bool) -> str:
-    """Return running, dead, or the status of the summary.
+    """Return running, dead, or the status in the summary.
 
     Args:
         files: Files of the run.
         ended: Status in the summary. None means that this attempt has no summary.
-        is_silent: True if nothing was written for long. It decides at a URI, which has no lock.
+        is_silent: True if nothing was written for long. It is decisive for a URI, which has no
+            lock.
     """
     is_running = files.is_running()
     if is_running:
@@ -140,14 +141,14 @@ def status_of(files: RunFiles, ended: str | None, *, is_silent: bool) -> str:
 
 
 def shown_location(location: str) -> str:
-    """Return a folder relative to the current one if it is below it; a URI is unchanged."""
+    """Return a folder as a relative path if it is below the current one. A URI is unchanged."""
     path = Path(location)
     is_below = "://" not in location and path.is_relative_to(Path.cwd())
     return str(path.relative_to(Path.cwd())) if is_below else location
 
 
 def table(runs: Sequence[RunStatus]) -> Table:
-    """Return a table with a line per run, without empty columns; only names may wrap."""
+    """Return a table with a line per run, without empty columns. Only names may wrap."""
     from rich.table import Table
 
     found = Table(box=None, pad_edge=False, header_style="")
@@ -173,7 +174,7 @@ def progress(run: RunStatus) -> str:
 
 
 def facts(run: RunStatus) -> list[tuple[str, str]]:
-    """Return what is known of a run as pairs of heading and text."""
+    """Return the known facts of a run as pairs of heading and text."""
     timing = [f"{duration(run.age_s)} ago"] if run.age_s is not None and run.done else []
     timing += [f"{run.step_s:.3g} s per {run.unit}"] if run.step_s is not None else []
     timing += [f"about {duration(run.left_s)} left"] if run.left_s is not None else []
@@ -189,7 +190,7 @@ def facts(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _scores(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Return the last finite value of each headline metric, or its initial one if there is none."""
+    """Return the last finite value of each headline metric, or else its initial value."""
     found: list[tuple[str, float]] = []
     for metric in HEADLINES:
         values = [row[metric.name] for row in rows if math.isfinite(row.get(metric.name, math.nan))]

@@ -23,12 +23,13 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the summary of a run: its status, and the first and last values of its metrics.
 
-    `first` is the value before the first update: the first row for metrics of rollouts, and the
-    initial evaluation for evaluation metrics (`eval/initial_score_mean` for `eval/score_mean`).
+    `first` is the value before the first update. For metrics of rollouts, it comes from the first
+    row. For evaluation metrics, it comes from the initial evaluation (`eval/initial_score_mean` for
+    `eval/score_mean`).
 
     Args:
         rows: The run's metrics by step, ascending, each with the key `step`.
-        status: How the run ended.
+        status: Status with which the run ended.
         recipe: The run's recipe.
         wall_s: Duration of the run in seconds, measured from the driver's start, over all attempts.
         versions: Versions of the installed packages.
@@ -52,22 +53,23 @@ def summarize(
 
 
 FATES = ("trained", "filtered", "failed", "dropped")
-"""Outcomes of a sample in the step that takes it: `rollout/samples_<fate>`."""
+"""Outcomes of a sample in the step that takes it, counted by `rollout/samples_<fate>`."""
 
 
 def sample_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the number of samples of a PPO run by outcome; empty for other recipes.
+    """Return the number of samples of a PPO run by outcome. Empty for other recipes.
 
-    `sampled` is the sum of the others except `asked_again`. `carried` samples were requested but
-    used by no step, because the run stopped first. If the run began with another run's
-    checkpoint, samples carried over from that run count, and its other samples do not.
+    `sampled` is the sum of all other counts except `asked_again`. `carried` samples were requested
+    but not used by any step, because the run stopped first. If the run began with another run's
+    checkpoint, samples that were carried over from that run count, but the other run's other
+    samples do not.
     """
     rows = [row for row in rows if "rollout/samples_asked" in row]
     if not rows:
         return {}
     carried = rows[-1]["rollout/samples_carried"]
     begins_with = 0
-    if rows[0]["step"] > 1:  # the last step of the run before
+    if rows[0]["step"] > 1:  # last step of the earlier run
         begins_with, rows = rows[0]["rollout/samples_carried"], rows[1:]
     totals = {
         name: sum(row.get(f"rollout/samples_{name}", 0) for row in rows)

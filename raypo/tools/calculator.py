@@ -12,7 +12,7 @@ from raypo.tools.calls import ToolError
 
 MAX_CHARS = 1000
 MAX_BITS = 4096
-"""Maximum size of an integer, including intermediate results."""
+"""Maximum size of an integer in bits, also in intermediate results."""
 
 
 def _round(number: float, digits: int = 0) -> float:
@@ -49,7 +49,7 @@ async def calculator(expression: str) -> str:
             max, sqrt, exp, log, log2, log10, sin, cos, tan, floor, ceil, gcd.
 
     Raises:
-        ToolError: it is no such expression, or has no result.
+        ToolError: the expression is invalid, or has no result.
     """
     if len(expression) > MAX_CHARS:
         raise ToolError(f"an expression has at most {MAX_CHARS} characters")

@@ -2,8 +2,8 @@
 
 A tool is an async function or method. Its types and its docstring (in Google's style) describe the
 arguments, so chat templates accept it directly
-(`tokenizer.apply_chat_template(..., tools=[tool])`). It returns a text for the model, and raises
-`ToolError` for mistakes of the model.
+(`tokenizer.apply_chat_template(..., tools=[tool])`). A tool returns a text for the model, and
+raises `ToolError` for mistakes of the model.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MARKS = {
     "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
     "<|python_start|>": "<|python_end|>",  # Llama 4
 }
-"""Maps the mark that opens tool calls to the one that closes them. The end of the response or the
-next call also closes a call."""
+"""Opening mark of tool calls -> closing mark. A call also ends at the next call, or with the
+response."""
 PYTHON_TAG = "<|python_tag|>"
 """Tag that Llama 3 may write before a call."""
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
@@ -43,8 +43,8 @@ _SPACE = re.compile(r"\s*")
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
-# A value is written verbatim and may contain any of these tags, so it ends only where the rest of
-# the call follows.
+# A value is written verbatim and may contain any of these tags, so it ends only where its closing
+# tag is followed by the rest of the call.
 _VALUE_END = re.compile(
     r"\n?</parameter>\s*(?=<parameter=[^>\n]+>|</function>\s*(?:</tool_call>|<function=|\Z))"
 )
@@ -55,14 +55,14 @@ _PYTHON = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _NO_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
-"""Errors of Python's parser; TypeError if a dictionary is used as a key."""
+"""Errors of Python's parser. TypeError means that a dictionary is used as a key."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 heard: ContextVar[Callable[[ToolUse], None]] = ContextVar("heard", default=lambda use: None)
-"""Callback for each use of a tool; each episode sets its own."""
+"""Callback for each use of a tool. Each episode sets its own callback."""
 
 
 class ToolError(Exception):
-    """A model's mistake in a tool call; the message is returned to the model."""
+    """A model's mistake in a tool call. The message is returned to the model."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
     """Return the tool calls in a response, in order; an empty list if there are none.
 
     With marks, these forms are recognised: Hermes and Qwen (JSON in `<tool_call>`, or a list of
-    calls as SmolLM2 writes it), Qwen3-Coder (`<function=...>` in it), Mistral (`[TOOL_CALLS]`) and
-    LFM2 (`<|tool_call_start|>[f(x=1)]`). Without marks, a response is a call only if it contains
-    nothing else: JSON like Llama 3's, or a list of Python calls like Llama 4's. Marks may be
-    special tokens, so decode the text with them. Calls in a thought, before `</think>`, are
-    ignored.
+    calls as SmolLM2 writes it), Qwen3-Coder (`<function=...>` inside `<tool_call>`), Mistral
+    (`[TOOL_CALLS]`) and LFM2 (`<|tool_call_start|>[f(x=1)]`). Without marks, a response is a call
+    only if it contains nothing else: JSON like Llama 3's, or a list of Python calls like Llama 4's.
+    Marks may be special tokens, so decode the text with them. Calls in a thought, before
+    `</think>`, are ignored.
 
     Args:
         text: The response, decoded with special tokens.
@@ -107,7 +107,7 @@ def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]
     if not tag and not is_opened:
         return _split(text, 0, tools)
     if not is_opened and not _can_split(thought, tools):
-        # Either the tag is part of an argument of a call, which parses as a whole, or the prompt
+        # Either `</think>` is part of an argument, so that the whole response parses, or the prompt
         # has opened a thought that mentions a mark.
         with suppress(ToolError):
             return _split(text, 0, tools)
@@ -128,8 +128,8 @@ def _split(text: str, begin: int, tools: Tools) -> tuple[str, list[ToolCall]]:
     calls, place, first, can_end_early = [], begin, None, False
     while True:
         mark = _MARK.search(text, place)
-        # If a value contains tags of its own form, the call may have been closed too early. Then
-        # the real closing tags are left over.
+        # If a value contains tags like those of the call, the call may have been closed too early.
+        # The real closing tags are then left over.
         if can_end_early and _STRAY.search(text[place : mark.start() if mark else len(text)]):
             raise ToolError("a tool call can be read in two ways: its tags stand in a value too")
         if mark is None:
@@ -149,12 +149,12 @@ def _bare_calls(text: str) -> list[ToolCall]:
             found = found if end == len(text) else []
     keys = [set(each) if isinstance(each, dict) else set() for each in found]
     if not all("name" in own and own & {"arguments", "parameters"} for own in keys):
-        return []  # a JSON answer may have a name too
+        return []  # a JSON answer may have a `name` too
     return [_call(each) for each in found]
 
 
 async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
-    """Return the result of the tool that a call names; in an episode the use is recorded.
+    """Run the tool that a call names, and return its result. In an episode, the use is recorded.
 
     Raises:
         ToolError: there is no such tool, its arguments are invalid, or the tool raises it.
@@ -192,9 +192,9 @@ async def _answer(tools: Sequence[Tool], asked: ToolCall) -> str:
 
 
 async def answer_calls(response: str, tools: Sequence[Tool]) -> list[str]:
-    """Run the tool calls in a response and return their results; empty if there are none.
+    """Run the tool calls in a response, and return their results. Without calls, the list is empty.
 
-    A mistake of the model becomes the result `error: ...`.
+    If the model made a mistake, the result is `error: ...`.
     """
     try:
         calls = parse_tool_calls(response, tools)
@@ -229,7 +229,7 @@ def _calls_at(text: str, place: int, closing: str, tools: Tools) -> tuple[list[T
 
 
 def _functions_at(text: str, place: int, tools: Tools) -> tuple[list[Any], int]:
-    """Parse calls in the form of Qwen3-Coder."""
+    """Parse calls in Qwen3-Coder's format."""
     found: list[Any] = []
     while function := _FUNCTION.match(text, place):
         name, place, arguments = function[1], function.end(), {}
@@ -249,7 +249,7 @@ def _functions_at(text: str, place: int, tools: Tools) -> tuple[list[Any], int]:
 
 
 def _objects_at(text: str, place: int) -> tuple[list[Any], int]:
-    """Parse a JSON object, a list of them, or a list of Python calls, to a list of objects."""
+    """Parse a JSON object, a list of these, or a list of Python calls. Return a list of objects."""
     try:
         found, end = _json_at(text, place, "a tool call is")
         return (found if isinstance(found, list) else [found]), end
@@ -277,7 +277,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _end_of_list(text: str, place: int) -> int | None:
-    """Return the end of a Python list that begins at `place`; None if there is no whole one."""
+    """Return the end of the Python list that begins at `place`. None if the list is incomplete."""
     depth = 0
     for part in _PYTHON.finditer(text, place) if text.startswith("[", place) else ():
         if part["unclosed"]:
@@ -312,7 +312,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _parameters(name: str, tools: Tools) -> Mapping[str, Any]:
-    """Return the JSON schemas of a tool's arguments; empty if the tool is unknown."""
+    """Return the JSON schemas of a tool's arguments. They are empty if the tool is unknown."""
     for tool in tools:
         if isinstance(tool, Mapping):
             described = tool.get("function", tool)
@@ -349,7 +349,7 @@ def _call(found: Any) -> ToolCall:
                 raise ToolError(f"{what} not JSON alone: {text[end:]:.100}")
     if not isinstance(arguments, dict):
         raise ToolError('a tool call is {"name": "...", "arguments": {...}}')
-    try:  # normalise to what JSON can represent
+    try:  # convert to plain JSON values
         told = json.dumps([found["name"], arguments], ensure_ascii=False, allow_nan=False)
         return ToolCall(*json.loads(told.encode()))
     except (ValueError, TypeError, RecursionError) as error:

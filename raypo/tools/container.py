@@ -1,4 +1,4 @@
-"""Programs and commands of a model in a container under gVisor, by Ray's sandboxes.
+"""Execution of a model's programs and commands in a gVisor container, through Ray's sandboxes.
 
 Concurrency. Ray's calls block, so each runs in a thread. A lock lets one command at a time run in
 the container of a sandbox. A timer thread removes the container of a command that takes too long.
@@ -23,15 +23,18 @@ REMEDY = (
     "(package erofs-utils) on PATH of every node, and access to the registry of its image. Install "
     "them, or use raypo.tools.sandbox.PythonSandbox, which needs neither."
 )
-# The output is cut within the container, so that it cannot fill the memory of this process. It is
-# encoded, because Ray 2.60 fails at bytes that are no UTF-8. The exit code is that of the command.
+# The output is cut inside the container, so that it cannot fill the memory of this process. It is
+# base64-encoded, because Ray 2.60 fails on bytes that are not UTF-8. The dot after it shows that
+# the command has ended, rather than the container. The exit code is the command's.
 _CUT = """exec 3>&1
-exit "$( { { "$@" 2>&1 3>&- 4>&-; echo $? >&4; } | head -c "$0" | base64 >&3; } 4>&1 )"
+code="$( { { "$@" 2>&1 3>&- 4>&-; echo $? >&4; } | head -c "$0" | base64 >&3; } 4>&1 )"
+echo . >&3
+exit "$code"
 """
 
 
 class ContainerSandbox:
-    """Runs commands in a container of its own, which keeps its files from one call to the next.
+    """Runs commands in its own container, whose files persist from one call to the next.
 
     gVisor runs the container, so a program reaches gVisor's kernel and not that of the host. The
     container starts with the first call, and ends with `close()`, with the process, or with a
@@ -49,15 +52,15 @@ class ContainerSandbox:
         memory_mb: int = 0,
         network: str = "none",
     ) -> None:
-        """Store the settings; nothing is started here.
+        """Store the settings. The first call starts the container.
 
         Args:
-            image: Image like `python:3.12-slim`, or the path of its tar archive. It has sh, head
-                and base64, and for `python` also python3.
+            image: Image like `python:3.12-slim`, or the path of its tar archive. It must have sh,
+                head and base64; `python` also needs python3.
             time_limit_s: Wall-clock limit of a command, in seconds.
             start_timeout_s: Time limit for pulling the image and starting the container, in
                 seconds.
-            max_output_chars: Maximum length of the output; the rest is dropped.
+            max_output_chars: Maximum length of the output in characters. The rest is dropped.
             cpus: Number of cores. 0 means no limit.
             memory_mb: Memory in MB. 0 means no limit.
             network: `none`, or one of Ray's other modes, like `public`.
@@ -114,7 +117,8 @@ class ContainerSandbox:
                 self._id = self._id or _runtime().create(**self._create)
             except (RayError, OSError) as error:
                 raise SandboxError(f"{error} {REMEDY}") from error
-            # The timeout of Ray 2.60 waits for the command to end, so the container is removed.
+            # Remove the container at the time limit, because Ray 2.60's own timeout waits for the
+            # command.
             is_late = threading.Event()
             timer = threading.Timer(self._time_limit_s, self._end_container, (is_late,))
             timer.daemon = True
@@ -126,9 +130,19 @@ class ContainerSandbox:
                 raise SandboxError(f"the container has ended: {error}") from error
             finally:
                 timer.cancel()
+                timer.join()  # it may have begun to remove the container
+            packed, end, _ = ended.stdout.partition(".")
             if is_late.is_set():
                 self._id = None
-        text = base64.b64decode(ended.stdout).decode(errors="replace")
+            elif not end:
+                self._remove()
+                raise SandboxError(
+                    f"the container has ended, perhaps for lack of memory (exit code "
+                    f"{ended.exit_code}): {ended.stderr.strip()}"
+                )
+        packed = "".join(packed.split())
+        whole = packed[: len(packed) // 4 * 4]  # a container that ends cuts it anywhere
+        text = base64.b64decode(whole).decode(errors="replace")
         kept = text[: self._max_output_chars]
         exit_code = None if is_late.is_set() else ended.exit_code
         return Ran(kept, exit_code, is_cut=len(text) > len(kept))
@@ -151,7 +165,7 @@ class ContainerSandbox:
 
 @cache
 def _runtime() -> SandboxRuntime:
-    """Return the runtime of this process."""
+    """Return the sandbox runtime that all containers of this process share."""
     from ray.experimental.sandbox import SandboxRuntime
 
     return SandboxRuntime()

@@ -13,7 +13,8 @@ from pathlib import Path
 from raypo.tools.calls import ToolError
 
 LOOK_EVERY = 50
-"""SQLite VM instructions between two checks of the deadline; one may search a whole text."""
+"""SQLite VM instructions between two checks of the deadline. A single one may search a long
+text."""
 _TOLD_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "foreign_key_list"}
 _READING = {
     sqlite3.SQLITE_SELECT,
@@ -31,7 +32,7 @@ _TEMPORARY = {
 MAX_PAGES = 65536
 """Size limit of a writable copy: 256 MB at the usual page size."""
 _LIMITS = {
-    sqlite3.SQLITE_LIMIT_ATTACHED: 0,  # no other file: neither ATTACH nor VACUUM INTO
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,  # no other files by ATTACH or VACUUM INTO
     sqlite3.SQLITE_LIMIT_LENGTH: 10**5,
     sqlite3.SQLITE_LIMIT_COLUMN: 100,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 10**5,
@@ -41,10 +42,10 @@ _LIMITS = {
 
 
 class Database:
-    """A SQLite database with the tool `sql`, for one episode, or for several that only read.
+    """A SQLite database with the tool `sql`, for one episode, or read-only for several episodes.
 
-    A query can open no other file, and only changes to a copy persist between queries. A query is
-    interrupted at the time limit, or when its caller is cancelled.
+    A query cannot open other files. Of its effects, only changes to a writable copy persist. A
+    query is interrupted at the time limit, or when its caller is cancelled.
 
     One thread runs the queries, one at a time, for all event loops.
     """
@@ -62,11 +63,11 @@ class Database:
 
         Args:
             path: A database file.
-            writable: Let queries change a copy in memory, which `close` discards. Otherwise the
-                database is read-only.
+            writable: Whether queries may change a copy in memory, which `close` discards. If False,
+                the database is read-only.
             time_limit_s: Time limit of a query, in seconds.
-            max_rows: Maximum number of rows in a result; the result says if rows were cut.
-            max_chars: Maximum length of a result.
+            max_rows: Maximum number of rows in a result. The result says if rows were left out.
+            max_chars: Maximum length of a result in characters.
 
         Raises:
             ValueError: the file is not a SQLite database.
@@ -99,7 +100,7 @@ class Database:
             query: The statement.
 
         Raises:
-            ToolError: it is wrong, not allowed or took too long.
+            ToolError: the statement is wrong, not allowed or took too long.
         """
         loop, is_left = asyncio.get_running_loop(), threading.Event()
         try:
@@ -125,7 +126,7 @@ class Database:
             raise ToolError(f"SQL error: {error}{late}") from None
 
     def _told(self, cursor: sqlite3.Cursor) -> str:
-        """Format the result, fetching no more rows than it shows."""
+        """Format the result. Only the rows that it shows are fetched."""
         if cursor.description is None:
             changed = cursor.rowcount
             return f"done, {changed} rows changed" if changed >= 0 else "done"
@@ -140,12 +141,12 @@ class Database:
 
 
 def _may_write(action: int, name: str | None, *_: str | None) -> int:
-    """Authorize an action on a writable copy: no settings of the connection, no temporary files."""
+    """Authorize an action on a writable copy, except connection settings and temporary files."""
     is_told = action != sqlite3.SQLITE_PRAGMA or name in _TOLD_PRAGMAS
     return sqlite3.SQLITE_OK if is_told and action not in _TEMPORARY else sqlite3.SQLITE_DENY
 
 
 def _may_read(action: int, name: str | None, *_: str | None) -> int:
-    """Authorize an action on a database shared by episodes: reading only."""
+    """Authorize an action on a read-only database that episodes share: only reading is allowed."""
     is_told = action == sqlite3.SQLITE_PRAGMA and name in _TOLD_PRAGMAS
     return sqlite3.SQLITE_OK if is_told or action in _READING else sqlite3.SQLITE_DENY

@@ -2,7 +2,7 @@
 
     python -I -S jail.py < jail.json     the fields of `Jail` as a JSON object
 
-The program gets new Linux namespaces, none of which needs root: processes (those that it leaves
+The program gets new Linux namespaces, none of which needs root: processes (any that it leaves
 behind are killed with it), mounts (its root is an empty file system in memory, with Python and the
 system's libraries read-only), network (there is none), users (it is nobody, without capabilities)
 and System V IPC. The kernel enforces the limits on memory, processes and files; system calls that
@@ -13,10 +13,11 @@ when its own parent dies. It writes one line of JSON to the file descriptor `rep
 `{"status": the status of waitpid, "timed_out": bool}`, or `{"failed": reason}` if the host does not
 support the sandbox.
 
-Why not bubblewrap (bwrap 0.8 was tried): it maps one user only. Started by root, as in most
-containers, its program is root outside. Then the kernel applies no limit on processes (60 ran under
-a limit of 8), and started by nobody it cannot read a Python below /root. Its file system in memory
-has no limit on the number of files. The seccomp filter and the limits would stay our own code.
+Reasons against bubblewrap (bwrap 0.8 was tried): it maps a single user. If root starts it, as in
+most containers, its program is root outside. The kernel then applies no limit on processes (60 ran
+under a limit of 8). If the user nobody starts it, it cannot read a Python below /root. Its file
+system in memory has no limit on the number of files. We would still need our own code for the
+seccomp filter and the limits.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ NEW_ROOT = "/sys"
 """Mount point of the program's root: a folder that every Linux has and that contains no Python."""
 ROOM = NEW_ROOT + "/room"
 """The program's `/`. It is a chroot below the new root, because the kernel refuses user namespaces
-to chrooted processes, and with them most of the ways to attack it."""
+to chrooted processes. Most attacks on the kernel need user namespaces."""
 HOME = "/sandbox"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
-# From the kernel's headers; the same on all architectures.
+# Constants of the kernel's headers; they are the same on all architectures.
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 1, 2, 4, 32
@@ -62,7 +63,7 @@ MACHINES = ("x86_64", "aarch64")
 AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 SYS_PIVOT_ROOT, SYS_SOCKET = (155, 41), (41, 198)
 REFUSED = {
-    # Memory that is in no address space and no file, so that no limit applies.
+    # These allocate memory outside of address spaces and files, so that no limit applies.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -70,7 +71,7 @@ REFUSED = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
     "vmsplice": (278, 75),
-    # Large parts of the kernel's attack surface that programs do not need.
+    # These are large parts of the kernel's attack surface, and programs do not need them.
     "io_uring_setup": (425, 425),
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
@@ -79,7 +80,7 @@ REFUSED = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
-"""Refused system calls and their numbers on each of MACHINES."""
+"""Refused system calls, with their numbers on each machine of MACHINES."""
 FAMILIES = (1, 2, 10)
 """Allowed socket families: AF_UNIX, AF_INET, AF_INET6. Others are refused because some, such as
 AF_VSOCK of virtual machines, belong to no network namespace."""
@@ -120,23 +121,23 @@ def main(jail: Jail) -> None:
     if program == 0:
         try:
             _become(jail)
-        except (OSError, ValueError) as error:  # ValueError: of setrlimit
+        except (OSError, ValueError) as error:  # setrlimit raises ValueError
             _report(jail, {"failed": str(error)})
             os._exit(1)
     received = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, jail.time_limit_s)
     with suppress(ProcessLookupError):
-        os.kill(program, signal.SIGKILL)  # init: all of its namespace dies too
+        os.kill(program, signal.SIGKILL)  # it is init: its namespace dies with it
     _, status = os.waitpid(program, 0)
     _report(jail, {"status": status, "timed_out": received is None})
 
 
 def _leave_namespaces() -> None:
-    """Enter new namespaces, with the capabilities of root in them until the program starts."""
+    """Enter new namespaces, with root's capabilities in these until the program starts."""
     ready, unshared = os.pipe()
     supervisor = os.getpid()
     helper = os.fork()
-    # A helper outside writes the maps: this process no longer knows its own ids once it has left,
-    # and mapping two users takes root outside.
+    # A helper outside writes the user maps, because this process no longer knows its own ids
+    # inside, and because only root outside may map two users.
     if helper == 0:
         os.close(unshared)
         os.read(ready, 1)
@@ -157,7 +158,7 @@ def _leave_namespaces() -> None:
 
 
 def _map_users(supervisor: int) -> None:
-    """Write the user maps: nobody inside is the caller outside, or nobody if the caller is root."""
+    """Map the user nobody inside to the caller outside, or to nobody if the caller is root."""
     user, group = os.geteuid(), os.getegid()
     with_root = "\n0 0 1" if user == 0 else ""  # root must map itself to read its own files
     if user != 0:
@@ -179,7 +180,7 @@ def _become(jail: Jail) -> NoReturn:
         resource.RLIMIT_FSIZE: jail.file_bytes,
         resource.RLIMIT_NOFILE: jail.files,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: jail.processes + (os.geteuid() != 0),  # the supervisor counts too
+        resource.RLIMIT_NPROC: jail.processes + (os.geteuid() != 0),  # add the supervisor
     }
     for limit, most in limits.items():
         resource.setrlimit(limit, (most, most))
@@ -297,7 +298,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def _make_read_only(path: str) -> None:
-    """Make a path read-only with all mounts below it; a remount would not change those."""
+    """Make a path read-only, with all mounts below it. A remount would not change these mounts."""
     wanted = _MountAttributes(set=MS_RDONLY | MS_NOSUID | MS_NODEV)
     size = ctypes.c_size_t(ctypes.sizeof(wanted))
     done = _libc.syscall(

@@ -1,7 +1,7 @@
 """Sandboxed execution of a model's Python code.
 
-Each program runs under a supervisor process, the script `jail.py`. Tasks on any event loop of this
-process wait for one of the slots in `_turns`, by polling.
+Each program runs under a supervisor process, the script `jail.py`. Programs need a slot in
+`_turns`, for which tasks of all event loops of this process poll.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REMEDY = (
 
 
 class SandboxError(RuntimeError):
-    """This host does not support the sandbox; no program was run."""
+    """This host does not support the sandbox, so no program was run."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Ran:
     output: str
     """Interleaved stdout and stderr, truncated to the limit."""
     exit_code: int | None
-    """Negative for a signal that killed the program. None means that the time limit did."""
+    """Exit code of the program. If a signal killed the program, it is the negative signal number.
+    None means that the time limit ended the program."""
     is_cut: bool = False
     """True if output was truncated."""
 
@@ -59,12 +60,12 @@ def text_for_model(ran: Ran, time_limit_s: float) -> str:
 LOOK_EVERY_S = 0.02
 _turns: dict[int, threading.BoundedSemaphore] = {}
 """Maps a concurrency limit to the semaphore of this process. All sandboxes share it, because each
-episode may make one, and synchronous methods run in event loops of their own."""
+episode may create a sandbox, and synchronous methods run in separate event loops."""
 _lines: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = (
     WeakValueDictionary()
 )
 """Maps an event loop and a concurrency limit to a semaphore, which bounds the tasks that poll
-`_turns`. It lives as long as a program runs or waits."""
+`_turns`. An entry lives while one of its programs runs or waits."""
 
 
 class PythonSandbox:
@@ -88,16 +89,16 @@ class PythonSandbox:
         readable: Sequence[str | Path] = (),
         at_once: int | None = None,
     ) -> None:
-        """Store the limits; nothing is started here.
+        """Store the limits. Nothing is started yet.
 
         Args:
             time_limit_s: Wall-clock limit of a program, in seconds; waiting for a slot does not
                 count.
             memory_mb: Address space of each process in MB; exceeding it raises MemoryError.
             processes: Maximum number of concurrent processes and threads.
-            file_mb: Total size of the program's files in MB; they are in memory too.
+            file_mb: Total size of the program's files in MB. The files are in memory, too.
             files: Maximum number of files, and of open file descriptors.
-            max_output_chars: Maximum length of the output; the rest is dropped.
+            max_output_chars: Maximum length of the output in characters. The rest is dropped.
             readable: Folders to read and import from, besides Python's own. If the caller is root,
                 the folders must be readable for all users.
             at_once: Maximum number of concurrent programs in this process, over all sandboxes with
@@ -154,7 +155,7 @@ class PythonSandbox:
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=(report,),
                     env={},
-                    start_new_session=True,  # Ctrl-C must not kill it: the run ends it
+                    start_new_session=True,  # Ctrl-C must not kill it: the run itself ends it
                 )
             finally:
                 os.close(report)
@@ -176,7 +177,7 @@ class PythonSandbox:
         """Send the program, and return its output and whether the output was truncated."""
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(ConnectionError):  # it failed to start; the report says why
+        with suppress(ConnectionError):  # the supervisor failed to start; its report says why
             process.stdin.write(request.encode())
             await process.stdin.drain()
         process.stdin.close()

@@ -29,18 +29,18 @@ _RESULTS = {
     "eval/accuracy": "held-out accuracy",
     "train/loss": "loss",
 }
-"""Metrics of a run's last line: the first that the run has."""
+"""Metrics for the last line of a run, which shows the first one that the run has."""
 _WIDTH = 24
 """Width of a bar in characters, and number of steps in the curve."""
 
 
 class Console:
-    """Console of a run: a live view on a terminal, plain lines elsewhere and in CI."""
+    """Console of a run: a live view on a terminal, or plain lines elsewhere and in CI."""
 
     def __init__(
         self, stream: TextIO | None = None, *, config: Mapping[str, Any] | None = None
     ) -> None:
-        """Prepare the console; nothing is written before `start`.
+        """Prepare the console. Nothing is written before `start`.
 
         Args:
             stream: Output stream. None means standard output. The live view is used if the stream
@@ -68,7 +68,7 @@ class Console:
         dashboard_token: str | None = None,
         rows: Sequence[Mapping[str, float]] = (),
     ) -> None:
-        """Write the run's name, folder and dashboard; the token only on a live terminal.
+        """Write the run's name, folder and dashboard. Show the token only on a live terminal.
 
         Other output may be stored, so it must not contain the token.
 
@@ -78,7 +78,7 @@ class Console:
             dashboard_url: URL of the Ray dashboard. None means that there is none.
             folder: Folder of the run's files.
             dashboard_token: Token of the Ray dashboard. None means that it needs none.
-            rows: Steps of earlier commands, as history for the warnings of a resumed run.
+            rows: Metrics of the steps of earlier commands, for the warnings of a resumed run.
         """
         self._num_steps, self._folder, self._rows = num_steps, str(folder), [*rows]
         if self._live:
@@ -110,7 +110,7 @@ class Console:
     def step(self, metrics: Mapping[str, float]) -> None:
         """Write the line of a completed step and its new warnings.
 
-        Without the key `step`, the steps are counted.
+        If the metrics lack the key `step`, the console counts the steps itself.
         """
         self._step = int(metrics.get("step", self._step + 1))
         self._has_step = True
@@ -133,7 +133,7 @@ class Console:
         """Remove the live view and report how the run ended. Idempotent.
 
         Args:
-            status: How it ended, in a word.
+            status: Status with which the run ended, in a word.
             wall_s: Duration from the run's summary, in seconds. None means unknown.
         """
         if self._closed:
@@ -174,7 +174,7 @@ class LiveView(Progress):
         self.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a completed step; a missing metric keeps its last value."""
+        """Show the metrics of a completed step. A missing metric keeps its last value."""
         self._metrics |= metrics
         curve = metrics.get("rollout/score_mean", metrics.get("train/loss", math.nan))
         self._curve = [*self._curve, curve][-_WIDTH:]
@@ -193,8 +193,9 @@ class LiveView(Progress):
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """Format a step as one line; missing metrics are omitted."""
-    columns = sorted(_COLUMNS, key=lambda each: each.name.startswith("eval/"))  # rare: last
+    """Format a step as one line. Missing metrics are left out."""
+    # Metrics of evaluations come last, because most steps lack them.
+    columns = sorted(_COLUMNS, key=lambda each: each.name.startswith("eval/"))
     return "  ".join(
         [f"step {step:{len(str(num_steps))}d}/{num_steps}", *_values(columns, metrics)]
     )

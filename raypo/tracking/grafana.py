@@ -25,9 +25,9 @@ ROWS: dict[str, tuple[Plot, ...]] = {
     ),
     **PLOTS,
 }
-"""Panels by row: an overview, the replicas now, and a row for each section of the report."""
+"""Panels by row: an overview, the current replicas, and a row for each section of the report."""
 REPLICAS = ("engine", "replica")
-"""Sections of metrics that replicas export all the time, and their label: the actor's name."""
+"""Prefixes of the metrics that replicas export all the time. Their label is the actor's name."""
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -36,7 +36,7 @@ def expression(metric: str, selector: str | None = None) -> str:
 
     Args:
         metric: Name or pattern of a metric.
-        selector: Labels. None means those of the selected runs.
+        selector: Label matchers. None means those of the selected runs.
     """
     if selector is None:
         kind = _label_of(metric)

@@ -23,7 +23,7 @@ class _RunLog(logging.FileHandler):
     """Handler of `log_to_file`, a subclass so that later calls can find it."""
 
     on_print: Callable[[str], None] | None = None
-    """Callback `(line)`, called on records of the root logger itself."""
+    """Callback `(line)` for records of the root logger itself."""
     _has_shown = False
     """True once a function other than a callback has printed."""
 
@@ -33,7 +33,8 @@ class _RunLog(logging.FileHandler):
         if record.name != "root" or self.on_print is None:
             return
         caller, text = _users_caller(), record.getMessage().strip()
-        if caller == _CALLBACKS:  # they run once a step, and exist to show something
+        # Show all that callbacks print: they run once a step, and exist to show something.
+        if caller == _CALLBACKS:
             self.on_print(f"printed: {text}")
         elif caller is not None and not self._has_shown:
             self._has_shown = True
@@ -48,10 +49,10 @@ def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = No
 
     Args:
         path: Log file to append to; its folder is created.
-        on_print: Callback `(line)`, called with all that the user's callbacks print, and with the
-            first line that another function of the user's prints, which names the log file. Ray
-            Train turns `print` in its workers into a record of the root logger, which libraries
-            do not use.
+        on_print: Callback `(line)` for all that the user's callbacks print, and for the first line
+            that other functions of the user print; that line also names the log file. Ray Train
+            turns `print` in its workers into a record of the root logger, which libraries do not
+            use.
     """
     handler = _handler(Path(path).absolute())
     if on_print is not None:
@@ -62,7 +63,7 @@ def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = No
             if old is not handler and (isinstance(old, _RunLog) or _writes_to_console(old)):
                 logger.removeHandler(old)
         if logger is root or not logger.propagate:
-            logger.addHandler(handler)  # a no-op if it has it already
+            logger.addHandler(handler)  # a no-op if the logger has it already
     if root.getEffectiveLevel() > logging.INFO:
         root.setLevel(logging.INFO)
     logging.captureWarnings(True)
@@ -92,9 +93,9 @@ def _loggers_apart() -> list[logging.Logger]:
 
 
 def _users_caller() -> str | None:
-    """Return the module of raypo that called the user's code which printed; None if none did.
+    """Return the module of raypo that called the printing user code. None if a library printed.
 
-    Libraries print too: DeepSpeed its compiler commands, `datasets` a bytecode listing by `dis`.
+    Libraries print too: DeepSpeed prints compiler commands, and `datasets` prints bytecode.
     """
     is_users = False
     frame = sys._getframe(1)

@@ -28,11 +28,11 @@ class Sink(Protocol):
     """Destination of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of one step, all of them finite."""
+        """Send the metrics of one step. All values are finite."""
         ...
 
     def close(self) -> None:
-        """Wait until everything is sent; called once, after the last `write`."""
+        """Wait until everything is sent. Called once, after the last `write`."""
         ...
 
 
@@ -59,7 +59,7 @@ class Sinks:
             folder: Local folder for the run's files.
             name: The run's name.
             config: The resolved config, for sinks that show it.
-            first_step: Next step to be written; a resumed run continues the same curves.
+            first_step: Next step to be written. A resumed run continues the same curves.
 
         Raises:
             ConfigError: a package is not installed.
@@ -92,7 +92,7 @@ class Sinks:
 
 
 def check_installed(section: LoggingSection) -> None:
-    """Raise if a sink is enabled and its package is not installed; imports nothing.
+    """Raise if the package of an enabled sink is not installed. Nothing is imported.
 
     Raises:
         ConfigError: a package is not installed.
@@ -196,7 +196,7 @@ class RayMetrics(Sink):
         self._closed.set()
 
     def _repeat(self) -> None:
-        """Set the gauges again, because Ray drops one that was not set for some seconds."""
+        """Set all gauges repeatedly, because Ray drops a gauge that is not set for some seconds."""
         while not self._closed.wait(REPEAT_GAUGES_S):
             with self._lock:
                 self._set()
@@ -215,7 +215,7 @@ class RayMetrics(Sink):
 
 
 def prometheus_name(metric: str) -> str:
-    """Return `raypo_rollout_score_mean` for `rollout/score_mean`; Ray prepends `ray_`."""
+    """Return a metric's name in Prometheus, like raypo_rollout_score_mean. Ray prepends `ray_`."""
     return f"raypo_{re.sub(r'[^a-zA-Z0-9_*]', '_', metric)}"
 
 

@@ -14,7 +14,7 @@ HPARAMS_SUFFIX = ".hparams"
 
 
 class TensorBoard:
-    """Writes the metrics of each step as scalars, which are on disk when `write` returns.
+    """Writer of the metrics of each step as scalars. They are on disk when `write` returns.
 
     It uses tensorboardX's record writer directly: `SummaryWriter` writes from its own thread, and
     its `flush` does not wait for that thread, so a killed run would lose its last steps.
@@ -24,7 +24,7 @@ class TensorBoard:
         """Open a new event file.
 
         Args:
-            folder: Folder for event files; it may contain those of earlier attempts.
+            folder: Folder for event files. It may contain the files of earlier attempts.
             first_step: Next step to be written. TensorBoard hides this and later steps of earlier
                 files, so that a resumed run has one curve.
             suffix: Suffix of the file name. Empty means the id of this process.
@@ -42,13 +42,13 @@ class TensorBoard:
         self._writer.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step, all of them finite."""
+        """Write the metrics of one step. All values are finite."""
         scalars = [self._summary.Value(tag=k, simple_value=float(v)) for k, v in metrics.items()]
         self.add(step, summary=self._summary(value=scalars))
         self._writer.flush()
 
     def add(self, step: int, **content: Any) -> None:
-        """Write one event; the next `write` or `close` flushes it to disk."""
+        """Write one event. The next `write` or `close` flushes it to disk."""
         event = self._events.Event(wall_time=time.time(), step=step, **content)
         self._writer.write_event(event)
 
@@ -60,12 +60,12 @@ class TensorBoard:
 def write_hparams(
     folder: str | Path, point: Mapping[str, Any], metrics: Mapping[str, float], *, step: int
 ) -> None:
-    """Write a trial for TensorBoard's HParams page, replacing that of an earlier call.
+    """Write a trial for TensorBoard's HParams page, in place of the one from an earlier call.
 
     Args:
         folder: The trial's run folder.
         point: Maps keys of the run config to the values of the trial.
-        metrics: The last metrics of the trial; those that are not finite are omitted.
+        metrics: The last metrics of the trial. Values that are not finite are left out.
         step: The step of these metrics.
     """
     from tensorboardX.summary import hparams

@@ -3,8 +3,9 @@
 Every worker appends a line per step to `timeline/worker_<rank>.jsonl`:
 `{"step": 1, "spans": [[track, name, begin, end], ...]}`, times in seconds since 1970.
 
-`ray timeline` cannot show this: it needs RAY_PROFILING=1 before Ray starts, knows tasks but no
-phases, and is lost with the cluster. These files persist, and a resumed run appends to them.
+`ray timeline` cannot show this: it needs RAY_PROFILING=1 before Ray starts, it shows tasks but no
+phases, and it is lost with the cluster. The files of raypo persist, and a resumed run appends to
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Span = tuple[str, str, float, float]
 """Track (worker or replica), name, begin and end, in seconds since 1970."""
 
 MAX_KEPT = 10_000
-"""Maximum number of spans buffered between two reports; the oldest are dropped first."""
+"""Maximum number of spans buffered between two reports. The oldest spans are dropped first."""
 
 _calls: deque[Span] = deque(maxlen=MAX_KEPT)
 _lock = threading.Lock()
@@ -41,7 +42,7 @@ def write_spans(
     phases: Sequence[clock.Span],
     beside: Sequence[clock.Span] = (),
 ) -> None:
-    """Append the timeline of one step of this worker: its phases, and its calls meanwhile.
+    """Append a step of this worker to the timeline: its phases, and its calls during these.
 
     Args:
         files: Files of the run.

@@ -13,18 +13,18 @@ from raypo.metrics.catalogue import Row
 PATIENCE = 3
 """Number of consecutive steps for which a condition must hold, so that one outlier is ignored."""
 MAX_KL_PER_TOKEN = 0.5
-"""Nats. At a larger distance the reference's likelihoods say little about the texts."""
+"""Limit in nats. Beyond this KL, the reference's likelihoods say little about the texts."""
 MAX_KL_PER_RESPONSE = 50.0
-"""Nats. Far beyond what published runs spend on a gain in score (arXiv:2210.10760)."""
+"""Limit in nats. It is far more than published runs spend on a gain in score (arXiv:2210.10760)."""
 MAX_MISMATCH_KL = 0.01
-"""Nats per token between engine and learner; bfloat16 rounding stays far below this."""
+"""Limit in nats per token between engine and learner. bfloat16 rounding stays far below it."""
 MAX_ZERO_VARIANCE = 0.6
 MAX_PHASE_SHARE = 0.75
 MIN_PHASE_S = 1.0
-"""Seconds per step. A shorter phase is no problem, whatever its share."""
+"""Limit in seconds per step. A shorter phase is no problem, however large its share is."""
 MIN_FALL = 0.2
-"""Share of the standard deviation of the scores. The mean of a few hundred answers moves less by
-chance."""
+"""Minimum fall, as a share of the standard deviation of the scores. By chance, the mean of a few
+hundred answers moves less."""
 
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "
@@ -67,7 +67,7 @@ class Watch:
         self._reported: set[str] = set()
 
     def resume(self, rows: Iterable[Row]) -> None:
-        """Load the rows before a resume as history, and count their findings as reported."""
+        """Load the rows before a resume as history, and treat their findings as reported."""
         self._rows = []
         for row in rows:
             self.add(row)
@@ -102,7 +102,7 @@ def phase_seconds(row: Row) -> dict[str, float]:
 
 
 def seconds_by_phase(rows: Iterable[Row]) -> dict[str, float]:
-    """Return the seconds by phase, summed over all steps, in the order of the phases."""
+    """Return the seconds of each phase, summed over all steps, in the order of the phases."""
     seconds: dict[str, float] = {}
     for row in rows:
         for name, value in phase_seconds(row).items():
@@ -111,9 +111,9 @@ def seconds_by_phase(rows: Iterable[Row]) -> dict[str, float]:
 
 
 Words = tuple[str, str] | None
-"""Problem and remedy; None if the rule does not match."""
+"""Problem and remedy. None if the rule does not match."""
 Rule = Callable[[Sequence[Row], Mapping[str, Any]], Words]
-"""Function of a run's rows so far and its config."""
+"""Function of a run's rows so far and of the run's config."""
 
 
 def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
@@ -133,9 +133,9 @@ def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
 
 
 def _drift(rows: Sequence[Row], name: str) -> list[float]:
-    """Return the last values of a distance, minus its value before the first update.
+    """Return the last values of a KL metric, minus its value before the first update.
 
-    The start is nonzero only if the run starts away from its reference (`model.reference`).
+    That value is nonzero only if the initial policy differs from the reference (`model.reference`).
     """
     start = rows[0].get(name, 0.0) if rows[0].get("step") == 1 else 0.0
     return [value - max(start, 0.0) for value in _newest(rows, name)]
@@ -149,7 +149,8 @@ def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     start = _values(rows[:1], "eval/initial_score_mean") or held_out[:1]
     best = max([*start, *held_out])
     gained, lost = best - start[0], best - max(held_out[-2:])
-    # Spread of the training scores, for lack of the held-out ones; another function may give those.
+    # Use the spread of the training scores, because that of the held-out scores is unknown. The two
+    # may come from different reward functions.
     spread = rows[-1].get("rollout/score_std", 0.0)
     if 0.0 <= held_out[-1] <= best <= 1.0:  # the largest std of scores in [0, 1]
         spread = min(spread, math.sqrt(held_out[-1] * (1.0 - held_out[-1])))
@@ -165,7 +166,7 @@ def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
 
 
 def _policy_dies(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
-    """Compare the newest scores with the start: a run may lose abilities that the policy had."""
+    """Compare the newest scores with the start, because a run may lose abilities of the policy."""
     name, label, patience = "eval/score_mean", "held-out", 2
     start = _values(rows[:1], "eval/initial_score_mean")
     if not start:  # no evaluation at the start: step 1 samples before any update
@@ -278,7 +279,7 @@ def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     recent = rows[-2 * PATIENCE :]
     if len(rows) < 2 * PATIENCE + 1:  # the first step warms up
         return None
-    if "rollout/score_mean" not in rows[-1]:  # the time of other recipes goes into updates anyway
+    if "rollout/score_mean" not in rows[-1]:  # other recipes spend their time on updates anyway
         return None
     seconds = seconds_by_phase(recent)
     if not seconds:
@@ -292,7 +293,7 @@ def _one_phase(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
 
 
 def _beyond(metric: str, limit: float, text: str, remedy: str) -> Rule:
-    """Return a rule that matches if all of the last values of a metric are above a limit."""
+    """Return a rule that matches if the last `PATIENCE` values of a metric are above a limit."""
 
     def rule(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
         values = _newest(rows, metric)
@@ -339,7 +340,7 @@ def _values(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def _newest(rows: Sequence[Row], name: str) -> list[float]:
-    """Return the last `PATIENCE` values; empty if there are fewer or the newest step has none."""
+    """Return the last `PATIENCE` values. Empty if there are fewer, or the newest step has none."""
     values = _values(rows, name) if name in rows[-1] else []
     return values[-PATIENCE:] if len(values) >= PATIENCE else []
 

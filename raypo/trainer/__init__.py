@@ -26,7 +26,7 @@ def _loop(name: str, *kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     Args:
         name: `module:function` in `raypo`.
-        kinds: For a loop that several recipes share, `module:class` of the recipe's run.
+        kinds: Classes to pass to a loop that several recipes share, as `module:class`.
     """
 
     def loop(setup: dict[str, Any]) -> dict[str, Any]:

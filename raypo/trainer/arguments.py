@@ -1,4 +1,4 @@
-"""The arguments of a trainer that Hugging Face users know, as values of a run config.
+"""Conversion of a trainer's Hugging Face arguments into a run config.
 
 `GRPOTrainer(model=..., train_dataset=..., reward_funcs=..., args={...})` builds the config that a
 run file would hold: each argument sets one config key, and `args` sets any key by its dotted name.
@@ -40,7 +40,7 @@ BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a trainer besides its config; `RecipeTrainer.__init__` describes them."""
+    """Arguments of a trainer other than its config, as described in `RecipeTrainer.__init__`."""
 
     model: Any = None
     args: object = None
@@ -59,7 +59,7 @@ class Arguments:
 
 @dataclass
 class Given(Generic[AnyConfig]):
-    """A config, and what it cannot hold."""
+    """A config, and the Python objects that it cannot hold."""
 
     config: AnyConfig
     reward_fn: RewardFunction | None
@@ -75,13 +75,13 @@ class Given(Generic[AnyConfig]):
 def read_arguments(
     kind: type[AnyConfig], config: object, given: Arguments, *, preset: str | None
 ) -> Given[AnyConfig]:
-    """Return the config that the arguments of a trainer describe, and what it cannot hold.
+    """Convert a trainer's arguments to a config, and the objects that a config cannot hold.
 
     Args:
         kind: Config class of the recipe.
         config: A config, a mapping of its keys, the path of a run file, or None.
         given: The other arguments, which set keys of the config.
-        preset: `ppo.preset` if a mapping or file sets neither it nor `ppo.advantage`.
+        preset: Value of `ppo.preset` if `config` sets neither `ppo.preset` nor `ppo.advantage`.
 
     Raises:
         ConfigError: an argument is wrong, or has no effect.
@@ -123,7 +123,7 @@ def read_arguments(
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested values; a mapping is merged into a mapping that is there."""
+    """Set a dotted key in nested values. A mapping is merged into an existing mapping."""
     first, _, rest = key.partition(".")
     if rest:
         below = values.get(first)
@@ -168,7 +168,7 @@ def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], st
 def _set_models(
     values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
 ) -> dict[str, tuple[Any, Any]]:
-    """Set the paths of models, and return the objects by config key."""
+    """Set the config keys of the models. Return models given as objects, with their tokenizers."""
     known, objects = known_keys(kind), {}
     for name, key in (("model", "model.policy"), ("ref_model", "model.reference")):
         model = getattr(given, name)
@@ -206,7 +206,7 @@ def _check_model(model: Any, name: str, tokenizer: Any) -> None:
 
 
 def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer that is not that of `model.policy`, from which a run loads it."""
+    """Refuse a tokenizer other than that of `model.policy`, because a run loads that one."""
     policy = str((values.get("model") or {}).get("policy"))
     own = str(getattr(tokenizer, "name_or_path", ""))
     if own and policy and own != policy and Path(own).absolute() != Path(policy).absolute():
@@ -217,7 +217,7 @@ def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
 
 
 def _lora_of(given: Any) -> dict[str, Any]:
-    """Return the keys below `model.lora` of peft's LoraConfig."""
+    """Convert peft's LoraConfig to the keys below `model.lora`."""
     if isinstance(given, Mapping):
         return dict(given)
     from peft import LoraConfig
@@ -247,7 +247,7 @@ def _lora_of(given: Any) -> dict[str, Any]:
 def _set_rows(
     values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
 ) -> dict[str, Rows]:
-    """Set the paths of data, and return the rows by config key."""
+    """Set the config keys of the data. Return rows given as objects, by config key."""
     held_out = "eval.pairs" if "eval.pairs" in known_keys(kind) else "eval.prompts"
     rows = named_rows(given.datasets, given.rows, held_out=held_out)
     for name, key in (("train_dataset", "data.prompts"), ("eval_dataset", held_out)):
@@ -265,7 +265,7 @@ def _set_rows(
 
 
 def _set_callbacks(values: dict[str, Any], given: Any) -> tuple[Callable[..., Any], ...]:
-    """Set the callbacks that are import paths, and return the others."""
+    """Set the config key of callbacks that are import paths. Return the other callbacks."""
     callbacks = given if isinstance(given, list | tuple) else [given]
     if named := [each for each in callbacks if isinstance(each, str)]:
         put(values, "callbacks", named)
@@ -278,7 +278,10 @@ def _set_callbacks(values: dict[str, Any], given: Any) -> tuple[Callable[..., An
 def _set_rewards(
     values: dict[str, Any], kind: type[RecipeConfig], given: Arguments
 ) -> RewardFunction | None:
-    """Set `model.reward`, and return the reward functions as one."""
+    """Set the config keys of the rewards, and return the reward function that they cannot hold.
+
+    Several functions become one, their weighted sum. A single import path is held by the config.
+    """
     funcs = given.reward_funcs
     each = list(funcs) if isinstance(funcs, list | tuple) else [funcs] * (funcs is not None)
     if each and not issubclass(kind, OnlineConfig):

@@ -1,8 +1,9 @@
-"""Rows that a script passes to a trainer: written into the run's folder, which the config names.
+"""Rows that a script passes to a trainer. They are written to files that the config then names.
 
-A Ray Data set is executed once, while its rows are written; the rows are never in memory together.
-The learner workers read the file like any other, so the order of a run depends neither on the
-number of workers nor on how Ray schedules the tasks of the data set.
+The files are in the run's folder. A Ray Data set is executed once, while its rows are written; its
+rows are never all in memory at once. The learner workers read the files like any others, so the
+order of the rows depends neither on the number of workers nor on how Ray schedules the tasks of the
+data set.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ Rows = Any
 def named_rows(
     datasets: Mapping[str, Rows] | None, rows: Mapping[str, Rows] | None, *, held_out: str
 ) -> dict[str, Rows]:
-    """Return config key -> rows of a trainer's arguments `datasets` and `rows`.
+    """Merge a trainer's arguments `datasets` and `rows` into one mapping of config keys to rows.
 
     Args:
-        datasets: `train` or `eval`, as in Ray Train, -> rows. Config keys are accepted too, which
-            is the former meaning of the argument.
+        datasets: `train` or `eval`, as in Ray Train -> rows. Config keys are accepted too, because
+            the argument used to have them.
         rows: Config key -> rows.
-        held_out: Config key of `eval`.
+        held_out: Config key that `eval` stands for.
 
     Raises:
-        ConfigError: two arguments have rows of one key.
+        ConfigError: two arguments have rows of the same config key.
     """
     names = {"train": "data.prompts", "eval": held_out}
     found: dict[str, Rows] = {}
@@ -53,7 +54,7 @@ def named_rows(
 
 
 def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
-    """Refuse rows for an unknown key, and rows that can be read only once.
+    """Refuse rows for an unknown key, and iterators, which can be read only once.
 
     Raises:
         ConfigError: a key or its rows are refused.
@@ -74,7 +75,7 @@ def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
 
 
 def is_ray_data(rows: Rows) -> bool:
-    """Return whether rows are a Ray Data set. Imports Ray Data only if the rows come from there."""
+    """Return whether rows are a Ray Data set. Ray Data is imported only for rows of its types."""
     if not type(rows).__module__.startswith("ray.data"):
         return False
     from ray.data import Dataset
@@ -83,13 +84,13 @@ def is_ray_data(rows: Rows) -> bool:
 
 
 def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
-    """Write Python's rows into the run's folder, and return the config that names the files.
+    """Write rows given in Python into the run's folder. Return the config that names the files.
 
-    A file's name contains a hash of its content, so that other rows never overwrite those of a run
-    that goes on.
+    A file's name contains a hash of its content, so that other rows never overwrite the rows of a
+    run that can resume.
 
     Raises:
-        ConfigError: there are no rows, a row is no mapping, or JSON cannot represent it.
+        ConfigError: there are no rows, a row is not a mapping, or JSON cannot represent a row.
     """
     if not given:
         return config
@@ -109,7 +110,7 @@ def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
 
 @contextmanager
 def _in_order(dataset: Any) -> Iterator[None]:
-    """Let a Ray Data set yield its blocks in their order, and not as their tasks end."""
+    """Make a Ray Data set yield its blocks in order, not in the order in which their tasks end."""
     options = dataset.context.execution_options
     earlier, options.preserve_order = options.preserve_order, True
     try:

@@ -26,7 +26,7 @@ from raypo.storage.checkpoints import SCORE
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 CONTROLLER_FAILURE_LIMIT = 2
-"""Limit on retries of a failed start. Ray's default retries without end."""
+"""Limit on retries of a failed start. Ray's default has no limit."""
 
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
 """Label that Ray gives to nodes with accelerators."""
@@ -47,7 +47,7 @@ _REFUSED = {
     "resume_from_checkpoint": "a run goes on by itself from the last checkpoint in its folder. "
     "Give the storage_path and name of the run.",
 }
-"""Arguments of TorchTrainer that would have no effect -> what to do instead."""
+"""Argument of TorchTrainer that would have no effect -> remedy."""
 _OF_TRL = {
     "compute_metrics": "callbacks are functions of a StepView that return metrics.",
     "data_collator": "rows are packed by raypo. Leave it out.",
@@ -59,7 +59,7 @@ _OF_TRL = {
     "tokenizer": "it is called processing_class.",
     "value_model": "set model.critic in args to its folder or hub id.",
 }
-"""Arguments of TRL's trainers that raypo's lack -> what to do instead."""
+"""Argument that TRL's trainers have and raypo's lack -> remedy."""
 
 
 def check_arguments(
@@ -158,7 +158,7 @@ def resolve(
         cpus = resources.get("CPU")
         values["learner"]["cpus_per_worker"] = int(cpus or values["learner"]["cpus_per_worker"])
     if run is not None:
-        # Ray fills in both if the user sets neither.
+        # Ray fills in a name and a storage path that the user does not set.
         if not str(run.name).startswith(RAY_RUN_NAME):
             values["name"] = run.name
         if run.storage_path != RunConfig().storage_path:
@@ -197,7 +197,10 @@ def _labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
 
 
 def _without_the_critics(count: int, config: Any) -> int:
-    """Return `learner.num_workers`; Ray's scaling config also counts the critic's own workers."""
+    """Return `learner.num_workers`, given the number of all workers in Ray's scaling config.
+
+    Ray's number includes `learner.critic_workers`.
+    """
     apart = config.learner.total_workers - config.learner.num_workers
     if count <= apart:
         raise ConfigError(
@@ -209,7 +212,7 @@ def _without_the_critics(count: int, config: Any) -> int:
 
 
 def _function_name(function: RewardFunction) -> str:
-    if isinstance(function, WeightedSum):  # known only to the script that makes it
+    if isinstance(function, WeightedSum):  # only the script that created it has it
         return f"__main__:{' + '.join(function.names)}"
     module = getattr(function, "__module__", "__main__")
     name = getattr(function, "__qualname__", type(function).__name__)
@@ -231,17 +234,20 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
         or worker_resources(config, use_gpu=use_gpu),
         placement_strategy=config.placement.strategy,
         label_selector=config.placement.labels_of("learner") or None,
-        accelerator_type=None,  # a label by now, which dedicated roles can have too
+        accelerator_type=None,  # now in the label selector, which also covers dedicated roles
     )
 
 
 def _has_cluster(config: RecipeConfig) -> bool:
-    """Return True if there is a Ray cluster, whose nodes may be other machines."""
+    """Return True if the run uses an existing Ray cluster, which may have other machines."""
     return ray.is_initialized() or cluster_address(config.cluster)[0] is not None
 
 
 def _has_gpus(config: RecipeConfig) -> bool:
-    """Return True if the cluster, else this machine, has usable GPUs. Starts no Ray."""
+    """Return True if the Ray cluster has usable GPUs, or this machine if there is no cluster.
+
+    This does not start a local Ray.
+    """
     if _has_cluster(config):
         connect(config.cluster)
         resources = ray.cluster_resources()
@@ -258,8 +264,9 @@ def run_config_of(config: Any, given: RunConfig | None) -> RunConfig:
     run = given or RunConfig()
     failure = run.failure_config or FailureConfig()
     limit = failure.controller_failure_limit
-    # Up to 20 s after a node is lost, Ray's elastic policy counts its devices. A start on them ends
-    # after a minute, and the next one has fewer workers: so starts of an elastic run may fail.
+    # For up to 20 s after a node is lost, Ray's elastic policy still counts the node's devices. A
+    # start on them fails after a minute, and the next start has fewer workers. So failed starts of
+    # an elastic run are not limited.
     if limit < 0 and not config.learner.is_elastic:
         limit = CONTROLLER_FAILURE_LIMIT
     return dataclasses.replace(

@@ -88,7 +88,7 @@ _HABITS = {
     "evaluate": "Set eval.prompts, or call `raypo eval` with the run's folder.",
     "add_callback": "Give callbacks=[function] to the trainer.",
 }
-"""Method of Hugging Face's trainers -> what to use here."""
+"""Method of Hugging Face's trainers -> what to use instead."""
 
 
 class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
@@ -100,9 +100,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     loop: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
     """The recipe's train loop, the same on every worker."""
     config_class: ClassVar[type[RecipeConfig]]
-    """The recipe's config."""
+    """Config class of the recipe."""
     preset: ClassVar[str | None] = None
-    """`ppo.preset` if the config sets neither it nor `ppo.advantage`."""
+    """Value of `ppo.preset` if the config sets neither `ppo.preset` nor `ppo.advantage`."""
 
     def __init__(  # noqa: PLR0913 - the names that Hugging Face and Ray users know
         self,
@@ -131,38 +131,41 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Args:
             config: The whole run config, a mapping of its keys (nested, or dotted like
                 `{"learner.policy_lr": 1e-6}`), or the path of a run file. The arguments from
-                `model` to `callbacks` set keys of it; nothing else need be given.
+                `model` to `callbacks` also set config keys, and are enough without a config.
             others: Other positional arguments are refused.
             model: `model.policy`: a folder or hub id, or a transformers model, which is saved into
                 the run's folder together with `processing_class`.
-            args: Another name of `config`.
+            args: Alternative name of `config`.
             train_dataset: `data.prompts`: a path or hub id, or rows as in `datasets`.
-            eval_dataset: `eval.prompts` (of DPO `eval.pairs`), like `train_dataset`.
-            reward_funcs: Reward functions, or one: (list[Rollout]) -> list[float], or as in TRL
-                f(prompts, completions, **columns); the text `file.py:name`; or a reward model's
-                folder or hub id. Several are added.
+            eval_dataset: `eval.prompts` (for DPO `eval.pairs`), like `train_dataset`.
+            reward_funcs: One or several reward functions, whose scores are added. Each is a
+                function (list[Rollout]) -> list[float], a function f(prompts, completions,
+                **columns) as in TRL, an import path `file.py:name`, or the folder or hub id of a
+                reward model.
             reward_weights: A factor for each of `reward_funcs`. None means 1 each.
             processing_class: The model's tokenizer. A run loads it from the model's folder.
-            peft_config: `model.lora`: peft's LoraConfig, or a mapping of these keys.
+            peft_config: `model.lora`: peft's LoraConfig, or a mapping of the keys of `model.lora`.
             ref_model: `model.reference`, like `model`.
-            callbacks: Functions of a `StepView` that are called after each step, or `file.py:name`.
-            scaling_config: Its `num_workers` (a number, or the lowest and the highest one),
-                `use_gpu` and CPUs of `resources_per_worker` override the `learner` section, its
-                strategy overrides `placement.strategy`. Ray's default is `use_gpu=False`: pass True
-                for GPUs, or leave the argument out. Its `label_selector` and `accelerator_type`
-                override `placement.label_selector`.
-            run_config: Its `name`, `storage_path`, `failure_config` (`max_failures`) and
-                `checkpoint_config` (`num_to_keep`: `checkpoint.keep`, `checkpoint_score_attribute`
-                and `_order`: `checkpoint.best_by` and `best_mode`) override the config's. Values
-                equal to Ray's defaults count as not set.
+            callbacks: Functions that are called with a `StepView` after each step, or import paths
+                `file.py:name`.
+            scaling_config: Ray's ScalingConfig. `num_workers` (a number, or the lowest and the
+                highest number), `use_gpu` and the CPUs of `resources_per_worker` override the
+                `learner` section, and `placement_strategy` overrides `placement.strategy`.
+                `label_selector` and `accelerator_type` override `placement.label_selector`. Ray's
+                default is `use_gpu=False`: pass True for GPUs, or leave the argument out.
+            run_config: Ray's RunConfig. `name`, `storage_path`, `failure_config` (`max_failures`)
+                and `checkpoint_config` override keys of the config: `num_to_keep` overrides
+                `checkpoint.keep`, and `checkpoint_score_attribute` and `checkpoint_score_order`
+                override `checkpoint.best_by` and `best_mode`. Values equal to Ray's defaults count
+                as not set.
             reward_fn: Reward function, for recipes that sample: (list[Rollout]) -> list[float], a
                 function or an object with `__call__`. Overrides `reward.function`.
             datasets: `{"train": rows, "eval": rows}`, as in Ray Train: a `ray.data.Dataset`, a
-                `datasets.Dataset` or a list of dicts, for `data.prompts` and `eval.prompts` (of DPO
-                `eval.pairs`). The rows are written into the run's folder one after the other, and
-                the resolved config names the files. A Ray Data set is executed once for that.
+                `datasets.Dataset` or a list of dicts, for `data.prompts` and `eval.prompts` (for
+                DPO `eval.pairs`). The rows are written into the run's folder one by one, and the
+                resolved config names the files. A Ray Data set is executed once for that.
             rows: Config key -> rows, like `datasets`: `{"eval.prompts": rows}`.
-            fresh: Whether `fit` starts over and removes an existing run.
+            fresh: Whether `fit` removes an existing run and starts over.
             torch_trainer_arguments: `torch_config`. Other arguments of TorchTrainer have no effect
                 and are refused.
 
@@ -225,7 +228,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     if not TYPE_CHECKING:  # a type checker reports unknown attributes by itself
 
         def __getattr__(self, name: str) -> Any:
-            """Refuse methods of Hugging Face's trainers with the counterpart."""
+            """Refuse methods of Hugging Face's trainers, and name their counterparts."""
             remedy = _HABITS.get(name, "There is no such attribute.")
             raise AttributeError(f"{type(self).__name__}.{name}: {remedy}", name=name, obj=self)
 
@@ -270,7 +273,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 recount(self._files)
 
     def _with_given(self, config: AnyConfig) -> AnyConfig:
-        """Write rows and models of Python into the run's folder, and name them in the config."""
+        """Write rows and models given in Python into the run's folder.
+
+        Return the config that names their files.
+        """
         return with_models(with_rows(config, self._given.rows), self._given.models)
 
     def _fit_watched(self) -> Result:
@@ -328,7 +334,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             dedicated.shutdown(graceful=status == "finished")
 
     def _tell_workers(self) -> None:
-        """Pass environment variables to workers that the Ray job does not set.
+        """Pass the environment variables that the Ray job does not set to the workers.
 
         The user's `worker_runtime_env` takes precedence.
         """
@@ -339,7 +345,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _start_group_gc(self, monitor: ActorHandle) -> ActorHandle | None:
         # Ray removes placement groups only when the job's driver ends. A task or an actor, like a
-        # trial of Ray Tune, needs a collector, because the job may go on after it was killed.
+        # trial of Ray Tune, needs a collector, because its job may outlive it.
         return None if is_driver() else start_placement_group_gc(until=monitor)
 
     def _check_folder(self) -> None:
@@ -373,7 +379,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Args:
             monitor: The run's monitor.
             console: Console for the events.
-            begun: Start of `stop.after_s`, by the monotonic clock.
+            begun: Time from which `stop.after_s` counts, on the monotonic clock.
         """
         after_s = self.config.stop.after_s
         deadline = math.inf if after_s is None else begun + after_s
@@ -403,7 +409,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             return outcome.result()
 
     def _fit_under_controllers(self, monitor: ActorHandle) -> Result:
-        """Run TorchTrainer.fit, and start another controller if one is lost.
+        """Run TorchTrainer.fit, and run it again with a new controller if its controller is lost.
 
         Ray counts lost workers in the controller; only the driver can count lost controllers.
         """
@@ -415,7 +421,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 if not is_lost_controller(error):
                     raise
                 attempts, group = ray.get(monitor.end_attempt.remote())
-                if group is not None:  # everything else of the workers ends with their processes
+                if group is not None:  # everything else that the workers hold ends with them
                     remove_placement_group(group)
                 left = failures_left(self.config.max_failures, attempts)
                 if group is None or left is None:
@@ -439,9 +445,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return False
 
     def _check_cluster(self) -> None:
-        """Refuse a run that the cluster can never place; Ray itself would wait without end.
+        """Refuse a run that the cluster can never place; Ray itself would wait forever.
 
-        A cluster with an autoscaler may add nodes: there the reservation waits for them.
+        An autoscaler may add nodes. In such a cluster the reservation waits for them.
         """
         nodes = alive_nodes()
         try:
@@ -456,9 +462,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
 
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
-        """Wait until the learner workers' placement group fits, by reserving and removing one.
+        """Wait until there is room for the learner workers' placement group.
 
-        Ray Train then creates its own. It would not say which bundle waits for which resources.
+        This reserves such a group, and removes it.
+
+        Ray Train then creates its own group. It would not report which bundle waits for which
+        resources, and this wait does.
         """
         group = reserve(
             worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
@@ -472,14 +481,14 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """The config with the fewest workers, typed for the plan, which accepts all recipes."""
+        """Config with the lowest number of workers, typed as Any because plans take all recipes."""
         config: Any = self.config
         fewest = config.learner.min_workers
         return config if fewest is None else config.with_workers(fewest)
 
     @property
     def worker_resources(self) -> dict[str, float]:
-        """Resources of a learner worker, including custom ones of the scaling config."""
+        """Resources of a learner worker, including custom resources of the scaling config."""
         scaling = self.scaling_config
         resources: dict[str, Any] = {
             "CPU": scaling.num_cpus_per_worker,
@@ -489,7 +498,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return {name: amount for name, amount in resources.items() if amount}
 
     def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
-        """Start the dedicated deployments, before the workers, which they outlive."""
+        """Start the dedicated deployments, before the workers, whose restarts they survive."""
         if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
         from raypo.run.dedicated_services import start_dedicated  # model code
@@ -525,7 +534,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def _write_summary(self, status: Literal["failed", "interrupted"], wall_s: float) -> None:
-        """Write the run's summary, unless workers wrote it at the end of their loop."""
+        """Write the run's summary, unless the workers wrote it at the end of their train loop."""
         if status != "failed" and (self._files.summary() or {}).get("status") == status:
             return
         self._files.write_summary(

@@ -37,14 +37,15 @@ INTERRUPTED = 130
 LOOK_EVERY_S = 1.0
 """Interval at which Ray's head is polled after the first signal."""
 FAILURES = 5
-"""Failed connections in a row after which Ray counts as gone: a busy head may refuse one."""
+"""Number of consecutive failed connections after which Ray counts as gone. A busy head may refuse a
+single connection."""
 GRACE_S = 5.0
 """Seconds for writing files after Ray is gone, before the process exits."""
 
 
 @contextmanager
 def stop_on_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` at the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt at the second.
+    """Call `ask` on the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt on the second.
 
     After the first signal a thread checks that Ray's head is alive, because a signal to the whole
     process group, like that of `timeout`, also ends a local Ray. Outside the main thread this
@@ -91,27 +92,29 @@ def _end_with_ray(address: str, is_over: threading.Event) -> None:
     )
     main = threading.main_thread().ident
     assert main is not None
-    # As the second signal, this also interrupts a call that blocks.
+    # This acts like the second Ctrl-C, and also interrupts a blocking call.
     signal.pthread_kill(main, signal.SIGINT)
     time.sleep(GRACE_S)
     os._exit(INTERRUPTED)
 
 
 def is_lost_controller(error: BaseException) -> bool:
-    """Return True if an error of `TorchTrainer.fit` means that its controller's process ended.
+    """Return True if an error of `TorchTrainer.fit` means that its controller's process died.
 
-    False if the controller's code failed with such an error of another actor, or if the controller
-    failed to start: another controller would not help.
+    Return False if the controller's code raised such an error about another actor, or if the
+    controller failed to start. In these cases a new controller would not help.
     """
     may_live = isinstance(error, ActorUnavailableError)
     return is_lost_actor(error) and not may_live and not failed_to_start(error)
 
 
 def failures_left(max_failures: int, failures: int) -> int | None:
-    """Return how many more failures a run may have, or None if it has had too many.
+    """Return how many more failures a run may have.
+
+    None means that the run has already had too many. -1 means no limit.
 
     Args:
-        max_failures: As in Ray's FailureConfig. -1 means no limit, and -1 is returned.
+        max_failures: Limit as in Ray's FailureConfig. -1 means no limit.
         failures: Number of lost workers and controllers so far.
     """
     if max_failures == -1:

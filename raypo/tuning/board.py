@@ -15,7 +15,7 @@ from raypo.tuning.record import POINT, TrialRecord
 from raypo.tuning.view import SweepView
 
 WRITE_EVERY_S = 10.0
-"""Interval at which records are saved while trials run."""
+"""Interval in seconds at which records are saved while trials run."""
 
 
 class Board(Callback):
@@ -31,7 +31,7 @@ class Board(Callback):
         write: Callable[[], None],
         is_stopping: Callable[[], bool],
     ) -> None:
-        """Start from the records of earlier attempts.
+        """Begin with the records of earlier attempts.
 
         Args:
             records: Records of earlier attempts by trial number.
@@ -39,7 +39,8 @@ class Board(Callback):
             num_steps: Steps of a whole trial.
             num_devices: Devices that a trial holds.
             write: Function that saves the records for a later attempt.
-            is_stopping: Function that returns True if trials end because the user wants to stop.
+            is_stopping: Function that returns True if trials end because the user has requested a
+                stop.
         """
         self.records = dict(records)
         self._view, self._num_steps, self._num_devices = view, num_steps, num_devices
@@ -82,7 +83,7 @@ class Board(Callback):
         self._view.ended(record)
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
-        """Record that a trial failed; the others go on."""
+        """Record that a trial failed. The other trials continue."""
         record = self._record_of(trial)  # creates one if the trial's process never started
         record.point = dict(trial.config[POINT])
         self._add_time(trials)
@@ -128,7 +129,7 @@ def number_of(trial: Trial) -> int:
 
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return raypo's metrics of a report, without the entries that Tune and the sweep add."""
+    """Return raypo's metrics in a report, without the entries that Tune and the sweep add."""
     return {
         name: float(value)
         for name, value in result.items()
@@ -147,6 +148,6 @@ def error_text(trial: Trial) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not empty, an error's name and message."""
+    """Return the last line of a traceback that is not empty: the error's name and message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "the trial's process was lost"

@@ -35,7 +35,8 @@ class SweepPlan:
 
     num_trials: int
     bundles: tuple[Bundle, ...]
-    """Bundles that a trial holds: those of its dedicated group, if any, and of its workers."""
+    """Bundles that a trial holds: those of its workers, and those of its dedicated group, if
+    any."""
     num_slots: int
     """Number of concurrent trials."""
     sharing: Sharing
@@ -43,7 +44,7 @@ class SweepPlan:
 
     @property
     def device(self) -> str:
-        """Unit of cost: GPU if a trial has any, else CPU."""
+        """Unit of cost: GPU if a trial has GPUs, otherwise CPU."""
         return "GPU" if _amount("GPU", self.bundles) else "CPU"
 
     @property
@@ -64,7 +65,7 @@ def _check_fixed(base: AnyConfig) -> None:
 def plan_sweep(
     sweep: SweepConfig, base: AnyConfig, nodes: Sequence[Resources], *, use_gpu: bool
 ) -> SweepPlan:
-    """Plan as many concurrent trials as the cluster holds; the others wait.
+    """Plan as many concurrent trials as the cluster has room for. The other trials wait.
 
     A trial holds the bundles of its learner workers, and a second group if its engines or frozen
     models are dedicated. Deployments that all trials share are placed before the trials.
@@ -137,8 +138,9 @@ def plan_trials(
         nodes: Resources of each node of the cluster, which has room for one trial.
         num_trials: Number of trials.
         at_most: Maximum number of concurrent trials.
-        share: Roles to share. `auto` shares all, on GPUs only if as many trials fit beside them.
-        share_batches: Whether trials that share engines also sample in the same batches.
+        share: Roles to share. `auto` shares all roles; on GPUs, only if that does not lower the
+            number of concurrent trials.
+        share_batches: Whether trials that share engines sample in the same batches, too.
         use_gpu: Whether a learner worker takes a GPU.
         each: Resources of a learner worker. None means those of the config.
 
@@ -195,7 +197,8 @@ def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
 def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> str:
     """Estimate the cost of a sweep whose trials all run to the end.
 
-    The estimate uses the step times of one of the sweep's trials, else of the base's own run.
+    The estimate uses the step times of one of the sweep's trials. If none has run, it uses those of
+    the base's own run.
     """
     trials = below(sweep.storage_path, sweep.name, TRIALS_FOLDER)
     runs = [(trials, trial_name(sweep.name, number)) for number in range(plan.num_trials)]

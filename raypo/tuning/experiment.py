@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 from ray.tune import Callback, ResultGrid, Stopper
 from ray.tune.experiment import Trial
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
+from ray.tune.stopper import CombinedStopper
 
 from raypo.cluster.connect import connect
 from raypo.cluster.placement_group_gc import start_placement_group_gc
@@ -35,27 +36,32 @@ from raypo.tuning.trial import TrialSetup
 TUNE_FOLDER = "tune"
 """Folder of Tune's own files, relative to the sweep's folder."""
 DRIVER_RESOURCES: dict[str, float] = {"memory": 1}
-"""Resources of a trial's actor: almost nothing, otherwise trials could wait for each other. Learner
-workers reserve theirs in placement groups of their own."""
+"""Resources of a trial's actor. They are tiny, because otherwise trials could wait for each other:
+learner workers reserve their resources in separate placement groups."""
 LOOK_EVERY_S = 2.0
-"""Interval at which the placement groups of waiting trials are looked at."""
+"""Interval in seconds at which the placement groups of waiting trials are checked."""
 TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `stop_on_signal` handles signals
-    # A metric of an evaluation is not in the report of every step.
+    # Metrics of evaluations are not in every report, which the strict check would refuse.
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # keep the working directory, where relative paths start
 }
-"""Variables that have to be set before Ray starts."""
+"""Environment variables that must be set before Ray starts."""
 
 
 @dataclass
 class StopOnRequest(Stopper):
-    """Tune stopper that ends all trials on request, around a rule of the user's."""
+    """Tune stopper that applies the user's rule, and ends all trials on request."""
 
     rule: Any = None
-    """`tune.RunConfig.stop`: a mapping, a function, or a stopper."""
+    """`tune.RunConfig.stop`: a mapping, a function, a stopper, or a list of stoppers."""
     is_wanted: bool = False
+
+    def __post_init__(self) -> None:
+        """Combine a list of stoppers."""
+        if isinstance(self.rule, list):
+            self.rule = CombinedStopper(*self.rule)
 
     def __call__(self, trial_id: str, result: dict) -> bool:
         """Return True if the user's rule stops this trial."""
@@ -71,19 +77,19 @@ class StopOnRequest(Stopper):
 class RoomWatch(Callback):
     """Tune callback that says which trial waits for resources, and who holds them.
 
-    A run says so itself, but Tune's actors print to their log files.
+    A run prints this itself, but the output of Tune's actors goes to log files.
     """
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
-        """Time at which each waiting group was seen first, by its name."""
+        """Time at which each waiting group was first seen, by name. It is inf once reported."""
         self._looked = -math.inf
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # Tune pickles callbacks for its own restore
 
     def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
-        """Look at the placement groups; Tune calls this after each iteration of its loop."""
+        """Check the placement groups. Tune calls this after each iteration of its loop."""
         now = time.monotonic()
         if now - self._looked < LOOK_EVERY_S:
             return
@@ -102,8 +108,9 @@ def connected(base: AnyConfig, stop: StopOnRequest, *, said: str) -> Iterator[No
     """Connect to Ray, and disconnect at the end if no caller had connected before.
 
     The first Ctrl-C or SIGTERM stops all trials, and the second raises KeyboardInterrupt. A signal
-    to the whole process group also ends a local Ray. So the watch over its head covers the end,
-    too: Ray itself would try to reach the head for a minute, and abort with a C++ error.
+    to the whole process group also ends a local Ray. The head is therefore watched until
+    disconnection has ended: Ray itself would try to reach a dead head for a minute, and then abort
+    with a C++ error.
 
     Args:
         base: Run config of a trial.
@@ -146,10 +153,12 @@ def fit_trials(
         base: Run config of a trial, without the values of the space.
         files: The sweep's folder.
         plan: Concurrency, and the deployments to share.
-        param_space: As in `tune.Tuner`.
-        tune_config: Its concurrency, and whether actors are reused, are the plan's.
-        run_config: Its name and storage path become the sweep's, and its stop rule `stop`. A
-            callback is added that says who holds the resources that a trial waits for.
+        param_space: Search space, with the meaning that it has in `tune.Tuner`.
+        tune_config: Tune's own config. The plan sets its concurrency, and whether actors are
+            reused.
+        run_config: Tune's own config. Its name and storage path are replaced by those of the sweep,
+            and its stop rule by `stop`. A callback is added that says who holds the resources that
+            a trial waits for.
         stop: Stopper of the experiment.
 
     Raises:
@@ -175,8 +184,8 @@ def fit_trials(
                 max_concurrent_trials=None
                 if limits_itself(tune_config.search_alg)
                 else plan.num_slots,
-                # A reused actor finishes its step first. On GPUs a stopped trial is killed at once,
-                # to free them.
+                # A reused actor finishes its step first. On GPUs, a stopped trial is killed at
+                # once, to free the GPUs.
                 reuse_actors=plan.device == "CPU" and not setup.is_population,
             ),
             run_config=replace(

@@ -13,12 +13,13 @@ Metrics = Mapping[str, float]
 SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
 KL = "kl/ref_response_mean"
 VALUE = "sweep/value"
-"""Name of the one number per report that schedulers compare; larger is always better."""
+"""Key of the number in each report that schedulers compare. Larger is always better."""
 SCORED_STEP = "sweep/scored_step"
-"""Name of the step of the first metric's last known value; 0 is before the first update."""
+"""Key of the step at which the first metric was last measured. 0 is before the first update."""
 STEP = "step"
 INFEASIBLE = -1e9
-"""Upper bound of the value of an infeasible trial, below every feasible value."""
+"""Upper bound of the value of an infeasible trial. It is below the value of every feasible
+trial."""
 UNKNOWN = -1e18
 """Value of a trial whose score, or a metric that a constraint bounds, is unknown."""
 
@@ -40,11 +41,11 @@ class Goal:
 
     @property
     def named(self) -> list[str]:
-        """Names of the metrics and of those that constraints bound."""
+        """Names of the metrics to optimise, and of the metrics that constraints bound."""
         return [*self.metrics, *(each.metric for each in self.constraints)]
 
     def gains(self, known: Metrics) -> tuple[float, ...]:
-        """Return the metrics, signed so that larger is better; -inf if one is unknown or NaN."""
+        """Return the metrics, signed so that larger is better. Unknown or NaN becomes -inf."""
         values = [known.get(metric, math.nan) for metric in self.metrics]
         return tuple(
             -math.inf if math.isnan(value) else sign * value
@@ -52,7 +53,7 @@ class Goal:
         )
 
     def excess(self, known: Metrics) -> tuple[float, ...]:
-        """Return the violation of each constraint; 0 or less if it is satisfied."""
+        """Return the violation of each constraint, which is 0 or less if it is satisfied."""
         return tuple(each.excess(known.get(each.metric, math.nan)) for each in self.constraints)
 
     def is_feasible(self, known: Metrics) -> bool:
@@ -65,7 +66,11 @@ class Goal:
         return tuple(str(each) for each, excess in pairs if excess > 0.0)
 
     def value(self, known: Metrics) -> float:
-        """Return the first metric as a finite number; infeasible is lower, unknown lowest."""
+        """Return the first metric as a finite number, larger is better.
+
+        Infeasible trials have lower values than all feasible ones, and trials without a score have
+        the lowest value.
+        """
         gain = self.gains(known)[0]
         if not math.isfinite(gain):
             return UNKNOWN
@@ -75,7 +80,7 @@ class Goal:
         return INFEASIBLE - worst if math.isfinite(worst) else UNKNOWN
 
     def dominates(self, one: Metrics, other: Metrics) -> bool:
-        """Return True if one is at least as good in every metric and better in some (Pareto)."""
+        """Return True if `one` is no worse than `other` in any metric, and better in some."""
         pairs = list(zip(self.gains(one), self.gains(other), strict=True))
         return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
@@ -83,9 +88,9 @@ class Goal:
         """Rank the trials from 1; ties keep their order.
 
         Feasible trials come first, then infeasible ones, then those without a score. Scores of
-        different steps are never compared: among feasible trials, and among infeasible ones, a
-        score of a later step ranks first, as in successive halving (arXiv:1810.05934). So a stopped
-        trial ranks below those that went on to a later score.
+        different steps are never compared. Among feasible trials, and likewise among infeasible
+        ones, a score of a later step ranks first, as in successive halving (arXiv:1810.05934). A
+        stopped trial therefore ranks below trials that reached a later score.
 
         Feasible trials of the same step are ordered by Pareto front, then by the first metric;
         infeasible ones by their largest violation.
@@ -115,7 +120,10 @@ class Goal:
         return {row for row, number in self._fronts(trials).items() if number == 0}
 
     def _fronts(self, trials: Sequence[Metrics]) -> dict[int, int]:
-        """Map the row of each feasible trial with a score to its front, latest step first."""
+        """Map the row of each feasible trial with a score to the number of its front.
+
+        Fronts are numbered from 0, those of the latest step first.
+        """
         left = [row for row, known in enumerate(trials) if self.value(known) > INFEASIBLE]
         fronts: dict[int, int] = {}
         number = 0
@@ -139,12 +147,12 @@ def scored_step(known: Metrics) -> int:
 
 
 def known_metrics(rows: Iterable[Metrics], goal: Goal | None) -> dict[str, float]:
-    """Return the last value of each metric; the initial evaluation counts as its first value.
+    """Return the last value of each metric. The initial evaluation counts as a first value.
 
     Args:
-        rows: Metrics by step; earlier known metrics may come first.
-        goal: Its first metric is the one whose last step is returned as SCORED_STEP. None adds no
-            such entry.
+        rows: Metrics by step. The first row may be the known metrics of earlier steps.
+        goal: Objective, for whose first metric the last step is added as SCORED_STEP. None means
+            that no such entry is added.
     """
     known: dict[str, float] = {}
     score = goal.metrics[0] if goal else None

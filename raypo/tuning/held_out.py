@@ -27,7 +27,7 @@ Changes = Mapping[str, Change]
 def who_is_best(
     trials: Sequence[TrialRecord], goal: Goal, held_out: Callable[[TrialRecord], Scores]
 ) -> str:
-    """Describe the best trial and its lead over the next one with a score of the same step.
+    """Describe the best trial and its lead over the next trial with a score of the same step.
 
     Args:
         trials: Trials, best first; those without a score are skipped. At least one has a score.
@@ -64,7 +64,7 @@ def who_is_best(
 
 
 def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
-    """Return the paired changes of a trial's held-out score and reward-model score up to a step."""
+    """Return the paired changes of a trial's held-out and reward-model scores up to a step."""
     changes: dict[str, Change] = {}
     score = held_out_change(files, step)
     if score is None:
@@ -88,7 +88,7 @@ def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Sc
 
 
 def model_weights(config: Mapping[str, Any]) -> dict[str, float]:
-    """Map each reward model among the sources of a score to its weight in a run's config."""
+    """Map each reward model in a run's config to its weight in the score."""
     entries = (config.get("model") or {}).get("reward") or ()
     of_all = ((config.get("reward") or {}).get("weights") or {}).get("model", 1.0)
     names = ["model"] if len(entries) == 1 else [f"model_{n}" for n in range(len(entries))]
@@ -103,7 +103,7 @@ def gaming_words(
     """Return sentences about trials whose held-out score and reward-model score disagree.
 
     Args:
-        trials: All trials. With fewer than two that have both scores, nothing is returned.
+        trials: All trials. If fewer than two have both scores, the result is empty.
         changes: Trial -> changes of both scores.
         held_out: Trial -> held-out scores by prompt.
     """
@@ -116,7 +116,7 @@ def gaming_words(
 
 
 def _is_gamed(change: Changes) -> bool:
-    """Return True if the reward-model score rose and the held-out score fell, beyond chance."""
+    """Return True if the reward-model score rose and the held-out score fell significantly."""
     if not {SCORE, REWARD_MODEL} <= change.keys():
         return False
     return change[REWARD_MODEL].direction == 1 and change[SCORE].direction == -1
@@ -141,7 +141,10 @@ def _of_gamed(gamed: Sequence[tuple[TrialRecord, Changes]]) -> str:
 
 
 def _of_favourite(judged: Sequence[TrialRecord], held_out: Mapping[str, Scores]) -> str:
-    """Compare the reward model's favourite to the best trial, among those with the latest score."""
+    """Compare the trial with the best reward-model score to the one with the best held-out score.
+
+    Only trials with a score of the latest step are compared.
+    """
     last = max(trial.scored_step for trial in judged)
     as_far = [trial for trial in judged if trial.scored_step == last]
     best = max(as_far, key=lambda trial: trial.metrics[SCORE])

@@ -30,11 +30,11 @@ class Outcome:
     """Result of a sweep."""
 
     status: str
-    """One of finished, failed (an error, or no trial has a score) and interrupted."""
+    """finished, failed (an error occurred, or no trial has a score) or interrupted."""
     location: str
     best: TrialRecord | None
     front: tuple[TrialRecord, ...]
-    """Trials on the Pareto front; with one metric the best trial."""
+    """Trials on the Pareto front. With one metric, this is the best trial."""
     broken: tuple[str, ...]
     """Constraints that the best trial violates."""
     failed: tuple[TrialRecord, ...]
@@ -90,7 +90,7 @@ def write_outcome(
         files: The sweep's folder.
         sweep: Config of the sweep.
         records: All trials.
-        base: The base run config as written when the sweep began, overrides included.
+        base: The base run config as written when the sweep began, with overrides.
         status: finished, interrupted, or failed if the sweep itself raised.
         wall_s: Seconds of this attempt.
     """
@@ -131,7 +131,7 @@ def write_outcome(
 
 
 def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) -> str:
-    """Return the best trial as a run config: the base as written, overridden by its point."""
+    """Return the best trial as a run config: the base as written, with the trial's values."""
     own: dict[str, Any] = {"name": f"{sweep.name}-best", "storage_path": sweep.storage_path}
     values = with_values(base, {**best.point, **own})
     head = [

@@ -1,9 +1,10 @@
-"""Population-based training: weak trials restart from the checkpoints of better ones.
+"""Population-based training: weak trials restart from the checkpoints of better trials.
 
 At a fixed interval all trials wait for each other and are compared at the same step. Ray Tune then
 passes checkpoints from trial to trial. A checkpoint here is only a pointer: a folder with a small
 file that names the run's own checkpoint (policy, critic, optimizers, KL controller, data cursor). A
-trial that starts from it copies that checkpoint into its own folder, with hard links on one disk.
+trial that starts from the pointer copies the checkpoint into its own folder, with hard links if
+both are on one disk.
 
 Paper: Jaderberg et al. 2017, arXiv:1711.09846.
 """
@@ -35,13 +36,13 @@ from raypo.tuning.record import POINT
 
 SEGMENT = "segment.json"
 COPIED = "copied"
-"""Folder in a segment with the checkpoint that it started from."""
+"""Folder in a segment with the checkpoint that the segment started from."""
 KEPT_CHECKPOINTS = 2
-"""Minimum number of checkpoints that a trial keeps, because another one may still be copying."""
+"""Minimum number of checkpoints that a trial keeps, because another trial may be copying one."""
 
 
 class Population(PopulationBasedTraining):
-    """Ray Tune's synchronous scheduler, made deterministic given scores and the sweep's seed."""
+    """Ray Tune's synchronous scheduler, made deterministic: it depends on scores and seed only."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Population(PopulationBasedTraining):
         self._every, self._num_steps, self._seed = every, num_steps, seed
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
-        """Pause trials at the step of a comparison, except at their last step."""
+        """Pause a trial at the step of a comparison, unless it is the trial's last step."""
         step = result[STEP]
         if step % self._every or step >= self._num_steps:
             return self.CONTINUE
@@ -82,12 +83,12 @@ class Population(PopulationBasedTraining):
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
         """Drop a failed trial from the comparison."""
         super().on_trial_error(tune_controller, trial)
-        forget_failed(tune_controller, trial)  # Ray would let the others wait for it
+        forget_failed(tune_controller, trial)  # otherwise the others would wait for it
 
     def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
         """Return the next trial to resume."""
         chosen = super().choose_trial_to_run(tune_controller)
-        # If a trial failed while all others waited for it, compare those now.
+        # If a trial failed while all others waited for it, compare the others now.
         live = list(tune_controller.get_live_trials())
         if chosen is None and live and all(trial.status == Trial.PAUSED for trial in live):
             self.on_trial_result(tune_controller, live[0], live[0].last_result)
@@ -96,26 +97,29 @@ class Population(PopulationBasedTraining):
 
 
 def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a Tune config with its perturbed values moved to the nearest ones in their domains."""
+    """Return a Tune config with perturbed values moved to the nearest values of their domains."""
     point = {key: domains[key].nearest(value) for key, value in config[POINT].items()}
     return {**config, POINT: point}
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a trial's run between two copies. Within a segment Ray Train resumes by itself."""
+    """Part of a trial's run between two copies of checkpoints.
+
+    Within a segment, Ray Train resumes by itself.
+    """
 
     trial: str
     """Name of the trial."""
     number: int = 0
     resume_from: str | None = None
-    """Copy of another trial's checkpoint to start from. None means a start from scratch."""
+    """Copy of another trial's checkpoint that the segment starts from. None means from scratch."""
     checkpoint: str | None = None
     """Last checkpoint of the segment, initially `resume_from`."""
     known: Mapping[str, float] = field(default_factory=dict)
     """Known metrics of the trial at that checkpoint."""
     compared: int = 0
-    """Step of the last comparison after which the trial went on."""
+    """Step of the last comparison after which the trial continued."""
 
     @classmethod
     def last(cls, files: RunFiles) -> Segment:
@@ -131,12 +135,12 @@ class Segment:
     def next(self, pointer: tune.Checkpoint, files: RunFiles) -> Segment:
         """Return the segment after a comparison, and write it.
 
-        If the pointer is another trial's, this is a new segment with a copy of that trial's
-        checkpoint (the other trial will delete the original), and the folder of this segment is
-        removed. Else it is this segment.
+        If the pointer names this trial, it is the same segment. If it names another trial, it is a
+        new segment that starts from a copy of that trial's checkpoint, because the other trial will
+        delete the original. The folder of the old segment is then removed.
 
         Raises:
-            OSError: the checkpoint is gone; nothing has changed then.
+            OSError: the checkpoint no longer exists. Nothing has changed then.
         """
         with pointer.as_directory() as folder:
             other = Segment(**json.loads((Path(folder) / SEGMENT).read_text()))
@@ -195,14 +199,14 @@ class Segment:
 
 
 def copy_checkpoint(source: str, target: str) -> None:
-    """Copy another trial's checkpoint, with hard links on one disk.
+    """Copy another trial's checkpoint, with hard links if both paths are on one disk.
 
     Args:
         source: A local path or a URI.
         target: A path of the same kind, which does not exist yet.
 
     Raises:
-        OSError: the source is gone.
+        OSError: the source no longer exists.
     """
     if "://" in source:
         system, path = FileSystem.from_uri(source)

@@ -29,21 +29,22 @@ class TrialRecord:
     name: str
     point: Point
     status: Status = "waiting"
-    """State of the trial. The scheduler ended a stopped one; an interrupted or failed one goes on
-    when the sweep resumes."""
+    """State of the trial. A stopped trial was ended by the scheduler. An interrupted or failed
+    trial continues when the sweep resumes."""
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     """Last known value of each metric."""
     seconds: float = 0.0
-    """Wall time over all attempts."""
+    """Wall time in seconds, over all attempts."""
     device_s: float = 0.0
-    """Seconds times devices held: GPUs if the trial has any, else CPU cores."""
+    """Seconds times devices held. The devices are GPUs if the trial has any, otherwise CPU
+    cores."""
     error: str = ""
-    """Last line of the error."""
+    """Last line of the error. Empty if the trial did not fail."""
 
     @property
     def judged(self) -> dict[str, float]:
-        """Metrics by which the trial is ranked; empty if it failed."""
+        """Metrics by which the trial is ranked. They are empty if the trial failed."""
         return {} if self.status == "failed" else {SCORED_STEP: self.step, **self.metrics}
 
     @property
@@ -64,14 +65,14 @@ def ranked(records: Sequence[TrialRecord], goal: Goal) -> list[TrialRecord]:
 
 
 def best_of(records: Sequence[TrialRecord], goal: Goal) -> TrialRecord | None:
-    """Return the highest ranked trial that has a score and did not fail, or None."""
+    """Return the highest ranked trial that has a score and did not fail. None if there is none."""
     known = (r for r in ranked(records, goal) if math.isfinite(goal.gains(r.judged)[0]))
     return next(known, None)
 
 
 def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any]]:
     """Return one row per trial, best first: rank, point, status, cost, last metrics."""
-    # These metrics have columns of their own; the column `metrics` has all, as JSON.
+    # These metrics have separate columns. The column `metrics` has all metrics, as JSON.
     shown = (*goal.named, SCORE, REWARD_MODEL, "rollout/score_mean", KL)
     return [
         {
@@ -104,14 +105,14 @@ def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) ->
             if isinstance(row.get(key), list | tuple | dict):
                 row[key] = json.dumps(row[key])
         kinds = {type(row.get(key)) for row in rows}
-        if len(kinds) > 1:  # parquet's columns have one type
+        if len(kinds) > 1:  # a parquet column has a single type
             for row in rows:
                 row[key] = float(row[key]) if kinds == {int, float} else str(row.get(key))
     files.write(TRIALS, to_parquet(pa.Table.from_pylist(rows)))
 
 
 def read_trials(files: RunFiles) -> list[TrialRecord]:
-    """Read the trials, sorted by number; empty if there is no file."""
+    """Read the trials, sorted by number. Without a file, the list is empty."""
     content = files.read(TRIALS)
     if content is None:
         return []

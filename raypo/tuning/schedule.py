@@ -1,4 +1,4 @@
-"""Schedulers, which decide which trials go on, and the past reports that they need."""
+"""Schedulers, which decide which trials continue, and the past reports that they need."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
 def scheduler_of(
     sweep: SweepConfig, base: AnyConfig, *, last_comparison: int = 0
 ) -> TrialScheduler:
-    """Return the sweep's scheduler. It compares `sweep/value`; infeasible trials are lowest.
+    """Return the sweep's scheduler, which compares trials by `sweep/value`.
 
     Args:
         sweep: Config of the sweep.
@@ -46,7 +46,7 @@ def scheduler_of(
     if section.kind == "median":
         return MedianStoppingRule(
             grace_period=grace_steps,
-            min_time_slice=base.num_steps,  # else it pauses trials, and restarts are expensive
+            min_time_slice=base.num_steps,  # otherwise it pauses trials, and restarts are expensive
             **_JUDGED_BY,
         )
     if section.kind == "pbt":

@@ -32,7 +32,7 @@ def listed_space(
     Args:
         sweep: Config of the sweep.
         ended: Trials that an earlier attempt has completed.
-        begun: Trials that an earlier attempt has begun; they come first.
+        begun: Trials that an earlier attempt has begun but not completed. They come first.
     """
     known = {record.number: record.point for record in begun}
     grid = grid_points(sweep) if sweep.searcher == "grid" else None
@@ -49,7 +49,7 @@ def listed_space(
 def numbers_left(
     sweep: SweepConfig, ended: Sequence[TrialRecord], begun: Sequence[TrialRecord]
 ) -> list[int]:
-    """Return the numbers of the trials to run: first begun ones, then the lowest unused numbers."""
+    """Return the numbers of the trials to run: first those begun, then the lowest unused."""
     num_left = sweep.num_trials - len(ended)
     used = {record.number for record in (*ended, *begun)}
     unused = [number for number in range(len(used) + num_left) if number not in used]
@@ -64,16 +64,16 @@ def random_point(sweep: SweepConfig, number: int) -> Point:
 
 
 def as_tune(domain: Domain) -> Any:
-    """Convert a domain to Tune's."""
+    """Convert a domain to Ray Tune's class."""
     if domain.is_list:
         return tune.choice(list(domain.values))
-    if domain.kind == "quniform":  # Tune's own requires that the step divides both ends
+    if domain.kind == "quniform":  # Tune's quniform requires that the step divides both ends
         return tune.choice(list(domain.steps))
     return getattr(tune, domain.kind)(*domain.values)
 
 
 def as_optuna(domain: Domain) -> BaseDistribution:
-    """Convert a domain to Optuna's."""
+    """Convert a domain to Optuna's class."""
     if domain.is_list:
         return CategoricalDistribution(list(domain.values))
     low, high = domain.values[:2]
@@ -103,7 +103,8 @@ class OptunaSearcher(Searcher):
         Args:
             sweep: Config of the sweep.
             ended: Completed trials, from which the study learns.
-            begun: Trials that were begun; they are suggested first.
+            begun: Trials that an earlier attempt has begun but not completed. They are suggested
+                first.
         """
         super().__init__()
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -114,9 +115,10 @@ class OptunaSearcher(Searcher):
         self.study = optuna.create_study(
             directions=["maximize" if mode == "max" else "minimize" for mode in sweep.mode],
             sampler=optuna.samplers.TPESampler(
-                # With the same seed new trials would repeat the draws of earlier ones.
+                # With the same seed, new trials would repeat the draws of earlier trials.
                 seed=sweep.seed + len(ended) + len(begun),
-                # Random trials before TPE: Optuna's default of 10, but at most half of the sweep.
+                # Number of random trials before TPE: Optuna's default of 10, but at most half of
+                # the sweep.
                 n_startup_trials=min(10, max(sweep.num_trials // 2, 1)),
             ),
         )
@@ -141,7 +143,7 @@ class OptunaSearcher(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: dict | None = None, error: bool = False
     ) -> None:
-        """Tell Optuna a trial's metrics and its violation of each constraint."""
+        """Report a trial's metrics and its violation of each constraint to Optuna."""
         trial, values = self._asked.pop(trial_id), self._values(result or {})
         if not values:
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -157,7 +159,7 @@ class OptunaSearcher(Searcher):
         """Do nothing: `save` stores nothing."""
 
     def _values(self, known: Metrics) -> list[float]:
-        """Return the value of each metric; empty if one is unknown."""
+        """Return the value of each metric. If one is unknown, the list is empty."""
         values = [known.get(name, math.nan) for name in self._goal.metrics]
         return [] if any(map(math.isnan, values)) else values
 

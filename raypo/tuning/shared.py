@@ -20,18 +20,19 @@ from raypo.run.setup import Shared
 
 @dataclass(frozen=True)
 class Sharing:
-    """Deployments that the sweep starts itself, and its trials share."""
+    """Deployments that the sweep starts, for its trials to share."""
 
     models: tuple[str, ...] = ()
     """Roles of the frozen models that all trials use: reference, reward_0, ..."""
     engines: bool = False
-    """True if each deployment of engines is reused by one trial after the other."""
+    """True if each deployment of engines serves one trial after the other."""
     pool: bool = False
     """True if all trials use the same engines at the same time, each with its own LoRA adapter."""
     share_batches: bool = False
-    """True if trials that share a pool also sample in the same batches."""
+    """True if trials that share a pool sample in the same batches, too."""
     bundles: tuple[Bundle, ...] = ()
-    """Bundles of the placement group of models and pool; empty on CPUs, where they share cores."""
+    """Bundles of the placement group of models and pool. Empty on CPUs, where all share the
+    cores."""
 
     @classmethod
     def of(
@@ -43,9 +44,9 @@ class Sharing:
         share_batches: bool,
         use_gpu: bool,
     ) -> Sharing:
-        """Share those roles that the base has and that no trial's values change.
+        """Return the sharing of all roles that the base has and that no trial's values change.
 
-        Dedicated roles are never shared: each trial has them in its own placement group.
+        Dedicated roles are never shared, because each trial has them in its own placement group.
 
         Args:
             base: Run config of a trial, without the values of the space.
@@ -100,7 +101,7 @@ class Sharing:
 def started(
     sharing: Sharing, base: AnyConfig, name: str, *, num_slots: int, logs_dir: str
 ) -> Iterator[Shared | None]:
-    """Start the shared deployments, and shut them down when the trials are over.
+    """Start the shared deployments, and shut them down when the trials have finished.
 
     Args:
         sharing: Deployments to start.
@@ -111,7 +112,7 @@ def started(
         logs_dir: Folder of the logs.
 
     Yields:
-        The deployments; None if the trials train on examples, so they sample nothing.
+        The deployments. None if the trials train on examples, so that they sample nothing.
 
     Raises:
         PlacementError: the resources of the models were not free in time.

@@ -24,11 +24,11 @@ TRIALS_DO_NOT_DEPEND_ON = (
     "resources",
     "storage_path",
 )
-"""Keys of a sweep file that may change when the sweep resumes or gets more trials."""
+"""Keys of a sweep file that may change when the sweep resumes or is extended with trials."""
 
 
 def recorded_sweep(files: RunFiles) -> tuple[SweepConfig, dict[str, Any]] | None:
-    """Read a folder's sweep and the values of its base; None if the folder holds no sweep."""
+    """Read a folder's sweep, and the values of its base. None if the folder holds no sweep."""
     recorded = files.config() or {}
     base = recorded.pop(RECORDED_BASE, None)
     if base is None:
@@ -78,7 +78,7 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
 
 
 def is_done(sweep: SweepConfig, files: RunFiles) -> bool:
-    """Return True if the folder's sweep is finished, with enough trials of which none failed."""
+    """Return True if the folder's sweep is finished: it has enough trials, and none failed."""
     summary = files.summary()
     return (
         summary is not None
@@ -130,7 +130,7 @@ def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
 
 
 def as_trial(run: RunStatus, files: RunFiles) -> RunStatus:
-    """Return a run's status; for a trial, with the status that its sweep has recorded.
+    """Return a run's status. If the run is a trial, apply the status that its sweep has recorded.
 
     Only the sweep knows that its scheduler stopped a trial.
     """

@@ -1,4 +1,4 @@
-"""HTML page of a sweep: the best trial and why, all trials, and their cost. Needs no Ray."""
+"""HTML page of a sweep: the best trial, all trials, and their cost. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class SweepData:
     rows: dict[str, list[dict[str, Any]]]
     """Trial -> metrics of each step."""
     held_out: Mapping[str, Scores]
-    """Trial -> held-out scores by prompt; their mean is the trial's score."""
+    """Trial -> held-out score of each prompt. The mean is the trial's score."""
     changes: Mapping[str, Changes]
     """Trial -> changes of its held-out scores up to the step of its score."""
 
 
 def load_sweep(files: RunFiles) -> SweepData | None:
-    """Load the results of a folder's sweep so far; None if it holds no sweep."""
+    """Load the results so far of a folder's sweep. None if the folder holds no sweep."""
     recorded = recorded_sweep(files)
     if recorded is None:
         return None
@@ -281,7 +281,7 @@ def _saved(trial: TrialRecord, sweep: SweepData) -> float:
 
 
 def _labels(sweep: SweepData) -> dict[str, str]:
-    """Return a label for each trial: its values if all are short and distinct, else its name."""
+    """Return each trial's label: its values if all are short and distinct, otherwise its name."""
     texts = {trial.name: point_text(trial.point) for trial in sweep.trials}
     is_short = all(len(text) <= MAX_LABEL for text in texts.values())
     if is_short and len(set(texts.values())) == len(texts):

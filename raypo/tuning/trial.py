@@ -2,11 +2,11 @@
 
 Processes: Tune runs each trial in an actor, and `run_trial` runs Ray Train's controller in the same
 actor. The controller calls `TrialReports` after each report of the learner workers, and waits there
-until Tune has decided whether the trial goes on.
+until Tune has decided if the trial continues.
 
 On a small machine most of a trial's cost is starting processes, each of which imports Ray and
-torch. So the controller has no process of its own, and Tune reuses the actor for the next trial (on
-CPUs, without pbt).
+torch. The controller therefore has no separate process, and Tune reuses the actor for the next
+trial (on CPUs, without pbt).
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from raypo.tuning.population import Segment
 from raypo.tuning.record import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
-"""Maximum wait for the stopped process of the same trial; Tune kills it well before."""
+"""Maximum wait, in seconds, for the stopped process of the same trial. Tune kills it long
+before."""
 TURN_S = 0.5
 """Polling interval of a trial that waits for its turn to reserve placement groups."""
 LAST_STEP_TIMEOUT_S = 3600
-"""Limit on a stopped trial's last step before its actor is reused; past it Tune fails the next
-trial."""
+"""Time limit, in seconds, of a stopped trial's last step before its actor is reused. If the step
+takes longer, Tune fails the next trial."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +53,20 @@ class TrialSetup:
 
     sweep: str
     base: dict[str, Any]
-    """Values of the base run config as written, overrides included."""
+    """Values of the base run config as written, with overrides."""
     storage_path: str
     """Storage path of the trials' runs."""
     working_dir: str
     """Working directory of the driver, where relative paths start."""
     goal: Goal | None = None
-    """Objective whose value is added to reports. None adds nothing: Tune has the objective."""
+    """Objective whose value is added to reports. None adds no value, because Tune has the
+    objective."""
     is_population: bool = False
     """True if trials copy each other's checkpoints (pbt)."""
     group_gc: ActorHandle | None = None
     shared: Shared | None = None
     digests: Mapping[tuple[str, int, int, int], str] = field(default_factory=dict)
-    """Digests of shared inputs, so that files are hashed once and not once per trial."""
+    """Digests of shared inputs, so that each file is hashed once, not once per trial."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of each trial's trainer besides its config and run config."""
     train_callbacks: tuple[UserCallback, ...] = ()
@@ -108,7 +110,7 @@ def run_point(point: Point, setup: TrialSetup) -> None:
         segment, pointer = Segment.last(files), tune.get_checkpoint()
         if pointer is not None:
             segment = segment.next(pointer, files)
-        elif segment.checkpoint is not None:  # the sweep was resumed: the report may block here
+        elif segment.checkpoint is not None:  # the sweep was resumed; the report may block here
             segment.report(as_report(segment.known, setup.goal))
         known = segment.known
     reports = TrialReports(setup.goal, known, files, segment)
@@ -118,7 +120,7 @@ def run_point(point: Point, setup: TrialSetup) -> None:
 
 
 def _wait_for_predecessor(files: RunFiles) -> None:
-    """Wait for the earlier process of the trial, which pbt has stopped and which may still exit."""
+    """Wait for the earlier process of the trial, which pbt has stopped, to exit."""
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
     while files.is_running() and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -169,7 +171,7 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         return super()._start_dedicated(monitor, say)
 
     def _is_unwanted(self) -> bool:
-        # pbt starts a stopped trial again where it was stopped.
+        # pbt restarts a stopped trial at the step of the stop.
         return self._reports.are_unwanted and self._segment is None
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
@@ -187,7 +189,7 @@ class TrialReports(UserCallback):
     """Ray Train callback that reports each step's metrics to Tune.
 
     Schedulers compare trials at every report, but held-out scores are not measured at every step.
-    So a report also has the last known values of metrics that the step did not measure.
+    A report therefore adds the last known values of the metrics that the step did not measure.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class TrialReports(UserCallback):
         files: RunFiles,
         segment: Segment | None,
     ) -> None:
-        """Start from the metrics known so far.
+        """Begin with the metrics known so far.
 
         Args:
             goal: Objective of the sweep, or None.
@@ -216,7 +218,7 @@ class TrialReports(UserCallback):
         metrics: list[dict[str, Any]],
         checkpoint: Checkpoint | None,
     ) -> None:
-        """Report to Tune; return when Tune has decided whether the trial goes on.
+        """Report to Tune. Return when Tune has decided if the trial continues.
 
         Ray Train's controller, in this process, calls this method after each report of the workers.
         """

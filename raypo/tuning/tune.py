@@ -64,9 +64,9 @@ def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
 
 
 def last_comparison(setup: TrialSetup, left: Sequence[TrialRecord]) -> int:
-    """Return the step of the last pbt comparison of an earlier attempt; 0 if there is none.
+    """Return the step of the last pbt comparison of an earlier attempt. 0 if there is none.
 
-    A comparison is complete as soon as one of the remaining trials has gone on after it.
+    A comparison is complete as soon as one of the remaining trials has continued after it.
     """
     compared = (Segment.last(setup.files(record.number)).compared for record in left)
     return max(compared, default=0)

@@ -1,6 +1,6 @@
-"""Ray Tune's Tuner for runs of any recipe: the user's own spaces, searchers, schedulers, callbacks.
+"""Ray Tune's Tuner for runs of any recipe, with the user's spaces, searchers and schedulers.
 
-`raypo sweep` is the same for a sweep file, with records that resume and a page.
+`raypo sweep` does the same for a sweep file. It also resumes from its records, and writes a page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from ray import tune
-from ray.tune import ResultGrid
+from ray.tune import ResultGrid, Stopper
 from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 from ray.tune.search.variant_generator import generate_variants
@@ -50,10 +50,10 @@ RANDOM_POINTS = 20
 
 
 class Tuner:
-    """Ray Tune's `Tuner`, whose trials are runs of one config with other values.
+    """Ray Tune's `Tuner`, whose trials are runs of one config with different values.
 
-    Trials share the reference model, the reward models and the engines, as those of `raypo sweep`
-    do, and give the numbers of runs of their own.
+    Trials share the reference model, the reward models and the engines, like those of `raypo
+    sweep`. Their results equal those of separate runs.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class Tuner:
         """Check the input, without starting anything.
 
         Args:
-            config: What each trial starts from: the config of any recipe, a mapping of its keys,
-                the path of a run file, or a trainer, whose reward function, callbacks, rows and
-                `ScalingConfig` come along.
+            config: Config that each trial changes: the config of any recipe, a mapping of its keys,
+                the path of a run file, or a trainer. The reward function, callbacks, rows and
+                `ScalingConfig` of a trainer are used too.
             param_space: Key of the run config, nested or dotted like `learner.policy_lr` -> Ray
                 Tune's search space or a value. None if the searcher has the space.
-            tune_config: Ray Tune's own. `metric` is a metric of a run, like eval/score_mean. Not
-                more trials run at the same time than the cluster has room for.
-            run_config: Ray Tune's own. The trials' runs are in `<storage_path>/<name>/trials`.
+            tune_config: Ray Tune's config. `metric` is a metric of a run, like eval/score_mean. The
+                number of concurrent trials is limited to those for which the cluster has room.
+            run_config: Ray Tune's config. The trials' runs are in `<storage_path>/<name>/trials`.
                 `storage_path` defaults to that of the config.
-            share: Roles that are started once for all trials (reward, reference, engine), as
-                `share` of a sweep file.
+            share: Roles that are started once for all trials (reward, reference, engine), like
+                `share` in a sweep file.
 
         Raises:
             ConfigError: a file, a key, a value or an argument is wrong.
@@ -106,7 +106,8 @@ class Tuner:
         Returns:
             Ray Tune's results. The `path` of each is the folder of the trial's run, with the
             model in `policy/` (or `reward_model/`); its `metrics_dataframe` has every step. Its
-            `checkpoint` is the run's training state, for `from_checkpoint`, and loads as no model.
+            `checkpoint` is the run's training state, for `from_checkpoint`; it cannot be loaded as
+            a model.
 
         Raises:
             ConfigError: no trial fits the cluster, the folder holds another experiment, or a
@@ -181,7 +182,7 @@ class Tuner:
 
     @property
     def num_trials(self) -> int:
-        """Number of trials, at most: a stopping rule may end the experiment before."""
+        """Maximum number of trials. A stopping rule may end the experiment earlier."""
         count = self._tune_config.num_samples
         if count < 0:
             return sys.maxsize
@@ -192,7 +193,7 @@ class Tuner:
 
     @property
     def max_concurrent(self) -> int:
-        """Maximum number of concurrent trials, without regard to the cluster."""
+        """Maximum number of concurrent trials, without the limit of the cluster."""
         searcher: Any = self._tune_config.search_alg
         given = self._tune_config.max_concurrent_trials
         limit = searcher.max_concurrent if limits_itself(searcher) else given
@@ -220,6 +221,11 @@ class Tuner:
                 )
             for key in point:
                 check_key(key, type(self._base), space="param_space")
+            if "reward.function" in point and self._trainer.given_functions:
+                raise ConfigError(
+                    "param_space.reward.function: every trial has the function that the trainer "
+                    "was given in Python. Leave one of them out."
+                )
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             trial = with_values(self._values, {**point, "name": self._files.name})
             yield parse_run_config(trial, origin=f"a trial with {words}" if words else "a trial")
@@ -234,14 +240,14 @@ class Tuner:
             )
 
     def _result(self, trial: str, result: Any) -> Any:
-        """Return a trial's result with its run's folder, every step and the last checkpoint."""
+        """Return a trial's result, with the run's folder, all steps and the last checkpoint."""
         files = RunFiles(below(self._files.location, TRIALS_FOLDER), trial)
         rows = files.metrics()
         if not rows:
             return result
         kept = Segment.last(files).checkpoint  # of population-based training
         if kept is None:
-            with suppress(ConfigError):  # it was stopped before its first one
+            with suppress(ConfigError):  # stopped before its first checkpoint
                 kept = find_checkpoint(files.location)
         return replace(
             result,
@@ -278,11 +284,18 @@ def _trainer(config: AnyConfig | Mapping[str, Any] | str | Path) -> RecipeTraine
 
 
 def _check_run_config(run: tune.RunConfig) -> None:
-    """Refuse what has no effect on runs."""
+    """Refuse settings that have no effect on runs, and stop rules that Tune does not know."""
     if run.storage_filesystem is not None:
         raise ConfigError(
             f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): runs write "
             f"through storage_path. Give it as a URI, like s3://bucket/folder."
+        )
+    rule = run.stop
+    are_stoppers = isinstance(rule, list) and all(isinstance(each, Stopper) for each in rule)
+    if not (rule is None or are_stoppers or isinstance(rule, Mapping) or callable(rule)):
+        raise ConfigError(
+            f"RunConfig.stop ({rule!r:.80}): must be a mapping of metrics to values, a function "
+            f"(trial_id, result) -> bool, a tune.Stopper, or a list of these stoppers."
         )
     if run.checkpoint_config is not None and run.checkpoint_config != tune.CheckpointConfig():
         raise ConfigError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 24
 _ALWAYS = ("at step", "steps", "status", "trial")
-"""Columns that are never left out, besides values and the sweep's own metrics."""
+"""Columns that are never left out, in addition to the values and the sweep's metrics."""
 _GAP = 2
 """Spaces between two columns."""
 _RANKING = (
@@ -80,7 +80,7 @@ class SweepView:
         self.message(f"{record.name} starts: {point_text(record.point)}")
 
     def ended(self, record: TrialRecord) -> None:
-        """Print how a trial ended."""
+        """Print the end of a trial and its result."""
         scores = ", ".join(
             f"{name} {record.metrics[name]:.4g}"
             for name in self._goal.metrics
@@ -106,7 +106,7 @@ class SweepView:
         """Return the table of trials, best first: tried values, then results.
 
         No cell is truncated. If the console is too narrow, the least important columns are left out
-        (`trials.parquet` has all of them); if it is still too narrow, the values share one column.
+        (`trials.parquet` has all columns). If it is still too narrow, the values share one column.
         """
         from rich.box import SIMPLE_HEAD
         from rich.table import Table
@@ -153,7 +153,7 @@ class SweepView:
         return len(self._goal.metrics) + len(_ALWAYS)
 
     def _columns(self, shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
-        """Return the columns of results by heading; the least important comes last."""
+        """Return the columns of results by heading, the least important column last."""
         metrics = [*self._goal.named, REWARD_MODEL, KL]
         seen = [m for m in dict.fromkeys(metrics) if any(m in r.metrics for r in shown)]
         by_metric = {
@@ -178,7 +178,7 @@ def status_words(record: TrialRecord, goal: Goal) -> str:
 
 
 def _values(shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
-    """Return columns of the tried values; headings omit a key's section unless ambiguous."""
+    """Return columns of the tried values. Headings omit a key's section if the rest is unique."""
     keys = list(dict.fromkeys(key for record in shown for key in record.point))
     tails = [key.partition(".")[2] or key for key in keys]
     names = [t if tails.count(t) == 1 else key for key, t in zip(keys, tails, strict=True)]
@@ -189,7 +189,7 @@ def _values(shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
 
 
 def _width(columns: Mapping[str, Sequence[str]]) -> int:
-    """Return the width of a table in characters; headings wrap between words, cells never."""
+    """Return the width of a table in characters. Headings wrap between words; cells never wrap."""
     widths = [max(map(len, [*name.split(), *cells])) for name, cells in columns.items()]
     return sum(widths) + _GAP * (len(widths) - 1)
 

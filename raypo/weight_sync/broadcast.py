@@ -17,10 +17,10 @@ from raypo.weights.messages import Backend, BroadcastBucket, Rendezvous, StoredB
 
 
 class BroadcastTransport(Transport):
-    """NCCL to engines on their own devices, or gloo without GPUs.
+    """Broadcast with NCCL to engines on their own GPUs, or with gloo if there are no GPUs.
 
-    If a receiver died, restarted or joined, the next push forms a new group. No weights are kept:
-    a restarted engine gets them with the next push.
+    If a receiver died, restarted or joined, the next push forms a new group. The weights are not
+    stored: a restarted engine gets them with the next push.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class BroadcastTransport(Transport):
         in_flight: InFlight | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Form no group yet; the first push does.
+        """Store the settings. The first push forms the group.
 
         Args:
             backend: nccl for GPUs, gloo for CPUs.
             device: Device of this process, on which buckets are filled.
             host: Address of this node that engines can reach.
-            timeout_s: Seconds that joining may take, and likewise the broadcast of one bucket.
+            timeout_s: Time limit in seconds, both for joining and for the broadcast of one bucket.
             in_flight: See `PushStart.in_flight`.
             bucket_bytes: Size of a bucket in bytes.
         """
@@ -51,7 +51,7 @@ class BroadcastTransport(Transport):
         self._epoch = 0
 
     def open(self, session: PushSession, workers: Workers) -> None:
-        """Form a new group on rank 0, unless all engines are in the present one."""
+        """Form a new group on rank 0, unless all engines are in the current one."""
         size = 1 + sum(each.num_workers for each in session.ready)
         is_whole = all(each.epoch == self._epoch for each in session.ready)
         is_present = self._group is not None and self._group.rendezvous.size == size
@@ -71,7 +71,7 @@ class BroadcastTransport(Transport):
     def send(
         self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
     ) -> tuple[StoredBucket, ...]:
-        """Send from rank 0 (see `Transport.send`)."""
+        """Send all tensors from rank 0 (see `Transport.send`)."""
         group = self._group
         if workers.rank != 0 or group is None:
             return ()

@@ -1,4 +1,4 @@
-"""Weight transport within a GPU: the engine reads the learner's bucket by a CUDA IPC handle."""
+"""Weight transport within a GPU: engines read the learner's bucket through a CUDA IPC handle."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from raypo.weights.messages import CudaHandle, IpcBucket, StoredBucket, device_u
 
 
 class IpcTransport(Transport):
-    """One copy within each GPU, to engines on the learner workers' GPUs.
+    """Copy within each GPU, for engines that share the GPUs of the learner workers.
 
     Every learner worker stages the same buckets on its own GPU, and each of an engine's workers
-    reads the bucket on its own GPU. No weights are kept: a restarted engine gets them with the next
-    push.
+    reads the bucket on its own GPU. The weights are not stored: a restarted engine gets them with
+    the next push.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class IpcTransport(Transport):
     def send(
         self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
     ) -> tuple[StoredBucket, ...]:
-        """Send (see `Transport.send`). A bucket is refilled once all engines have read it."""
+        """Send all tensors. A bucket is refilled once all engines have read it."""
         uuid = device_uuid(self._device)
         buckets = stage(tensors, bucket_bytes=self.bucket_bytes, device=self._device)
         while True:
             with all_or_none(workers):
                 staged = next(buckets, None)
                 torch.cuda.synchronize(self._device)
-                # No handle without a reader: CUDA keeps the memory of a handle until a process
-                # has opened and closed it.
+                # Make a handle only if an engine will read it: CUDA keeps the memory of a handle
+                # until a process has opened and closed it.
                 handle = CudaHandle.of(staged.flat) if staged and uuid in self._readers else None
             if staged is None:
                 torch.cuda.ipc_collect()

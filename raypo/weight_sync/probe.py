@@ -26,14 +26,14 @@ from raypo.weights.manifest import WeightError
 NUM_PROBES = 2
 """Number of prompts in a probe: the first ones of a run."""
 PROBE_PROMPT_TOKENS, PROBE_TOKENS = 16, 4
-"""Tokens that a probe uses from the end of each prompt, and tokens that it samples."""
+"""Number of tokens that a probe takes from the end of each prompt, and number that it samples."""
 PRIORITY = -1
 """Priority of probes: they go before training requests, because the push is blocked on them."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest gap of log-probs between engine and learner that rounding explains."""
+    """Largest gap between the log-probs of engine and learner that rounding can explain."""
 
     statistic: Literal["max", "mean"]
     """max compares the worst token of a probe, mean its average token."""
@@ -42,13 +42,14 @@ class Bound:
 
 
 def probe_bound(dtype: str, *, on_gpu: bool) -> Bound:
-    """Return the largest allowed gap. Different weights give a gap of 0.7 nats or more."""
-    # bfloat16 has 7 bits of mantissa, and both sides round in different places: 0.07 on average
-    # was measured.
+    """Return the largest allowed gap. If the weights differ, the gap is 0.7 nats or more."""
+    # bfloat16 has 7 bits of mantissa, and engine and learner round in different places. The
+    # measured mean gap was 0.07.
     if dtype == "bfloat16":
         return Bound("mean", 0.15)
-    # In float32 on CPU both compute alike. On a GPU vLLM multiplies float32 in TF32 (10 bits):
-    # 0.0035 on average was measured on an H100, and 0.03 leaves room for deeper models.
+    # In float32 on CPU, engine and learner compute alike. On a GPU vLLM multiplies float32 in TF32
+    # (10 bits): the measured mean gap on an H100 was 0.0035, and 0.03 leaves room for deeper
+    # models.
     return Bound("mean", 0.03) if on_gpu else Bound("max", 1e-3)
 
 

@@ -29,7 +29,7 @@ class AdaptedLearner(Protocol):
     """A learner whose LoRA adapter can be pushed."""
 
     def adapter_push(self, name: str, version: int) -> AdapterPush | None:
-        """Return the current adapter on rank 0, None elsewhere; all workers call it."""
+        """Return the current adapter on rank 0, and None on other ranks. All workers call it."""
         ...
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -53,7 +53,7 @@ def open_transport(
         share_gpus: Whether several engines share a GPU.
         kept: Whether the weights are pushed once, and must stay available for engines that
             restart later.
-        in_flight: Handling of requests in flight during a push. None means there are none.
+        in_flight: Policy for requests in flight during a push. None means that there are none.
 
     Raises:
         ConfigError: the configured transport does not work here.
@@ -93,7 +93,7 @@ def push_adapter(
     engines_have_base: bool,
     workers: Workers,
 ) -> None:
-    """Push the learner's LoRA adapter to all engines, and the base weights if they lack them.
+    """Push the learner's LoRA adapter to all engines, after the base weights if engines lack these.
 
     Args:
         learner: The learner.
@@ -105,10 +105,10 @@ def push_adapter(
         workers: The workers that train the policy.
 
     Raises:
-        WeightError: as `Transport.push`.
+        WeightError: see `Transport.push`.
     """
-    # Push the base weights at first, and again if the actor that kept them was lost, perhaps
-    # together with engines.
+    # Push the base weights before the first adapter. Push them again if the actor that stored them
+    # was lost, because engines may have been lost with it.
     kept = transport.kept
     if not engines_have_base and workers.broadcast(kept is None or kept.fetch() is None):
         transport.push(learner.base_weights, engine, version=version, workers=workers)
@@ -118,6 +118,6 @@ def push_adapter(
         if transport.kept is not None:
             required.append(transport.kept)
         required.append(transport.weight_store.keep(push, id=uuid.uuid4().hex, adapter=name))
-        # Engines that are down load it before their next request.
+        # Engines that are down load the adapter before their next request.
         survivors(engine.hold(*required, in_flight=transport.in_flight))
     engine.require(*workers.broadcast(required))

@@ -1,15 +1,15 @@
-"""Weight transports: what all of them share, and the one through Ray's object store.
+"""Weight transports: the base class, and the transport through Ray's object store.
 
-Rank 0 talks to the engines: `begin_push`, then `load_bucket` for one bucket after the other, and at
-last `finish_push`, which compares the manifest. An engine serves again only after the last call, so
-a push that fails in the middle leaves engines that refuse to sample.
+Rank 0 talks to the engines: `begin_push`, then `load_bucket` for one bucket after the other, and
+finally `finish_push`, which compares the manifest. An engine serves again only after the last call,
+so a push that fails in the middle leaves engines that refuse to sample.
 
     WeightPusher.push                 (raypo.run) then wakes the engines and probes them
       Transport.push                  repeats the push if an engine was lost
         ObjectTransport.send          or IpcTransport, BroadcastTransport: packs and sends buckets
           EngineClient.load_bucket    to all engines that take part
             ... the frames of any call (`raypo.deployment.handle`)
-              Engine.load_bucket -> VllmWorkers.ask -> raypo_load_bucket -> vLLM's load_weights
+              Engine.load_bucket -> VllmProcesses.ask -> raypo_load_bucket -> vLLM's load_weights
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from raypo.weights.store import WeightSnapshot, WeightStore
 
 RETRY_S = 0.2
 REASON_S, POLL_S = 3.0, 0.05
-"""Seconds until the end of an engine is known after its peers noticed it, and polling interval."""
+"""Seconds to wait for the error of an engine whose loss its peers have noticed, and poll
+interval."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -48,7 +49,7 @@ class Transport:
     def __init__(
         self, *, in_flight: InFlight | None = None, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """Prepare nothing yet.
+        """Store the settings.
 
         Args:
             in_flight: See `PushStart.in_flight`.
@@ -90,7 +91,7 @@ class Transport:
                 with all_or_none(workers):
                     if workers.rank == 0:
                         self.kept = None
-                        self.weight_store.forget()  # free the old version before the new one comes
+                        self.weight_store.forget()  # free the old version first
                         session.begin()
                 with all_or_none(workers), drained(weights()) as tensors:
                     self.open(session, workers)
@@ -127,7 +128,7 @@ class PushSession:
     """Rank 0's side of a push: it calls all engines and collects their replies."""
 
     engines: EngineClient
-    """From `begin` on only the engines that were up then."""
+    """Engines of the push. `begin` narrows them to those that are up."""
     version: int
     in_flight: InFlight | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -135,9 +136,9 @@ class PushSession:
     ready: list[Ready] = field(default_factory=list)
     """The engines' replies to `begin_push`."""
     pending: Sequence[Future[Any]] = ()
-    """The last call, to each engine."""
+    """Futures of the last call, one for each engine."""
     specs: list[TensorSpec] = field(default_factory=list)
-    """Tensors that were sent so far."""
+    """Specs of the tensors that were sent so far."""
 
     def begin(self) -> None:
         """Tell all engines that are up that a push begins, so that they drop their weights."""
@@ -175,7 +176,7 @@ class PushSession:
 
     @contextmanager
     def engines_reasons_first(self) -> Iterator[None]:
-        """Raise the error that ended an engine in place of the errors that it caused elsewhere."""
+        """Raise the error that ended an engine, instead of the errors that followed from it."""
         try:
             yield
         except WeightError:
@@ -191,7 +192,7 @@ class PushSession:
 
 
 class ObjectTransport(Transport):
-    """One put for each bucket, which engines on the same node read without a copy.
+    """Transport by one `ray.put` per bucket. Engines on the same node read it without a copy.
 
     The sender keeps the buckets of its last push until it starts the next one, so that an engine
     that was lost can load them again.
@@ -200,7 +201,7 @@ class ObjectTransport(Transport):
     def send(
         self, tensors: Iterator[tuple[str, Tensor]], session: PushSession, workers: Workers
     ) -> list[StoredBucket]:
-        """Send from rank 0 (see `Transport.send`). Engines load a bucket while the next is put."""
+        """Send all tensors from rank 0. Engines load a bucket while the next is put."""
         buckets: list[StoredBucket] = []
         if workers.rank != 0:
             return buckets
@@ -214,14 +215,14 @@ class ObjectTransport(Transport):
                 session.settle()
                 session.specs += buckets[-1].specs
                 session.pending = session.engines.load_bucket(buckets[-1])
-                del group, parts  # before the next ones are made
+                del group, parts  # free them before the next group is made
         session.settle()
         return buckets
 
 
 @contextmanager
 def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Iterate to the end even after an error, because other workers gather the same tensors."""
+    """Exhaust the iterator even after an error, because other workers gather the same tensors."""
     tensors = iter(named_tensors)
     try:
         yield tensors

@@ -16,7 +16,7 @@ ALIGNMENT = 64
 """Alignment of tensors in a bucket, in bytes, so that each can be viewed in its own dtype."""
 
 Entries = tuple[tuple[TensorSpec, int], ...]
-"""Tensors of a bucket, each with its first byte."""
+"""Tensors of a bucket, each with the offset of its first byte."""
 
 Specs = tuple[TensorSpec, ...]
 
@@ -72,7 +72,7 @@ def stage(
         ValueError: `bucket_bytes` is not positive.
     """
     _require_positive(bucket_bytes)
-    # Pages are touched as they fill, so a small model costs little of it.
+    # The OS allocates a page when it is first written, so a small model uses little of this buffer.
     flat = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)
     used, filled = 0, list[tuple[str, Tensor, int]]()  # name, place in the bucket, first byte
     for name, tensor in named_tensors:
@@ -100,7 +100,9 @@ def _staged(flat: Tensor, filled: list[tuple[str, Tensor, int]]) -> Staged:
 def grouped(
     named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Group tensors, without a copy, up to `bucket_bytes` each; larger ones get their own group.
+    """Split tensors into groups of at most `bucket_bytes`, without a copy.
+
+    A tensor that is larger gets its own group.
 
     Raises:
         ValueError: `bucket_bytes` is not positive.
@@ -150,7 +152,7 @@ def unpack(bucket: Bucket | Staged, *, verify: bool = False) -> Iterator[tuple[s
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes on the CPU, uint8 [bytes] in row-major order; a view if possible."""
+    """Return a tensor's bytes in row-major order, uint8 [bytes] on the CPU; a view if possible."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

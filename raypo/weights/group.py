@@ -31,7 +31,7 @@ class Group:
     """One process's membership in a broadcast group."""
 
     def __init__(self, rendezvous: Rendezvous, *, rank: int, store: Any, device: Any) -> None:
-        """Join, and wait until all others have joined.
+        """Join the group, and wait until all other members have joined.
 
         Raises:
             WeightError: not all processes joined in time.
@@ -48,13 +48,13 @@ class Group:
 
     @classmethod
     def join(cls, rendezvous: Rendezvous, *, device: Any) -> Group:
-        """Join as a receiver."""
+        """Join the group as a receiver."""
         store = group_store(rendezvous.host, rendezvous.port, rendezvous.timeout_s, is_host=False)
         rank = store.add(_key(rendezvous, "joined"), 1)
         return cls(rendezvous, rank=rank, store=store, device=device)
 
     def receive(self, bucket: BroadcastBucket) -> Staged:
-        """Return the bucket, in memory of its own.
+        """Receive a bucket into new memory.
 
         Raises:
             WeightError: see `broadcast`; or the bucket belongs to another group.
@@ -77,7 +77,8 @@ class Group:
 
         Args:
             flat: uint8 [bytes] on this group's device.
-            is_in_vain: Polled while it waits. Returns True if a receiver has given up.
+            is_in_vain: Function that returns True if a receiver has given up. Polled during the
+                broadcast.
 
         Raises:
             WeightError: a member is gone, or the broadcast took too long. The group cannot be used
@@ -100,7 +101,7 @@ class Group:
             state = self._backend.get_error().name if is_nccl else "SUCCESS"
             if state != "SUCCESS":  # NCCL reports work with a lost peer as completed
                 raise WeightError(f"NCCL: {state}.")
-        except RuntimeError as error:  # WeightError is one
+        except RuntimeError as error:  # a WeightError, too
             self.leave()
             raise WeightError(
                 f"broadcast group {self.rendezvous.epoch} ({self.rendezvous.backend}): {error} "
@@ -148,7 +149,7 @@ def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device
 def _reporting_lost_peers() -> Iterator[None]:
     """Make groups that are created in this context report a lost peer as an error.
 
-    With the value that Ray Train sets, NCCL would end the process instead: the learner.
+    With the value that Ray Train sets, NCCL would end the learner's process instead.
     """
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"

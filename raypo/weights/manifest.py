@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 HASH_THREADS = 2
-"""Threads that compute checksums. A single one does not use the whole memory bandwidth."""
+"""Threads that compute checksums. A single thread does not use the whole memory bandwidth."""
 
 
 class WeightError(RuntimeError):
@@ -85,9 +85,9 @@ class Manifest:
 def checksums(parts: Sequence[Tensor]) -> list[int]:
     """Return a checksum for the bytes of each part.
 
-    Host memory uses 64-bit xxHash. GPUs use a sum of 64-bit words, each times an odd number that
-    depends on its position, so that a changed word or two swapped words change the sum. Both sides
-    of a push use the same kind.
+    Host memory uses 64-bit xxHash. GPUs use a sum of 64-bit words, each multiplied by an odd number
+    that depends on its position, so that a changed word or two swapped words change the sum. Both
+    sides of a push use the same kind.
 
     Args:
         parts: uint8 [bytes] each, contiguous, aligned to 8 bytes, and all on one device.
@@ -124,6 +124,6 @@ def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
 
 
 def summary(lines: list[str], *, at_most: int = 8) -> str:
-    """Return the first lines as one text, with the number of the others."""
+    """Return the first lines as one text, followed by the number of lines left out."""
     rest = len(lines) - at_most
     return "; ".join(lines[:at_most]) + (f"; and {rest} more" if rest > 0 else "")

@@ -37,7 +37,7 @@ class CudaHandle:
     """CUDA IPC handle to a bucket in another process's GPU memory, as plain numbers and bytes."""
 
     num_bytes: int
-    """Size of the bucket."""
+    """Size of the bucket in bytes."""
     memory: bytes
     """cudaIpcMemHandle of the allocation that contains the bucket."""
     storage_bytes: int
@@ -47,7 +47,7 @@ class CudaHandle:
     """Handle of the sender's reference counter."""
     counter_place: int
     event: bytes
-    """Handle of the CUDA event after which the bytes are written."""
+    """Handle of the CUDA event that marks that the bytes are written."""
     event_is_needed: bool
 
     @classmethod
@@ -59,7 +59,7 @@ class CudaHandle:
         return cls(flat.numel(), memory, storage_bytes, first_byte, *signals)
 
     def open(self, device: torch.device) -> Tensor:
-        """Map the bucket into this process, uint8 [bytes]; `device` is the same GPU."""
+        """Map the bucket into this process as uint8 [bytes]. `device` must be the bucket's GPU."""
         return reductions.rebuild_cuda_tensor(
             tensor_cls=torch.Tensor,
             tensor_size=torch.Size([self.num_bytes]),
@@ -88,7 +88,7 @@ class IpcBucket:
     entries: Entries
 
     def read(self, uuid: str, device: torch.device) -> Staged:
-        """Return a copy of the bucket on a device. The sender may refill its own afterwards."""
+        """Return a copy of the bucket on a device. The sender may refill its bucket afterwards."""
         # A copy, because vLLM keeps tensors until a layer is complete.
         shared = self.handles[uuid].open(device)
         own = shared.clone()
@@ -102,14 +102,14 @@ class Rendezvous:
     """Parameters to join a broadcast group. After a change of members a new group is formed."""
 
     epoch: int
-    """Counts the groups of a run, from 1."""
+    """Number of the group among the groups of the run, from 1."""
     host: str
     port: int
     """Port of the TCP store at learner rank 0, through which the members find each other."""
     size: int
     backend: Backend
     timeout_s: float
-    """Seconds that joining may take, and likewise the broadcast of one bucket."""
+    """Time limit in seconds, both for joining and for the broadcast of one bucket."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class PushStart:
     id: str = ""
     """Identity of this push (`WeightSnapshot.id`)."""
     in_flight: InFlight | None = None
-    """Handling of requests that are being sampled: the engines pause until `resume`, and new
-    requests wait. None means that there are none in flight, and new ones are refused."""
+    """Policy for requests in flight. The engines then pause until `resume`, and new requests wait.
+    None means that no request should be in flight, and that new requests are refused."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ class Ready:
     """An engine's reply to `begin_push`."""
 
     num_workers: int
-    """vLLM workers; more than one if the engine is tensor parallel."""
+    """Number of vLLM workers; more than one if the engine is tensor parallel."""
     epoch: int | None
-    """Number of the broadcast group that they are members of."""
+    """Number of the broadcast group that all workers are members of. None if there is none."""
     gpus: tuple[str, ...] = ()
-    """UUIDs of the GPUs that they run on."""
+    """UUIDs of the GPUs that the workers run on."""
 
     @classmethod
     def merged(cls, workers: Sequence[Ready]) -> Ready:

@@ -18,8 +18,8 @@ class WeightSnapshot:
     adapter: str | None = None
     """Name of the adapter that was pushed. None means the engine's own weights."""
     store: str | None = None
-    """Name of the `WeightStoreActor`. None means that nothing is kept: a restarted engine waits
-    for the next push."""
+    """Name of the `WeightStoreActor`. None means that the push is not stored: a restarted engine
+    waits for the next push."""
 
     def fetch(self) -> Any:
         """Return the `WeightPush` or `AdapterPush`. None if it is no longer kept."""
@@ -41,7 +41,7 @@ class WeightStoreActor:
         self._pushes: dict[str | None, tuple[str, Any]] = {}
 
     def keep(self, adapter: str | None, id: str, ref: list[Any]) -> None:
-        """Keep a push, and drop the one before."""
+        """Store a push, and drop the previous push."""
         self._pushes[adapter] = (id, ref)
 
     def forget(self, adapter: str | None) -> None:

@@ -68,6 +68,14 @@ def test_a_page_in_a_browser_follows_the_run_and_keeps_the_readers_place(tmp_pat
             assert browser.execute_script(drawn)
             assert [e for e in browser.get_log("browser") if "304" not in e["message"]] == []
 
+            browser.execute_script(
+                "const real = window.fetch; window.fetch = () => {"
+                "window.fetch = real; return Promise.resolve(new Response('half a page')); };"
+            )
+            files.append_metrics(7, metrics(7))
+            wait.until(lambda b: b.execute_script(SCORES)[-1] == 7)
+            assert not find("#problem").is_displayed(), "one answer that could not be read"
+
             server.terminate()
             server.wait(30)
             wait.until(lambda b: find("#problem").is_displayed())

@@ -377,6 +377,9 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
         beginning(values, checkpoint.parent)
     with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): no checkpoint is there"):
         beginning(values, checkpoint.parent.parent / "nowhere")
+    (checkpoint / "run.json").write_text('{"step": 3')
+    with pytest.raises(ConfigError, match=r"checkpoint_a: run.json is cut short"):
+        beginning(values, checkpoint)
 
 
 def test_a_checkpoint_from_before_a_key_has_its_default(values: dict, checkpoint: Path):
@@ -420,6 +423,7 @@ def test_how_an_adapter_travels_is_no_part_of_a_checkpoint(values: dict, checkpo
     [
         ({"num_steps": 3}, r"num_steps \(3\): from_checkpoint .* is of step 3"),
         ({"ppo": {"advantage": "reinforce"}}, r"ppo.advantage \(reinforce\): .* with gae"),
+        ({"learner": {"optimizer": "muon"}}, r"learner.optimizer \(muon\): .* with adamw"),
     ],
 )
 def test_a_checkpoint_that_would_not_load_is_refused_before_anything_starts(

@@ -360,7 +360,7 @@ def test_init_writes_a_run_file_and_keeps_one_that_is_there(
     assert exit_status(monkeypatch, "init", "--from-verl", "ls -l", *to) == 2
     assert "--from-verl: no argument of verl was found" in capsys.readouterr().err
     assert exit_status(monkeypatch, "init", "--from-verl", "nofile.sh", *to) == 2
-    assert "--from-verl (nofile.sh): No such file or directory" in capsys.readouterr().err
-    long = "main_ppo " + " ".join(f"trainer.unheard_of_{n}=1" for n in range(99))
-    assert exit_status(monkeypatch, "init", "--from-verl", long, *to) == 0
+    assert "--from-verl (nofile.sh): there is no such file." in capsys.readouterr().err
+    longer = " ".join(f"data.key_{number}=1" for number in range(30))  # than a file's name
+    assert exit_status(monkeypatch, "init", "--from-verl", longer, *to) == 0
     assert exit_status(monkeypatch, "init") == 2

@@ -283,12 +283,18 @@
   };
   const follow = async () => {
     const headers = { "If-None-Match": document.body.dataset.version };
-    let answer = null;
-    try { answer = await fetch(location.href, { headers, cache: "no-store" }); } catch { /* told below */ }
+    let told = "";
+    try {
+      const answer = await fetch(location.href, { headers, cache: "no-store" });
+      if (answer.ok) await take(new DOMParser().parseFromString(await answer.text(), "text/html"));
+      else if (answer.status !== 304) told = `raypo monitor answers ${answer.status}: this is what it told last.`;
+    } catch (error) {
+      told = "raypo monitor does not answer any more: this is what it told last.";
+      console.error(error);
+    }
     const problem = byId("problem");
-    problem.hidden = Boolean(answer && (answer.ok || answer.status === 304));
-    if (!problem.hidden) problem.textContent = "raypo monitor does not answer any more: this is what it told last.";
-    if (answer && answer.ok) await take(new DOMParser().parseFromString(await answer.text(), "text/html"));
+    problem.hidden = !told;
+    problem.textContent = told;
     setTimeout(follow, ASK_EVERY_MS);
   };
 

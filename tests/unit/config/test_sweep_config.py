@@ -268,8 +268,8 @@ def test_pbt_copies_checkpoints_so_there_must_be_some(base: Path):
 
 def test_pbt_changes_only_what_a_checkpoint_can_go_on_under(base: Path):
     pbt = {"scheduler": "pbt", "searcher": "random"}
-    stages = {"learner.zero_stage": {"choice": [1, 2]}}
-    assert "space (learner.zero_stage): pbt changes values" in refused(base, **pbt, space=stages)
+    optimizers = {"learner.optimizer": {"choice": ["adamw", "muon"]}}
+    assert "space (learner.optimizer): pbt changes" in refused(base, **pbt, space=optimizers)
     workers = {"learner.num_workers": {"choice": [1, 2]}}
     message = "space.learner.num_workers: is the same for all trials"
     assert message in refused(base, space=workers)

@@ -91,12 +91,74 @@ def test_a_value_that_raypo_refuses_is_left_out_with_its_reason():
     assert "policy: TODO # a folder or a hub id" in text
 
 
+def test_a_name_that_raypo_refuses_is_left_to_be_set():
+    recipe, given = read_script("GRPOTrainer('m', f, args=GRPOConfig(output_dir='runs/a b'))")
+    text = translate("TRL", given, recipe)
+    assert "# - output_dir: name ('a b'): " in text
+    assert "name: TODO # the run's folder is storage_path/name" in text
+
+
 def test_verl_without_a_kl_has_none_here(tmp_path: Path):
     command = "N=8\nM=$N\nrun algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=$M"
     config = config_of(translate("verl", read_command(command, "verl")), tmp_path)
     assert config.ppo.kl.coef == 0
     assert config.ppo.minibatch_size == 256 * 8
     assert config.rollout.max_new_tokens == 512
+
+
+def test_what_only_the_shell_knows_is_a_note():
+    command = """run actor_rollout_ref.rollout.n=$N data.train_batch_size=$((2 * N)) \\
+        actor_rollout_ref.actor.ppo_mini_batch_size=${M} trainer.total_training_steps=7"""
+    text = translate("verl", read_command(command, "verl"))
+    assert "# - actor_rollout_ref.rollout.n ($N): rollout.samples_per_prompt." in text
+    assert "# - actor_rollout_ref.actor.ppo_mini_batch_size (${M}): ppo.minibatch_size." in text
+    assert "# - data.train_batch_size ($((2*N))): rollout.prompts_per_step." in text
+    for key in ("prompts_per_step", "samples_per_prompt", "minibatch_size"):
+        assert f"\n  {key}: " not in text, "neither a default nor computed from one"
+    assert "num_steps: 7 # trainer.total_training_steps" in text
+
+
+def test_a_script_whose_batch_is_not_known_gets_no_batch_from_a_default():
+    recipe, given = read_script(
+        "GRPOTrainer('m', f, args=GRPOConfig(per_device_train_batch_size=args.size, max_steps=8))"
+    )
+    text = translate("TRL", given, recipe)
+    assert "# - per_device_train_batch_size (args.size): " in text
+    for key in ("prompts_per_step", "minibatch_size"):
+        assert f"{key}: " not in text.partition("\nname:")[2]
+    assert "\nnum_steps: TODO # rows / rollout.prompts_per_step prompts x 3 of num_train" in text
+
+
+def test_variables_of_a_command_may_have_defaults_and_use_others():
+    given = read_command(
+        """NODES=${NODES:-16}
+        MODEL=${MODEL:-"${HOME}/a model"}
+        run trainer.nnodes="${NODES}" actor_rollout_ref.model.path="$MODEL" a.b=${C-3}""",
+        "verl",
+    )
+    assert given == {
+        "trainer.nnodes": 16,
+        "actor_rollout_ref.model.path": f"{Path.home()}/a model",
+        "a.b": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("project", "given"),
+    [
+        ("TRL", read_script("GRPOTrainer('m', greeting='a\\nnum_steps: 3')")[1]),
+        ("verl", read_command("run trainer.experiment='a\nnum_steps: 3'", "verl")),
+    ],
+)
+def test_a_value_of_several_lines_stays_in_its_comment(project: str, given: dict[str, object]):
+    text = translate(project, given)
+    assert "(a num_steps: 3): " in text
+    assert not re.search("^num_steps: 3", text, re.MULTILINE)
+
+
+def test_a_command_with_an_open_quotation_is_refused():
+    with pytest.raises(ConfigError, match=r"--from-verl: .*No closing quotation"):
+        read_command("run a.b=3  # don't", "verl")
 
 
 def test_a_script_of_dpo_is_a_dpo_run():
@@ -202,7 +264,7 @@ def test_keys_of_verl_that_are_computed():
     assert "too_long: error # data.truncation's default\n" in translated(f"{rollout}.n=2")
 
 
-def test_a_variable_that_the_command_does_not_set_is_a_note():
-    text = translated("actor_rollout_ref.rollout.n=$N trainer.total_epochs=$E")
-    assert "# - actor_rollout_ref.rollout.n: rollout.samples_per_prompt ('$N')" in text
+def test_epochs_that_only_the_shell_knows_are_left_to_be_set():
+    text = translated("trainer.total_epochs=$E")
     assert "# - trainer.total_epochs ($E): num_steps." in text
+    assert "num_steps: TODO # rows / 1024 prompts x trainer.total_epochs\n" in text

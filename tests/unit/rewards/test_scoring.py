@@ -9,6 +9,7 @@ import pytest
 from raypo.rewards.scoring import (
     FailedScore,
     RewardError,
+    WeightedSum,
     parts_of,
     score,
     texts_of,
@@ -250,11 +251,23 @@ def test_a_part_that_is_missing_is_left_out_and_a_missing_score_fails():
     parts = {"score": 1.0, "right": None, "format": math.inf, "length": 3}
     (found,) = score(answering([parts]), [rollout()])
     assert parts_of(found) == {"length": 3.0}
-    (found,) = score(answering([{"score": None, "a": 1}]), [rollout()])
+    (found,) = score(answering([{"score": None, "a": 1, "why": "x"}]), [rollout()])
     assert math.isnan(found)
+    assert (parts_of(found), texts_of(found)) == ({"a": 1.0}, {"why": "x"})
     (found,) = score(answering([{"score": ValueError("no"), "a": 1, "why": "x"}]), [rollout()])
     assert isinstance(found, FailedScore)
     assert (found.reason, parts_of(found), texts_of(found)) == ("no", {"a": 1.0}, {"why": "x"})
+
+
+def test_a_sum_keeps_parts_and_texts_and_fails_where_no_function_gave_a_score():
+    first = answering([{"score": 1.0, "why": "yes"}, {"score": None, "a": 1, "why": "no"}])
+    total = WeightedSum([first, answering([0.5, None])], [1.0, 2.0])
+    good, bad = score(total, [rollout(index=i) for i in range(2)])
+    name = total.names[0]
+    assert (good, texts_of(good)) == (2.0, {f"{name}/why": "yes"})
+    assert math.isnan(bad)
+    assert (parts_of(bad), texts_of(bad)) == ({f"{name}/a": 1.0}, {f"{name}/why": "no"})
+    assert isinstance(bad, FailedScore)
 
 
 @pytest.mark.parametrize(

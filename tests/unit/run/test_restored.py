@@ -53,16 +53,19 @@ class Counter:
         self.value = int((directory / f"learner_{self.rank % 2}.pt").read_text())
 
 
-def checkpoints_of(folder: Path, workers: Workers) -> Checkpoints:
+def checkpoints_of(
+    folder: Path, workers: Workers, *, name: str = "run", begun: Path | None = None
+) -> Checkpoints:
     config = PPOConfig.parse(
         {
-            "name": "run",
+            "name": name,
+            "from_checkpoint": begun and str(begun),
             "model": {"policy": "p"},
             "data": {"prompts": "d"},
             "checkpoint": {"every": 1},
         }
     )
-    runtime, files = Runtime("run", str(folder), str(folder)), RunFiles(str(folder), "run")
+    runtime, files = Runtime(name, str(folder), str(folder)), RunFiles(str(folder), name)
     run: Run[Any] = Run(config, runtime, workers, files, Console())  # type: ignore[arg-type]
     return Checkpoints(run, Records(run), workers, {})
 
@@ -152,6 +155,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(folder: Pat
     assert RunFiles(str(folder), "run").last_step() == 3, "nothing is lost"
 
 
+def test_a_damaged_checkpoint_of_another_run_is_told_with_what_that_run_has_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    damage(folder, 3, "run.json")
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
+    checkpoints = checkpoints_of(folder, Workers(), name="other", begun=folder / "run/checkpoint_3")
+    with pytest.raises(DamagedCheckpointError, match="checkpoint_3: run") as caught:
+        checkpoints.restore(Counter(0))
+    assert f"Set from_checkpoint to {folder / 'run/checkpoint_2'}, or begin" in str(caught.value)
+
+
 def test_each_step_is_saved_once_a_node_is_about_to_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -174,6 +188,13 @@ class Slow(LocalFileSystem):
     def __init__(self, failures: int, go_on: threading.Event) -> None:
         super().__init__(auto_mkdir=True)
         self.failures, self.go_on = failures, go_on
+        self.busy = min(failures, 1)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        if self.busy and path.endswith("checkpoint_3"):
+            self.busy -= 1
+            raise OSError(5, "the storage does not answer")
+        super().makedirs(path, exist_ok=exist_ok)
 
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, **kwargs: Any) -> Any:
         if "w" in mode and "policy_0" in path:
@@ -231,7 +252,7 @@ def test_a_run_waits_for_a_slow_upload_that_fails_three_times_and_says_so(
     assert (far / "policy" / "model.safetensors").read_text() == "weights"
     waited = f"waiting for the upload of the checkpoint of step 3 to file://{far}"
     assert messages.count(waited) >= 2
-    assert sum("does not answer); next attempt" in text for text in messages) == 3
+    assert sum("does not answer); next attempt" in text for text in messages) == 4
     mine.wait()  # nothing is under way any more
 
 

@@ -1,13 +1,17 @@
 """What `raypo serve --ray` and `raypo.llm_config` refuse; a slow test serves a policy."""
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 from typer.testing import CliRunner
 
 import raypo
 from raypo.cli import app
 from raypo.config import ConfigError
+from raypo.serving.ray_serve import serve_on_ray
 
 
 @pytest.mark.parametrize(
@@ -33,3 +37,18 @@ def test_missing_packages_are_named_with_what_installs_them(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "ray.serve.llm", None)
     with pytest.raises(ConfigError, match=r"pip install 'ray\[serve\]'"):
         raypo.llm_config("runs/any")
+
+
+@pytest.mark.parametrize("applications", [{}, {"theirs": "RUNNING"}])
+def test_a_ray_serve_that_runs_already_keeps_its_addresses_and_is_refused(
+    monkeypatch: pytest.MonkeyPatch, applications: dict[str, str]
+):
+    """It would ignore the host, and might serve the policy to every machine."""
+    status = SimpleNamespace(proxies={"a-node": "HEALTHY"}, applications=applications)
+    stand_in: Any = SimpleNamespace(status=lambda: status)
+    monkeypatch.setattr(ray, "serve", stand_in, raising=False)
+    monkeypatch.setitem(sys.modules, "ray.serve", stand_in)
+    monkeypatch.setitem(sys.modules, "ray.serve.llm", SimpleNamespace(build_openai_app=None))
+    config: Any = None
+    with pytest.raises(ConfigError, match="--ray: this cluster serves already"):
+        serve_on_ray(config, host="127.0.0.1", port=1, ready=lambda address: None)

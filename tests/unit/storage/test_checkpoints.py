@@ -14,6 +14,7 @@ from ray.train.v2._internal.execution.training_report import _TrainingReport
 from raypo.ray_internals import CHECKPOINTS
 from raypo.storage.checkpoints import (
     MANIFEST,
+    SCORE,
     DamagedCheckpointError,
     damages,
     digests,
@@ -85,6 +86,44 @@ def test_a_run_without_a_whole_checkpoint_is_told_which_and_what_to_do(tmp_path:
     assert f"Set from_checkpoint to {places[0]}, or start over (--fresh" in told
     told = str(no_whole_checkpoint(dict.fromkeys(places, "cut"), files))
     assert "Restore them from a copy, or start over (--fresh" in told
+
+
+def test_checkpoints_at_a_uri_and_of_another_run_get_a_remedy_too(tmp_path: Path):
+    files = RunFiles(f"file://{tmp_path}", "run")
+    for number in (1, 2):
+        (tmp_path / "run" / f"checkpoint_{number}").mkdir(parents=True)
+    newest = {f"{tmp_path}/run/checkpoint_2": "run.json is missing"}  # as Ray Train names it
+    assert f"Set from_checkpoint to file://{tmp_path}/run/checkpoint_1, or start over" in str(
+        no_whole_checkpoint(newest, files)
+    )
+    told = str(no_whole_checkpoint(newest, files, is_own=False))
+    assert "checkpoint_1, or begin with a model's weights: remove from_checkpoint" in told
+    assert "--fresh" not in told
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_list_that_is_written_anew_still_ranks_the_best_checkpoint_highest(tmp_path: Path):
+    storage = StorageContext(str(tmp_path), "run")
+    files = RunFiles(str(tmp_path), "run")
+    files.write_config({"name": "run", "checkpoint": {"best_by": "x", "best_mode": "min"}})
+    for step, metrics in ((1, {"x": 0.1}), (2, {}), (3, {"x": 0.2}), (4, None)):
+        folder = tmp_path / "run" / f"checkpoint_{step}"
+        folder.mkdir(parents=True)
+        text = json.dumps({"step": step, "metrics": metrics})
+        (folder / "run.json").write_text(text if metrics is not None else text[:10])
+    files.write(CHECKPOINTS, b'{"checkpoint_res')
+    assert mend_list(files) is not None
+
+    async def save() -> list[int]:
+        kept = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute=SCORE)
+        manager = CheckpointManager(kept, storage)  # type: ignore[arg-type]
+        folder = tmp_path / "run" / "checkpoint_5"
+        folder.mkdir()
+        saved = Checkpoint(str(folder), storage.storage_filesystem)
+        manager.register_checkpoint(_TrainingReport(saved, {"step": 5, SCORE: -0.3}, False))
+        return [each.metrics["step"] for each in manager.best_checkpoint_results]
+
+    assert asyncio.run(save()) == [3, 1]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,25 @@ def test_a_command_that_takes_too_long_ends_its_container(host: Host):
     assert ran(sandbox, "sleep 20") == Ran("", None)
     assert host.deleted == ["1"]
     assert asyncio.run(sandbox.shell("sleep 20")) == "ended after 0.2 s: the time limit"
+    assert len(host.created) == 2
+
+
+def test_what_a_command_printed_before_its_time_was_up_is_cut_anywhere(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
+    def late(name: str, command: list[str]) -> ExecResult:
+        time.sleep(0.2)
+        return ExecResult(exit_code=137, stdout="YWJj\nZG", stderr="", duration_seconds=0.2)
+
+    monkeypatch.setattr(host, "exec", late)
+    assert ran(ContainerSandbox("image", time_limit_s=0.1), "true") == Ran("abc", None)
+
+
+def test_a_container_that_ends_with_a_command_is_an_error_and_not_an_empty_output(host: Host):
+    sandbox = ContainerSandbox("image")
+    with pytest.raises(SandboxError, match=r"has ended, perhaps for lack of memory \(exit code -9"):
+        ran(sandbox, "kill -9 0")
+    assert ran(sandbox, "echo again").output == "again\n"
     assert len(host.created) == 2
 
 

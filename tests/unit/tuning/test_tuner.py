@@ -12,12 +12,12 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
 from ray.tune.stopper import MaximumIterationStopper
 
-from raypo import ConfigError, SFTConfig, SFTTrainer, Tuner
+from raypo import ConfigError, RejectionSamplingTrainer, SFTConfig, SFTTrainer, Tuner
 from raypo.deployment import reserve
 from raypo.tuning import experiment
 from raypo.tuning.experiment import RoomWatch, StopOnRequest
 from raypo.tuning.tuner import point_of
-from tests.integration.pipeline import sft_values, write_examples
+from tests.integration.pipeline import rounds_values, sft_values, write_examples
 
 
 @pytest.fixture
@@ -48,6 +48,21 @@ def test_what_has_no_effect_is_refused(values: dict[str, Any]):
         Tuner(values, run_config=tune.RunConfig(checkpoint_config=kept))
     with pytest.raises(ConfigError, match=r"a trial: name \('my sweep'\)"):
         Tuner(values, run_config=tune.RunConfig(name="my sweep"))
+
+
+@pytest.mark.parametrize("rule", ["loss < 1", [lambda trial, result: True]])
+def test_a_stop_rule_that_tune_does_not_know_is_refused(values: dict[str, Any], rule: Any):
+    with pytest.raises(ConfigError, match=r"RunConfig\.stop \(.*must be a mapping"):
+        Tuner(values, run_config=tune.RunConfig(stop=rule))
+
+
+def test_a_space_of_a_function_that_the_trainer_has_from_python_is_refused(tmp_path: Path):
+    write_examples(tmp_path)
+    values = rounds_values(tmp_path, "rejection_sampling")
+    trainer = RejectionSamplingTrainer(values, reward_fn=lambda rollouts: [0.0] * len(rollouts))
+    space = {"reward.function": tune.grid_search(["a.py:one", "a.py:two"])}
+    with pytest.raises(ConfigError, match=r"param_space\.reward\.function: every trial has"):
+        Tuner(trainer, param_space=space)
 
 
 def test_a_config_in_any_form_and_a_space_in_either(values: dict[str, Any], tmp_path: Path):
@@ -100,6 +115,8 @@ def test_the_users_stop_rule_stays_beside_the_signals():
     third.is_wanted = True
     assert third.stop_all()
     assert not StopOnRequest()("one", {"loss": 1.0})
+    several = StopOnRequest([MaximumIterationStopper(1), MaximumIterationStopper(3)])
+    assert several("one", {})
 
 
 def test_a_waiting_trial_is_told_once_with_who_holds_the_room(
