@@ -121,7 +121,7 @@ def _steps(epochs: float, name: str, done: Settings) -> tuple[Any, str]:
     """Return the number of steps if the rows of parquet files can be counted, else TODO."""
     from pyarrow import parquet
 
-    prompts = done.get("rollout.prompts_per_step", ("rollout.prompts_per_step",))[0]
+    prompts: Any = done.get("rollout.prompts_per_step", ("rollout.prompts_per_step",))[0]
     files = done.get("data.prompts", ("",))[0]
     with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
         paths = [Path(each).expanduser() for each in ([files] if isinstance(files, str) else files)]

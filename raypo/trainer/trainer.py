@@ -140,7 +140,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             eval_dataset: `eval.prompts` (for DPO `eval.pairs`), like `train_dataset`.
             reward_funcs: One or several reward functions, whose scores are added. Each is a
                 function (list[Rollout]) -> list[float], a function f(prompts, completions,
-                **columns) as in TRL, an import path `file.py:name`, or the folder or hub id of a
+                **columns) as in TRL, a compute_score(data_source, solution_str, ground_truth,
+                extra_info) as in verl, an import path `file.py:name`, or the folder or hub id of a
                 reward model.
             reward_weights: A factor for each of `reward_funcs`. None means 1 each.
             processing_class: The model's tokenizer. A run loads it from the model's folder.
