@@ -36,8 +36,8 @@ class Workers:
         if not dist.is_initialized():
             return cls()
         # The operations carry counts and rollouts, which are in RAM. Over NCCL they would wait for
-        # the work queued on the GPUs, and the default timeout of a group is half an hour, which one
-        # worker's longest response may exceed.
+        # the work queued on the GPUs. A group's default timeout of half an hour is too short: the
+        # longest response of one worker may take longer.
         return cls(dist.get_rank(), dist.get_world_size()).beside()
 
     def beside(self) -> Workers:

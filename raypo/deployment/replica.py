@@ -6,8 +6,8 @@ reported while the object works. The object itself runs in threads:
 - `_pool`, one thread for each ongoing call (`max_ongoing_requests`), builds the object and runs its
   methods.
 - `_control_pool`, one thread for control calls (a push of weights, sleep). Control calls run in
-  order. They never wait for ongoing calls, except for the prerequisites of these. If only one
-  ongoing call is allowed, `_control_pool` is `_pool`.
+  order. They never wait for the method of an ongoing call. They wait only while an ongoing call
+  runs its prerequisite. If only one ongoing call is allowed, `_control_pool` is `_pool`.
 
 A daemon thread exports the number of calls as a gauge.
 

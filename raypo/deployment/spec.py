@@ -87,8 +87,8 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     prerequisite: Prerequisite | None = None
     is_control: bool = False
-    """True for a control call. Control calls run in order in a separate thread, so they pass
-    waiting requests."""
+    """True for a control call. Control calls run in order in a separate thread, so they
+    overtake waiting requests."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     part: tuple[int, ...] | None = None
     """Indices of the list's entries that the caller wants. None means the whole value."""

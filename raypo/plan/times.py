@@ -414,7 +414,10 @@ class _Work:
         return PhaseTime("push", after=after, moved=gathered + (whole if way == "nccl" else 0.0))
 
     def take_turns(self) -> PhaseTime:
-        """Predict off-loading of idle models. Frozen models are unchanged, so only copied back."""
+        """Predict the moves of idle models to RAM and back.
+
+        Frozen models never change, so they are only copied back to the GPU.
+        """
         config = self.config
         sleeps = config.placement.group_of("engine") == "colocated" and config.rollout.engine.sleeps
         if self._plan.device == "cpu" or not sleeps:

@@ -336,8 +336,8 @@ class Engine:
 
         If the push has an `in_flight` policy, the engine also pauses until `resume`, and new
         requests are queued. Without a policy, new requests are refused, queued requests wait, and
-        running requests recompute their keys and values. An unfinished earlier push is dropped with
-        its pause.
+        running requests recompute their keys and values. If an earlier push is unfinished, it is
+        dropped and its pause ends.
 
         Returns:
             The broadcast group and the GPUs of the engine's workers.
@@ -364,7 +364,7 @@ class Engine:
         """Load some tensors of the current push.
 
         Raises:
-            ReplicaLost: no push was begun on this engine, so it was restarted meanwhile.
+            ReplicaLost: the engine was restarted during the push, so it knows of no push.
             WeightError: the bytes arrived corrupted.
             RuntimeError: the engine is broken.
         """
@@ -390,7 +390,7 @@ class Engine:
             Manifest of the tensors that arrived, with checksums computed here.
 
         Raises:
-            ReplicaLost: no push was begun on this engine, so it was restarted meanwhile.
+            ReplicaLost: the engine was restarted during the push, so it knows of no push.
             WeightError: the push does not fit this model, or differs from its manifest.
             RuntimeError: the engine is broken.
         """
@@ -523,10 +523,10 @@ class Engine:
         self._loop.note_version(push.name, push.version)
 
     def hold(self, *pushes: WeightSnapshot, in_flight: InFlight | None = None) -> None:
-        """Load the pushes that this engine lacks, because it is new or was restarted. Idempotent.
+        """Load the given pushes that this engine lacks, for example after a restart. Idempotent.
 
-        A push that a newer one has replaced is not loaded again: a request that was in flight
-        during a push is served by the newer weights.
+        A push is skipped if the engine already holds a newer one. A request that was in flight
+        during a push is then served by the newer weights.
 
         Args:
             pushes: The base weights (if they are pushed), then an adapter (if any).

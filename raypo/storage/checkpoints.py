@@ -137,7 +137,7 @@ def no_whole_checkpoint(
         damaged: Checkpoint -> description of its damage. At least one. Ray Train's paths have no
             scheme.
         run: The run that has written them.
-        is_own: False for another run's, which `from_checkpoint` names.
+        is_own: True if this is the run that starts. False if `from_checkpoint` names it.
     """
     lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())
     others = _folders(run) - {parent_and_name(place)[1] for place in damaged}

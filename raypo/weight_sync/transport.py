@@ -37,8 +37,8 @@ from raypo.weights.store import WeightSnapshot, WeightStore
 
 RETRY_S = 0.2
 REASON_S, POLL_S = 3.0, 0.05
-"""Seconds to wait for the error of an engine whose loss its peers have noticed, and poll
-interval."""
+"""Seconds to wait for an engine's own error after its peers have noticed its loss, and the poll
+interval in seconds."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
