@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 PATIENCE = timedelta(days=7)
-"""Timeout of the gloo groups. It can be long, because the work that workers wait for has its own
-timeouts, and the death of a worker is noticed at once."""
+"""Timeout of the gloo groups. It can be long, because other timeouts limit the work for which
+workers wait. The death of a worker is noticed at once."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from raypo.tracking.logs import log_to_file
 ENTRIES_WAIT_S, ENTRIES_POLL_S = 1.0, 0.05
 """Longest time that `entries` waits for entries, and its polling interval, in seconds."""
 KEPT_RESULTS = 32
-"""Finished calls whose value is kept for callers that retry."""
+"""Number of finished calls whose value is kept, for callers that retry."""
 EXIT_DELAY_S = 0.2
 """Seconds in which a replica that ends itself can still send its replies."""
 

@@ -400,7 +400,8 @@ def _here(role: Role, moment: str) -> int:
 def _away(role: Role, moment: str) -> int:
     """Return the bytes of a role in RAM at a moment.
 
-    Pinned buffers stay allocated while the model is on the GPU, except those of vLLM.
+    The learner and the frozen models keep their pinned buffers while they are on the GPU. An engine
+    does not.
     """
     stays, present = role.name != "engine", PRESENT[MOMENTS[moment]]
     return sum(size for part, kept, size in _parts(role) if kept and (stays or part not in present))

@@ -34,7 +34,7 @@ class Batch:
 
     prompts: int
     responses: int
-    """Responses to each prompt."""
+    """Number of responses to each prompt."""
     prompt_tokens: int
     """Tokens of each prompt."""
     tokens: int
@@ -72,8 +72,8 @@ def worst_batch(
     """Return the micro-batch with the most memory that a token budget allows.
 
     The micro-batch is full if the worker's share has enough tokens. Its prompts and responses have
-    maximum length (compare `batches_by_tokens`). On CPU, where each response has a copy of the
-    prompt's keys and values, many short responses to a long prompt may take more.
+    maximum length (compare `batches_by_tokens`). On CPU, many short responses to a long prompt may
+    take more memory, because each response has a copy of the prompt's keys and values.
 
     Args:
         max_tokens: Token budget; one prompt with one response may exceed it.

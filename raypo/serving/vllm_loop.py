@@ -4,16 +4,16 @@ Concurrency. One thread, `raypo-vllm`, starts vLLM, steps it and is the only thr
 also owns the state of all requests, so this state needs no lock. Any number of other threads call
 `VllmLoop` (in a replica: `replica` and `replica-control`, see `raypo.deployment.replica`).
 
-A caller appends a function to one of two lists, under the lock `_door`, which is never held during
-work or waiting for a result. The thread empties the lists before each step:
+A caller appends a function to one of two lists, under the lock `_door`. No thread holds this lock
+while it works or waits for a result. The thread of vLLM runs the functions between steps:
 
-- `_news` (new requests, cancellations, load queries), before every step;
-- `_calls` (weight pushes, sleep, shutdown), unless an exclusive batch runs.
+- those in `_news` (new requests, cancellations, load queries) before every step;
+- those in `_calls` (weight pushes, sleep, shutdown) only if no exclusive batch runs.
 
-Callers wait in two places: for the future of their function or request, and in `submit` for a slot
-of the semaphore `_places`, which the thread releases when a request leaves the queue. The thread
-waits only on `_door`, for work or for the next deadline. It never waits for a caller, so there is
-no deadlock.
+Callers wait in two places. They wait for the future of their function or request. In `submit` they
+wait for a slot of the semaphore `_places`; the thread releases it when a request leaves the queue.
+The thread waits only on `_door`, for work or for the next deadline. It never waits for a caller, so
+there is no deadlock.
 
 Futures are resolved in the thread. Their callbacks therefore delay the next step, and must not call
 `submit`.

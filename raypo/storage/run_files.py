@@ -109,7 +109,7 @@ class RunFiles:
             shutil.rmtree(path, ignore_errors=True)
 
     def exists(self) -> bool:
-        """Return whether the run was started before, which means that it has a config."""
+        """Return True if the run has a config, which means that it was started before."""
         return self._folder.read(_CONFIG) is not None
 
     def sync(self, *, models: bool | None = None) -> None:
