@@ -17,7 +17,7 @@ class Gpu:
     memory_gbs: float
     """Bandwidth of the GPU's own memory."""
     link_gbs: float
-    """Bandwidth to another GPU of the node: that of NVLink, or of PCIe without NVLink."""
+    """Bandwidth to another GPU of the node: over NVLink, or over PCIe if there is no NVLink."""
     host_gbs: float
     """Bandwidth to the node's RAM, over PCIe."""
     network_gbs: float

@@ -88,7 +88,7 @@ class ServedRole:
 
 @dataclass(frozen=True)
 class Occupant:
-    """An occupant of a bundle: a learner worker, or all or part of a replica of a served role."""
+    """A learner worker in a bundle; or a replica of a served role, or a part of one, in a bundle."""
 
     role: str
     index: int

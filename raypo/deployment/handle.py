@@ -6,11 +6,11 @@ a future (`raypo.concurrency`):
     handle.call -> _answer -> ReplicaClient.send -> (Ray) Replica.call -> the method, in a thread
 
 While calls wait for a replica, one task of the loop checks its health. A replica that does not
-answer is killed, which fails its calls, and Ray restarts it.
+answer is killed. Its calls then fail, and Ray restarts it.
 
-Retry rule: if the replica is lost, the call is repeated under the same id on another replica that
-is up. If no other is up, it is repeated on the restarted replica, which first makes the call that
-the handle requires.
+Retry rule: if a replica is lost, its calls are repeated under the same id on another replica that
+is up. If no other replica is up, they are repeated on the restarted one. It first makes the call
+that the handle requires (`DeploymentHandle.require`).
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Replica:
         self._control_pool = self._pool
         if deployment.max_ongoing_requests > 1:
             self._control_pool = ThreadPoolExecutor(1, "replica-control")
-        # The process ends with the replica, and the thread with it.
+        # No one sets the event: the thread ends with the process of the replica.
         export_gauges("replica", lambda: {"calls": self._num_calls()}, threading.Event())
         is_restart = False
         if ray.is_initialized():  # `get_runtime_context` would start Ray otherwise
@@ -147,7 +147,7 @@ class Replica:
                     *(_recorded(index, each, ready) for index, each in enumerate(value))
                 )
         except asyncio.CancelledError:
-            # The thread continues after this, and may return futures.
+            # The thread still runs the method; cancel the futures that it may return.
             running.add_done_callback(_cancel_futures)
             raise
         except Exception:

@@ -91,7 +91,7 @@ class Call:
     overtake waiting requests."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     part: tuple[int, ...] | None = None
-    """Indices of the list's entries that the caller wants. None means the whole value."""
+    """Indices of the entries that the caller wants, if the value is a list. None means all of it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SharedCall:
 
     id: str
     part: tuple[int, ...]
-    """Indices of the list's entries that this process gets."""
+    """Indices of the entries of the value, a list, that this process gets."""
 
 
 @dataclass(frozen=True)

@@ -468,10 +468,10 @@ def _up(number: float) -> float:
 
 
 def _remedy(plan: Plan) -> str:
-    """Name the keys that make the run fit.
+    """Name the keys to change so that the run fits.
 
-    These are up to three single keys as alternatives. If no single key suffices, they are several
-    keys together.
+    The text names up to three keys as alternatives. If no single key suffices, it names several
+    keys to change together.
     """
     one_key, several_keys = _ways(plan.config)
     found = list(itertools.islice(_that_fit(plan, one_key), MAX_REMEDIES))

@@ -94,9 +94,10 @@ class RunFiles:
         return cls(storage_path, name)
 
     def new_stage(self) -> Path:
-        """Create a folder for writing a checkpoint. It is inside the run folder if that is local.
+        """Create a folder in which a checkpoint is written.
 
-        For a URI, it is a local temporary folder.
+        It is inside the run folder if the run folder is local. For a URI, it is a local temporary
+        folder.
         """
         if not self.is_local:
             return Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))

@@ -76,12 +76,16 @@ class ToolCall:
 def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
     """Return the tool calls in a response, in order; an empty list if there are none.
 
-    With marks, these forms are recognised: Hermes and Qwen (JSON in `<tool_call>`, or a list of
-    calls as SmolLM2 writes it), Qwen3-Coder (`<function=...>` inside `<tool_call>`), Mistral
-    (`[TOOL_CALLS]`) and LFM2 (`<|tool_call_start|>[f(x=1)]`). Without marks, a response is a call
-    only if it contains nothing else: JSON like Llama 3's, or a list of Python calls like Llama 4's.
-    Marks may be special tokens, so decode the text with them. Calls in a thought, before
-    `</think>`, are ignored.
+    These forms with marks are recognised:
+
+    - Hermes and Qwen: JSON in `<tool_call>`, or a list of calls as SmolLM2 writes it;
+    - Qwen3-Coder: `<function=...>` inside `<tool_call>`;
+    - Mistral: `[TOOL_CALLS]`;
+    - LFM2: `<|tool_call_start|>[f(x=1)]`.
+
+    Without marks, a response is a call only if it contains nothing else: JSON like Llama 3's, or a
+    list of Python calls like Llama 4's. Marks may be special tokens, so decode the text with
+    special tokens. Calls in a thought, before `</think>`, are ignored.
 
     Args:
         text: The response, decoded with special tokens.

@@ -1,7 +1,7 @@
 """Sandboxed execution of a model's Python code.
 
-Each program runs under a supervisor process, the script `jail.py`. Programs need a slot in
-`_turns`, for which tasks of all event loops of this process poll.
+Each program runs under a supervisor process, the script `jail.py`. A program needs a slot in
+`_turns`. Tasks of all event loops of this process poll for a free slot.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ class Transport:
         loads them first.
 
         Args:
-            weights: Returns whole tensors on any device, each unchanged while it is referenced.
+            weights: Function that yields whole tensors on any device. A tensor does not change
+                while it is referenced.
             engines: All engines of a run. Those that are down take no part.
             version: Version of the weights.
             workers: The workers that call this together.
