@@ -88,7 +88,7 @@ class ServedRole:
 
 @dataclass(frozen=True)
 class Occupant:
-    """A learner worker in a bundle; or a replica of a served role, or a part of one, in a bundle."""
+    """A learner worker, a replica of a served role, or a part of such a replica, in a bundle."""
 
     role: str
     index: int

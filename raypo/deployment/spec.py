@@ -91,7 +91,7 @@ class Call:
     overtake waiting requests."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     part: tuple[int, ...] | None = None
-    """Indices of the entries that the caller wants, if the value is a list. None means all of it."""
+    """Indices of the entries that the caller wants of a list. None means the whole value."""
 
 
 @dataclass(frozen=True)

@@ -409,8 +409,8 @@ class Engine:
             )
         self._processes.ask("raypo_finish_push")
         if self._adapters:
-            # In a pause, adapters are pushed again before sampling resumes, so their requests go back
-            # to the queue. Without a pause, their requests are aborted.
+            # In a pause, adapters are pushed again before sampling resumes, so their requests go
+            # back to the queue. Without a pause, their requests are aborted.
             in_pause = self._serving.paused is not None
             out = self._loop.restart_running if in_pause else self._loop.give_back_running
             out(adapters=self._adapters.forget_all())

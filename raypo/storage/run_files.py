@@ -268,7 +268,7 @@ class RunFiles:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`. Values that are not finite become null.
 
-        The changed inputs that the run has accepted are added to it.
+        The summary also gets the changed inputs that the run has accepted.
         """
         if accepted := (self.inputs() or {}).get("accepted"):
             summary = {**summary, "accepted_inputs": accepted}

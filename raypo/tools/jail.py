@@ -11,8 +11,8 @@ The program gets its own Linux namespaces. None of them needs root:
 - users: it runs as nobody, without capabilities;
 - System V IPC.
 
-The kernel enforces the limits on memory, processes and files; system calls that
-would allocate memory outside of these limits are refused.
+The kernel enforces the limits on memory, processes and files. System calls that would allocate
+memory outside of these limits are refused.
 
 This script stays outside as the supervisor. It kills the program at the time limit, on SIGTERM, and
 when its own parent dies. It writes one line of JSON to the file descriptor `report`:
