@@ -15,8 +15,9 @@ CPU_KV_BYTES = (1 << 29, 1 << 31)
 def engine_sequences(gpu_bytes: int | None) -> int:
     """Return the default for the maximum number of concurrent sequences of an engine.
 
-    The values are those of vLLM 0.32. The number is higher on GPUs with `LARGE_GPU_BYTES` or more.
-    Each concurrent sequence takes memory for three rows of float32 logits.
+    The values are those of vLLM 0.32. The number is higher on GPUs with `LARGE_GPU_BYTES` or more;
+    vLLM itself makes an exception for the A100. Each concurrent sequence takes memory for three
+    rows of float32 logits.
 
     Args:
         gpu_bytes: Memory of one GPU. None means that it is unknown, or that the engine runs on
