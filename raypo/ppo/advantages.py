@@ -251,8 +251,8 @@ def group_baseline(
     - reinforce_baseline, dr_grpo: score minus the mean of the group.
     - grpo: as dr_grpo, divided by the group's unbiased standard deviation + 1e-6.
     - maxrl: as dr_grpo, divided by the group's mean.
-    - opo: score minus the group's mean weighted by length, which minimises the variance of the
-      gradient if its squared norm grows with the length.
+    - opo: score minus the group's mean weighted by length. This baseline minimises the variance of
+      a gradient whose squared norm grows with the length.
     - pass_at_k: `pass_at_k_advantages`.
 
     Args:
