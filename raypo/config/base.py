@@ -220,8 +220,8 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
     """Return the plain nested values of a YAML file with overrides applied.
 
     `${dir}` in a value is replaced by the folder of the file, written as in `path`. If `path` is
-    the folder of a run or sweep, its config.yaml is read, and `storage_path` becomes the folder
-    that contains it now.
+    the folder of a run or sweep, its config.yaml is read. `storage_path` then becomes the folder
+    that contains the run or sweep now.
 
     Args:
         path: A YAML file, or the folder of a run or sweep.

@@ -101,10 +101,10 @@ class PPOSection(Config):
     baseline weighted by length (arXiv:2505.23585); maxrl: scores from 0 to 1 minus the group's
     mean, divided by that mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples
     (arXiv:2508.10751); gdpo: the parts of the score, each normalised within the group
-    (arXiv:2601.05242); gigpo: grpo, plus a comparison of each turn's return with other turns of the
-    prompt that follow the same text of the environment (arXiv:2505.10978). Or a function of your
-    own, `file.py:name`, with the signature (`raypo.ppo.custom_functions.StepRewards`) ->
-    advantages."""
+    (arXiv:2601.05242); gigpo: grpo, plus a comparison of each turn's return with the returns of the
+    prompt's other turns that follow the same text of the environment (arXiv:2505.10978). Or a
+    function of your own, `file.py:name`, with the signature
+    (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
     pass_k: int = Field(default=4, ge=1)
     """pass_at_k: number k of samples of which only the best one counts, at most
     rollout.samples_per_prompt. k = 1 is grpo with the population standard deviation."""
@@ -413,8 +413,8 @@ class PPOSection(Config):
     def computes_old_log_probs(self, *, is_one_update: bool) -> bool:
         """Return whether the learner's log-probs before the update need a separate forward pass.
 
-        The first update computes the same log-probs, so a pass is needed only if something reads
-        them earlier or a second update follows.
+        The first update computes the same log-probs. A separate pass is needed only if something
+        reads the log-probs earlier, or if a second update follows.
 
         Args:
             is_one_update: True if all responses of the step are one minibatch.

@@ -190,8 +190,8 @@ class RolloutSection(SamplingSection):
     under one version."""
 
     environment: str | None = None
-    """Environment class that answers each turn of the policy, `file.py:Class` or
-    `package.module:Class`, or `verifiers:NAME`, an environment of the package verifiers. A response
+    """Environment that answers each turn of the policy: a class, `file.py:Class` or
+    `package.module:Class`; or `verifiers:NAME`, an environment of the package verifiers. A response
     is then an episode of several turns (docs/environments.md). null means single responses."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment of each episode."""

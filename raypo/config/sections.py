@@ -140,12 +140,12 @@ class DataSection(Config):
     """Prompt data."""
 
     prompts: TrainedSources = Field(min_length=1)
-    """Source of prompts, or a list of sources. A source is a file (jsonl, json, parquet, csv) by
-    path, pattern (data/*.jsonl, in the order of the names) or URI (s3://, gs://, abfs://, hdfs://,
-    hf://, file://, and fsspec+ before a scheme of fsspec, like fsspec+sftp://), a folder that
-    `save_to_disk` of `datasets` wrote, the id of a Hugging Face data set, or a reasoning-gym task
-    like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a path, a source can be a mapping
-    with the keys below, like {path, weight}."""
+    """Source of prompts, or a list of sources. A source is one of these: a file (jsonl, json,
+    parquet, csv) by path, by pattern (data/*.jsonl, in the order of the names) or by URI (s3://,
+    gs://, abfs://, hdfs://, hf://, file://, and fsspec+ before a scheme of fsspec, like
+    fsspec+sftp://); a folder that `save_to_disk` of `datasets` wrote; the id of a Hugging Face data
+    set; or a reasoning-gym task like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a path,
+    a source can be a mapping with the keys below, like {path, weight}."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages, to which the chat template is
     applied. The list may be JSON text (in a csv file it must be)."""
@@ -641,9 +641,9 @@ class CheckpointSection(Periodic):
     best_mode: Literal["max", "min"] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
     changed_inputs: Literal["refuse", "accept"] = "refuse"
-    """Behaviour when a resumed run finds that a data file, a Python file or a model of its config
-    has changed since the run began. refuse: stop; accept: continue, and record in `summary.json`
-    what has changed and after which step."""
+    """Behaviour of a resumed run if a data file, a Python file or a model of its config has changed
+    since the run began. refuse: stop; accept: continue, and record in `summary.json` what has
+    changed and after which step."""
 
     def _problems(self) -> Iterator[str]:
         if self.best_by is None:

@@ -202,7 +202,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "callbacks": given.callbacks,
             "scaling_config": scaling_config,
         }
-        """Arguments that a trainer of another config needs to run with the same Python objects."""
+        """Arguments for trainers of other configs (trials) that use the same Python objects."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
         resolved = self._with_given(resolved)
         self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
