@@ -211,8 +211,8 @@ class PPOSection(Config):
     old_log_probs: Literal["learner", "engine"] = "learner"
     """Source of the old log-probs in the ratio. learner: the learner computes them before the
     update, and `correction` handles their mismatch with the engine's; engine: the engine's own
-    log-probs are used, at no cost, so that the ratio and its clip also cover staleness and
-    rounding. The KL in the reward uses the same log-probs."""
+    log-probs are used, at no cost. The ratio and its clip then also cover staleness and rounding.
+    The KL in the reward uses the same log-probs."""
     correction: CorrectionSection = CorrectionSection()
 
     @model_validator(mode="before")

@@ -202,7 +202,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "callbacks": given.callbacks,
             "scaling_config": scaling_config,
         }
-        """Arguments for trainers of other configs (trials) that use the same Python objects."""
+        """Arguments of the trainers of a `Tuner`'s trials: the Python objects that they share."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
         resolved = self._with_given(resolved)
         self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)

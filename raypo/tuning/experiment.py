@@ -60,7 +60,7 @@ class StopOnRequest(Stopper):
     is_wanted: bool = False
 
     def __post_init__(self) -> None:
-        """Combine a list of stoppers."""
+        """Combine a list of stoppers into one."""
         if isinstance(self.rule, list):
             self.rule = CombinedStopper(*self.rule)
 

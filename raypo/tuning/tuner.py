@@ -52,8 +52,8 @@ RANDOM_POINTS = 20
 class Tuner:
     """Ray Tune's `Tuner`, whose trials are runs of one config with different values.
 
-    Trials share the reference model, the reward models and the engines, like those of `raypo
-    sweep`. Their results equal those of separate runs.
+    Trials share the reference model, the reward models and the engines, like the trials of `raypo
+    sweep`. The results of a trial equal those of a separate run.
     """
 
     def __init__(
