@@ -201,7 +201,7 @@ def _without_place(info: Mapping[str, Any]) -> list[str]:
 
 
 def _untied(model: Any) -> list[str]:
-    """Return weights that the config ties, but not transformers, because their values differ."""
+    """Return weights that the config ties and transformers does not, as their values differ."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     return sorted(set(tied) - set(model.all_tied_weights_keys))
 

@@ -1,7 +1,8 @@
 """Generative judge: a language model grades responses by a prompt template.
 
-A request grades one criterion of one response. Requests run concurrently in the event loop of one
-call, with the limit, the retries and the load balancing of `JsonServers`.
+Each request asks the judge for the grade of one criterion of one response. A call of `Judge` sends
+its requests concurrently, in one event loop. `JsonServers` limits the number of requests in flight,
+retries failed requests, and balances the load.
 """
 
 from __future__ import annotations

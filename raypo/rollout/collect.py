@@ -154,8 +154,8 @@ class Sampler:
     tokenizer: Decoder
     sampling: Sampling
     push_again: PushAgain | None = None
-    """Repetition of the last push, for the case that a worker has no engine left. If it is given,
-    all workers call `sample` together."""
+    """Weight push to repeat if a worker has no engine left. If it is set, all workers call `sample`
+    together."""
     shares_engines: bool = False
     """True if several workers use the same engine, which then samples one batch for all of them."""
 
@@ -211,7 +211,8 @@ class Sampler:
             if again is None or not again.workers.sum(as_tensor(is_lost)):
                 return groups.all_of(completions)
             again.push()
-            # All workers sample together: those that have their completions send no requests.
+            # All workers must call `sample` again together. Workers that have their completions
+            # send no requests.
             left = requests if is_lost else []
 
 

@@ -127,7 +127,8 @@ class _DaemonThreads(ThreadPoolExecutor):
     """Starts a daemon thread for each call.
 
     In a plain `ThreadPoolExecutor`, calls would wait for others that hang, and the process would
-    wait for all threads at exit. It is the base class because asyncio accepts no other executor.
+    wait for all threads at exit. This class is derived from it only because asyncio accepts no
+    other executor.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ from raypo.serving.client import EngineClient, FrozenClient
 
 
 class PhaseError(RuntimeError):
-    """A phase was entered that cannot follow the current phase."""
+    """The phase to enter cannot follow the current phase."""
 
 
 class OffloadingLearner(Protocol):
