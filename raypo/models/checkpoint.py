@@ -46,8 +46,8 @@ OLD_BUFFERS = re.compile(
 )
 """Names of constants that networks compute, and that transformers before 4.32 saved with the
 weights: causal masks (the `bias` of the attention module, not of a layer in it), rotary and
-sinusoidal tables, position and token-type ids. The hub's GPT-2, GPT-Neo, GPT-J and CodeGen have
-them."""
+sinusoidal tables, position and token-type ids. The files of GPT-2, GPT-Neo, GPT-J and CodeGen on
+the hub contain such constants."""
 SHOWN = 3
 """Maximum number of weight names in an error message."""
 

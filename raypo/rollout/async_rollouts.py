@@ -220,12 +220,12 @@ class AsyncRollouts:
         return spans
 
     def counts(self, batch: Collected) -> tuple[int, int, int]:
-        """Return the counts of the step that took this batch (`SampleCounts.of_step`)."""
+        """Count the samples of a step's batch and reset the counts (`SampleCounts.of_step`)."""
         with self._changed:
             return self.prompts.counts(batch)
 
     def pass_rates(self, batch: Collected, workers: Workers) -> dict[str, float]:
-        """Return metrics of the curriculum after the step that took this batch.
+        """Merge old outcomes in the curriculum, and return its metrics after a step.
 
         Args:
             batch: This worker's rollouts of the step.

@@ -278,8 +278,8 @@ def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0)
         adapter=sampling.adapter,
         id=sampling.owner,
         priority=draw.group_index if sampling.priority is None else sampling.priority,
-        # Evaluation must not fill the prefix cache of training: a resumed run does not repeat an
-        # earlier evaluation, and must sample the same as an uninterrupted one.
+        # A resumed run does not repeat an earlier evaluation, but must sample the same as an
+        # uninterrupted run. So evaluation must not fill the prefix cache of training.
         cache_salt=f"stream {sampling.stream}" if sampling.stream else "",
     )
 

@@ -67,8 +67,8 @@ class Phases:
     """The learner. None until it is loaded."""
     now: Phase = Phase.START
     is_ahead: bool = False
-    """True if engines sample while the learner trains, on devices of their own. Phases are then
-    not used."""
+    """True if the engines have their own devices and sample while the learner trains. Phases are
+    then not used."""
     keeps_weights: bool = False
     """True if a push replaces only the adapter, so that engines must keep their weights."""
 

@@ -154,9 +154,9 @@ class Records:
             samples: This worker's samples of the step, for callbacks.
 
         Returns:
-            True if a checkpoint is due: because its interval has passed, because
-            `checkpoint.best_by` has improved, because the run stops, or because one of its nodes is
-            about to be preempted.
+            True if a checkpoint is due. The reasons are that the checkpoint interval has passed,
+            that `checkpoint.best_by` has improved, that the run stops, or that one of the run's
+            nodes is about to be preempted.
         """
         run = self._run
         # All workers call this: Ray Train returns rank 0's information to each of them.
