@@ -44,7 +44,7 @@ class StopTokens:
         return tuple(str(added[each]) for each in self.ids if each in added)
 
     def inside(self, message: Message) -> str | None:
-        """Return the text of a stop token that a message contains, or None."""
+        """Return the text of a stop token that a message contains. None if it contains none."""
         strings = strings_of({k: v for k, v in message.items() if k != "role"})
         return next((text for text in self.texts if any(text in each for each in strings)), None)
 
@@ -71,10 +71,9 @@ class StopTokens:
     ) -> tuple[list[int], list[bool]]:
         """Return ids and their loss mask: True in each run, through the run's first stop token.
 
-        A stop token directly after a run is trained too, because `{% generation %}` tags may
-        exclude it, and because in some templates (GLM) the mark of the next role ends a turn. If
-        the template writes no stop token after the last run, `after(messages)` replaces the ids
-        that follow the run.
+        A stop token directly after a run is trained too. `{% generation %}` tags may exclude it,
+        and in some templates (GLM) it is the mark of the next role. If the template writes no stop
+        token after the last run, `after(messages)` replaces the ids that follow the run.
 
         Args:
             ids: Token ids of a whole conversation.

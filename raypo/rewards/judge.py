@@ -127,7 +127,7 @@ class Judge:
         return _Grade(None, text, seconds, error)
 
     def parse(self, text: str) -> float | None:
-        """Return the score of the last grade in an answer of the judge, or None."""
+        """Return the score of the last grade in an answer of the judge. None if it has no grade."""
         section = self._section
         if section.pattern is not None:
             *_, place = [None, *re.finditer(section.pattern, text)]

@@ -67,8 +67,8 @@ class AsyncRollouts:
     `max_staleness`, whatever the timing.
 
     Within that bound, the number of batches in flight adapts to the learner. It grows by one when
-    the learner has to wait for a batch, and shrinks by one when the batch that the learner takes
-    and the one after it are both complete. A slow response delays its step; it is not replaced by a
+    the learner has to wait for a batch. It shrinks by one when both the batch that the learner
+    takes and the next batch are complete. A slow response delays its step; it is not replaced by a
     later one. The lengths of trained responses are therefore distributed like all sampled lengths.
 
     Example: with `max_staleness` 1 and no filter, the prompts of step 3 are drawn under version 1

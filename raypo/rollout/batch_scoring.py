@@ -25,7 +25,7 @@ FUNCTION, URL, JUDGE, EPISODE = "function", "url", "judge", "episode"
 
 
 class RewardModel(Protocol):
-    """Interface through which `Scorer` calls a reward model. `RewardModelClient` implements it."""
+    """Interface of a reward model for scoring. `RewardModelClient` implements it."""
 
     def score(self, rollouts: list[Rollout]) -> Future[list[float]]:
         """Return a future of one score for each rollout, in the order given."""
@@ -33,7 +33,7 @@ class RewardModel(Protocol):
 
 
 class Reference(Protocol):
-    """Interface through which `Scorer` calls a reference model. `ReferenceClient` implements it."""
+    """Interface of a reference model for scoring. `ReferenceClient` implements it."""
 
     def log_probs(self, rollouts: list[Rollout]) -> Future[list[np.ndarray]]:
         """Return a future of the log-probs of each response's tokens in nats, float32 [T]."""
@@ -105,10 +105,11 @@ class Scorer:
 class Scoring:
     """Scores and reference log-probs of one batch of one worker.
 
-    Sources that do not compete with the engines for cores or devices score a draw as soon as all of
-    its rollouts are sampled, while other draws are still in flight. These sources are a function
-    with worker processes, servers, and models with devices of their own. Such a model gets one call
-    for each draw, so that its rounding does not depend on the order of arrival.
+    Some sources do not compete with the engines for cores or devices: a function with worker
+    processes, servers, and models with devices of their own. These sources score a draw as soon as
+    all of its rollouts are sampled, while other draws are still in flight. A model with devices of
+    its own gets one call for each draw, so that its rounding does not depend on the order of
+    arrival.
     """
 
     def __init__(self, scorer: Scorer) -> None:

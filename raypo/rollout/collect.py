@@ -211,8 +211,8 @@ class Sampler:
             if again is None or not again.workers.sum(as_tensor(is_lost)):
                 return groups.all_of(completions)
             again.push()
-            # All workers must call `sample` again together. Workers that have their completions
-            # send no requests.
+            # All workers sample together again. Workers that have their completions send no
+            # requests.
             left = requests if is_lost else []
 
 

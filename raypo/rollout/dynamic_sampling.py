@@ -87,7 +87,7 @@ class StepBatch:
 
 
 def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredRollout]:
-    """Return the rollouts whose group passes the filter, in order; if it is off, return all."""
+    """Return, in order, the rollouts whose group passes the filter. If it is off, all pass."""
     if not section.enabled or not scored:
         return scored
     groups: dict[int, list[ScoredRollout]] = {}

@@ -111,7 +111,7 @@ class Row:
         return turn
 
     def arrays(self) -> dict[str, Any]:
-        """Return the fields of a rollout that hold tokens or are aligned with them."""
+        """Return a rollout's token ids, values per token, turn indices and weight versions."""
         length, versions = len(self.ids) - self.num_prompt, []
         mask, turn_index = np.zeros(length, bool), np.full(length, -1, np.int32)
         log_probs, rewards = np.zeros(length, np.float32), np.zeros(length, np.float32)

@@ -131,7 +131,7 @@ class PolicyCalls:
     """One episode's calls of the policy."""
 
     def __init__(self, sampler: TurnSampler, engine: Engines) -> None:
-        """Store the batch's sampler, and one engine for all turns because of its prefix cache."""
+        """Store the batch's sampler and the engine. All turns use its prefix cache."""
         self.engine = engine
         self.waited_s = 0.0
         """Seconds in which at least one call was in flight or queued."""

@@ -125,7 +125,7 @@ class Phases:
             self._ask(lambda: [one for each in self.frozen for one in each.sleep()])
 
     def _bring_back(self, coming: set[str]) -> None:
-        # The learner is None if it is only about to be loaded.
+        # The learner is None until it is loaded.
         if self.learner is not None and coming & {TRAINING_STATE, PARAMETERS}:
             self.learner.reload()
         if ENGINE_WEIGHTS in coming:

@@ -70,7 +70,8 @@ class Runtime:
     is_trial: bool = False
     """True for a trial of a sweep. Tune decides after each report whether the trial goes on."""
     resume_from: str | None = None
-    """Checkpoint of another trial (population-based training), used until the run has its own."""
+    """Checkpoint of another trial (population-based training). It is used until the run has its own
+    checkpoint."""
 
 
 def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:
