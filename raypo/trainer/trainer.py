@@ -10,8 +10,9 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -56,7 +57,7 @@ from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.checkpoints import mend_list
-from raypo.storage.run_files import RunFiles
+from raypo.storage.run_files import GIVEN_MODELS, GIVEN_ROWS, RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
 from raypo.trainer.arguments import Arguments, Given, read_arguments, with_models
@@ -205,13 +206,14 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         }
         """Arguments that a trainer of another config needs to run with the same Python objects."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
-        resolved = self._with_given(resolved)
-        self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
-        if self._reward_fn is not None:
-            check_reward_function(self._reward_fn, key="reward_funcs")
-            check_columns(resolved, self._reward_fn, key="reward_funcs")
-        self.config: AnyConfig = with_steps_of_epochs(resolved)
-        self._files = RunFiles(self.config.storage_path, self.config.name)
+        self._files = RunFiles(resolved.storage_path, resolved.name)
+        with self._without_leftovers():
+            resolved = self._with_given(resolved)
+            self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
+            if self._reward_fn is not None:
+                check_reward_function(self._reward_fn, key="reward_funcs")
+                check_columns(resolved, self._reward_fn, key="reward_funcs")
+            self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._group_gc: ActorHandle | None = None
         scaling = scaling_of(self.config, scaling_config)
         self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
@@ -259,9 +261,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 )
                 return self._with_every_step(Result.from_path(self._files.location))
             config: Any = self.config
-            check_models(config)
+            with self._without_leftovers():
+                check_models(config)
             if self._given.is_built:
-                Console().message(f"The config, as a run file:\n\n{config.to_yaml()}")
+                Console().message(f"{self._title_of_config()}:\n\n{config.to_yaml()}")
             for note in self._notes:
                 Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
@@ -273,12 +276,52 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     ray.shutdown()
                 recount(self._files)
 
+    def _title_of_config(self) -> str:
+        """Return the headline of the printed config. A run file cannot hold Python functions."""
+        if self._reward_fn is None and not self._given.callbacks:
+            return "The config, as a run file"
+        return (
+            "The config. It is a record and no run file to start: functions of this script are in "
+            "it by name, and only this script starts the run"
+        )
+
     def _with_given(self, config: AnyConfig) -> AnyConfig:
         """Write rows and models given in Python into the run's folder.
 
         Return the config that names their files.
         """
-        return with_models(with_rows(config, self._given.rows), self._given.models)
+        before = self._given_files()
+        try:
+            return with_models(with_rows(config, self._given.rows), self._given.models)
+        finally:
+            self._written = self._given_files() - before
+
+    def _given_files(self) -> set[Path]:
+        """Return the files and folders of rows and models given in Python."""
+        return {
+            each
+            for name in (GIVEN_ROWS, GIVEN_MODELS)
+            for each in (self._files.folder / name, *(self._files.folder / name).rglob("*"))
+            if each.exists()
+        }
+
+    @contextmanager
+    def _without_leftovers(self) -> Iterator[None]:
+        """Remove the rows and models that this trainer wrote if the run is refused.
+
+        Files that were there before stay: another trainer of the same run may need them.
+        """
+        try:
+            yield
+        except ConfigError:
+            if self._files.is_local:
+                for each in sorted(self._written, reverse=True):  # files before their folder
+                    with suppress(OSError):  # the folder has other files
+                        each.rmdir() if each.is_dir() else each.unlink()
+                if self._written:
+                    with suppress(OSError):
+                        self._files.folder.rmdir()
+            raise
 
     def _fit_watched(self) -> Result:
         self._check_cluster()
