@@ -36,7 +36,7 @@ Inputs = dict[str, dict[str, Files]]
 """Config key -> source as the config names it -> its files."""
 
 GIVEN = "given in Python"
-"""Source of rows that were passed to a trainer."""
+"""Name that stands for rows which were passed to a trainer."""
 LARGE_BYTES = 64 << 20
 _BLOCKS, _BLOCK_BYTES = 256, 64 << 10
 _HUB_TIMEOUT_S = 5.0
@@ -52,7 +52,7 @@ def inputs_of(
     """Return the digests of every file that the config names.
 
     Args:
-        config: Config of any recipe. Relative paths start at the current folder.
+        config: Config of any recipe. Relative paths are resolved against the current folder.
         given: Config key -> function passed in Python instead of a file.
     """
     found: Inputs = {}

@@ -25,7 +25,7 @@ class Prompt:
     token_ids: np.ndarray  # int32 [P]
     label: Any = None
     messages: list[dict[str, Any]] | None = None
-    """Chat messages, if the prompt was given as such."""
+    """Chat messages of the prompt. None if the row has a text instead."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Episode:
     num_turns: int
     """Number of policy turns."""
     environment_s: float
-    """Seconds that the policy waited for the environment, or for the agent between its calls."""
+    """Seconds that the policy waited for the environment, or for the agent's next call."""
     error: str | None = None
-    """Reason of the failure; None if it did not fail."""
+    """Reason of the failure. None if the episode did not fail."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that the environment or the agent reported."""
     tool_uses: tuple[ToolUse, ...] = ()
@@ -88,13 +88,13 @@ class Rollout:
     group_index: int = 0
     """Index of the prompt's draw in the run, from 0. The samples of one draw are a group."""
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt, if it was given as such."""
+    """Chat messages of the prompt. None if the row has a text instead."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the prompt's row in the data."""
     episode: Episode | None = None
-    """The episode that the response is part of; None for a single-turn response."""
+    """Episode that the response is part of. None for a single-turn response."""
     row_index: int = 0
     """Index of the conversation in its episode. All conversations of an episode share its score and
     count as one sample."""

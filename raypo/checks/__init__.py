@@ -1,1 +1,1 @@
-"""Static checks of a run's input, which take less than a second and import nothing heavy."""
+"""Static checks of a run's input. They take less than a second and import nothing heavy."""

@@ -27,7 +27,7 @@ from raypo.types import Rollout
 
 
 def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
-    """Refuse a config without a reward function, and user functions or classes that are missing."""
+    """Refuse a config that scores no responses, or that names missing functions or classes."""
     check_functions(config, common=config.reward.function or has_reward_fn)
     if not has_reward_fn:
         _check_judged(config)

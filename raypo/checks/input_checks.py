@@ -120,7 +120,10 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
 
 
 def _notes_on_ppo(config: PPOConfig) -> list[str]:
-    """Return notes on unused models, which a trial of a sweep may use, and on stale samples."""
+    """Return notes on unused models and on stale samples.
+
+    Unused models are not refused, because a sweep may turn them on.
+    """
     model, ppo, rollout = config.model, config.ppo, config.rollout
     notes: list[str] = []
     if rollout.staleness > 0 and not ppo.allows_for_staleness:
@@ -144,7 +147,10 @@ def _notes_on_ppo(config: PPOConfig) -> list[str]:
 
 
 def _check_cpus(config: Any) -> None:
-    """Refuse a run with too many workers for a local Ray; a cluster is checked after connecting."""
+    """Refuse a run with too many workers for this machine, on which a local Ray would start.
+
+    An existing cluster is checked after connecting to it.
+    """
     ray = sys.modules.get("ray")  # checks for a connection without importing Ray
     is_connected = ray is not None and ray.is_initialized()
     if config.cluster.address or os.environ.get("RAY_ADDRESS") or is_connected:

@@ -27,7 +27,7 @@ def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
     Args:
         key: Config key of the model, for messages.
         path: Folder or hub id.
-        is_trained: Whether the model is trained, so that it must not be quantized.
+        is_trained: Whether the model is trained. It must then not be quantized.
 
     Raises:
         ConfigError: the model is refused.
@@ -64,7 +64,7 @@ def models_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
 
 
 def check_shards(config: OnlineConfig | PolicyExamplesConfig) -> None:
-    """Refuse local models that vLLM cannot shard. vLLM itself checks models of the hub."""
+    """Refuse local models that vLLM cannot shard. vLLM itself checks models from the hub."""
     for role in served_roles(config, num_workers=1, use_gpu=False):
         size, shape = role.num_devices, _local_shape(role.model)
         if size > 1 and shape and (rest := shape.does_not_divide(size)):
@@ -81,7 +81,7 @@ def _local_shape(path: str) -> ModelShape | None:
         return None
     try:
         return ModelShape.read(path)
-    except ConfigError:  # not a transformer that raypo knows; vLLM may know it
+    except ConfigError:  # an architecture that raypo does not know, but vLLM may
         return None
 
 

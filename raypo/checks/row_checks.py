@@ -43,7 +43,11 @@ remaining rows."""
 
 
 def check_rows(config: AnyConfig) -> int | None:
-    """Check the first rows of all sources. Return the number of training rows; None if unknown."""
+    """Check the first rows of all sources.
+
+    Returns:
+        The number of training rows. None if it is unknown.
+    """
     data, evaluation = config.data, config.eval
     if isinstance(data, ResponsesSection) and data.messages_key is not None:
         if isinstance(config, SFTConfig) and config.needs_engine:  # engines answer these prompts
@@ -74,8 +78,7 @@ def check_first_rows(
     response_keys: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> int | None:
-    """Check the first rows of a config key's sources. Return the number of all their rows, if
-    known.
+    """Check the first rows of a config key's sources.
 
     Args:
         data: The data section.
@@ -83,6 +86,9 @@ def check_first_rows(
         sources: The sources. None means that there are none.
         response_keys: Config key -> response column that each row must have.
         changes: Values that replace keys of the data section.
+
+    Returns:
+        The number of all rows of the sources. None if it is unknown.
     """
     section = data.model_copy(update={"prompts": sources or (), **changes})
     return peek(section, key=key, response_keys=response_keys)

@@ -71,7 +71,7 @@ def export(
         bool, typer.Option("--adapter", help="Of a LoRA run: only the adapter, for peft.")
     ] = False,
 ) -> None:
-    """Copy the model that a run has trained, as a Hugging Face folder; a LoRA adapter is merged."""
+    """Copy a run's trained model, with any LoRA adapter merged, as a Hugging Face folder."""
     import shutil
 
     from raypo.config import ConfigError

@@ -30,7 +30,7 @@ def explain(
     if recipe not in roots:
         raise ConfigError(f"--recipe ({recipe}): must be one of {', '.join(roots)}.")
     root = roots[recipe]
-    key = key and key.partition("=")[0].strip(". ")  # as in an override
+    key = key and key.partition("=")[0].strip(". ")  # accept an override, key=value
     if key in PRESETS:
         typer.echo(f"ppo.preset: {key} sets below ppo\n  {preset_text(key)}")
         return

@@ -24,7 +24,10 @@ def sweep(
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; removes the sweep.")] = False,
 ) -> None:
-    """Search the keys of a run config: start, resume, add trials, or say that it is finished."""
+    """Start or resume a search over keys of a run config, or report that it is finished.
+
+    A larger num_samples adds trials to a finished sweep.
+    """
     if dry_run:
         print_sweep_plan(file, overrides, None)
         return

@@ -18,7 +18,7 @@ def train(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; removes the run.")] = False,
 ) -> None:
-    """Start a run, resume one that was interrupted, or say that it is finished."""
+    """Start a run, resume an interrupted run, or report that it is finished."""
     from raypo.checks.input_checks import check_inputs
     from raypo.checks.resume_checks import check_run_folder, is_finished
     from raypo.checks.row_checks import with_steps_of_epochs

@@ -44,7 +44,7 @@ class NoReplicaLeft(DeploymentError):
 def survivors(
     calls: Iterable[Future[T]], *, passing_over: type[DeploymentError] = ReplicaLost
 ) -> list[T]:
-    """Wait for calls to several replicas, and return the results of those that were not lost.
+    """Wait for calls to several replicas, and return the results of the surviving replicas.
 
     Args:
         calls: Pending calls, one per replica.
@@ -87,8 +87,8 @@ def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[s
 
 def is_lost_actor(error: BaseException) -> bool:
     """Return True if a call's error means that its actor is gone, temporarily or for good."""
-    # Ray 2.60 has separate errors for actors killed by its memory monitor, and for those whose node
-    # is gone.
+    # Ray 2.60 has separate errors for actors killed by its memory monitor, and for actors whose
+    # node is gone.
     lost = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
     # A RayTaskError of these types comes from inside the method: another actor that it calls is
     # dead.

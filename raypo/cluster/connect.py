@@ -30,8 +30,7 @@ PROBE_TIMEOUT_S = 5.0
 _WORKER_DEFAULTS = {
     "NCCL_DEBUG": "WARN",
     # This disables NVLS, but saves memory that NCCL otherwise uses with CUDA graphs. NCCL 2.22 is
-    # said to need less (nccl#1234), but SkyRL removed the setting and had to restore it
-    # (SkyRL#1629).
+    # said to fix this (nccl#1234), but SkyRL removed the setting and then restored it (SkyRL#1629).
     "NCCL_CUMEM_ENABLE": "0",
     "TOKENIZERS_PARALLELISM": "false",
     # Hide GPUs from workers that request none, as Ray did before 2.60. Otherwise they would use

@@ -40,9 +40,9 @@ GPUS = (
     Gpu("L4", 24, 121.0, 30.3, 300, 12, 12, 6),
     Gpu("A10G", 24, 70.0, 31.2, 600, 25, 25, 6),
 )
-"""Known GPUs, longer names before shorter ones that they contain (H100-NVL before H100). If a name
-has two memory sizes, this is the smaller one. GPUs without bfloat16, like V100 and T4, are refused
-(`cluster.devices`)."""
+"""Known GPUs, longer names before shorter ones that they contain (H100-NVL before H100). If GPUs of
+a name exist in two memory sizes, the smaller size is listed. GPUs without bfloat16, like V100 and
+T4, are refused (`cluster.devices`)."""
 
 
 def gpu_of(name: str) -> Gpu | None:

@@ -38,7 +38,7 @@ class OutOfMemory(RuntimeError):
 
 @contextmanager
 def memory_advice(who: str, remedy: str) -> Iterator[None]:
-    """Replace out-of-memory errors by one that names the process and the remedy.
+    """Replace an out-of-memory error by an error that names the process and the remedy.
 
     Args:
         who: Name of the process or model, for the message.

@@ -42,7 +42,7 @@ LEARNER = "learner worker"
 CRITIC = "critic worker"
 """A worker that trains only the critic (`learner.critic_workers`)."""
 LEARNERS = (LEARNER, CRITIC)
-"""Names of the learner's roles; served roles are engine, reference, reward_0, reward_1, ..."""
+"""Names of the learner's roles. Served roles are engine, reference, reward_0, reward_1, ..."""
 NODE_ID_LABEL = "ray.io/node-id"
 """Label that Ray gives to every node."""
 _ROUNDING = 1e-9
@@ -308,7 +308,9 @@ def first_workers(role: ServedRole, nodes: Sequence[Hashable]) -> list[int]:
 
 
 def nearest(first: Sequence[int], rank: int) -> int:
-    """Return the index of the replica that a worker uses: the last one that starts at or before it.
+    """Return the index of the replica that a worker uses.
+
+    This is the last replica whose first rank is at or below the worker's rank.
 
     Args:
         first: First rank of each replica, ascending.

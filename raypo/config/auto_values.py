@@ -16,7 +16,7 @@ slower, because kernel launches then limit a small model."""
 
 
 def candidates(config: AnyConfig) -> list[Any]:
-    """Return the configs that `auto` can resolve to, from the fastest to the least memory."""
+    """Return the configs that `auto` can resolve to: fastest first, least memory last."""
     tokens = config.learner.max_tokens_per_microbatch
     counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
     choices: list[Any] = [config]
@@ -28,7 +28,7 @@ def candidates(config: AnyConfig) -> list[Any]:
 def sleep_is_open(config: AnyConfig) -> bool:
     """Return True if `rollout.engine.sleep: auto` must still be resolved.
 
-    Dedicated engines never sleep, so for them nothing has to be resolved.
+    Dedicated engines never sleep, so the result is False for them.
     """
     return (
         isinstance(config, OnlineConfig)
@@ -47,7 +47,7 @@ def least_memory(config: Any, gpu_bytes: int) -> tuple[Any, list[str]]:
 
 
 def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
-    """Return the config with each value reset to `auto` that is `auto` in `other`.
+    """Return the config with `auto` restored for each key that is `auto` in `other`.
 
     The two configs can then be compared.
     """

@@ -37,11 +37,11 @@ class ConfigError(ValueError):
 
 
 ImportPath = Annotated[str, Field(pattern=r"^.+:[^\W\d]\w*$")]
-"""`file.py:name` or `package.module:name`."""
+"""Import path: `file.py:name` or `package.module:name`."""
 
 
 def is_import_path(value: str) -> bool:
-    """Return whether a value is an import path rather than a plain name."""
+    """Return whether a value is an import path rather than one of raypo's names or a path."""
     return ":" in value
 
 
@@ -75,8 +75,8 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers_are_not_booleans(cls, value: Any, info: ValidationInfo) -> Any:
-        # Pydantic converts true to 1. Its strict mode is no alternative: it would also refuse lists
-        # for tuples, and the text 1e-5, because YAML reads 1e-5 as text.
+        # Pydantic converts true to 1. Its strict mode would also refuse lists for tuples, and 1e-5,
+        # which YAML reads as text.
         annotation = cls.model_fields[str(info.field_name)].annotation
         if _has_boolean(value) and _wants_number(annotation):
             raise ValueError("must be a number, and true or false is none. Write the number.")
@@ -110,7 +110,7 @@ class Config(BaseModel):
 
         Args:
             keys: Keys below this section, separated by spaces: `a b.c`.
-            why: Reason why they have no effect.
+            why: Reason why the keys have no effect.
             remedy: Alternative to removing the key.
         """
         for key, value in self.set_keys(*keys.split()):
@@ -148,7 +148,7 @@ class RunFile(Config):
 
     @property
     def absolute_storage_path(self) -> str:
-        """`storage_path` with a local path made absolute; a URI is unchanged."""
+        """`storage_path` as an absolute path. A URI is unchanged."""
         path = self.storage_path
         return path if is_uri(path) else str(Path(path).expanduser().absolute())
 
@@ -183,7 +183,7 @@ class RunFile(Config):
         return cls(origin, **{str(key): value for key, value in values.items()})
 
     def to_yaml(self) -> str:
-        """Return the config as a run file, with the keys that differ from their defaults."""
+        """Return the config as a run file with only the keys whose values are not the defaults."""
         flat = dict(_values_set(self))
         return OmegaConf.to_yaml(OmegaConf.create(nested(escaped(flat))))
 
@@ -454,14 +454,14 @@ def parsed(text: str) -> Any:
 
 
 def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
-    """Return one message per mistake that Pydantic found, each with one or more lines.
+    """Return the messages of the mistakes that Pydantic found, line by line.
 
     Errors of several members of a union count as one mistake.
     """
     by_key: dict[str, list[Any]] = {}
     for detail in details:
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # pydantic left out the invalid entries, which are reported themselves
+            continue  # too short only because pydantic left out invalid entries, reported below
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():

@@ -75,8 +75,8 @@ class DPOSection(Config):
     """simpo: target margin between the rewards of the chosen and the rejected response."""
     sft_coef: float = Field(default=0.0, ge=0.0)
     """Coefficient of an SFT term: the negative log-likelihood of each chosen response, averaged
-    over its tokens (arXiv:2404.19733, which uses 1). kto does not support it. 0 means no such
-    term."""
+    over its tokens (arXiv:2404.19733, which uses 1). kto does not support it. 0 means no such term.
+    """
     desirable_weight: float = Field(default=1.0, ge=0.0)
     """kto: loss weight of desirable responses."""
     undesirable_weight: float = Field(default=1.0, ge=0.0)

@@ -71,7 +71,7 @@ def keys_of(section: type[BaseModel], path: str = "") -> Iterator[Key]:
 
 
 def find_section(root: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """Return the class of the section at a dotted key. None means that the key is no section."""
+    """Return the class of the section at a dotted key. None means that there is no such section."""
     section: type[BaseModel] | None = root
     for name in key.split(".") if key else ():
         field = section.model_fields.get(name) if section else None

@@ -21,8 +21,8 @@ class Counterpart(NamedTuple):
     """Default in the other project. Empty if the key is required, or if its default follows from
     other keys."""
     keys: tuple[tuple[str, ...], ...]
-    """Groups of raypo's keys that take its place. A recipe uses the first group whose keys it
-    has."""
+    """Groups of raypo's keys that take its place. A recipe uses the first group whose keys it has.
+    """
     note: str
     """Unit or difference. If `keys` is empty, the reason why there is no counterpart."""
     is_same: bool

@@ -8,8 +8,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 VERIFIERS = "verifiers:"
-"""Prefix of an environment of the package verifiers, before its name or a Python file. Followed by
-`//`, it is the prefix of the environment's data set: `verifiers://NAME?split=eval`."""
+"""Prefix of an environment of the package verifiers. The environment's name or a Python file
+follows. With `//` after the prefix, the environment's data set is meant:
+`verifiers://NAME?split=eval`."""
 
 
 def make_absolute(

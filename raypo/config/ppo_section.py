@@ -43,7 +43,7 @@ class Estimator:
     """Properties of an advantage estimator."""
 
     needs_critic: bool = False
-    """The baseline is the critic's values. If False, advantages are discounted returns."""
+    """The critic's values are the baseline. If False, advantages are discounted returns."""
     needs_group: bool = False
     """Scores are compared within the group of a prompt's samples. A KL penalty in the reward is
     then subtracted from the scores before they are compared. Subtracted afterwards, it would push
@@ -98,19 +98,21 @@ class PPOSection(Config):
         | ImportPath
     ) = "gae"
     """Advantage estimator (`raypo.ppo.estimators`). Only gae uses a critic (arXiv:1506.02438). opo:
-    baseline weighted by length (arXiv:2505.23585); maxrl: scores of 0 to 1, divided by the group's
-    mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples (arXiv:2508.10751); gdpo:
-    the parts of the score, each normalised within the group (arXiv:2601.05242); gigpo: grpo, plus a
-    comparison of each turn's return with other turns of the prompt that follow the same text of the
-    environment (arXiv:2505.10978). Or a function of your own, `file.py:name`, with the signature
-    (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
+    baseline weighted by length (arXiv:2505.23585); maxrl: scores from 0 to 1 minus the group's
+    mean, divided by that mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples
+    (arXiv:2508.10751); gdpo: the parts of the score, each normalised within the group
+    (arXiv:2601.05242); gigpo: grpo, plus a comparison of each turn's return with other turns of the
+    prompt that follow the same text of the environment (arXiv:2505.10978). Or a function of your
+    own, `file.py:name`, with the signature (`raypo.ppo.custom_functions.StepRewards`) ->
+    advantages."""
     pass_k: int = Field(default=4, ge=1)
     """pass_at_k: number k of samples of which only the best one counts, at most
     rollout.samples_per_prompt. k = 1 is grpo with the population standard deviation."""
     part_weights: dict[str, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] | None = None
     """gdpo: weights of the parts of the score, by name, such as {correct: 1, format: 0.5}. A part
     is a number that the reward function returns beside `score`, the score of one of several reward
-    functions given in Python, or the score from one source. The total score is not trained on."""
+    functions given in Python, or a source of the score, like `judge`. The total score is not
+    trained on."""
     policy_loss: (
         Literal[
             "ppo",
@@ -130,16 +132,14 @@ class PPOSection(Config):
     advantage per token (section 4.3); gmpo: arXiv:2507.20673; cispo: arXiv:2506.13585; sapo:
     arXiv:2511.20347; clip_cov: ppo without the tokens that `covariance` selects; kl_cov: ppo
     without a clip, and with a penalty on these tokens (both arXiv:2505.22617); dppo_tv and dppo_kl:
-    bounds on
-    the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a soft
-    kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
+    bounds on the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a
+    soft kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
     `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).
     token_mean: mean over all tokens; sequence_mean: mean over responses of each response's token
     mean; constant: sum divided by responses * max_new_tokens. All rows of an agent's episode are
-    one
-    response. The critic's loss is always a mean over tokens."""
+    one response. The critic's loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount factor per sampled token, or per turn with `discount_by: turn`. gigpo: per turn, for
     the returns of turns (0.95 in its paper)."""
@@ -160,7 +160,8 @@ class PPOSection(Config):
     """gae: use the critic's value of the last state as the future return of a truncated response,
     instead of 0."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
-    """Clip advantages to +- this, after whitening if the estimator whitens. null means no clip."""
+    """Clip advantages to +- this value, after any whitening by the estimator. null means no clip.
+    """
     mask_truncated: bool = False
     """Leave responses that reached rollout.max_new_tokens out of all losses, their denominators
     (including that of `aggregation: constant`), and the mean and variance for whitening. Their
@@ -185,16 +186,15 @@ class PPOSection(Config):
     nll_min_score: float = 1.0
     """Minimum score, before KL and shaping, of a positive example."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """Clip range of the change of a value since before the update. null means plain squared
-    error."""
+    """Clip range of a value around its value before the update. null means plain squared error."""
     num_epochs: int = Field(default=1, ge=1)
     """Passes over the responses of a step."""
     minibatch_size: int = Field(default=32, ge=1)
     """Responses per optimizer step, over all workers. A step with fewer responses than planned is
     split into minibatches of similar size, none larger than this."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps at the start of the run that update only the critic. Their targets have
-    lambda 1 unless `critic_lambda` is set."""
+    """Number of steps at the start of the run that update only the critic. In these steps the
+    critic's targets have lambda 1 unless `critic_lambda` is set."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Initial coefficient of the entropy bonus. 0 means that entropy is only logged."""
     entropy_target: float | None = Field(default=None, gt=0.0)

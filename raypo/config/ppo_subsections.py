@@ -43,8 +43,8 @@ class KLSection(Config):
     importance_weights: bool = False
     """placement loss: multiply the KL term of each token by the token's ratio of new to old
     probability and by its weight from ppo.correction. The term is then unbiased even after the
-    policy has changed, and k3 has the gradient of the KL itself (DeepSeek-V3.2,
-    arXiv:2512.02556)."""
+    policy has changed, and k3 has the gradient of the KL itself (DeepSeek-V3.2, arXiv:2512.02556).
+    """
     controller: Literal["fixed", "adaptive"] = "fixed"
     """Controller of the coefficient. fixed: constant; adaptive: adjusted so that the KL approaches
     `target` (arXiv:1909.08593, section 2.2)."""
@@ -111,8 +111,8 @@ class CorrectionSection(Config):
     default bounds near 1 that suit responses of thousands of tokens (short ones need wider bounds);
     product: the product of the ratios."""
     token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Drop every response with a token whose ratio is below this, like 1e-4. It works with every
-    `kind`, including none. null means no veto."""
+    """Drop every response with a token whose ratio is below this value, like 1e-4. It works with
+    every `kind`, including none. null means no veto."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Drop every token whose staleness is above this: the number of versions by which the weights
     that sampled it are older than those at the start of the update. It works with every `kind`,

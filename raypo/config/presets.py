@@ -139,8 +139,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
     # Hao et al. 2025, arXiv:2505.23585: no KL and no entropy bonus. For its exact on-policy
-    # training
-    # set `minibatch_size` to all responses of a step, so that a step has one update.
+    # training set `minibatch_size` to all responses of a step, so that a step has one update.
     "opo": {
         "advantage": "opo",
         "policy_loss": "ppo",
@@ -162,8 +161,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.28,
         "kl": {"coef": 0.0},
     },
-    # Qi et al. 2026, arXiv:2602.04879: the total variation, as in its run file for verl (there the
-    # bound for dppo_kl is 0.05). The engine's log-probs are the anchor (section 5.2).
+    # Qi et al. 2026, arXiv:2602.04879: the total variation, as in the authors' run file for verl,
+    # whose bound for dppo_kl is 0.05. The engine's log-probs are the anchor (section 5.2).
     "dppo": {
         "advantage": "dr_grpo",
         "policy_loss": "dppo_tv",

@@ -159,7 +159,7 @@ class SamplingSection(Config):
 
     @property
     def truncation(self) -> tuple[str, float] | None:
-        """First key that truncates the distribution, and its value; None if none does."""
+        """First key that truncates the distribution, and its value. None if no key does."""
         usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
         values = ((f"rollout.{key}", getattr(self, key), off) for key, off in usual.items())
         return next(((key, value) for key, value, off in values if value != off), None)
@@ -178,7 +178,7 @@ class RolloutSection(SamplingSection):
     """Schedule of sampling and updates. sync: sample, then update. one_step_off: sample the next
     step's batch while the learner updates, one weight version behind; runs repeat bit for bit.
     async: sample as far ahead as the learner needs, within `max_staleness`. one_step_off and async
-    need engines with resources of their own (placement.mode)."""
+    need dedicated engines (placement.mode)."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """async: maximum number of weight versions between the first token of a response and the update
     that trains it. auto: 1. The other modes have a fixed staleness: sync 0, one_step_off 1."""
@@ -197,7 +197,7 @@ class RolloutSection(SamplingSection):
     environment_processes: int = Field(default=0, ge=0)
     """Number of processes for environments per learner worker. A call that hangs in such a process
     is killed, and an environment is pickled between its turns. 0 runs environments in the learner
-    worker itself; those with blocking methods run in threads there."""
+    worker itself; environments with blocking methods then run in threads."""
     agent: str | None = None
     """Agent class, `file.py:Class` or `package.module:Class`, as an alternative to an environment.
     An agent calls the policy as often as it likes, and returns the score of the episode. null means
@@ -206,8 +206,8 @@ class RolloutSection(SamplingSection):
     """Keyword arguments for the agent of each episode."""
     limit_score: float | None = Field(default=None, allow_inf_nan=False)
     """Score of an agent's episode that ends because it would exceed `max_turns` or
-    `max_episode_tokens`; it counts as truncated. null means that it counts as failed. An
-    environment's episode keeps its rewards."""
+    `max_episode_tokens`. The episode then counts as truncated. null means that it counts as failed
+    instead. An environment's episode keeps its rewards."""
     endpoint_host: str = "127.0.0.1"
     """Address that the endpoint for agents listens on, and the host in `policy.base_url`. 0.0.0.0
     is for agents in containers or on other machines: the endpoint listens on all addresses of the
@@ -239,8 +239,8 @@ class RolloutSection(SamplingSection):
 
     @property
     def verifiers(self) -> str | None:
-        """Name of the environment of the package verifiers. None means another environment or
-        none."""
+        """Name of the environment of the package verifiers. None if there is no such
+        environment."""
         spec = self.environment or ""
         return spec.removeprefix(VERIFIERS) if spec.startswith(VERIFIERS) else None
 

@@ -91,9 +91,9 @@ class DistillationSection(Config):
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
     """Divergence that is minimised at every token (arXiv:2306.13649). forward_kl: KL(teacher ||
-    policy), which makes the policy cover everything the teacher does; reverse_kl: KL(policy ||
-    teacher), which keeps the policy to what the teacher does most; jsd: generalized Jensen-Shannon
-    divergence, between the two."""
+    policy), which makes the policy cover all modes of the teacher; reverse_kl: KL(policy ||
+    teacher), which keeps the policy to the teacher's main modes; jsd: generalized Jensen-Shannon
+    divergence, which lies between these two."""
     beta: float = Field(default=0.5, gt=0.0, lt=1.0)
     """jsd: the teacher's weight in the mixture. Near 0 the gradient of jsd is that of forward_kl,
     near 1 that of reverse_kl."""
@@ -102,16 +102,15 @@ class DistillationSection(Config):
     other tokens count as one event, so the loss is a lower bound of the divergence. null means the
     whole vocabulary."""
     on_policy_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Fraction of a round's prompts that the policy answers itself. The others use the texts in
-    data.response_key."""
+    """Fraction of a round's prompts that the policy answers itself. The other prompts use the texts
+    in data.response_key."""
     teacher_prompt: Literal["solution", "success"] | ImportPath | None = None
     """Prompt with which the teacher reads a response, for a teacher that knows more than the
-    policy.
-    solution: with the row's label as the solution (OPSD, arXiv:2601.18734; SDFT, arXiv:2601.19897);
-    success: with another sample of the prompt that passes, a score of 1 or more (SDPO,
-    arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples of a prompt
-    (list[ScoredRollout]) and returns the teacher's prompt for each: a text, chat messages, or None
-    for a sample that is not learned. null means the policy's prompt."""
+    policy. solution: with the row's label as the solution (OPSD, arXiv:2601.18734; SDFT,
+    arXiv:2601.19897); success: with another sample of the prompt that passes, a score of 1 or more
+    (SDPO, arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples of a
+    prompt (list[ScoredRollout]) and returns the teacher's prompt for each: a text, chat messages,
+    or None for a sample that is not learned. null means the policy's prompt."""
     max_teacher_prompt_tokens: int = Field(default=1024, ge=1)
     """Maximum length of the teacher's prompt in tokens. Samples with a longer one are not trained
     on, and are counted in selection/prompts_too_long."""
@@ -128,8 +127,10 @@ class DistillationSection(Config):
 class DistillationConfig(RoundsConfig):
     """Run file of the `distillation` recipe: a policy learns the distributions of a teacher.
 
-    Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649. Self-distillation, with a teacher that is
-    shown the solution: `distillation.teacher_prompt`.
+    For self-distillation, with a teacher that is shown the solution, see
+    `distillation.teacher_prompt`.
+
+    Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649.
     """
 
     paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.teacher")
@@ -164,6 +165,11 @@ class DistillationConfig(RoundsConfig):
     def max_teacher_len(self) -> int:
         """Maximum number of tokens that a teacher with `teacher_prompt` reads."""
         return self.distillation.max_teacher_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def max_reference_len(self) -> int:
+        """Maximum number of tokens that a teacher reads at once."""
+        return self.max_teacher_len if self.distillation.teacher_prompt else self.max_model_len
 
     @property
     def own_functions(self) -> dict[str, str]:
@@ -328,7 +334,7 @@ class IterativeDPOConfig(RoundsConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the model of the reference deployment; None if no deployment is needed.
+        """Path of the reference model to deploy. None if no deployment is needed.
 
         With `model.lora` and no model.reference, the policy with its adapter off is the reference.
         """

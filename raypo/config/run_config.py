@@ -48,8 +48,8 @@ NUMBERS_DO_NOT_DEPEND_ON = (
     "storage_path",
 )
 """Sections and keys that may change when a run is resumed. `num_steps` may change too if no
-learning rate depends on it. Numbers of workers and the ZeRO stage change only the rounding of
-sums."""
+learning rate depends on it. Numbers of workers and the ZeRO stage change only the rounding of sums.
+"""
 
 
 class RecipeConfig(RunFile):
@@ -66,10 +66,10 @@ class RecipeConfig(RunFile):
     """Number of steps. ppo: a step is one rollout batch and its updates; sft, reward_model, dpo:
     one optimizer step; other recipes: one round. A larger number extends a finished run."""
     from_checkpoint: str | None = None
-    """Start from the whole training state of another run of this recipe, even if the config
-    differs: the folder or URI of that run (its newest checkpoint), its `best/`, or one of its
-    checkpoints. The numbers of steps continue from there. To start from that run's weights only,
-    set model.policy to its policy/. null means a fresh start."""
+    """Training state of another run of this recipe to start from: the folder or URI of that run
+    (its newest checkpoint), its `best/`, or one of its checkpoints. The config may differ, except
+    in keys on which the state depends. Step numbers continue. To start from only the weights of
+    that run, set model.policy to its policy/. null means a fresh start."""
     max_failures: int = Field(default=0, ge=-1)
     """Number of times that a run resumes automatically from its last checkpoint after the loss of a
     learner worker or of the Ray Train controller, as in Ray's `FailureConfig(max_failures)`. -1
@@ -127,7 +127,7 @@ class RecipeConfig(RunFile):
             )
 
     def with_workers(self, count: int) -> Self:
-        """Return the config of an elastic run while it has this number of workers.
+        """Return the config of an elastic run for the time that it has `count` workers.
 
         Raises:
             ConfigError: a rule does not hold with this number of workers.
@@ -191,13 +191,18 @@ class OnlineConfig(RecipeConfig):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def max_reference_len(self) -> int:
+        """Maximum number of tokens that a reference model or a teacher reads at once."""
+        return self.max_model_len
+
+    @property
     def own_functions(self) -> dict[str, str]:
         """Config key -> import path of each user function that replaces one of raypo's."""
         return {}
 
     @property
     def reference(self) -> str | None:
-        """Path of the model of the reference deployment; None if no deployment is needed."""
+        """Path of the reference model to deploy. None if no deployment is needed."""
         return None
 
     @property
@@ -212,7 +217,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def judges(self) -> dict[str, Any]:
-        """Config key -> value of each key that configures a score of training responses."""
+        """Config key -> value of each setting that gives training responses a score."""
         of_sources = functions_of(self.data.prompts)
         judges = {
             "reward.function": self.reward.function,
@@ -235,13 +240,12 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def curriculum(self) -> CurriculumSection | None:
-        """Section of the choice of prompts by pass rate. None means shuffled epochs."""
+        """Settings for choosing prompts by pass rate. None means shuffled epochs."""
         return None
 
     @property
     def draws_in_flight(self) -> int:
-        """Maximum number of earlier prompt draws that may lack samples when a step draws
-        prompts."""
+        """Maximum number of earlier draws that may lack samples when a step draws its prompts."""
         steps = self.rollout.staleness + 1 if self.rollout.has_requests_in_flight else 0
         return max(steps, int(self.is_refilled)) * self.rollout.prompts_per_step
 
@@ -387,7 +391,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the model of the reference deployment; None if no deployment is needed.
+        """Path of the reference model to deploy. None if no deployment is needed.
 
         With `model.lora` and no model.reference, the learner with its adapter off is the reference.
         """
@@ -397,7 +401,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def curriculum(self) -> CurriculumSection | None:
-        """Section of the choice of prompts by pass rate. None means shuffled epochs."""
+        """Settings for choosing prompts by pass rate. None means shuffled epochs."""
         return self.data.curriculum
 
     @property

@@ -23,7 +23,7 @@ class RewardModelEntry(Config):
     path: str
     """Sequence classifier with one label and a trained head: a Hugging Face folder or a hub id."""
     weight: float = 1.0
-    """Factor on this model's score before the scores of all reward models are added."""
+    """Factor on the model's score in the sum over all reward models."""
 
 
 def _reward_models(value: Any) -> Any:
@@ -69,8 +69,8 @@ class PolicyLoraSection(LoraSection):
     """Adapters of the policy and its critic."""
 
     critic: Literal["adapter", "head"] = "adapter"
-    """Parts of the critic that are trained. adapter: its value head and an adapter of its own;
-    head: only its value head."""
+    """Parts of the critic that are trained. adapter: a separate adapter and the value head; head:
+    only the value head."""
     push: Literal["merged", "adapter"] = "merged"
     """Weights that are pushed to the engines. merged: the whole model with the adapter merged in;
     adapter: the base model once, then only the adapter. merged samples faster, adapter is pushed
@@ -101,11 +101,11 @@ class SampledModelSection(Config):
     bfloat16 is faster on GPUs, and on CPUs with AMX or avx512_bf16. Value and score heads, gradient
     sums, master weights and AdamW's moments are always float32."""
     attention: Attention = "auto"
-    """Attention implementation of all passes of the torch models. auto: raypo's own over packed
-    rows, which reads each prompt once and needs no padding (flex attention on GPUs, SDPA on CPUs),
-    or transformers' default if the model does not support it. Any other value: the implementation
-    of that name in transformers, with one padded row per response. flash_attention_2 and
-    flash_attention_3 need GPUs and extra packages."""
+    """Attention implementation of all passes of the torch models. auto: raypo's own implementation
+    over packed rows, which reads each prompt once and needs no padding (flex attention on GPUs,
+    SDPA on CPUs), or transformers' default if the model does not support packed rows. Any other
+    value: the implementation of that name in transformers, with one padded row per response.
+    flash_attention_2 and flash_attention_3 need GPUs and extra packages."""
     lora: PolicyLoraSection | None = None
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
     """
@@ -121,7 +121,7 @@ class ReferenceModelSection(SampledModelSection):
 
     @property
     def is_own_reference(self) -> bool:
-        """True if the learner's policy with its adapter off is the reference."""
+        """True if the reference is the learner's policy with its adapter off."""
         return self.lora is not None and self.reference is None
 
 
@@ -151,8 +151,9 @@ class DataSection(Config):
     """Column that reward functions get as `rollout.label`. null means no label. All columns are in
     `rollout.row`."""
     system_prompt: str | None = Field(default=None, min_length=1)
-    """System message that is put before the chat messages of each row. Rows with a system message
-    of their own, and prompts that are plain text, are refused. null means none is added."""
+    """System message that is put before the chat messages of each row. Rows that already have a
+    system message, and prompts that are plain text, are refused. null means that no message is
+    added."""
     tools_key: str | None = None
     """Column of the tools that the chat template describes: a list of JSON schemas, or its JSON
     text. null means no tools. Environments and agents define their own tools."""
@@ -206,7 +207,7 @@ class RewardWeights(Config):
     function: float = 1.0
     """Weight of the score of `reward.function`."""
     model: float = 1.0
-    """Weight of the sum over the scores of `model.reward`."""
+    """Weight of the sum of the scores of `model.reward`."""
     url: float = 1.0
     """Weight of the score of the servers of `reward.url`."""
     judge: float = 1.0
@@ -233,7 +234,7 @@ class Criterion(Config):
     """A criterion of a judge's rubric. A plain text is a criterion of weight 1."""
 
     text: str = Field(min_length=1)
-    """Replaces `{criterion}` in `reward.judge.template`."""
+    """Text that replaces `{criterion}` in `reward.judge.template`."""
     weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     """Weight of the criterion's grade in the score, which is the weighted mean of the grades."""
 
@@ -244,7 +245,7 @@ class Criterion(Config):
 
 
 class JudgeSection(Config):
-    """A language model that grades responses, behind OpenAI's protocol.
+    """A language model on a server with OpenAI's protocol, which grades responses.
 
     A rubric of weighted criteria is the explicit aggregation of arXiv:2507.17746.
     """
@@ -267,12 +268,12 @@ class JudgeSection(Config):
     answer counts. A number outside the range is no grade."""
     pattern: str | None = None
     """Regular expression that locates the grade in the answer, like `Grade: (.*)`. The grade is
-    read from the first group of the last match. null means that it may be anywhere in the
-    answer."""
+    read from the first group of the last match. null means that it may be anywhere in the answer.
+    """
     chat: bool = True
     """Send the prompt as a chat message. false sends it as a text to complete, for base models."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    """More fields of the request, added to {temperature: 0, max_tokens: 512}. null removes a
+    """Further fields of the request, merged over {temperature: 0, max_tokens: 512}. null removes a
     field."""
     ungraded_score: float | None = Field(default=None, allow_inf_nan=False)
     """Score of a response if the judge's answer has no grade. With a temperature above 0 the judge
@@ -298,8 +299,9 @@ class JudgeSection(Config):
                 f"{key}.criteria ({', '.join(self.criteria) or 'none'}): the template names "
                 "{criterion} if, and only if, there are criteria. Add what is missing."
             )
-        if "score" in self.criteria:
-            yield f"{key}.criteria (score): is the name of the whole score. Give it another name."
+        for name in ("score", "judge_s", "judge_ungraded"):  # of `Judge`
+            if name in self.criteria:
+                yield f"{key}.criteria ({name}): every score has it already. Give it another name."
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
@@ -345,7 +347,7 @@ class RewardSection(Config):
     """Address of a reward server, to which `samples` are posted, or a list of servers that share
     the load. null means no server."""
     judge: JudgeSection | None = None
-    """Language model that grades each response by a prompt (docs/rewards.md). null means none."""
+    """Language model that grades each response (docs/rewards.md). null means none."""
     request: RewardRequestSection = RewardRequestSection()
     weights: RewardWeights = RewardWeights()
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -386,16 +388,16 @@ class WorkersSection(Config):
     run grows up to `num_workers` as soon as there is room. Each change restarts the workers from
     the last checkpoint. null means that all `num_workers` are needed."""
     use_gpu: bool | Literal["auto"] = "auto"
-    """Use GPUs. auto: if the cluster has any."""
+    """Use GPUs. auto: use them if the cluster has any."""
     cpus_per_worker: int = Field(default=1, ge=1)
-    """CPU cores of each worker's bundle, and its number of threads. Engine and reference share
-    these cores in turns."""
+    """CPU cores of each worker's bundle, and the number of its threads. Engine and reference use
+    the same cores in turns."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. constant: it does not change; linear, cosine: it decays to
     `lr_floor` at num_steps, along a line or half a cosine."""
     lr_warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps of linear learning-rate warm-up from zero. It must be below the steps of the
-    run. The learning-rate warm-up of a policy begins after ppo.critic_warmup_steps."""
+    """Number of steps of linear learning-rate warm-up from zero. It must be below the number of
+    steps of the run. The learning-rate warm-up of a policy begins after ppo.critic_warmup_steps."""
     lr_floor: float = Field(default=0.0, ge=0.0, le=1.0)
     """Final learning rate of a schedule, as a fraction of the highest."""
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -414,17 +416,18 @@ class WorkersSection(Config):
     zero_stage: Literal[0, 1, 2, 3] = 2
     """ZeRO stage of DeepSpeed. 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3
     also the weights. With one worker there is nothing to shard, so stages 1 and 2 run as 0. In
-    bfloat16, stage 0 runs as 1, which makes the same updates, because DeepSpeed's own stage 0 would
-    sum gradients in bfloat16."""
+    bfloat16, stage 0 runs as 1, because DeepSpeed's own stage 0 would sum gradients in bfloat16.
+    The updates are the same otherwise."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of tokens of one forward and backward pass; a prompt with several responses
     counts once. auto: 4096 on CPUs, and on GPUs the largest of 16384, 8192 and 4096 that fits
     (`raypo plan` shows which). With auto, a longer sequence gets a separate pass. Dedicated
-    reference and reward models start before the learner's GPUs are known, so for them auto is
-    4096."""
+    reference and reward models start before the learner's GPUs are known, so for them auto is 4096.
+    """
     activation_checkpointing: bool = False
-    """Keep only the inputs of the model's layers and recompute the rest in the backward pass. It
-    takes about a third more time and a fraction of the memory; the gradients are the same."""
+    """Keep only the inputs of the model's layers, and recompute the other activations in the
+    backward pass. This takes about a third more time and a fraction of the memory. The gradients
+    are the same."""
     max_skipped_updates: int = Field(default=3, ge=0)
     """Number of consecutive non-finite updates that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
@@ -448,7 +451,7 @@ class WorkersSection(Config):
 
     @property
     def microbatch_tokens(self) -> int:
-        """`max_tokens_per_microbatch` in tokens; 4096 while it is auto."""
+        """`max_tokens_per_microbatch` as a number; 4096 while it is auto."""
         tokens = self.max_tokens_per_microbatch
         return 4096 if tokens == "auto" else tokens
 
@@ -567,7 +570,8 @@ class LearnerSection(WorkersSection):
     critic_lr: float = Field(default=1e-5, ge=0.0)
     """Highest learning rate of the critic."""
     save_critic: bool = False
-    """Also save the critic, in the run's folder `critic/`, which `model.critic` accepts."""
+    """Save the critic too, in the folder `critic/` of the run. `model.critic` accepts this folder.
+    """
     peak_tflops: float | None = Field(default=None, gt=0.0)
     """Peak TFLOP/s of a worker's device in `model.dtype`, the denominator of `perf/mfu`. null means
     the data sheet's value for a known GPU. For another device it means the rate of a matmul that is
@@ -575,7 +579,7 @@ class LearnerSection(WorkersSection):
 
     @property
     def total_workers(self) -> int:
-        """Number of all learner workers, of the policy and of the critic."""
+        """Number of all learner workers, including those that hold only the critic."""
         return self.num_workers + self.critic_workers
 
     def _problems(self) -> Iterator[str]:
@@ -604,8 +608,8 @@ class EvalSection(Periodic):
     prompts: HeldOutSources | None = None
     """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
     function: str | None = None
-    """Reward function for the responses to held-out prompts; `eval/score_mean` is the mean of its
-    scores. null means reward.function, else the reward models."""
+    """Reward function for the responses to held-out prompts. `eval/score_mean` is the mean of its
+    scores. null means reward.function. If that is null too, responses are scored as in training."""
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
     """Timeout of one call of an evaluation function, in seconds, after which the run stops. null
     means no timeout."""
@@ -615,7 +619,7 @@ class EvalSection(Periodic):
     samples_per_prompt: int = Field(default=1, ge=1)
     """Responses sampled for each held-out prompt."""
     temperature: float | None = Field(default=None, ge=0.0)
-    """Sampling temperature for held-out prompts; 0 is greedy. null means that of the rollouts."""
+    """Sampling temperature for held-out prompts; 0 is greedy. null means rollout.temperature."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Values of k for pass@k (arXiv:2107.03374), each at most samples_per_prompt. A response passes
     if its score is 1 or more."""
@@ -666,14 +670,14 @@ class StopSection(Config):
     mode: Literal["max", "min"] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
     at: float | None = None
-    """Value of the metric at which the run ends: at least this (mode min: at most this). null means
-    no such rule."""
+    """Threshold of the metric. The run ends when the metric is at least this value (with mode min:
+    at most this value). null means no such rule."""
     patience: int | None = Field(default=None, ge=1)
-    """Number of consecutive measurements without improvement on the best one after which the run
-    ends. null means no such rule."""
+    """Number of consecutive measurements without improvement on the best measurement, after which
+    the run ends. null means no such rule."""
     min_change: float = Field(default=0.0, ge=0.0)
-    """Minimum improvement for `patience`: a measurement must beat the best one by more than this.
-    """
+    """Minimum improvement for `patience`: a measurement must beat the best one by more than this
+    value."""
     after_s: float | None = Field(default=None, gt=0.0)
     """Time limit in seconds, counted from the start of the command. The command ends after the step
     in progress, as with Ctrl-C, and the same command resumes the run. The limit is meant for
@@ -696,8 +700,9 @@ class ClusterSection(Config):
     """The Ray cluster."""
 
     address: str | None = None
-    """Address of the Ray cluster, host:port; auto: the Ray that runs on this machine. null means
-    RAY_ADDRESS, else a local Ray with the dashboard on, which ends with the command."""
+    """Address of the Ray cluster, host:port. auto: the Ray cluster that runs on this machine. null
+    means RAY_ADDRESS. If that is not set, a local Ray with the dashboard is started, which ends
+    with the command."""
     namespace: str = "raypo"
     """Ray namespace of the actors. If you have called `ray.init` yourself, the namespace of that
     call is used instead."""

@@ -73,7 +73,7 @@ class SourceEntry(Config):
 
 
 PromptSource = str | SourceEntry
-"""A source: its path, or an entry."""
+"""A source: either its path, or an entry with options."""
 
 
 def _kind_of_source(value: Any) -> str:

@@ -65,10 +65,10 @@ class Domain:
 
     @property
     def test_values(self) -> tuple[Any, ...]:
-        """Values that a config is validated with.
+        """Values of the domain to validate a config with.
 
-        They are all values of a list, the ends of a continuous range, or about `MAX_TEST_VALUES`
-        values of a stepped range, including its last.
+        A list gives all its values, a continuous range its two ends, and a stepped range about
+        `MAX_TEST_VALUES` values, including the last one.
         """
         if self.kind not in ("randint", "quniform"):
             return self.values

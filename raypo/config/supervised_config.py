@@ -55,9 +55,9 @@ class ResponsesSection(DataSection):
     """Column of the response: a text, or one chat message of the assistant."""
     messages_key: str | None = None
     """Column of whole conversations, as lists of chat messages. The loss covers only the
-    assistant's messages, each up to and including its stop token. If the chat template has `{%
-    generation %}` marks, they delimit these messages. If not, an assistant message is the text that
-    it adds after the generation prompt. null means that rows have `prompt_key` and
+    assistant's messages, each up to and including its stop token. `{% generation %}` marks in the
+    chat template delimit these messages. Without such marks, the loss covers the text that each
+    assistant message adds after the generation prompt. null means that rows have `prompt_key` and
     `response_key`."""
     max_response_tokens: int = Field(default=1024, ge=1)
     """Maximum response length in tokens, including the end of sequence. `too_long` applies to

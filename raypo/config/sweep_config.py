@@ -81,8 +81,8 @@ class SchedulerSection(Config):
     quantile: float = Field(default=0.25, gt=0.0, le=0.5)
     """pbt: fraction of the trials that is replaced by copies of the best."""
     resample: float = Field(default=0.25, ge=0.0, le=1.0)
-    """pbt: probability that the value of a key is drawn again instead of multiplied by 0.8 or
-    1.2."""
+    """pbt: probability that the value of a key is drawn again instead of multiplied by 0.8 or 1.2.
+    """
 
     def _problems(self) -> Iterator[str]:
         users = {
@@ -102,9 +102,9 @@ class SweepResources(Config):
     """Resource limits of the whole sweep."""
 
     cpus: float | None = Field(default=None, gt=0.0)
-    """Maximum number of CPU cores in use. null means all of the cluster's."""
+    """Maximum number of CPU cores in use. null means all cores of the cluster."""
     gpus: float | None = Field(default=None, gt=0.0)
-    """Maximum number of GPUs in use. null means all of the cluster's."""
+    """Maximum number of GPUs in use. null means all GPUs of the cluster."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Constraint:
     def excess(self, value: float) -> float:
         """Return how far a value is beyond the bound.
 
-        0 or less means that the value satisfies the bound. NaN violates it infinitely.
+        0 or less means that the value satisfies the bound. For NaN the result is infinity.
         """
         if math.isnan(value):
             return math.inf
@@ -158,8 +158,8 @@ class SweepConfig(RunFile):
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the sweep; its folder is <storage_path>/<name>/."""
     base: str
-    """Run config (YAML) that each trial starts from. A relative path starts from the driver's
-    folder."""
+    """Run config (YAML) that each trial starts from. A relative path is resolved against the
+    driver's working directory."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Overrides of the base for all trials, like {num_steps: 8}."""
     space: dict[str, Annotated[Domain, PlainSerializer(Domain.as_written)]] = Field(min_length=1)
@@ -171,8 +171,8 @@ class SweepConfig(RunFile):
     mode: Annotated[tuple[Literal["max", "min"], ...], BeforeValidator(one_or_many)] = ("max",)
     """Direction of each metric. max: larger is better; min: smaller is better."""
     num_samples: int | None = Field(default=None, ge=1)
-    """Number of trials. null means 8, or the whole grid. A larger number adds trials to a finished
-    sweep."""
+    """Number of trials. null means 8, or with `searcher: grid` the whole grid. A larger number adds
+    trials to a finished sweep."""
     searcher: Literal["optuna", "random", "grid"] = "optuna"
     """Search algorithm. optuna: TPE (arXiv:2304.11127); random: independent draws; grid: every
     combination."""
@@ -194,7 +194,7 @@ class SweepConfig(RunFile):
     concurrent trials."""
     share_batches: bool = False
     """Let trials on the same engines (`model.lora.push: adapter`) sample in the same batches
-    instead of in turns. It is faster, but rounding then makes the numbers of a trial depend on
+    instead of in turns. This is faster, but rounding then makes the results of a trial depend on
     timing."""
     seed: int = Field(default=0, ge=0)
     """Random seed of the searcher. The seed of a run is the key `seed` of the base."""
@@ -275,16 +275,19 @@ class SweepConfig(RunFile):
             yield words, parse_run_config(with_values(values, point), origin=f"space, {words}")
 
     def perturb_every(self, base: AnyConfig) -> int:
-        """Return the steps between two perturbations of pbt."""
+        """Return the number of steps between two perturbations of pbt."""
         return self.scheduler.perturb_every or base.eval.every
 
     def base_values(self) -> dict[str, Any]:
-        """Return the base as written, with the overrides, without defaults and preset values."""
+        """Return the values of the base file with the overrides.
+
+        Defaults and preset values are not filled in.
+        """
         return read_yaml(Path(self.base), flatten(self.overrides))
 
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested values, updated by a point: a mapping of dotted keys to values."""
+    """Return a copy of nested values with the values of a point set. A point has dotted keys."""
     tree = copy.deepcopy(dict(values))
     for key, value in point.items():
         *sections, last = key.split(".")
@@ -306,7 +309,8 @@ def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:
         space: Name of the space, for messages.
 
     Raises:
-        ConfigError: the run config has no such key, or it is the same for all trials.
+        ConfigError: the run config has no such key, the key is a section, or it must be the same
+            for all trials.
     """
     keys = known_keys(kind)
     if key not in keys:
@@ -351,7 +355,7 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
         coef = sweep.space.get("ppo.kl.coef")
         is_end_of_range = (
             coef is not None and coef.kind == "uniform"
-        )  # 0 is only the end of the range, never drawn
+        )  # a coefficient of 0 is then only the end of the range, which is never drawn
         has_kl = isinstance(trial, PPOConfig) and trial.ppo.needs_reference
         if metric.startswith("kl/") and not has_kl and not is_end_of_range:
             raise ConfigError(

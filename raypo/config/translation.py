@@ -74,8 +74,9 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
             near = remedy_for_unknown(name, known).replace("Remove it.", "No counterpart is known.")
             why = f"{' and '.join(keys)}. {row.note}" if row else near
             notes.append(f"{name} ({shown}): {why.removeprefix('. ').strip()}")
+    done = {key: each for key, each in done.items() if each[0] == each[0]}  # not NaN
     for row in [row for row in rows if row.is_same and row.default]:
-        for key in row.keys_in(known):
+        for key in () if given.keys() & row.names else row.keys_in(known):
             if key.startswith(_LEARNED) and not key.startswith(_NOT_LEARNED):
                 done.setdefault(key, (parsed(row.default), f"{row.names[0]}{_DEFAULT}"))
     config = _accepted(done, notes, recipe)
@@ -127,16 +128,24 @@ def read_command(text: str, project: str) -> dict[str, Any]:
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     try:
-        words = shlex.split("\n".join(lines).replace("\\\n", " "))
+        text = "\n".join(lines).replace("\\\n", " ")
+        # Keep an arithmetic expression in one word.
+        text = re.sub(r"\$\(\(.*?\)\)", lambda each: "".join(each[0].split()), text)
+        words = shlex.split(text)
     except ValueError as error:
         raise ConfigError(
             f"--from-{project.lower()}: cannot be read as a shell command ({error}). Give the "
             f"command alone, without comments behind it."
         ) from None
     variables = {"HOME": str(Path.home())}
-    variables |= dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
-    for _ in variables:  # a variable may use others
-        words = [Template(word).safe_substitute(variables) for word in words]
+    for place, word in enumerate(words):
+        word = Template(word).safe_substitute(variables)
+        words[place] = word = re.sub(
+            r"\$\{(\w+):?-([^{}]*)\}", lambda use: variables.get(use[1], use[2]), word
+        )
+        name, is_assigned, value = word.partition("=")
+        if is_assigned and re.fullmatch(r"\w+", name):
+            variables[name] = value
     if project == "verl":
         pairs = [re.fullmatch(r"[+~]*(\w+(?:\.\w+)+)=(.*)", word, re.DOTALL) for word in words]
         return {pair[1]: _parsed(pair[2]) for pair in pairs if pair}
@@ -145,8 +154,11 @@ def read_command(text: str, project: str) -> dict[str, Any]:
         if word.startswith("--"):
             name, _, value = word.removeprefix("--").partition("=")
             after = takewhile(lambda each: not each.startswith("--"), words[start + 1 :])
-            values = [_parsed(each) for each in ([value] if value else after)]
-            given[name] = values if len(values) > 1 else values[0] if values else True
+            values = [value] if value else list(after)
+            if len(values) > 1 and not any("$" in each for each in values):
+                given[name] = list(map(_parsed, values))
+            else:
+                given[name] = _parsed(" ".join(values)) if values else True
     return given
 
 
@@ -161,7 +173,10 @@ def _parsed(text: str) -> Any:
 
 
 class _Values:
-    """Lookup of given values, with the other project's defaults. It records the names used."""
+    """Lookup of given values, with the other project's defaults. It records the names used.
+
+    A number that is given by an expression is NaN, and so is all that is computed from it.
+    """
 
     def __init__(self, given: Mapping[str, Any], rows: Mapping[str, Counterpart]) -> None:
         self.given, self.rows, self.used = given, rows, set[str]()
@@ -172,11 +187,14 @@ class _Values:
         If none is given, return the other project's default, or `usual` if there is no default.
         """
         row = self.rows.get(name)
+        default = parsed(row.default) if row and row.default else usual
         for each in row.names if row else (name,):
-            if each in self.given and not isinstance(self.given[each], ast.AST):
+            if each in self.given:
+                if isinstance(self.given[each], ast.AST):
+                    return math.nan if type(default) in (int, float) else default
                 self.used.add(each)
                 return self.given[each]
-        return parsed(row.default) if row and row.default else usual
+        return default
 
 
 def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
@@ -209,9 +227,9 @@ def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
         done["ppo.minibatch_size"] = batch, origin
         done |= _loss_of_trl(get, notes)
         updates = max(generated // batch, 1) * get("num_iterations")
-        steps = math.ceil(steps / updates)
+        steps /= updates
     if steps > 0:
-        done["num_steps"] = steps, "max_steps"
+        done["num_steps"] = math.ceil(steps), "max_steps"
     done |= _schedule_of_trl(get, steps, updates)
     done |= _lora_of_trl(get, notes)
     done |= _logging_of_trl(get)
@@ -233,6 +251,8 @@ def _loss_of_trl(get: _Values, notes: list[str]) -> Settings:
     done: Settings = {"ppo.preset": ("grpo", "GRPOTrainer"), "ppo.kl.coef": (get("beta"), "beta")}
     done["ppo.num_epochs"] = get("num_iterations"), "num_iterations"
     loss, low, high = get("loss_type"), get("epsilon"), get("epsilon_high")
+    if isinstance(get.given.get("epsilon_high"), ast.AST):
+        high = math.nan
     done["ppo.clip_low"] = low, "epsilon"
     done["ppo.clip_high"] = (low, "epsilon") if high is None else (high, "epsilon_high")
     if loss in _LOSS_TYPES:
@@ -269,7 +289,7 @@ def _loss_of_trl(get: _Values, notes: list[str]) -> Settings:
     return done
 
 
-def _schedule_of_trl(get: _Values, steps: int, updates: int) -> Settings:
+def _schedule_of_trl(get: _Values, steps: float, updates: float) -> Settings:
     """Return the keys that count steps.
 
     Args:
@@ -290,7 +310,7 @@ def _schedule_of_trl(get: _Values, steps: int, updates: int) -> Settings:
     warmup = get.given.get("warmup_steps") or get.given.get("warmup_ratio")
     if isinstance(warmup, float) and warmup < 1 and steps > 0:
         origin = f"warmup_ratio {warmup:g} of max_steps"
-        done["learner.lr_warmup_steps"] = math.ceil(warmup * steps), origin
+        done["learner.lr_warmup_steps"] = math.ceil(warmup * math.ceil(steps)), origin
     elif isinstance(warmup, int) and updates == 1:
         done["learner.lr_warmup_steps"] = warmup, "warmup_steps"
     if "learner.lr_warmup_steps" in done:

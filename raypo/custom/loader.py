@@ -76,15 +76,17 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
 
 
 def check_callable(function: Any, *, name: str, key: str = "reward.function") -> None:
-    """Check that an object is a function of one argument, or has such a `__call__`.
+    """Check that an object can be called with one argument.
+
+    A reward function of TRL's form is accepted too.
 
     Args:
-        function: The object.
-        name: Its name in messages.
-        key: Config key that it comes from.
+        function: A function, or an object with `__call__`.
+        name: Name of the function in messages.
+        key: Config key that the function comes from.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the object is a class, is not callable, or needs other arguments.
     """
     is_reward = key not in TAKES
     takes = TAKES.get(key, "a list of rollouts")
@@ -124,10 +126,10 @@ def takes_columns(function: Any) -> bool:
 
 
 def required_columns(function: Callable[..., Any] | str) -> list[str]:
-    """Return the columns that a reward function of TRL's form cannot be called without.
+    """Return the columns that a reward function of TRL's form requires as arguments.
 
     Args:
-        function: The function or its import path. The source of an import path is only read.
+        function: The function or its import path, whose source is read without importing it.
 
     Raises:
         ConfigError: as `check_function`.
@@ -214,7 +216,7 @@ def check_factory(spec: str, arguments: Mapping[str, Any], *, key: str) -> None:
 
 
 def load_factory(spec: str, *, key: str) -> Callable[..., Any]:
-    """Import a function of any parameters.
+    """Import a function, whatever its parameters.
 
     Raises:
         ConfigError: the import fails, or the module has no such name.
@@ -242,7 +244,10 @@ def source_files(spec: str) -> list[Path]:
 
 
 def _neighbours(file: Path) -> list[Path]:
-    """Return the files in or below a file's own folder that its import statements name."""
+    """Return the local files that a file's import statements name.
+
+    An absolute import is looked up in the file's own folder.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -345,9 +350,10 @@ def _imported(spec: str, key: str) -> Any:
 
 
 def _outline(spec: str, key: str) -> Any:
-    """Return a stub of a function or class: the same parameters, and no code.
+    """Return a stub of a function or class, with the same parameters and no code.
 
-    A stub of a class has stubs of its methods. None means that only an import can show them.
+    A stub of a class has stubs of its methods. None means that only an import can show the
+    parameters.
     """
     place, name = _parts(spec, key)
     if place.endswith(".py"):

@@ -40,7 +40,7 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
     Contents become text: parts of type text are joined. Arguments of tool calls become objects.
     Keys with a null value are dropped at every depth, because Arrow (parquet, `save_to_disk`)
-    fills the keys that a row lacks with null. Nulls inside arguments given as JSON text stay.
+    fills the keys that a row lacks with null. Nulls inside arguments given as JSON text are kept.
 
     Raises:
         MessageError: a role is not a string, a content is neither text nor text parts, or a tool
@@ -226,8 +226,8 @@ def render(
     """Render messages with the chat template.
 
     Args:
-        prompting: Render a prompt for the assistant to answer. If the last message is the
-            assistant's, it is left open and the response continues it.
+        prompting: True to render a prompt that the assistant answers. If the last message is the
+            assistant's, it is left open, and the response continues it.
         tools: Functions or JSON schemas for the template to describe. None means no tools.
 
     Raises:

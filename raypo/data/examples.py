@@ -265,7 +265,7 @@ class _Written(NamedTuple):
 
 
 _Responded = tuple[Row, list[int], list[_Response]]
-"""A row, its prompt as text, and its tokenised responses."""
+"""A row, its prompt as token ids, and its tokenised responses."""
 
 
 def _load(

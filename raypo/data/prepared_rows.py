@@ -1,7 +1,7 @@
 """Check and normalise rows as far as that is possible without a tokenizer.
 
 The functions are in the order in which `prepared_row` uses them: columns, chat messages, responses,
-tools, system prompt. Parameters named `key` or `config_key` are config keys for error messages.
+tools, system prompt. Parameters named `config_key` are config keys for error messages.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class BadRows:
         return [f"{words} {self.first}"] if self.count else []
 
     def refuse_all(self, key: str) -> None:
-        """Raise if rows were dropped; call it when no other row is left.
+        """Raise an error if rows were dropped. Call this when no other row is left.
 
         Raises:
             ConfigError: rows were dropped. The message has the first row's error.
@@ -163,7 +163,7 @@ def files_of(path: str, key: str) -> list[str]:
 
 
 def _kind_of(source: str, key: str) -> str:
-    """Return the extension of a data file; reject a missing file or an unknown kind."""
+    """Return the extension of a data file. Reject a missing file and an unknown kind."""
     if is_uri(source):
         is_folder, is_file, place = _looked_up(source, key)
         suffix = Path(source.partition("?")[0]).suffix  # storage options follow the `?`
@@ -188,7 +188,11 @@ def _kind_of(source: str, key: str) -> str:
 
 
 def check_data_set(source: PromptSource, *, key: str) -> None:
-    """Raise if the package `datasets`, which a data set or saved folder needs, is missing."""
+    """Check that the package `datasets` is installed, which data sets and saved folders need.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
     if find_spec("datasets") is not None:
         return
     is_folder = is_saved(path_of(source))

@@ -30,7 +30,10 @@ class StopTokens:
 
     @property
     def default(self) -> int:
-        """Stop token to append to plain text: end of sequence if it is one, else the first one."""
+        """Stop token to append to plain text.
+
+        It is the end-of-sequence token if that is a stop token, else the first stop token.
+        """
         end = self.tokenizer.eos_token_id
         return end if end in self.ids else self.ids[0]
 

@@ -33,7 +33,7 @@ left. Ray 2.60 frees large constructor arguments before a restart needs them aga
 def start_deployment(
     deployment: Deployment, places: Sequence[Place], *, in_turn: bool = False
 ) -> DeploymentHandle:
-    """Start a replica in each place, in the background. They end with the calling process.
+    """Start a replica in each place, in the background. The replicas end with this process.
 
     Args:
         deployment: The spec.

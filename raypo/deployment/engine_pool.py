@@ -51,7 +51,8 @@ class EnginePool:
 
         Args:
             run: Name of the run.
-            holder: The worker that asks. The lease lasts while it or another holder is alive.
+            holder: The worker that requests the lease. The lease lasts while any of its holders is
+                alive.
             timeout_s: Seconds to wait for a free slot.
 
         Returns:

@@ -20,8 +20,9 @@ def export_gauges(
 
     Args:
         kind: engine or replica.
-        values: Returns the current values, always with the same keys. Called in the thread.
-        ended: Ends the thread when set.
+        values: Function that returns the current values, always with the same keys. Called in the
+            thread.
+        ended: Event that ends the thread.
     """
     name = ray.get_runtime_context().get_actor_name() if ray.is_initialized() else None
     if not name:

@@ -57,8 +57,8 @@ thread, possibly twice for one index."""
 
 RETRY_S = 0.2
 REST_S = 4.0
-"""Seconds after its loss in which a replica is tried last. Each call to it would block for 2 s
-while Ray 2.60 restarts it."""
+"""Seconds after the loss of a replica in which it is tried last. Each call to it would block for 2
+s while Ray 2.60 restarts it."""
 PROBE_TIMEOUT_S = 3.0
 """Seconds after which a replica that does not answer counts as busy or starting."""
 
@@ -83,7 +83,7 @@ class DeploymentHandle:
     limits: Deployment
     replicas: Sequence[ReplicaClient]
     preferred: tuple[int, ...] = ()
-    """Indices of the replicas that it tries first."""
+    """Indices of the replicas that calls try first."""
     _prerequisite: _SharedPrerequisite = field(default_factory=_SharedPrerequisite)
     _shared: SharedCall | None = None
     _on_entry: OnEntry | None = None
@@ -104,7 +104,7 @@ class DeploymentHandle:
 
     @property
     def names(self) -> list[str]:
-        """Name of each replica, in the order of the values of `call_all` and `control`."""
+        """Name of each replica, in the order in which `call_all` and `control` return values."""
         return [replica.name for replica in self.replicas]
 
     @overload
@@ -117,8 +117,8 @@ class DeploymentHandle:
         """Call a method on one replica.
 
         Raises:
-            NoReplicaLeft: in the future; the prerequisite fails on all remaining replicas.
-            DeploymentError: in the future; the call timed out, or no replica is left.
+            NoReplicaLeft: raised by the future: the prerequisite fails on all remaining replicas.
+            DeploymentError: raised by the future: the call timed out, or no replica is left.
         """
         call = Call(method.__name__, args, kwargs, self._prerequisite.call)
         if self._shared is not None:
@@ -134,10 +134,10 @@ class DeploymentHandle:
         self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[T]]: ...
     def call_all(self, method: Any, /, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call a method on every replica, ahead of its queue; a call is never repeated.
+        """Call a method on every replica, ahead of its queued calls. The call is never retried.
 
         Raises:
-            ReplicaLost: in a future; this replica is down or cannot serve the call.
+            ReplicaLost: raised by a future: its replica is down or cannot serve the call.
         """
         name, required = method.__name__, self._prerequisite.call
         return [
@@ -378,7 +378,7 @@ class ReplicaClient:
                 reporting = asyncio.create_task(self._report_entries(call, on_entry))
             try:
                 reply = await ref
-            except asyncio.CancelledError:  # the caller gave up, so the replica need not go on
+            except asyncio.CancelledError:  # the caller gave up, so the replica need not continue
                 ray.cancel(ref)
                 raise
         except RayError as error:

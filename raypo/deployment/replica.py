@@ -54,7 +54,8 @@ class Replica:
         self._target: Any = None  # set first: Ray calls `repr` even if the constructor fails
         self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._ready: dict[str, list[tuple[int, Any]]] = {}
-        """Per call id, entries of the value with their indices, in the order they became ready."""
+        """Ready entries of each call's value, with their indices, in the order they became
+        ready."""
         self._preparing = threading.Lock()
         """Held while the object is built, and while a prerequisite or a control call runs."""
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
@@ -85,11 +86,11 @@ class Replica:
         return repr(self._target)
 
     async def call(self, call: Call) -> Any:
-        """Run a method of the object; a known id is not run twice.
+        """Run a method of the object. A call whose id is known is not run again.
 
         Returns:
-            The value; or `Unprepared` if the prerequisite failed, `Lost` if the method failed and
-            the object cannot go on.
+            The value. `Unprepared` if the prerequisite failed. `Lost` if the method failed and the
+            object cannot go on.
         """
         value = self._calls.get(call.id)
         if value is None or value.cancelled():
@@ -104,7 +105,7 @@ class Replica:
     async def entries(
         self, id: str, part: tuple[int, ...] | None, num_seen: int
     ) -> tuple[int, dict[int, Any]]:
-        """Return entries of a call's value, a list of futures, that became ready.
+        """Return the newly ready entries of a call whose value is a list of futures.
 
         Args:
             id: The call's id.
@@ -124,7 +125,7 @@ class Replica:
         return len(ready), new
 
     async def status(self) -> Status:
-        """Return where this process runs, its load, and its problem if it has one."""
+        """Return the location of this process, its load, and its problem, if any."""
         problem = self._problem()
         if problem is not None:
             self._end_soon()

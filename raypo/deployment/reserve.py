@@ -1,4 +1,4 @@
-"""Reservation of a placement group: as a whole, or an error that names what is missing."""
+"""Reservation of a whole placement group, or an error that names the missing resources."""
 
 from __future__ import annotations
 

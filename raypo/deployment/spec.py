@@ -23,7 +23,7 @@ class Deployment:
     """
 
     name: str
-    """Readable, for the dashboard: raypo:<run>:<role>. Replica i is named <name>:<i>."""
+    """Name for the dashboard, raypo:<run>:<role>. Replica i is named <name>:<i>."""
     cls: type
     kwargs: dict[str, Any]
     """Arguments of the constructor."""
@@ -55,7 +55,7 @@ class Deployment:
 
     @property
     def role(self) -> str:
-        """Last word of the name: engine, reference."""
+        """Last part of the name, such as engine or reference."""
         return self.name.split(":")[-1]
 
     def limits(self) -> Deployment:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import uvicorn
 
 KEEP_ALIVE_S = 600
-"""Keep-alive of idle connections in seconds. It is longer than that of clients, which thus close a
-connection first."""
+"""Keep-alive of idle connections in seconds. It is longer than that of clients, so that clients
+close connections first."""
 
 
 class AgentEndpoint:

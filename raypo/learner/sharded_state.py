@@ -228,9 +228,10 @@ def _load_moments(
         count = state.setdefault("step", torch.zeros((), device=device))
         count.fill_(max(count.item(), part["step"].item()))
     for key, moment in part["moments"].items():
-        empty = torch.zeros(layout.shape, dtype=layout.dtype, device=device)
+        if key not in state:
+            state[key] = torch.zeros(layout.shape, dtype=layout.dtype, device=device)
         there = slice(first - part["start"], last - part["start"])
-        layout.of(state.setdefault(key, empty), first, last).copy_(moment[there])
+        layout.of(state[key], first, last).copy_(moment[there])
 
 
 def _overlap(part: dict[str, Any], start: int, size: int) -> tuple[int, int]:

@@ -27,9 +27,9 @@ class Metric(NamedTuple):
     line: str = ""
     """Format of the value in a console step line. Empty means that the line omits it."""
     tile: bool = False
-    """True if the report shows it in its overview tiles."""
+    """True if the report shows the metric in its overview tiles."""
     unless_zero: bool = False
-    """True if the console omits it when it is 0."""
+    """True if the console omits the metric when its value is 0."""
 
 
 METRICS = {

@@ -74,5 +74,8 @@ def _joined(name: str, shares: list[_Share]) -> _Share:
 
 
 def _sum(values: list[float]) -> float:
-    """Return the exactly rounded sum, which is independent of the order; inf and NaN pass."""
+    """Return the exactly rounded sum, which does not depend on the order.
+
+    With infinities or NaN it is the ordinary sum.
+    """
     return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

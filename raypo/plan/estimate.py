@@ -85,9 +85,7 @@ def roles_of(
 def _learners(
     config: AnyConfig, models: Models, sharding: Sharding, device: Device
 ) -> Iterator[tuple[str, Memory]]:
-    """Yield the kinds of learner workers: one for both models, or one for policy and one for
-    critic.
-    """
+    """Yield the kinds of learner workers: one for both models, or one for each."""
     policy, critic = models.policy, models.critic
     weights = policy.parameters
     if isinstance(config, RewardModelConfig):
@@ -251,7 +249,7 @@ def _frozen(
     itemsize, head = ITEMSIZE[config.model.dtype], role.kind == "reference"
     weights = (shape.parameters if head else shape.backbone_parameters) * itemsize
     if role.section.backend == "vllm":
-        length = config.max_model_len + 1
+        length = (config.max_reference_len if head else config.max_model_len) + 1
         return _in_vllm(role.section, shape, device, gpu_bytes, weights, config.model.dtype, length)
     batch = _batch(config, config.responses_per_step, config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}

@@ -1,4 +1,4 @@
-"""The plan of a run: bundles on nodes, memory of roles and devices, remedies if it is too large."""
+"""Plan of a run: bundles on nodes, memory of roles and devices, remedies if it does not fit."""
 
 from __future__ import annotations
 
@@ -408,10 +408,8 @@ def _away(role: Role, moment: str) -> int:
 def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
     """Yield the parts that a role always holds, as (name, is kept in RAM, bytes).
 
-    The name is that in the phase table.
-
-    The runtime of a process has the name None and stays on the GPU. The KV cache is discarded, not
-    moved to RAM.
+    Names are those of the phase table. The runtime of a process has the name None and stays on the
+    GPU. The KV cache is discarded, not moved to RAM.
     """
     for what, size in role.memory.held.items():
         if what == "runtime":

@@ -164,11 +164,12 @@ def trained(
       Stage 1 sums all gradients on every worker; in bfloat16 (BF16_Optimizer), the gradients of the
       last micro-batch are held in addition. Stage 2 shards the summed gradients too. Gradients are
       reduced in buckets of `reduce_bucket_size` elements.
-    - Stage 3 also shards the weights and gathers those in use, up to `stage3_max_live_parameters`.
+    - Stage 3 also shards the weights and gathers the weights in use, up to
+      `stage3_max_live_parameters`.
 
     Frozen weights have no gradients and no moments. Stage 3 shards them like trained weights.
 
-    The code that this follows is deepspeed/runtime/bf16_optimizer.py, zero/stage_1_and_2.py and
+    This follows the code in deepspeed/runtime/bf16_optimizer.py, zero/stage_1_and_2.py and
     zero/stage3.py of DeepSpeed 0.19.
 
     Args:

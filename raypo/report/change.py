@@ -12,7 +12,7 @@ from raypo.storage.run_files import RunFiles
 
 MIN_UNITS = 10
 """Minimum number of prompts for an interval, and minimum number of prompts with a changed score for
-the direction of a paired change. With fewer, the coverage of the interval is below 95 %."""
+the direction of a paired change. With fewer, the coverage of the interval is no longer 95 %."""
 MIN_STEPS = 5
 """Minimum number of first steps, and of last steps, for a comparison of their means."""
 
@@ -112,7 +112,7 @@ def t_quantile(degrees: float) -> float:
 
 
 def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
-    """Return the mean score of each prompt's samples, because these are correlated.
+    """Return the mean score of each prompt, because samples of a prompt are correlated.
 
     Args:
         rows: Rollouts with `group_index`, `prompt` and `score`. Rollouts without a score are

@@ -28,8 +28,7 @@ def line_chart(
     note: str = "",
     wide: bool = False,
 ) -> Chart | None:
-    """Return a chart of metrics by step. Colours stand for runs, or for the metrics of a single
-    run.
+    """Return a chart of metrics by step, coloured by run, or by metric if there is a single run.
 
     Args:
         title: Title of the chart.

@@ -202,9 +202,8 @@ def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
         if change is None:
             continue
         if reference(rows, name) is None and name.startswith(("perf/", "time/")):
-            newest = [row[name] for row in rows if name in row][
-                -RECENT:
-            ]  # a single step may be unusual
+            # The median of several steps, because a single step may be unusual.
+            newest = [row[name] for row in rows if name in row][-RECENT:]
             tiles.append((label, number(median(newest)), f"median of {len(newest)} steps"))
         else:
             tiles.append((label, number(change[1]), f"was {number(change[0])}"))

@@ -79,9 +79,7 @@ def _title(rows: Sample) -> str:
 
 
 def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
-    """Return the prompt and the turns. Each names its author, because files and logs have no
-    styles.
-    """
+    """Return prompt and turns, each with its author, because files and logs have no styles."""
     from rich.console import Group
     from rich.rule import Rule
     from rich.text import Text

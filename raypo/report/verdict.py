@@ -21,7 +21,7 @@ from raypo.storage.summary import sample_totals
 from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
-"""Minimum share of the time outside of steps in a run's time, for the text to mention it."""
+"""Share of a run's time from which on the text mentions the time outside of steps."""
 
 
 def headline(

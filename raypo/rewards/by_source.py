@@ -49,7 +49,7 @@ class RewardBySource:
         """Return the scores in the order of the rollouts. Each function is called once.
 
         Raises:
-            RewardError: a function raises, or does not return a list with one score per rollout.
+            RewardError: a function raises an error, or does not return one score per rollout.
         """
         places: dict[str | None, list[int]] = {}
         for place, rollout in enumerate(rollouts):

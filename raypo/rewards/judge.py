@@ -33,7 +33,7 @@ class _Grade:
     """Grade of one criterion of one response."""
 
     score: float | None
-    """None if a request failed, or if the judge named no grade."""
+    """Score of the grade. None if a request failed, or if the judge named no grade."""
     text: str = ""
     """Answer of the judge."""
     seconds: float = 0.0
@@ -57,7 +57,7 @@ class Judge:
         Args:
             section: Template, criteria and grades.
             servers: The judge's servers.
-            max_attempts: Most requests for one grade, if the judge's temperature is above 0.
+            max_attempts: Most answers to request for one grade if the temperature is above 0.
         """
         self._section, self._servers = section, servers
         self._sampling = {
@@ -73,7 +73,9 @@ class Judge:
         return f"{self._section.model} at {self._servers}"
 
     async def __call__(self, rollouts: list[Rollout]) -> list[dict[str, Any]]:
-        """Return a score with named parts per rollout. It is an exception if a grade is missing.
+        """Return a score and its named parts per rollout.
+
+        If a grade is missing, and `ungraded_score` does not replace it, the score is an exception.
 
         Raises:
             RewardError: a row lacks a column that the template names.
@@ -138,7 +140,9 @@ class Judge:
             return by_word[found[-1]] if found else None
         lowest, highest = section.grades
         # 4/5 and 4.0 of 5.0 are a 4
-        text = re.sub(rf"\s*(?:/|(?:out )?of)\s*{highest:g}(?:\.0+)?(?!\w|\.\d)", "", text)
+        text = re.sub(
+            rf"(?:\s*(?:/|out of)|(?<=\d)\s+of)\s*{highest:g}(?:\.0+)?(?!\w|\.\d)", "", text
+        )
         numbers = _NUMBER.findall(text)
         grade = float(numbers[-1]) if numbers else math.nan
         return (grade - lowest) / (highest - lowest) if lowest <= grade <= highest else None
@@ -189,7 +193,7 @@ class Judge:
 
 
 def _conversation(rollout: Rollout) -> str:
-    """Return the prompt as text: a single message's content, or all messages with their roles."""
+    """Return the prompt as text. Several chat messages are written with their roles."""
     if not rollout.messages:
         return rollout.prompt
     if len(rollout.messages) == 1:

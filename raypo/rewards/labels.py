@@ -18,9 +18,9 @@ from raypo.rewards.verifiers import LABEL_CHECKS
 def scorers_of(
     config: OnlineConfig | PolicyExamplesConfig, key: str, *, has_reward_fn: bool = False
 ) -> Callable[[PromptSource], str | None]:
-    """Return a mapping function from a source to the import path of its reward function.
+    """Return a function that looks up the import path of a source's reward function.
 
-    The mapping function returns None if no function with an import path scores the source.
+    The lookup returns None if no function with an import path scores the source.
 
     Args:
         config: Config that names the reward functions.
@@ -48,7 +48,7 @@ def scorers_of(
 def label_checks(
     config: OnlineConfig | PolicyExamplesConfig, key: str, *, has_reward_fn: bool = False
 ) -> Callable[[PromptSource], Callable[[Any, str], Any] | None]:
-    """Return a mapping function from a source to the check of its labels (`LABEL_CHECKS`), or None.
+    """Return a function that looks up the check of a source's labels (`LABEL_CHECKS`), or None.
 
     The arguments are the same as those of `scorers_of`.
     """

@@ -45,11 +45,11 @@ _ROUNDING = 5e-6
 
 
 def math_answer(rollouts: Sequence[Rollout]) -> list[float]:
-    r"""Score 1.0 if the answer is mathematically equal to the label, else 0.0. 0.5 is \frac{1}{2}.
+    r"""Score 1.0 if the answer equals the label mathematically, as 0.5 equals \frac{1}{2}, else 0.
 
     The answer is in the last box or after the last `####`. Without either, it is the last formula
-    or number of the response. Numbers are compared exactly, with one exception: a decimal may be a
-    rounded number with infinitely many decimals (0.333333 is \frac{1}{3}). Words, lists with dots
+    or number of the response. Numbers are compared exactly, with one exception: a decimal may round
+    a number that has infinitely many decimals (0.333333 for \frac{1}{3}). Words, lists with dots
     (`1, 2, \ldots`), and formulas that math-verify cannot read are compared as text. Such an
     answer must be in a box, after `####`, or the whole response.
     """
@@ -84,7 +84,10 @@ def _is_right(rollout: Rollout) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Return True if math-verify would misread a text: it reads words as products, skips dots."""
+    """Return whether math-verify would misread a text.
+
+    It reads words as products, and ignores dots.
+    """
     return is_words(text) or re.search(r"\\[lcd]?dots|…|\.\.\.", text) is not None
 
 

@@ -29,7 +29,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 class RewardError(RuntimeError):
-    """The reward function raised, or returned something other than scores."""
+    """The reward function raised an error, or returned something other than scores."""
 
 
 class ScoreOfParts(float):
@@ -94,8 +94,8 @@ def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
     `ScoreOfParts`.
 
     Raises:
-        RewardError: the function raises (its error is the cause), does not return one number per
-            rollout, or returns a number that float32 cannot hold.
+        RewardError: the function raises an error (which is the cause of this one), does not return
+            one number per rollout, or returns a number that float32 cannot hold.
     """
     if not rollouts:
         return []

@@ -67,8 +67,7 @@ def answer_format(rollouts: Sequence[Rollout]) -> list[float]:
 def thinking_format(rollouts: Sequence[Rollout]) -> list[float]:
     """Score 1.0 if the response is `<think>...</think>` followed by an answer, else 0.0.
 
-    If the prompt ends with `<think>`, as with some chat templates, the response need not begin with
-    it.
+    If the prompt ends with `<think>`, as with some chat templates, the response must not repeat it.
 
     Paper: DeepSeek-AI 2025, arXiv:2501.12948, section 2.2.2.
     """
@@ -171,7 +170,10 @@ def plain_words(text: str) -> str:
 
 
 def is_words(text: str) -> bool:
-    """Return whether a text is words, at least one with three letters. `xy`, say, is a product."""
+    """Return whether a text is words, at least one of them with three letters or more.
+
+    Shorter texts, such as `xy`, are products.
+    """
     words = re.split(r"[,.]?\s|'", text)
     return max(map(len, words)) > 2 and all(re.fullmatch(r"[^\W\d_]+", word) for word in words)
 

@@ -46,7 +46,7 @@ async def answer(session: Session, wanted: Wanted) -> Answer:
             else (each, session.ids_of(each, tools))
             for each in prompts
         ]
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates can raise anything
         raise RequestError(f"the chat template refuses the prompt: {error}") from error
     tasks = [
         asyncio.create_task(_sample(session, wanted, ids, words, tools))

@@ -41,7 +41,7 @@ of the steps."""
 
 
 class Closed(Exception):
-    """The run has ended, and what is still sampled will not be trained."""
+    """The run has ended. Rollouts that are still being sampled will not be trained."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class AsyncRollouts:
     max_staleness: int
     """Most weight versions between the first token of a response and the update that trains it."""
     overlaps: bool
-    """True if several batches may be in flight at the same time, also during pushes."""
+    """True if several batches may be in flight at the same time, even during pushes."""
     settles: bool
     """True if a push waits until the next batch is complete. Results then do not depend on timing,
     and each batch is sampled with one version of the weights."""
     num_steps: int
     workers: Workers
-    """Process group of these threads; the main thread has another one."""
+    """Process group of these threads. The main thread uses another one."""
     _version: int = -1
     _last_step: int = 0
     """The last step whose batch was taken."""
@@ -244,7 +244,7 @@ class AsyncRollouts:
         self._end(Closed())
 
     def save(self, directory: Path, workers: Workers) -> None:
-        """Write the complete batches that were not trained yet.
+        """Write the complete batches that no step has taken yet.
 
         A resumed run samples the incomplete batches again.
 
@@ -269,7 +269,7 @@ class AsyncRollouts:
         retried(lambda: path.write_bytes(content), f"writing {path.name}")
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the prompt stream before the first batch that was not trained."""
+        """Return the position of the prompt stream before the first batch that was not taken."""
         with self._changed:
             return self._before(self._last_step + 1)
 
@@ -337,7 +337,7 @@ class AsyncRollouts:
         return [each for each in scored if first <= each.rollout.group_index < until]
 
     def _start_chunks(self) -> None:
-        """Start one chunk after the other, the same ones on all workers."""
+        """Start one chunk after the other. All workers start the same chunks."""
         while True:
             with self._changed:
                 self._wait_for(self._may_start)

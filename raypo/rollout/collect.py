@@ -154,8 +154,8 @@ class Sampler:
     tokenizer: Decoder
     sampling: Sampling
     push_again: PushAgain | None = None
-    """Repeats the last push if a worker has no engine left. If it is given, all workers call
-    `sample` together."""
+    """Repetition of the last push, for the case that a worker has no engine left. If it is given,
+    all workers call `sample` together."""
     shares_engines: bool = False
     """True if several workers use the same engine, which then samples one batch for all of them."""
 

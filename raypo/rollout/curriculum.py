@@ -89,7 +89,7 @@ class CurriculumStream(ShuffledStream[Prompt]):
         super().__init__(prompts, seed=seed, mix=mix)
         self._section, self._block, self._lag = section, block, lag
         self._begins = np.cumsum([0, *(mix.sizes if mix else (len(prompts),))])
-        self._origin = 0  # draw at which a block begins; all others lie multiples of `block` away
+        self._origin = 0  # a block begins at this draw, and every `block` draws from it
         self._counts = np.full((2, len(prompts)), _PRIOR)  # Beta parameters: passed, failed
         self._settled = 0  # all draws before this one are in `_counts`
         # A prompt's place is its index in `items`.

@@ -19,7 +19,7 @@ class Collected:
     """This worker's rollouts of a step."""
 
     scored: list[ScoredRollout]
-    """All samples."""
+    """All samples, with those that were filtered or failed."""
     trained: list[ScoredRollout]
     """Samples to train on."""
     missing_groups: int

@@ -1,4 +1,6 @@
-"""Run environments in worker processes. They are pickled between turns, so any process can go on.
+"""Run environments in worker processes.
+
+An environment is pickled after each call, so that any process can run its next call.
 
 Concurrency. Each learner worker has its own pool of processes, forked from a fork server. The event
 loop of the episodes submits calls and awaits their futures; a process runs one call at a time. If a
@@ -50,7 +52,7 @@ class EnvironmentPool:
         """Start the processes.
 
         Args:
-            load: Called once in each process. Returns the factory of environments.
+            load: Function that returns the factory of environments, called once in each process.
             processes: Number of processes.
             timeout_s: Seconds that one call may take. None means no limit.
         """
@@ -98,7 +100,7 @@ class EnvironmentPool:
 
 
 def _open(load: Callable[[], Callable[[], Any]]) -> None:
-    """Load the environment's factory; runs once in each process of the pool."""
+    """Load the environment's factory. This runs once in each process of the pool."""
     global _make
     _make = load()
 

@@ -130,8 +130,8 @@ class Episodes:
             draws: This worker's draws.
             engine: The engines.
             sampling: Sampling parameters.
-            push_again: Repeats the last push if no engine is left. If it is given, all workers call
-                `play` together.
+            push_again: Repetition of the last push, for the case that no engine is left. If it is
+                given, all workers call `play` together.
 
         Returns:
             The rollouts of all episodes, in the order of draws and samples.
@@ -213,7 +213,11 @@ class Episodes:
     async def _first_observation(
         self, environment: UserObject, session: Session
     ) -> tuple[bool, np.ndarray]:
-        """Reset the environment. Return whether the episode is a chat, and the first prompt ids."""
+        """Reset the environment, and get its first observation.
+
+        Returns:
+            Whether the episode is a chat, and the token ids of its first prompt.
+        """
         prompt, tools = session.draw.prompt, self._class.tools
         chat, ids = prompt.messages is not None, prompt.token_ids
         given = prompt.messages if chat else prompt.text

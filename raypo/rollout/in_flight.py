@@ -57,7 +57,8 @@ class Pushes:
 class EnginesInFlight:
     """Engines whose requests stay in flight while weights are pushed.
 
-    A request for which no engine is left is retried if a push has ended since it was sent.
+    If no engine is left for a request, it is retried after the push that runs or has run since the
+    request was sent. Without such a push, the error is raised.
     """
 
     engines: Engines

@@ -25,7 +25,7 @@ class PromptSource:
     sample_counts: SampleCounts = field(default_factory=SampleCounts)
 
     def draw(self, num_prompts: int, workers: Workers) -> list[Draw]:
-        """Return this worker's share of the next prompts. All workers call it the same way.
+        """Return this worker's share of the next prompts. All workers call this with one count.
 
         Args:
             num_prompts: Number of prompts over all workers.

@@ -97,7 +97,7 @@ def evaluate_model(
 
 
 def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Combine the metrics of all sources. Means are weighted by prompts; counts are summed."""
+    """Combine the metrics of all sources: sums of counts, and means weighted by prompt counts."""
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in results.values() for name in metrics):
         having = [metrics for metrics in results.values() if name in metrics]

@@ -1,8 +1,8 @@
 """Prompts for a teacher model: the policy's prompt, with a solution added.
 
-The functions here are for `distillation.teacher_prompt`. A function takes all samples of a prompt.
-For each sample, it returns the teacher's prompt (a text or chat messages), or None to leave the
-sample out of training.
+The functions here are for `distillation.teacher_prompt`. A function takes all trainable samples of
+a prompt. For each sample, it returns the teacher's prompt (a text or chat messages), or None to
+leave the sample out of training.
 
 Papers: Zhao et al. 2026 (OPSD), arXiv:2601.18734; Shenfeld et al. 2026 (SDFT), arXiv:2601.19897;
 Hübotter et al. 2026 (SDPO), arXiv:2601.20802.

@@ -105,7 +105,7 @@ class _Connections:
         self._client: AsyncOpenAI | None = None
 
     async def client_of(self, policy: Session) -> AsyncOpenAI:
-        """Return the client with URL and key of an episode."""
+        """Return the client, set to the URL and the API key of an episode."""
         url, key = policy.base_url, policy.api_key
         if self._client is None:  # nothing below suspends, so no other episode can interfere
             self._lifetime = _open_client(url, key)

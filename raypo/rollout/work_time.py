@@ -25,7 +25,7 @@ class WorkTime:
 
         Args:
             method: Name of the method, for the error.
-            quota: Limits the calls of all episodes that run at the same time.
+            quota: Semaphore that limits how many calls run at the same time, over all episodes.
             limit_s: Seconds that the call may run between two pauses. None means no limit.
         """
         self._method, self._quota, self._limit_s = method, quota, limit_s
@@ -55,7 +55,7 @@ class WorkTime:
         finally:
             late.cancel()
             self.pause()
-            await leave({task})  # it may refuse to be cancelled
+            await leave({task})  # the task may refuse to be cancelled
 
     def pause(self) -> None:
         """Release the quota and stop the clock. Pauses nest; each needs one `resume`."""
@@ -72,7 +72,7 @@ class WorkTime:
         if self._num_pauses or self._has_quota:
             return
         await self._quota.acquire()
-        if self._num_pauses or self._has_quota:  # paused again while it waited
+        if self._num_pauses or self._has_quota:  # paused again during the wait
             self._quota.release()
             return
         self._has_quota = True

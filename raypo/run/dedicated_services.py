@@ -33,7 +33,8 @@ def start_dedicated(
         use_gpu: Whether the run uses GPUs.
         more: Extra arguments of a role's class, by role.
         on_asked: Callback that gets the group as soon as it is requested.
-        say: Callback for a message if the group has to wait for resources. None prints it.
+        say: Callback for a message if the group has to wait for resources. None means that the
+            message is printed.
 
     Returns:
         Handles of the deployments, and the group. Both are empty if no role is dedicated.

@@ -43,7 +43,7 @@ Reader = Callable[..., LoadedExamples[Item]]
 
 
 def examples_loop(setup: dict[str, Any], kind: type[ExamplesRecipe[Any, Any]]) -> dict[str, Any]:
-    """Run a recipe on one learner worker; Ray Train calls this on each of them.
+    """Run a recipe on one learner worker. Ray Train calls this on each worker.
 
     Args:
         setup: `config.model_dump()` of an ExamplesConfig.
@@ -85,7 +85,7 @@ def examples_loop(setup: dict[str, Any], kind: type[ExamplesRecipe[Any, Any]]) -
 
 
 class ExamplesRecipe(ABC, Generic[AnyConfig, Item]):
-    """The data and the task of a recipe on one worker; all workers call every method."""
+    """The data and the task of a recipe on one worker. All workers call every method."""
 
     held_out_key: ClassVar[str] = "prompts"
     """Key of the section `eval` that names the held-out examples."""
@@ -125,7 +125,7 @@ class ExamplesRecipe(ABC, Generic[AnyConfig, Item]):
         """Compute values that need the model's initial weights. By default there are none."""
 
     def draw_batch(self) -> list[Item]:
-        """Draw the next batch, and return this worker's share; shares have about equal tokens."""
+        """Draw the next batch, and return this worker's share. Shares have about equal tokens."""
         batch = [item for _, item in self.stream.take(self.run.config.learner.batch_size)]
         shares = even_shares([lengths(item) for item in batch], self.run.workers.count)
         return [batch[position] for position in shares[self.run.workers.rank]]

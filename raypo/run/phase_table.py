@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """Use of the devices during a part of a step."""
+    """Part of a step, by its use of the devices."""
 
     START = "start"
     """Start of engines and frozen models, before the learner exists. Roles start one by one, and

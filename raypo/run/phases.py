@@ -34,18 +34,18 @@ from raypo.serving.client import EngineClient, FrozenClient
 
 
 class PhaseError(RuntimeError):
-    """A phase was entered from a phase that it cannot follow."""
+    """A phase was entered that cannot follow the current phase."""
 
 
 class OffloadingLearner(Protocol):
     """A learner that can move its state to the host and back; all workers call each method."""
 
     def offload_training_state(self) -> None:
-        """Move everything that a push does not need to the host."""
+        """Move to the host everything that a push does not need."""
         ...
 
     def offload_parameters(self) -> None:
-        """Move the weights to the host as well."""
+        """Move also the weights to the host."""
         ...
 
     def reload(self) -> None:

@@ -114,7 +114,7 @@ class Records:
         run.tell.start(first)
         self._interrupted = run.workers.broadcast(run.tell.stop_requested())
         for step in range(first, run.config.num_steps + 1):
-            if self._interrupted or self.stopped:  # `end_step` has requested a checkpoint before
+            if self._interrupted or self.stopped:  # a checkpoint was due then (`end_step`)
                 return
             self._step_started = time.perf_counter()
             yield step

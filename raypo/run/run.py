@@ -32,7 +32,7 @@ class Run(Generic[AnyConfig]):
     workers: Workers
     files: RunFiles
     tell: MonitorClient
-    """Sends messages to the driver's console."""
+    """Client that sends messages to the driver's console."""
     at_end: ExitStack = field(default_factory=ExitStack)
     """Callbacks that close the parts, beginning with the part that was created last."""
     started: float = field(default_factory=time.monotonic)

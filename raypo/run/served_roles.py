@@ -35,7 +35,7 @@ def class_and_arguments(
     assert isinstance(config, OnlineConfig), "others have engines only"
     in_vllm, is_reference = role.section.backend == "vllm", role.kind == "reference"
     if in_vllm:
-        kwargs |= lengths
+        kwargs |= lengths | ({"max_model_len": config.max_reference_len} if is_reference else {})
     else:
         kwargs["max_batch_tokens"] = config.learner.microbatch_tokens
         kwargs["attention"] = config.model.attention
@@ -60,7 +60,7 @@ def deployment_of(
     Args:
         role: The role.
         config: The run's config.
-        num_threads: Threads of a replica, all its processes together.
+        num_threads: Number of threads of a replica, over all its processes.
         run_name: Name of the run, a part of the deployment's name.
         logs_dir: Folder for the logs of the replicas.
         more: Further arguments of the role's class.

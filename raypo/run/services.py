@@ -114,7 +114,7 @@ def start_deployments(
 ) -> Services:
     """Start all roles that are not running elsewhere, in the workers' own placement group.
 
-    All workers call this. Replica i is placed beside worker i, that is, on its node and devices. On
+    All workers call this. Replica i is placed beside worker i: in its bundle, on its devices. On
     CPUs, reference and reward models are placed beside the first worker of each node. A
     tensor-parallel replica uses the devices of consecutive workers.
 

@@ -67,7 +67,7 @@ class Runtime:
     shared: Shared | None = None
     """Deployments that the trials of a sweep share."""
     is_trial: bool = False
-    """True for a trial of a sweep: Tune decides after each report whether it goes on."""
+    """True for a trial of a sweep. Tune decides after each report whether the trial goes on."""
     resume_from: str | None = None
     """Checkpoint of another trial (population-based training), used until the run has its own."""
 

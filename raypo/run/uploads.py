@@ -1,8 +1,9 @@
 """Upload checkpoints and models to a URI while the next steps run.
 
-Concurrency. `Records.report` passes a checkpoint to Ray Train, which calls the function that
-`begin` returned in a thread of this worker. The main thread calls `wait` before it writes models or
-another checkpoint, so that at most one upload is running. It also calls `wait` before the run ends.
+Concurrency. `Records.report` passes a checkpoint and the function that `begin` returned to Ray
+Train, which calls this function in a thread of the worker. The main thread calls `wait` before it
+writes models or another checkpoint, so that at most one upload is running. It also calls `wait`
+before the run ends.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def step_work(
 
     Args:
         collected: This worker's rollouts of the step.
-        models: Shapes of the models. None counts no FLOPs.
+        models: Shapes of the models. None means that FLOPs are not counted.
         config: The run's config.
         workers: The learner workers.
         step: Number of the step, counted from 1.
@@ -149,8 +149,8 @@ def work_metrics(
 
     Args:
         work: Work by phase.
-        seconds: Metrics such as `time/generate_s`, with `time/step_s`. `perf/generate_s` is used
-            if the phase ran in the background.
+        seconds: Metrics with the durations: `time/step_s`, and `time/<phase>_s` for each phase, or
+            `perf/<phase>_s` if the phase ran in the background.
         peak_flops: Peak FLOP/s of all devices together.
     """
     metrics: dict[str, float] = {}
@@ -174,9 +174,9 @@ def _lengths(scored: list[ScoredRollout]) -> Lengths:
 
 
 def _shared_prompts(scored: list[ScoredRollout]) -> Lengths:
-    """Return the lengths of the prompts that repeat one of their group.
+    """Return the lengths of repeated prompts: all copies of a prompt in its group except the first.
 
-    A forward pass does not compute these, because it computes each prompt once per group.
+    A pass computes each prompt only once per group.
     """
     prompts = [(each.rollout.group_index, each.rollout.prompt_ids) for each in scored]
     groups = {(group, ids.tobytes()): len(ids) for group, ids in prompts}

@@ -28,7 +28,7 @@ from raypo.weight_sync.push import AdaptedLearner, open_transport, push_adapter
 
 
 class OnlineLearner(ProbedLearner, OffloadingLearner, Protocol):
-    """Methods of a learner that a push calls. A push of adapters also calls `AdaptedLearner`."""
+    """Methods of a learner that a push calls. A push of adapters needs `AdaptedLearner` as well."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by their checkpoint names; all workers iterate together."""

@@ -28,7 +28,7 @@ def lora_arguments(
     Args:
         section: Rank and target modules of the adapters.
         tensors: The model's tensors, which name its linear layers.
-        max_adapters: Most adapters held at a time.
+        max_adapters: Maximum number of adapters held at a time.
     """
     rank = next((rank for rank in RANKS if rank >= section.rank), section.rank)
     targets = section.target_modules

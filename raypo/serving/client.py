@@ -56,7 +56,7 @@ class Engines(Protocol):
         on_completion: OnCompletion | None = None,
         shared: SharedCall | None = None,
     ) -> Completions:
-        """Sample an exclusive batch, alone in its engine steps (`Engine.generate`).
+        """Sample an exclusive batch: no other request shares its steps (`Engine.generate`).
 
         Args:
             requests: The batch.
@@ -99,7 +99,7 @@ class EngineClient:
         on_completion: OnCompletion | None = None,
         shared: SharedCall | None = None,
     ) -> Completions:
-        """Sample an exclusive batch, alone in its engine steps (`Engines.generate`)."""
+        """Sample an exclusive batch: no other request shares its steps (`Engines.generate`)."""
         handle = self.handle.options(on_entry=on_completion, shared=shared)
         return handle.call(Engine.submit, requests, alone=True)
 

@@ -124,13 +124,13 @@ class Engine:
             model: Folder or hub id. Only its config is read, unless `reads_weights`.
             section: KV cache, prefix caching, queue limit, and further vLLM arguments.
             dtype: float32 or bfloat16.
-            max_model_len: Most tokens of prompt and response together.
-            seed: vLLM's seed, used for dummy weights; each request brings its own. If
-                `section.seeds` is `engine`, a random one replaces it.
+            max_model_len: Maximum number of tokens of prompt and response together.
+            seed: vLLM's seed, used for dummy weights. Each request has its own seed. If
+                `section.seeds` is `engine`, a random seed replaces this one.
             num_threads: CPU threads for tensor operations. None keeps the current number.
             device: None means cuda if available.
             lora: Shape of the adapters that `load_adapter` accepts. None disables adapters.
-            max_adapters: Most adapters held at a time; one batch may use all of them.
+            max_adapters: Maximum number of adapters held at a time; one batch may use all of them.
             reads_weights: Serve the model's own weights from the start, as version 0; then only
                 adapters are pushed.
             reads_text: Load the tokenizer, so that requests may have stop strings.
@@ -196,7 +196,7 @@ class Engine:
         _remember(self)
 
     def __repr__(self) -> str:
-        """Return model and state. Ray's dashboard keeps the one it reads at the start."""
+        """Return model and state. Ray's dashboard keeps the text that it reads at the start."""
         serving = self._serving
         if serving.broken is not None:
             state = "broken"
@@ -255,7 +255,7 @@ class Engine:
         answers = self.submit(requests, alone=True)
         try:
             return [each.result() for each in answers]
-        except BaseException:  # one failed or the caller was interrupted: free the engine
+        except BaseException:  # a request failed, or the caller was interrupted: free the engine
             for each in answers:
                 each.cancel()
             raise
@@ -279,7 +279,7 @@ class Engine:
             A future for each completion, in the order given.
 
         Raises:
-            ValueError, RuntimeError: as `generate`.
+            ValueError, RuntimeError: see `generate`.
         """
         self._require_unbroken()
         refusal = self._serving.refusal()
@@ -379,7 +379,7 @@ class Engine:
 
     @_between_steps
     def finish_push(self, manifest: Manifest) -> Manifest:
-        """End a push: check the weights, serve them, and invalidate the KV cache of the old ones.
+        """End a push: check and serve the weights, and invalidate the KV cache of the old weights.
 
         After any failure the engine has no version and refuses to sample until a push succeeds.
 
@@ -409,7 +409,7 @@ class Engine:
             )
         self._processes.ask("raypo_finish_push")
         if self._adapters:
-            # If paused, the adapters are pushed again before the pause ends, so requests are
+            # If paused, adapters are pushed again before the pause ends, so requests can be
             # requeued.
             in_pause = self._serving.paused is not None
             out = self._loop.restart_running if in_pause else self._loop.give_back_running

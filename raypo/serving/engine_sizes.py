@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LARGE_GPU_BYTES = 70 * 1024**3
-"""GPU memory, in bytes, from which on an engine samples more sequences at a time."""
+"""Minimum GPU memory, in bytes, for an engine to sample more sequences at a time."""
 CPU_BLOCK_TOKENS = 128
 """Tokens in a block of an engine's KV cache on CPU."""
 CPU_SEQUENCES = 32

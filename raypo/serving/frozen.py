@@ -82,7 +82,7 @@ class TorchModel(FrozenModel):
         Args:
             name: Folder or hub id, for messages.
             network: A Hugging Face model.
-            max_batch_tokens: Most tokens of one forward pass.
+            max_batch_tokens: Maximum number of tokens of one forward pass.
             num_threads: CPU threads for tensor operations. None keeps the current number.
         """
         super().__init__(name, num_threads=num_threads)
@@ -155,7 +155,7 @@ class ReferenceModel(TorchModel):
             model: Folder or hub id.
             dtype: float32 or bfloat16.
             temperature: Sampling temperature of the responses.
-            max_batch_tokens: Most tokens of one forward pass.
+            max_batch_tokens: Maximum number of tokens of one forward pass.
             attention: `model.attention`.
             num_threads: CPU threads for tensor operations. None keeps the current number.
         """
@@ -231,7 +231,7 @@ class RewardModel(TorchModel):
             policy: Folder or hub id of the policy, to compare vocabularies. None means always
                 encode the text.
             dtype: float32 or bfloat16.
-            max_batch_tokens: Most tokens of one forward pass.
+            max_batch_tokens: Maximum number of tokens of one forward pass.
             attention: `model.attention`.
             num_threads: CPU threads for tensor operations. None keeps the current number.
         """
@@ -244,7 +244,7 @@ class RewardModel(TorchModel):
         self._tokenizer = None if is_shared else load_tokenizer(model, key="model.reward")
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
-        """Return one score for each rollout, in the order given; NaN if it has no tokens."""
+        """Return one score for each rollout, in the order given. An empty rollout gets NaN."""
         sequences = [sequence_ids(self._tokenizer, rollout) for rollout in rollouts]
         with_tokens = [(prompt, response) for prompt, response in sequences if len(prompt)]
         scores = iter(self._in_batches(with_tokens, self._scores_of))

@@ -21,7 +21,7 @@ class InsideVllm:
 
     @property
     def most_running(self) -> int:
-        """Most requests in a step (`max_num_seqs`)."""
+        """Maximum number of requests in a step (`max_num_seqs`)."""
         return self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
     @property
@@ -81,7 +81,7 @@ class InsideVllm:
         """Drain the batches in flight under asynchronous scheduling; schedule no new ones.
 
         Args:
-            step: Runs one engine step; returns False to stop.
+            step: Function that runs one engine step. It returns False to stop.
         """
         if not getattr(self._core, "batch_queue", None):
             return

@@ -62,8 +62,8 @@ def run_openai_server(
         name: Model name that clients request.
         section: Engine settings.
         dtype: float32 or bfloat16.
-        max_model_len: Most tokens of prompt and response together. None means the most that the
-            model and the KV cache allow.
+        max_model_len: Maximum number of tokens of prompt and response together. None means as many
+            as the model and the KV cache allow.
         host: Interface to listen on.
         port: Port to listen on.
         further: More arguments of vLLM's server; they override raypo's.

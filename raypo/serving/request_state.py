@@ -36,7 +36,7 @@ class RequestState(Future[Completion]):
         self.waits = False
         """True while it is queued."""
         self.name: str | None = None
-        """vLLM's internal request id. None if vLLM does not hold it."""
+        """vLLM's internal request id. None if vLLM does not hold the request."""
         self.versions: list[tuple[int, int]] = []
         """One pair (index of the first token, version) for each weight version it ran under."""
         self.scheduled: Any = None
@@ -44,7 +44,7 @@ class RequestState(Future[Completion]):
         self.num_preemptions = 0
         """Preemptions that are already added to the engine's count."""
         self._give_back = give_back
-        # A running future ignores `Future.cancel`: the loop answers it with its tokens so far.
+        # A running future ignores `Future.cancel`. The loop resolves it with the tokens so far.
         self.set_running_or_notify_cancel()
 
     def cancel(self) -> bool:

@@ -29,7 +29,7 @@ SAID_BY_REQUESTS = {
     "max_tokens": "rollout.max_new_tokens",
     **{name: f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
 }
-"""Sampling parameter of vLLM, which is no engine argument -> the config key that sets it."""
+"""Sampling parameter of vLLM, which is not an engine argument -> the config key that sets it."""
 FIXED = {
     "distributed_executor_backend": "weights are pushed into processes that raypo knows",
     "generation_config": "sampling follows the rollout section alone",

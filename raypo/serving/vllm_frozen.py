@@ -49,7 +49,7 @@ class VllmModel(FrozenModel):
             kind: transformers' Auto class of the network; the files must hold all its weights.
             section: Devices and memory.
             dtype: float32 or bfloat16.
-            max_model_len: Most tokens of a sequence.
+            max_model_len: Maximum number of tokens of a sequence.
             num_threads: CPU threads for tensor operations. None keeps the current number.
             arguments: Further arguments of `vllm.LLM`.
 
@@ -221,7 +221,7 @@ class VllmReference(VllmModel):
 def _without_padding(
     log_probs: np.ndarray, ids: np.ndarray, count: int, vocabulary: int
 ) -> TopTokens:
-    """Return the first `count` tokens of each row [T, N] with ids below `vocabulary`."""
+    """Keep each row's first `count` tokens with ids below `vocabulary`, [T, N] -> [T, count]."""
     is_padding = ids >= vocabulary
     padded = np.where(is_padding, np.exp(log_probs), 0.0).sum(1, keepdims=True)
     places = np.argsort(is_padding, axis=1, kind="stable")[:, :count]
@@ -248,8 +248,8 @@ class VllmRewardModel(VllmModel):
             model: Folder or hub id.
             section: Devices and memory.
             dtype: float32 or bfloat16.
-            max_model_len: Most tokens of a rollout. Doubled if the text is encoded with the reward
-                model's own tokenizer.
+            max_model_len: Maximum number of tokens of a rollout. It is doubled if the text is
+                encoded with the reward model's own tokenizer.
             policy: Folder or hub id of the policy, to compare vocabularies. None means always
                 encode the text.
             num_threads: CPU threads for tensor operations. None keeps the current number.
@@ -271,7 +271,7 @@ class VllmRewardModel(VllmModel):
         )
 
     def score(self, rollouts: list[Rollout]) -> list[float]:
-        """Return one score for each rollout, in the order given; NaN if it has no tokens."""
+        """Return one score for each rollout, in the order given. An empty rollout gets NaN."""
         from vllm import PoolingParams
 
         sequences = [np.concatenate(sequence_ids(self._tokenizer, each)) for each in rollouts]

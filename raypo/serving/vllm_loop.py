@@ -1,7 +1,7 @@
 """Scheduler thread of a vLLM engine: it steps vLLM and runs everything else between two steps.
 
 Concurrency. One thread, `raypo-vllm`, starts vLLM, steps it and is the only thread that uses it. It
-also owns the state of all requests, so that state needs no lock. Any number of other threads call
+also owns the state of all requests, so this state needs no lock. Any number of other threads call
 `VllmLoop` (in a replica: `replica` and `replica-control`, see `raypo.deployment.replica`).
 
 A caller appends a function to one of two lists, under the lock `_door`, which is never held during
@@ -92,9 +92,9 @@ class VllmLoop:
         """Start the thread, and vLLM in it; return when vLLM is ready.
 
         Args:
-            start: Creates a `vllm.LLM`. Called in the thread.
+            start: Function that creates a `vllm.LLM`. Called in the thread.
             serving: State of the engine. vLLM is stepped only while `may_step` is True.
-            max_waiting: Most requests in the queue. `submit` blocks if it is full.
+            max_waiting: Maximum number of requests in the queue. `submit` blocks if it is full.
             probes: Part of vLLM's `max_num_seqs` that is reserved for requests with negative
                 priority.
 

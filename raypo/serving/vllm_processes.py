@@ -46,7 +46,7 @@ class VllmProcesses:
     vLLM (0.32) raises the first failure that it reads, and mistakes the failures of the other
     workers for their replies to the next call. Methods of `WorkerExtension` therefore return their
     failures. A failure in one of vLLM's own methods makes the workers unusable if there are
-    several.
+    several, or if requests are unfinished.
     """
 
     def __init__(self, llm: Any) -> None:

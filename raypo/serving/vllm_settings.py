@@ -32,8 +32,8 @@ DEFAULTS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-"""Variables that disable torch.compile. It would let the first token wait for a C++ compiler, to
-compile a function of three lines."""
+"""Variables that disable torch.compile. With torch.compile, the first token would wait for a C++
+compiler, which compiles a function of three lines."""
 
 IN_ANOTHER_PROCESS = "in a background process"
 """Part of vLLM's message when one of its workers fails to start. That message names no cause."""
@@ -133,11 +133,12 @@ def engine_arguments(
         model: Folder or hub id.
         section: Engine settings.
         dtype: float32 or bfloat16.
-        max_model_len: Most tokens of prompt and response together; -1 means vLLM's choice.
+        max_model_len: Maximum number of tokens of prompt and response together. -1 means vLLM's
+            choice.
         seed: vLLM's own seed.
         device: cpu or cuda.
         reads_text: Load the model's tokenizer, which stop strings need.
-        probes: Slots to add to `max_num_seqs`, including one that `section.extra` sets.
+        probes: Slots to add to `max_num_seqs`, also if `section.extra` sets it.
 
     Raises:
         ConfigError: `section.extra` has an unknown argument, or one that another key sets.

@@ -27,7 +27,7 @@ def find_checkpoint(place: str) -> str:
     """Return the path or URI of the checkpoint that a user names.
 
     Args:
-        place: Location of a run, which stands for its newest checkpoint, of its `best/`, or of a
+        place: Location of a run, of its `best/`, or of a checkpoint. A run stands for its newest
             checkpoint.
 
     Raises:
@@ -84,7 +84,7 @@ MANIFEST = "manifest.json"
 
 
 class DamagedCheckpointError(ConfigError):
-    """All checkpoints of a run are damaged, or the checkpoint that it starts from is."""
+    """All checkpoints of a run are damaged, or the one that the run starts from is."""
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
@@ -93,7 +93,7 @@ def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
-    """Compare the files of a checkpoint with its manifest, and return their damages.
+    """Compare the files of a checkpoint with its manifest, and return the damage.
 
     Args:
         directory: Local folder of the checkpoint.
@@ -131,7 +131,7 @@ def _digest(path: Path) -> str:
 def no_whole_checkpoint(
     damaged: Mapping[str, str], run: RunFiles, *, is_own: bool = True
 ) -> DamagedCheckpointError:
-    """Return the error of a run all of whose checkpoints are damaged.
+    """Return the error for a run whose checkpoints are all damaged.
 
     Args:
         damaged: Checkpoint -> description of its damage. At least one. Ray Train's paths have no

@@ -322,7 +322,7 @@ class RunFiles:
         if not self._lock_path.exists():
             return False
         try:
-            with self.lock():
+            with self.lock(timeout_s=0.0):
                 return False
         except ConfigError:
             return True
@@ -333,9 +333,12 @@ class RunFiles:
         return self.folder.parent / f".{self.name}.lock"
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the run's lock, without waiting for it. For a URI, which has no lock, this is a
-        no-op.
+    def lock(self, *, timeout_s: float = 1.0) -> Iterator[None]:
+        """Hold the run's lock. A no-op for a URI, which has no lock.
+
+        Args:
+            timeout_s: Seconds to wait for it: `is_running`, which `raypo monitor` calls every few
+                seconds, holds it for an instant.
 
         Raises:
             ConfigError: another process holds the lock.
@@ -348,7 +351,7 @@ class RunFiles:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._lock_path)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=timeout_s)
         except Timeout:
             raise ConfigError(
                 f"name ({self.name}): another process is running in {self.location}. "

@@ -1,4 +1,4 @@
-"""Status of runs, read from their files, as a table or a paragraph. Without Ray."""
+"""Status of runs, read from their files, as a table or a paragraph. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RunStatus:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left. None if the run is not running, or if they are unknown."""
+        """Estimated seconds left. None if the run is not running, or if the time is unknown."""
         if self.status != "running" or self.step_s is None or self.total is None:
             return None
         return (self.total - self.done) * self.step_s

@@ -34,8 +34,8 @@ MARKS = {
     "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
     "<|python_start|>": "<|python_end|>",  # Llama 4
 }
-"""Maps the mark that opens tool calls to the one that closes them. The end of the response or the
-next call also closes a call."""
+"""Opening mark of tool calls -> closing mark. A call also ends at the next call, or with the
+response."""
 PYTHON_TAG = "<|python_tag|>"
 """Tag that Llama 3 may write before a call."""
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
@@ -249,9 +249,7 @@ def _functions_at(text: str, place: int, tools: Tools) -> tuple[list[Any], int]:
 
 
 def _objects_at(text: str, place: int) -> tuple[list[Any], int]:
-    """Parse a JSON object, a list of JSON objects, or a list of Python calls, into a list of
-    objects.
-    """
+    """Parse a JSON object, a list of these, or a list of Python calls. Return a list of objects."""
     try:
         found, end = _json_at(text, place, "a tool call is")
         return (found if isinstance(found, list) else [found]), end

@@ -2,7 +2,7 @@
 
     python -I -S jail.py < jail.json     the fields of `Jail` as a JSON object
 
-The program gets new Linux namespaces, none of which needs root: processes (those that it leaves
+The program gets new Linux namespaces, none of which needs root: processes (any that it leaves
 behind are killed with it), mounts (its root is an empty file system in memory, with Python and the
 system's libraries read-only), network (there is none), users (it is nobody, without capabilities)
 and System V IPC. The kernel enforces the limits on memory, processes and files; system calls that
@@ -15,9 +15,9 @@ support the sandbox.
 
 Reasons against bubblewrap (bwrap 0.8 was tried): it maps a single user. If root starts it, as in
 most containers, its program is root outside. The kernel then applies no limit on processes (60 ran
-under a limit of 8). If nobody starts it, it cannot read a Python below /root. Its file system in
-memory has no limit on the number of files. We would still need our own code for the seccomp filter
-and the limits.
+under a limit of 8). If the user nobody starts it, it cannot read a Python below /root. Its file
+system in memory has no limit on the number of files. We would still need our own code for the
+seccomp filter and the limits.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _leave_namespaces() -> None:
 
 
 def _map_users(supervisor: int) -> None:
-    """Write the user maps: nobody inside is the caller outside. For root, it is nobody outside."""
+    """Map the user nobody inside to the caller outside, or to nobody if the caller is root."""
     user, group = os.geteuid(), os.getegid()
     with_root = "\n0 0 1" if user == 0 else ""  # root must map itself to read its own files
     if user != 0:

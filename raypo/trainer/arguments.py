@@ -40,7 +40,7 @@ BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a trainer besides its config; `RecipeTrainer.__init__` describes them."""
+    """Arguments of a trainer other than its config, as described in `RecipeTrainer.__init__`."""
 
     model: Any = None
     args: object = None
@@ -75,7 +75,7 @@ class Given(Generic[AnyConfig]):
 def read_arguments(
     kind: type[AnyConfig], config: object, given: Arguments, *, preset: str | None
 ) -> Given[AnyConfig]:
-    """Return the config that a trainer's arguments describe, and objects that it cannot hold.
+    """Convert a trainer's arguments to a config, and the objects that a config cannot hold.
 
     Args:
         kind: Config class of the recipe.

@@ -54,7 +54,7 @@ def named_rows(
 
 
 def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
-    """Refuse rows for an unknown key, and rows that can be read only once.
+    """Refuse rows for an unknown key, and iterators, which can be read only once.
 
     Raises:
         ConfigError: a key or its rows are refused.
@@ -75,7 +75,7 @@ def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
 
 
 def is_ray_data(rows: Rows) -> bool:
-    """Return whether rows are a Ray Data set. Imports Ray Data only if the rows come from there."""
+    """Return whether rows are a Ray Data set. Ray Data is imported only for rows of its types."""
     if not type(rows).__module__.startswith("ray.data"):
         return False
     from ray.data import Dataset
@@ -90,7 +90,7 @@ def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
     run that can resume.
 
     Raises:
-        ConfigError: there are no rows, a row is no mapping, or JSON cannot represent it.
+        ConfigError: there are no rows, a row is not a mapping, or JSON cannot represent a row.
     """
     if not given:
         return config

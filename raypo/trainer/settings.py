@@ -26,7 +26,7 @@ from raypo.storage.checkpoints import SCORE
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
 CONTROLLER_FAILURE_LIMIT = 2
-"""Limit on retries of a failed start. Ray's default retries without end."""
+"""Limit on retries of a failed start. Ray's default has no limit."""
 
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
 """Label that Ray gives to nodes with accelerators."""
@@ -241,14 +241,14 @@ def scaling_of(config: Any, given: ScalingConfig | None) -> ScalingConfig:
 
 
 def _has_cluster(config: RecipeConfig) -> bool:
-    """Return True if there is a Ray cluster, whose nodes may be other machines."""
+    """Return True if the run uses an existing Ray cluster, which may have other machines."""
     return ray.is_initialized() or cluster_address(config.cluster)[0] is not None
 
 
 def _has_gpus(config: RecipeConfig) -> bool:
     """Return True if the Ray cluster has usable GPUs, or this machine if there is no cluster.
 
-    This does not start Ray.
+    This does not start a local Ray.
     """
     if _has_cluster(config):
         connect(config.cluster)

@@ -156,10 +156,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 default is `use_gpu=False`: pass True for GPUs, or leave the argument out.
             run_config: Ray's RunConfig. `name`, `storage_path`, `failure_config` (`max_failures`)
                 and `checkpoint_config` override keys of the config: `num_to_keep` overrides
-                `checkpoint.keep`, `checkpoint_score_attribute` and `checkpoint_score_order`
-                override
-                `checkpoint.best_by` and `best_mode`. Values equal to Ray's defaults count as not
-                set.
+                `checkpoint.keep`, and `checkpoint_score_attribute` and `checkpoint_score_order`
+                override `checkpoint.best_by` and `best_mode`. Values equal to Ray's defaults count
+                as not set.
             reward_fn: Reward function, for recipes that sample: (list[Rollout]) -> list[float], a
                 function or an object with `__call__`. Overrides `reward.function`.
             datasets: `{"train": rows, "eval": rows}`, as in Ray Train: a `ray.data.Dataset`, a
@@ -389,7 +388,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     def _start_group_gc(self, monitor: ActorHandle) -> ActorHandle | None:
         # Ray removes placement groups only when the job's driver ends. A task or an actor, like a
-        # trial of Ray Tune, needs a collector, because the job may go on after it was killed.
+        # trial of Ray Tune, needs a collector, because its job may outlive it.
         return None if is_driver() else start_placement_group_gc(until=monitor)
 
     def _check_folder(self) -> None:
@@ -506,11 +505,12 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
 
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
-        """Wait until the learner workers' placement group fits: reserve such a group, and remove
-        it.
+        """Wait until there is room for the learner workers' placement group.
 
-        Ray Train then creates its own group. Without this wait, nobody would report which bundle
-        waits for which resources, because Ray Train does not.
+        This reserves such a group, and removes it.
+
+        Ray Train then creates its own group. It would not report which bundle waits for which
+        resources, and this wait does.
         """
         group = reserve(
             worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
@@ -524,14 +524,14 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """The config with the fewest workers, typed for the plan, which accepts all recipes."""
+        """Config with the lowest number of workers, typed as Any because plans take all recipes."""
         config: Any = self.config
         fewest = config.learner.min_workers
         return config if fewest is None else config.with_workers(fewest)
 
     @property
     def worker_resources(self) -> dict[str, float]:
-        """Resources of a learner worker, including custom ones of the scaling config."""
+        """Resources of a learner worker, including custom resources of the scaling config."""
         scaling = self.scaling_config
         resources: dict[str, Any] = {
             "CPU": scaling.num_cpus_per_worker,

@@ -45,7 +45,7 @@ GRACE_S = 5.0
 
 @contextmanager
 def stop_on_signal(ask: Callable[[], None]) -> Iterator[None]:
-    """Call `ask` at the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt at the second.
+    """Call `ask` on the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt on the second.
 
     After the first signal a thread checks that Ray's head is alive, because a signal to the whole
     process group, like that of `timeout`, also ends a local Ray. Outside the main thread this

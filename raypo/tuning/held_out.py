@@ -27,7 +27,7 @@ Changes = Mapping[str, Change]
 def who_is_best(
     trials: Sequence[TrialRecord], goal: Goal, held_out: Callable[[TrialRecord], Scores]
 ) -> str:
-    """Describe the best trial and its lead over the next one with a score of the same step.
+    """Describe the best trial and its lead over the next trial with a score of the same step.
 
     Args:
         trials: Trials, best first; those without a score are skipped. At least one has a score.

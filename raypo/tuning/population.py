@@ -1,4 +1,4 @@
-"""Population-based training: weak trials restart from the checkpoints of better ones.
+"""Population-based training: weak trials restart from the checkpoints of better trials.
 
 At a fixed interval all trials wait for each other and are compared at the same step. Ray Tune then
 passes checkpoints from trial to trial. A checkpoint here is only a pointer: a folder with a small
@@ -104,8 +104,9 @@ def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a trial's run between two copies of checkpoints. In a segment, Ray Train itself
-    resumes.
+    """Part of a trial's run between two copies of checkpoints.
+
+    Within a segment, Ray Train resumes by itself.
     """
 
     trial: str

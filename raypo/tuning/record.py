@@ -40,7 +40,7 @@ class TrialRecord:
     """Seconds times devices held. The devices are GPUs if the trial has any, otherwise CPU
     cores."""
     error: str = ""
-    """Last line of the error."""
+    """Last line of the error. Empty if the trial did not fail."""
 
     @property
     def judged(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ def random_point(sweep: SweepConfig, number: int) -> Point:
 
 
 def as_tune(domain: Domain) -> Any:
-    """Convert a domain to Tune's."""
+    """Convert a domain to Ray Tune's class."""
     if domain.is_list:
         return tune.choice(list(domain.values))
     if domain.kind == "quniform":  # Tune's quniform requires that the step divides both ends
@@ -73,7 +73,7 @@ def as_tune(domain: Domain) -> Any:
 
 
 def as_optuna(domain: Domain) -> BaseDistribution:
-    """Convert a domain to Optuna's."""
+    """Convert a domain to Optuna's class."""
     if domain.is_list:
         return CategoricalDistribution(list(domain.values))
     low, high = domain.values[:2]
@@ -143,7 +143,7 @@ class OptunaSearcher(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: dict | None = None, error: bool = False
     ) -> None:
-        """Tell Optuna a trial's metrics and its violation of each constraint."""
+        """Report a trial's metrics and its violation of each constraint to Optuna."""
         trial, values = self._asked.pop(trial_id), self._values(result or {})
         if not values:
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)

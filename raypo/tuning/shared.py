@@ -101,7 +101,7 @@ class Sharing:
 def started(
     sharing: Sharing, base: AnyConfig, name: str, *, num_slots: int, logs_dir: str
 ) -> Iterator[Shared | None]:
-    """Start the shared deployments, and shut them down when the trials are over.
+    """Start the shared deployments, and shut them down when the trials have finished.
 
     Args:
         sharing: Deployments to start.

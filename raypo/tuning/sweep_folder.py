@@ -1,4 +1,4 @@
-"""The folder of a sweep: recorded config, status and completion. Without Ray and torch."""
+"""The folder of a sweep: recorded config, status and completion. Imports neither Ray nor torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTML page of a sweep: the best trial and the reason, all trials, and their cost. Without Ray."""
+"""HTML page of a sweep: the best trial, all trials, and their cost. Needs no Ray."""
 
 from __future__ import annotations
 
@@ -281,9 +281,7 @@ def _saved(trial: TrialRecord, sweep: SweepData) -> float:
 
 
 def _labels(sweep: SweepData) -> dict[str, str]:
-    """Return a label for each trial: its values if these are short and distinct for all, or its
-    name.
-    """
+    """Return each trial's label: its values if all are short and distinct, otherwise its name."""
     texts = {trial.name: point_text(trial.point) for trial in sweep.trials}
     is_short = all(len(text) <= MAX_LABEL for text in texts.values())
     if is_short and len(set(texts.values())) == len(texts):

@@ -2,11 +2,11 @@
 
 Processes: Tune runs each trial in an actor, and `run_trial` runs Ray Train's controller in the same
 actor. The controller calls `TrialReports` after each report of the learner workers, and waits there
-until Tune has decided whether the trial goes on.
+until Tune has decided if the trial continues.
 
 On a small machine most of a trial's cost is starting processes, each of which imports Ray and
-torch. So the controller has no process of its own, and Tune reuses the actor for the next trial (on
-CPUs, without pbt).
+torch. The controller therefore has no separate process, and Tune reuses the actor for the next
+trial (on CPUs, without pbt).
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def run_point(point: Point, setup: TrialSetup) -> None:
 
 
 def _wait_for_predecessor(files: RunFiles) -> None:
-    """Wait for the earlier process of the trial. pbt has stopped it, but it may not have exited
-    yet.
-    """
+    """Wait for the earlier process of the trial, which pbt has stopped, to exit."""
     deadline = time.monotonic() + PREDECESSOR_TIMEOUT_S
     while files.is_running() and time.monotonic() < deadline:
         time.sleep(0.5)

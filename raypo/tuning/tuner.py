@@ -50,7 +50,7 @@ RANDOM_POINTS = 20
 
 
 class Tuner:
-    """Ray Tune's `Tuner`, whose trials are runs of one config with other values.
+    """Ray Tune's `Tuner`, whose trials are runs of one config with different values.
 
     Trials share the reference model, the reward models and the engines, like those of `raypo
     sweep`. Their results equal those of separate runs.

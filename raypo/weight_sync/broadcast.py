@@ -19,8 +19,8 @@ from raypo.weights.messages import Backend, BroadcastBucket, Rendezvous, StoredB
 class BroadcastTransport(Transport):
     """Broadcast with NCCL to engines on their own GPUs, or with gloo if there are no GPUs.
 
-    If a receiver died, restarted or joined, the next push forms a new group. No weights are kept:
-    a restarted engine gets them with the next push.
+    If a receiver died, restarted or joined, the next push forms a new group. The weights are not
+    stored: a restarted engine gets them with the next push.
     """
 
     def __init__(

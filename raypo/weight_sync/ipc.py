@@ -1,4 +1,4 @@
-"""Weight transport within a GPU: the engine reads the learner's bucket by a CUDA IPC handle."""
+"""Weight transport within a GPU: engines read the learner's bucket through a CUDA IPC handle."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class IpcTransport(Transport):
     """Copy within each GPU, for engines that share the GPUs of the learner workers.
 
     Every learner worker stages the same buckets on its own GPU, and each of an engine's workers
-    reads the bucket on its own GPU. No weights are kept: a restarted engine gets them with the next
-    push.
+    reads the bucket on its own GPU. The weights are not stored: a restarted engine gets them with
+    the next push.
     """
 
     def __init__(

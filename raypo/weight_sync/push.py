@@ -29,7 +29,7 @@ class AdaptedLearner(Protocol):
     """A learner whose LoRA adapter can be pushed."""
 
     def adapter_push(self, name: str, version: int) -> AdapterPush | None:
-        """Return the current adapter on rank 0, None elsewhere; all workers call it."""
+        """Return the current adapter on rank 0, and None on other ranks. All workers call it."""
         ...
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -53,7 +53,7 @@ def open_transport(
         share_gpus: Whether several engines share a GPU.
         kept: Whether the weights are pushed once, and must stay available for engines that
             restart later.
-        in_flight: Handling of requests in flight during a push. None means there are none.
+        in_flight: Policy for requests in flight during a push. None means that there are none.
 
     Raises:
         ConfigError: the configured transport does not work here.
@@ -105,7 +105,7 @@ def push_adapter(
         workers: The workers that train the policy.
 
     Raises:
-        WeightError: as `Transport.push`.
+        WeightError: see `Transport.push`.
     """
     # Push the base weights before the first adapter. Push them again if the actor that stored them
     # was lost, because engines may have been lost with it.

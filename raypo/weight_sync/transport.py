@@ -91,7 +91,7 @@ class Transport:
                 with all_or_none(workers):
                     if workers.rank == 0:
                         self.kept = None
-                        self.weight_store.forget()  # free the old version before the new one comes
+                        self.weight_store.forget()  # free the old version first
                         session.begin()
                 with all_or_none(workers), drained(weights()) as tensors:
                     self.open(session, workers)
@@ -215,7 +215,7 @@ class ObjectTransport(Transport):
                 session.settle()
                 session.specs += buckets[-1].specs
                 session.pending = session.engines.load_bucket(buckets[-1])
-                del group, parts  # before the next ones are made
+                del group, parts  # free them before the next group is made
         session.settle()
         return buckets
 

@@ -101,7 +101,7 @@ class Group:
             state = self._backend.get_error().name if is_nccl else "SUCCESS"
             if state != "SUCCESS":  # NCCL reports work with a lost peer as completed
                 raise WeightError(f"NCCL: {state}.")
-        except RuntimeError as error:  # WeightError is one
+        except RuntimeError as error:  # a WeightError, too
             self.leave()
             raise WeightError(
                 f"broadcast group {self.rendezvous.epoch} ({self.rendezvous.backend}): {error} "

@@ -13,7 +13,7 @@ import xxhash
 from torch import Tensor
 
 HASH_THREADS = 2
-"""Threads that compute checksums. A single one does not use the whole memory bandwidth."""
+"""Threads that compute checksums. A single thread does not use the whole memory bandwidth."""
 
 
 class WeightError(RuntimeError):

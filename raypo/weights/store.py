@@ -41,7 +41,7 @@ class WeightStoreActor:
         self._pushes: dict[str | None, tuple[str, Any]] = {}
 
     def keep(self, adapter: str | None, id: str, ref: list[Any]) -> None:
-        """Keep a push, and drop the one before."""
+        """Store a push, and drop the previous push."""
         self._pushes[adapter] = (id, ref)
 
     def forget(self, adapter: str | None) -> None:

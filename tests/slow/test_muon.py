@@ -15,6 +15,12 @@ RESUMED = [
     ("float32_3_1", "float32", 1),
 ]
 """Checkpoints of one worker that two workers read, and their ZeRO stage."""
+OF_TWO = [
+    ("float32_2_2", "float32", 3),
+    ("float32_3_2", "float32", 0),
+    ("bfloat16_2_2", "bfloat16", 3),
+]
+"""Checkpoints of two workers that one worker reads, and its ZeRO stage."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[Any, An
         "checkpoints": str(folder / "checkpoints"),
     }
     one = run_workers(folder, 1, CASES, **more)
-    return {1: one, 2: run_workers(folder, 2, CASES, resume=RESUMED, **more)}
+    two = run_workers(folder, 2, CASES, resume=RESUMED, **more)
+    return {1: one, 2: two, 3: run_workers(folder, 1, [], resume=OF_TWO, **more)}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,3 +52,11 @@ def test_two_workers_go_on_from_a_checkpoint_of_one_at_another_stage(
 ):
     one = outcomes[1][dtype, int(name.split("_")[1])]["second"]
     assert_agrees_with_one_worker(one, outcomes[2][name], dtype, stage)
+
+
+@pytest.mark.parametrize(("name", "dtype", "stage"), OF_TWO)
+def test_one_worker_goes_on_from_a_checkpoint_of_two(
+    outcomes: dict[int, dict[Any, Any]], name: str, dtype: str, stage: int
+):
+    two = outcomes[2][dtype, int(name.split("_")[1])]["second"]
+    assert_agrees_with_one_worker(outcomes[3][name], two, dtype, stage)

@@ -202,8 +202,34 @@ def test_what_only_the_shell_knows_is_a_note():
     text = translate("verl", read_command(command, "verl"))
     assert "# - actor_rollout_ref.rollout.n ($N): rollout.samples_per_prompt." in text
     assert "# - actor_rollout_ref.actor.ppo_mini_batch_size (${M}): ppo.minibatch_size." in text
-    assert "# - data.train_batch_size ($((2): rollout.prompts_per_step." in text
+    assert "# - data.train_batch_size ($((2*N))): rollout.prompts_per_step." in text
+    for key in ("prompts_per_step", "samples_per_prompt", "minibatch_size"):
+        assert f"\n  {key}: " not in text, "neither a default nor computed from one"
     assert "num_steps: 7 # trainer.total_training_steps" in text
+
+
+def test_a_script_whose_batch_is_not_known_gets_no_batch_from_a_default():
+    recipe, given = read_script(
+        "GRPOTrainer('m', f, args=GRPOConfig(per_device_train_batch_size=args.size, max_steps=8))"
+    )
+    text = translate("TRL", given, recipe)
+    assert "# - per_device_train_batch_size (args.size): " in text
+    for key in ("prompts_per_step", "minibatch_size", "num_steps"):
+        assert f"{key}: " not in text.partition("\nname:")[2]
+
+
+def test_variables_of_a_command_may_have_defaults_and_use_others():
+    given = read_command(
+        """NODES=${NODES:-16}
+        MODEL=${MODEL:-"${HOME}/a model"}
+        run trainer.nnodes="${NODES}" actor_rollout_ref.model.path="$MODEL" a.b=${C-3}""",
+        "verl",
+    )
+    assert given == {
+        "trainer.nnodes": 16,
+        "actor_rollout_ref.model.path": f"{Path.home()}/a model",
+        "a.b": 3,
+    }
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_a_score_keeps_its_texts_between_workers_and_over_http():
         ("**Grade**: 2 out of 5.", 0.25),
         ("3.0/5.0", 0.5),
         ("3 of 5 points", 0.5),
+        ("I give it a grade of 5.", 1.0),
         ("4/50", None),
         ("2.5", 0.375),
         ("0", None),
@@ -315,7 +316,11 @@ def test_a_run_measures_the_grades_and_keeps_the_answers():
         ({"template": "{response}{criterion}"}, r"reward\.judge\.criteria \(none\)"),
         (
             {"criteria": {"score": "b"}, "template": "{response}{criterion}"},
-            r"reward\.judge\.criteria \(score\): is the name",
+            r"reward\.judge\.criteria \(score\): every score has it",
+        ),
+        (
+            {"criteria": {"judge_s": "b"}, "template": "{response}{criterion}"},
+            r"reward\.judge\.criteria \(judge_s\): every score has it",
         ),
         ({"grades": [5, 1]}, r"reward\.judge\.grades \(\[5\.0, 1\.0\]\): must rise"),
         ({"grades": {}}, r"reward\.judge\.grades \(\{\}\): has no word"),

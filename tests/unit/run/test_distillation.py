@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from raypo.cluster.placement import served_roles
 from raypo.collectives import Workers
 from raypo.config import DistillationConfig
 from raypo.data.stream import ShuffledStream
 from raypo.learner.distillation_task import DistillationTask
 from raypo.recipes.distillation import DistillationRecipe
 from raypo.rollout.teacher_prompts import teacher_prompts
+from raypo.run.served_roles import class_and_arguments
 from raypo.types import Example, ScoredRollout, Taught
 from tests.stand_ins import completed
 from tests.unit.learner.plain import on_workers
@@ -65,6 +67,29 @@ def made(
     recipe.texts, recipe._vocabulary = texts, 300
     recipe.teacher_prompts = teacher_prompts(config.distillation)
     return recipe
+
+
+def test_a_teacher_in_vllm_has_room_for_the_longest_prompt_that_it_may_get():
+    values = CONFIG.model_dump() | {
+        "model": {"policy": "p", "teacher": "t"},
+        "data": {"prompts": "a.jsonl", "max_prompt_tokens": 64},
+        "rollout": {"samples_per_prompt": 2, "max_new_tokens": 8},
+        "placement": {"frozen": {"reference": {"backend": "vllm"}}},
+    }
+    longest = {}
+    for shown in (None, "success"):
+        most = {"max_teacher_prompt_tokens": 256} if shown else {}
+        config = DistillationConfig.parse(
+            values | {"distillation": {"teacher_prompt": shown, **most}}
+        )
+        for role in served_roles(config, num_workers=1, use_gpu=True):
+            longest[role.kind, shown] = class_and_arguments(role, config)[1]["max_model_len"]
+    assert longest == {
+        ("engine", None): 72,
+        ("engine", "success"): 72,
+        ("reference", None): 72,
+        ("reference", "success"): 264,
+    }
 
 
 def test_each_teacher_is_asked_about_its_own_sources():
