@@ -48,7 +48,9 @@ _CORRECTIONS = {"token_truncate": "tis", "sequence_truncate": "sequence_tis"}
 _CORRECTIONS |= {"token_mask": "icepop", "sequence_mask": "sequence_tis"}
 """TRL's vllm_importance_sampling_mode -> ppo.correction.kind."""
 _TRL_IDLE = {"eval_strategy": ("no", "steps"), "vllm_mode": ("colocate",)}
-"""TRL's argument -> its values that need no counterpart, besides those of the tables."""
+_TRL_IDLE |= dict.fromkeys(("log_completions", "per_device_eval_batch_size"), ())
+_TRL_IDLE |= dict.fromkeys(("logging_steps", "logging_strategy", "num_completions_to_print"), ())
+"""TRL's argument -> its values that need no counterpart; all values if there are none."""
 
 
 def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> str:
@@ -225,7 +227,7 @@ def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
         done["rollout.samples_per_prompt"] = get("num_generations"), "num_generations"
         done["rollout.prompts_per_step"] = prompts, "responses of a generation / num_generations"
         done["ppo.minibatch_size"] = batch, origin
-        done |= _loss_of_trl(get, notes)
+        done |= _loss_of_trl(get, notes) | _correction_of_trl(get, notes)
         updates = max(generated // batch, 1) * get("num_iterations")
         steps /= updates
     if steps > 0:
@@ -239,15 +241,19 @@ def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
         notes += _several_rewards(get)
     names = [each for each in done if each.endswith(("batch_size", "prompts_per_step"))]
     notes.append(f"{' and '.join(names)}: of one process. Multiply by the number of processes.")
-    idle = [name for name, values in _TRL_IDLE.items() if str(get.given.get(name)) in values]
+    idle = [
+        name
+        for name, value in get.given.items()
+        if name in _TRL_IDLE and (str(value) in _TRL_IDLE[name] or not _TRL_IDLE[name])
+    ]
     if idle:
         get.used.update(idle)
-        notes.append(f"{', '.join(idle)}: nothing to do.")
+        notes.append(f"Needs nothing here: {', '.join(idle)}.")
     return done, notes
 
 
 def _loss_of_trl(get: _Values, notes: list[str]) -> Settings:
-    """Return the keys of GRPO's loss, and of the correction of vLLM's log-probs."""
+    """Return the keys of GRPO's loss."""
     done: Settings = {"ppo.preset": ("grpo", "GRPOTrainer"), "ppo.kl.coef": (get("beta"), "beta")}
     done["ppo.num_epochs"] = get("num_iterations"), "num_iterations"
     loss, low, high = get("loss_type"), get("epsilon"), get("epsilon_high")
@@ -268,6 +274,12 @@ def _loss_of_trl(get: _Values, notes: list[str]) -> Settings:
         done["ppo.advantage"] = "dr_grpo", "scale_rewards"
     elif scale not in (True, "group"):
         notes.append(f"scale_rewards ({scale}): ppo.advantage. docs/methods.md has its values.")
+    return done
+
+
+def _correction_of_trl(get: _Values, notes: list[str]) -> Settings:
+    """Return the keys of the correction of vLLM's log-probs, which TRL applies by default."""
+    done: Settings = {}
     correction = "vllm_importance_sampling_"
     is_corrected, mode = get(f"{correction}correction", True), get(f"{correction}mode")
     cap, has_vllm = get(f"{correction}clip_max"), get.given.get("use_vllm") is True

@@ -120,6 +120,10 @@ def test_counts_of_steps_are_copied_where_an_update_is_a_step(tmp_path: Path):
     counts = "save_steps=20, eval_steps=5, eval_strategy='steps', max_steps=64, warmup_ratio=0.1"
     config = config_of(trl(counts), tmp_path)
     assert (config.checkpoint.every, config.eval.every) == (20, 5)
+    logged = "logging_steps=1, log_completions=True, eval_strategy='no', vllm_mode='colocate'"
+    idle = "# - Needs nothing here: logging_steps, log_completions, eval_strategy, vllm_mode.\n"
+    assert idle in trl(logged)
+    assert "# - eval_strategy (epoch): Set `eval.prompts`" in trl("eval_strategy='epoch'")
     assert config.learner.lr_warmup_steps == 7
     text = trl(f"{counts}, num_iterations=2")
     config = config_of(text, tmp_path)
