@@ -44,6 +44,7 @@ from raypo.cluster.run_monitor import start_monitor
 from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.concurrency import daemon_future
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig
+from raypo.config.paths import is_uri
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
@@ -205,7 +206,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         }
         """Arguments that a trainer of another config needs to run with the same Python objects."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
-        self._files = RunFiles(resolved.storage_path, resolved.name)
         with self._without_leftovers():
             resolved = self._with_given(resolved)
             self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
@@ -213,6 +213,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 check_reward_function(self._reward_fn, key="reward_funcs")
                 check_columns(resolved, self._reward_fn, key="reward_funcs")
             self.config: AnyConfig = with_steps_of_epochs(resolved)
+        self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None
         scaling = scaling_of(self.config, scaling_config)
         self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
@@ -289,20 +290,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
         Return the config that names their files.
         """
-        before = self._given_files()
+        before = _given_files(config)
         try:
             return with_models(with_rows(config, self._given.rows), self._given.models)
         finally:
-            self._written = self._given_files() - before
-
-    def _given_files(self) -> set[Path]:
-        """Return the files and folders of rows and models given in Python."""
-        return {
-            each
-            for name in (GIVEN_ROWS, GIVEN_MODELS)
-            for each in (self._files.folder / name, *(self._files.folder / name).rglob("*"))
-            if each.exists()
-        }
+            self._written = _given_files(config) - before
 
     @contextmanager
     def _without_leftovers(self) -> Iterator[None]:
@@ -313,13 +305,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         try:
             yield
         except ConfigError:
-            if self._files.is_local:
-                for each in sorted(self._written, reverse=True):  # files before their folder
-                    with suppress(OSError):  # the folder has other files
-                        each.rmdir() if each.is_dir() else each.unlink()
-                if self._written:
-                    with suppress(OSError):
-                        self._files.folder.rmdir()
+            for each in sorted(self._written, reverse=True):  # files before their folder
+                with suppress(OSError):  # the folder has other files
+                    each.rmdir() if each.is_dir() else each.unlink()
             raise
 
     def _fit_watched(self) -> Result:
@@ -590,3 +578,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
         )
         self._files.sync()
+
+
+def _given_files(config: RecipeConfig) -> set[Path]:
+    """Return the run's local folder and the rows and models below it that Python gave."""
+    if is_uri(config.storage_path):
+        return set()
+    folder = Path(config.absolute_storage_path, config.name)
+    below = [folder / GIVEN_ROWS, folder / GIVEN_MODELS]
+    found = [folder, *below, *(each for name in below for each in name.rglob("*"))]
+    return {each for each in found if each.exists()}
