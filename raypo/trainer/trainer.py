@@ -204,7 +204,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "callbacks": given.callbacks,
             "scaling_config": scaling_config,
         }
-        """Arguments that a trainer of another config needs to run with the same Python objects."""
+        """Arguments of the trainers of a `Tuner`'s trials: the Python objects that they share."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
         with self._without_leftovers():
             resolved = self._with_given(resolved)
@@ -365,7 +365,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             dedicated.shutdown(graceful=status == "finished")
 
     def _tell_workers(self) -> None:
-        """Pass the environment variables that the Ray job does not set to the workers.
+        """Pass to the workers the environment variables that the Ray job does not set.
 
         The user's `worker_runtime_env` takes precedence.
         """
@@ -495,10 +495,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
         """Wait until there is room for the learner workers' placement group.
 
-        This reserves such a group, and removes it.
+        A group with the same bundles is reserved, and removed again.
 
-        Ray Train then creates its own group. It would not report which bundle waits for which
-        resources, and this wait does.
+        Ray Train then creates its own group. Unlike Ray Train, this wait reports which bundle waits
+        for which resources.
         """
         group = reserve(
             worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
@@ -529,7 +529,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return {name: amount for name, amount in resources.items() if amount}
 
     def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
-        """Start the dedicated deployments, before the workers, whose restarts they survive."""
+        """Start the dedicated deployments, before the workers start.
+
+        The deployments survive restarts of the workers.
+        """
         if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
         from raypo.run.dedicated_services import start_dedicated  # model code
