@@ -336,7 +336,7 @@ class RewardSection(Config):
 
     function: str | None = None
     """Reward function, `file.py:name` or `package.module:name`, with the signature (list[Rollout])
-    -> list[float]. null means none."""
+    -> list[float], or with that of TRL, f(prompts, completions, **columns). null means none."""
     processes: int = Field(default=0, ge=0)
     """Number of worker processes per learner worker for a slow reward function. Each call gets the
     rollouts of a few prompts. 0 means that the learner worker calls the function itself, with all
@@ -354,6 +354,16 @@ class RewardSection(Config):
     weights: RewardWeights = RewardWeights()
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Fraction of a step's samples that may have no score (None, NaN) before the run stops."""
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _is_one_function(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple | Mapping):
+            raise ValueError(
+                'must be one function. Write one that calls the others and returns {"score": their '
+                "weighted sum, name: part, ...} per response (docs/rewards.md, Several at once)."
+            )
+        return value
 
     def _problems(self) -> Iterator[str]:
         if self.request != RewardRequestSection() and self.url is None and self.judge is None:
