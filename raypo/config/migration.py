@@ -119,9 +119,9 @@ save_total_limit | | = checkpoint.keep |
 metric_for_best_model | | checkpoint.best_by |
 eval_steps | as logging_steps | eval.every | Steps of raypo. TRL evaluates only with `eval_strategy`.
 report_to | | logging.wandb | `logging.wandb: {}`, `logging.mlflow: {}`, `logging.tensorboard`.
-logging_steps | 10 | ~ | Every step is logged.
+logging_steps, logging_strategy | 10 | ~ | Every step is logged.
 log_completions, num_completions_to_print | false | ~ | Responses are always kept in the run's folder, and `raypo show` prints them.
-eval_strategy | no | ~ | Set `eval.prompts`, and `eval.every` to steps.
+eval_strategy | no | | Set `eval.prompts`, and `eval.every` to steps.
 per_device_eval_batch_size | 8 | ~ | Held-out prompts need no batch size.
 resume_from_checkpoint | | from_checkpoint | A run resumes by itself; `from_checkpoint` starts from another run.
 """,

@@ -52,9 +52,7 @@ _CORRECTIONS = {"token_truncate": "tis", "sequence_truncate": "sequence_tis"}
 _CORRECTIONS |= {"token_mask": "icepop", "sequence_mask": "sequence_tis"}
 """TRL's vllm_importance_sampling_mode -> ppo.correction.kind."""
 _TRL_IDLE = {"eval_strategy": ("no", "steps"), "vllm_mode": ("colocate",)}
-_TRL_IDLE |= dict.fromkeys(("log_completions", "per_device_eval_batch_size"), ())
-_TRL_IDLE |= dict.fromkeys(("logging_steps", "logging_strategy", "num_completions_to_print"), ())
-"""TRL's argument -> its values that need no counterpart; all values if there are none."""
+"""TRL's argument -> its values that need no counterpart, besides the table's."""
 
 
 def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> str:
@@ -291,11 +289,7 @@ def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
         notes += _several_rewards(get)
     names = [each for each in done if each.endswith(("batch_size", "prompts_per_step"))]
     notes.append(f"{' and '.join(names)}: of one process. Multiply by the number of processes.")
-    idle = [
-        name
-        for name, value in get.given.items()
-        if name in _TRL_IDLE and (str(value) in _TRL_IDLE[name] or not _TRL_IDLE[name])
-    ]
+    idle = [name for name, values in _TRL_IDLE.items() if str(get.given.get(name)) in values]
     if idle:
         get.used.update(idle)
         notes.append(f"Needs nothing here: {', '.join(idle)}.")

@@ -70,7 +70,7 @@ def test_a_script_of_trl_becomes_its_port(tmp_path: Path):
     values |= by_hand["args"]
     differing = config.differences(PPOConfig.parse(nested(values)))
     keys = {each.partition(":")[0] for each in differing}
-    assert keys == {"data.prompts", "data.max_prompt_tokens"}
+    assert keys == {"data.prompts", "data.max_prompt_tokens", "reward.function"}
 
 
 LORA = "LoraConfig(r=4)"
@@ -125,9 +125,9 @@ def test_counts_of_steps_are_copied_where_an_update_is_a_step(tmp_path: Path):
     counts = "save_steps=20, eval_steps=5, eval_strategy='steps', max_steps=64, warmup_ratio=0.1"
     config = config_of(trl(counts), tmp_path)
     assert (config.checkpoint.every, config.eval.every) == (20, 5)
-    logged = "logging_steps=1, log_completions=True, eval_strategy='no', vllm_mode='colocate'"
-    idle = "# - Needs nothing here: logging_steps, log_completions, eval_strategy, vllm_mode.\n"
-    assert idle in trl(logged)
+    text = trl("logging_steps=1, log_completions=True, eval_strategy='steps', vllm_mode='colocate'")
+    assert "# Needs nothing here: logging_steps (1), log_completions (True)." in text
+    assert "# - Needs nothing here: eval_strategy, vllm_mode.\n" in text
     assert "# - eval_strategy (epoch): Set `eval.prompts`" in trl("eval_strategy='epoch'")
     assert config.learner.lr_warmup_steps == 7
     text = trl(f"{counts}, num_iterations=2")
