@@ -25,7 +25,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_black", "bright_blue")
 _RESULTS = {
     "eval/score_mean": "held-out score",
-    "rollout/score_mean": "score",
+    "rollout/score_mean": "no held-out score; training score",
     "eval/accuracy": "held-out accuracy",
     "train/loss": "loss",
 }
