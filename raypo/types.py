@@ -25,7 +25,7 @@ class Prompt:
     token_ids: np.ndarray  # int32 [P]
     label: Any = None
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt. None if the row has a text instead."""
+    """Chat messages of the prompt, or None if the row has a text instead."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Episode:
     environment_s: float
     """Seconds that the policy waited for the environment, or for the agent's next call."""
     error: str | None = None
-    """Reason of the failure. None if the episode did not fail."""
+    """Reason of the failure, or None if the episode did not fail."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that the environment or the agent reported."""
     tool_uses: tuple[ToolUse, ...] = ()
@@ -88,7 +88,7 @@ class Rollout:
     group_index: int = 0
     """Index of the prompt's draw in the run, from 0. The samples of one draw are a group."""
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt. None if the row has a text instead."""
+    """Chat messages of the prompt, or None if the row has a text instead."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)

@@ -18,8 +18,8 @@ class Counterpart(NamedTuple):
     names: tuple[str, ...]
     """Current name of the key, then its older names."""
     default: str
-    """Default in the other project. Empty if the key is required, or if its default follows from
-    other keys."""
+    """Default in the other project. It is empty if the key is required, or if its default follows
+    from other keys."""
     keys: tuple[tuple[str, ...], ...]
     """Groups of raypo's keys that take its place. A recipe uses the first group whose keys it has.
     """
@@ -29,7 +29,7 @@ class Counterpart(NamedTuple):
     """True if raypo's keys take the value unchanged."""
 
     def keys_in(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Return the first group of `keys` that is in `known`. Empty if there is none."""
+        """Return the first group of `keys` that is in `known`, or () if there is no such group."""
         return next((keys for keys in self.keys if set(keys) <= set(known)), ())
 
     def matches(self, key: str) -> int:

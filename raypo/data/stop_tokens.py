@@ -44,7 +44,7 @@ class StopTokens:
         return tuple(str(added[each]) for each in self.ids if each in added)
 
     def inside(self, message: Message) -> str | None:
-        """Return the text of a stop token that a message contains. None if it contains none."""
+        """Return the text of a stop token that a message contains, or None if there is none."""
         strings = strings_of({k: v for k, v in message.items() if k != "role"})
         return next((text for text in self.texts if any(text in each for each in strings)), None)
 

@@ -74,7 +74,7 @@ class Fragment:
 
     @property
     def of_moment(self) -> Moment:
-        """Layout of the moments: `moment`, or the layout of the owner."""
+        """Layout of the optimizer's moments: `moment` if set, else the layout of `owner`."""
         owner = self.owner
         if self.moment:
             return self.moment

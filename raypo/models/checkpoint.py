@@ -89,7 +89,10 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
 
 
 def cached_folder(path: str) -> str | None:
-    """Return the cache folder of a downloaded hub id. None if `path` is a folder or not cached."""
+    """Return the cache folder of a downloaded hub id.
+
+    The result is None if `path` is a folder, or a hub id that is not cached.
+    """
     if Path(path).expanduser().is_dir():
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -136,7 +136,7 @@ def kto_kl(total: float, count: float) -> float:
         count: Number of such pairs.
 
     Returns:
-        The mean log-ratio in nats per response, at least 0. 0 if there are no such pairs.
+        The mean log-ratio in nats per response, at least 0. It is 0 if there are no such pairs.
 
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
     """

@@ -133,8 +133,8 @@ def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int,
         step: Last step whose evaluation may be used. None means no limit.
 
     Returns:
-        The steps of both evaluations (0 is before the first update), and the change. None if fewer
-        than two evaluations are saved, or if they share no prompt.
+        The steps of both evaluations (0 is before the first update), and the change. The
+        result is None if fewer than two evaluations are saved, or if they share no prompt.
     """
     steps = [s for s in files.rollout_steps(held_out=True) if step is None or s <= step]
     if len(steps) < 2:

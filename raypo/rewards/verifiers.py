@@ -170,9 +170,9 @@ def plain_words(text: str) -> str:
 
 
 def is_words(text: str) -> bool:
-    """Return whether a text consists of words, one of which has three letters or more.
+    """Return whether a text is made of words only, at least one of them with three letters or more.
 
-    Shorter texts, such as `xy`, are products.
+    Without such a word it is taken for a formula: `xy` is x times y.
     """
     words = re.split(r"[,.]?\s|'", text)
     return max(map(len, words)) > 2 and all(re.fullmatch(r"[^\W\d_]+", word) for word in words)
@@ -208,7 +208,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)")
 
 
 def _balanced(text: str) -> str | None:
-    """Return the text up to the brace that closes an already open one; None if it stays open."""
+    """Return the text before the brace that closes an already open one, or None if there is none."""
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "{") - (character == "}")

@@ -21,7 +21,10 @@ from raypo.types import Experience, ScoredRollout
 
 
 def rollout_metrics(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
-    """Return metrics of raw scores and lengths over all workers' samples. Empty without samples."""
+    """Return metrics of raw scores and lengths over all workers' samples.
+
+    The result is empty if there are no samples.
+    """
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
     by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rows

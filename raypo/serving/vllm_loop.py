@@ -56,7 +56,7 @@ class Serving:
     """State that decides if an engine may sample. Written between steps; read by any thread."""
 
     version: int | None = None
-    """Weight version. None if the engine does not hold a complete one."""
+    """Weight version, or None if the engine holds no complete weights."""
     why_not: str = "no weights were pushed yet"
     asleep: set[str] = field(default_factory=set)
     paused: InFlight | None = None

@@ -251,7 +251,7 @@ def _refuse_system_calls() -> None:
 
 
 def _machine() -> int:
-    """Return the index of this machine in MACHINES."""
+    """Return the index of this CPU architecture in MACHINES."""
     name = os.uname().machine
     if name not in MACHINES:
         raise OSError(

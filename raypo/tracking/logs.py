@@ -94,7 +94,9 @@ def _loggers_apart() -> list[logging.Logger]:
 
 
 def _users_caller() -> str | None:
-    """Return the module of raypo that called the printing user code. None if a library printed.
+    """Return the module of raypo that called the printing user code.
+
+    The result is None if a library printed.
 
     Libraries print too: DeepSpeed prints compiler commands, and `datasets` prints bytecode.
     """

@@ -112,7 +112,7 @@ def started(
         logs_dir: Folder of the logs.
 
     Yields:
-        The deployments. None if the trials train on examples: they share no deployments.
+        The deployments, or None if the trials train on examples, which share no deployments.
 
     Raises:
         PlacementError: the resources of the models were not free in time.
