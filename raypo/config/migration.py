@@ -24,7 +24,7 @@ class Counterpart(NamedTuple):
     """Groups of raypo's keys that take its place. A recipe uses the first group whose keys it has.
     """
     note: str
-    """Unit or difference. If `keys` is empty, the reason why there is no counterpart."""
+    """Unit or difference. If `keys` is empty, it says why raypo has no counterpart."""
     is_same: bool
     """True if raypo's keys take the value unchanged."""
 

@@ -9,8 +9,8 @@ While calls wait for a replica, one task of the loop checks its health. A replic
 answer is killed. Its calls then fail, and Ray restarts it.
 
 Retry rule: if a replica is lost, its calls are repeated under the same id on another replica that
-is up. If no other replica is up, they are repeated on the restarted one. The restarted replica first
-makes the call that the handle requires (`DeploymentHandle.require`).
+is up. If no other replica is up, they are repeated on the restarted one. The restarted replica
+first makes the call that the handle requires (`DeploymentHandle.require`).
 """
 
 from __future__ import annotations

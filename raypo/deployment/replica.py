@@ -91,8 +91,8 @@ class Replica:
         """Run a method of the object. A call whose id is known is not run again.
 
         Returns:
-            The value. `Unprepared` if the prerequisite failed. `Lost` if the method failed and the
-            object cannot go on.
+            The method's value, or `Unprepared` if the call's prerequisite failed, or `Lost` if the
+            method failed and the object cannot serve further calls.
         """
         value = self._calls.get(call.id)
         if value is None or value.cancelled():

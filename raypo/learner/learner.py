@@ -417,7 +417,7 @@ class Learner:
         return [rows[torch.tensor(piece, dtype=torch.int64)] for piece in cut]
 
     def _on_device(self, experience: Experience, rows: Tensor) -> Experience:
-        """Return the rows on the device. If there are none, return a blank row of weight 0."""
+        """Return the rows on the device, or a blank row of weight 0 if `rows` is empty."""
         batch = experience.select(rows) if len(rows) else experience.blank()
         return batch.to(self._device)
 

@@ -96,7 +96,7 @@ def count_for(
     *,
     aggregation: str,
 ) -> Tensor:
-    """Return the count that `aggregate` divides by.
+    """Return the count by which `aggregate` divides the loss.
 
     Its sum over micro-batches and workers is the `normalizer` of the step.
 

@@ -26,7 +26,7 @@ class Responses:
 
     @property
     def log_ratios(self) -> Tensor:
-        """Log(policy / reference model), [B]. Log(policy) if there is no reference model."""
+        """Log(policy / reference model), or log(policy) if there is no reference model, [B]."""
         return self.log_probs if self.ref_log_probs is None else self.log_probs - self.ref_log_probs
 
     def rewards(self, beta: float, *, per_token: bool = False) -> Tensor:

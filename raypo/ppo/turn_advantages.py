@@ -41,8 +41,8 @@ def turn_advantages(
         workers: The workers that hold the groups.
 
     Returns:
-        advantages: [B, T], the same on all tokens of a turn. 0 where masked, and 0 for a turn whose
-            state no other turn of the prompt has.
+        advantages: [B, T], the same on all tokens of a turn, 0 where masked. They are 0 for a turn
+            whose state no other turn of the prompt has.
 
     Paper: Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 6 and 7.
     """

@@ -59,7 +59,7 @@ def paired_change(before: Mapping[Any, float], after: Mapping[Any, float]) -> Ch
 
     Args:
         before: Mean score of each prompt's samples.
-        after: Same as `before`, at a later time.
+        after: The same at a later time.
 
     Returns:
         The change, or None if there are no shared prompts.

@@ -208,7 +208,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)")
 
 
 def _balanced(text: str) -> str | None:
-    """Return the text before the brace that closes an already open one, or None if there is none."""
+    """Return the text before the brace that closes an already open one.
+
+    The result is None if the open brace is never closed.
+    """
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "{") - (character == "}")

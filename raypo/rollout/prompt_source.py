@@ -25,7 +25,7 @@ class PromptSource:
     sample_counts: SampleCounts = field(default_factory=SampleCounts)
 
     def draw(self, num_prompts: int, workers: Workers) -> list[Draw]:
-        """Return this worker's share of the next prompts. All workers call this with one count.
+        """Return this worker's share of the next prompts. All workers call it with the same number.
 
         Args:
             num_prompts: Number of prompts over all workers.

@@ -109,7 +109,8 @@ RATES = {
     "rollout/samples_sampled": "perf/samples_per_s",
     "rollout/response_tokens": "perf/response_tokens_per_s",
 }
-"""Name of the rate for each count of a step. If two have the same name, the later count is used."""
+"""Name of a count -> name of its rate. If two counts of a step share a rate, the later one is used.
+"""
 
 
 def speed_metrics(metrics: dict[str, float], step_s: float) -> dict[str, float]:
