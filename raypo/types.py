@@ -94,7 +94,7 @@ class Rollout:
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the prompt's row in the data."""
     episode: Episode | None = None
-    """Episode that the response is part of. None for a single-turn response."""
+    """Episode that the response is part of, or None for a single-turn response."""
     row_index: int = 0
     """Index of the conversation in its episode. All conversations of an episode share its score and
     count as one sample."""
@@ -102,8 +102,8 @@ class Rollout:
     """float32 [T]: reward of each turn from the environment, at the turn's last token; 0 elsewhere.
     """
     turn_index: np.ndarray | None = None
-    """int32 [T]: index of the turn that sampled each token, within the row; -1 elsewhere. None for
-    a single-turn response."""
+    """int32 [T]: index of the turn that sampled each token, within the row; -1 elsewhere. It
+    is None for a single-turn response."""
     later_versions: tuple[tuple[int, int], ...] = ()
     """Weight updates during the response. Each entry has the index of the first token that the new
     weights sampled, and the version of these weights."""

@@ -35,7 +35,8 @@ class Counterpart(NamedTuple):
     def matches(self, key: str) -> int:
         """Return how well a key matches a name of the counterpart.
 
-        3 means the whole name, 2 two or more of its last parts, 1 its last part, 0 no match.
+        3 means that the whole name matches, 2 two or more of its last components, 1 only its last
+        component, and 0 none.
         """
         return max(self._match(name, key) for name in self.names)
 

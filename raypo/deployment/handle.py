@@ -486,7 +486,7 @@ class LocalReplica(ReplicaClient):
         self._target = target
 
     async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
-        """Run the call in a thread; entries of a list that are futures are awaited together."""
+        """Run the call in a thread. If its value is a list of futures, await them together."""
 
         def run() -> Any:
             if call.prerequisite is not None:

@@ -404,7 +404,10 @@ class Learner:
         return [torch.nonzero(experience.minibatch == number).flatten() for number in range(count)]
 
     def _microbatches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
-        """Split rows by token budget; all workers get the same number of pieces, some empty."""
+        """Split rows into microbatches by token budget.
+
+        All workers get the same number of microbatches, of which some may be empty.
+        """
         prompts, tokens = experience.prompt_ids[rows], experience.prompt_mask[rows]
         pieces = batches_by_tokens(
             [ids[own].numpy().tobytes() for ids, own in zip(prompts, tokens, strict=True)],

@@ -53,7 +53,7 @@ SHOWN = 3
 
 
 def read_config(path: str, *, key: str = "model", **values: Any) -> PretrainedConfig:
-    """Return the transformers config of a folder or hub id; `values` override its entries.
+    """Return the transformers config of a folder or hub id; `values` override its attributes.
 
     Raises:
         ConfigError: transformers does not know the architecture, or cannot read the file.

@@ -149,7 +149,7 @@ class Engine:
         self._paused_by: str | None = None
         """Id of the push that paused the engine."""
         self._held: dict[str | None, str] = {}
-        """Id of the push that each adapter came from; the key None stands for the base weights."""
+        """Adapter name -> id of the push that it came from. The base weights have the key None."""
         self._replaced: set[str] = set()
         """Ids of pushes that newer ones have replaced."""
         self._arrived: list[TensorSpec] = []

@@ -317,7 +317,7 @@ class RunFiles:
             )
 
     def is_running(self) -> bool | None:
-        """Return whether a process holds the run's lock. None for a URI, which has no lock."""
+        """Return whether a process holds the run's lock, or None for a URI, which has no lock."""
         if not self.is_local:
             return None
         if not self._lock_path.exists():
