@@ -322,7 +322,7 @@ class Learner:
         return log_probs.cpu()
 
     def _if_policy(self, field: str, experience: Experience) -> dict[str, Tensor]:
-        """Return the policy's log-probs as `field`, or nothing if this worker has no policy."""
+        """Return {field: the policy's log-probs}, or {} if this worker has no policy."""
         return {field: self._policy_log_probs(experience)} if self._trained_policy else {}
 
     @torch.no_grad()

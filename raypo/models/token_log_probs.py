@@ -84,7 +84,7 @@ def head_log_probs(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropies, [M] each, of tokens given the hidden states before them.
+    """Compute each token's log-prob and entropy, [M] each, from the hidden state before it.
 
     The entropies are 0 without `with_entropy`.
     """

@@ -84,7 +84,7 @@ class DeviceLoad:
 
     @property
     def fits(self) -> bool:
-        """True if the load stays within the usable share, or the memory is unknown."""
+        """True if the load stays within the usable share, or if the memory is unknown."""
         return self.available is None or self.needed <= USABLE * self.available
 
 

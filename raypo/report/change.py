@@ -91,7 +91,7 @@ def unpaired_change(
 
     Args:
         before: Mean, sample variance and number of units.
-        after: Same as `before`, at a later time.
+        after: The same at a later time.
         basis: Description of the compared data.
     """
     (mean, variance, count), (last_mean, last_variance, last_count) = before, after

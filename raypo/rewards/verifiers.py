@@ -33,7 +33,7 @@ MAX_WORDS = 10
 
 
 def exact_match(rollouts: Sequence[Rollout]) -> list[float]:
-    """Score 1.0 if the response equals the label, ignoring white space around them, else 0.0."""
+    """Score 1.0 if the response equals the label, else 0.0. White space around both is ignored."""
     return [float(r.response.strip() == label_of(r).strip()) for r in rollouts]
 
 

@@ -211,7 +211,7 @@ class VllmLoop:
             self._hand_in(self._news, give_back)
 
     def cancel_other_attempts(self, run: str, attempt: str) -> int:
-        """Cancel requests of a run's other attempts, queued, running or yet to come.
+        """Cancel a run's requests of other attempts: queued, running, or still to arrive.
 
         Returns:
             Number of requests that were cancelled now.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 24
 _ALWAYS = ("at step", "steps", "status", "trial")
-"""Columns that are never left out, in addition to the values and the sweep's metrics."""
+"""Columns that are always shown, besides the tried values and the sweep's metrics."""
 _GAP = 2
 """Spaces between two columns."""
 _RANKING = (
