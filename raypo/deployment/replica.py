@@ -180,8 +180,8 @@ class Replica:
         except Exception as error:
             problem = self._problem()
             return Lost(problem) if problem else Unprepared(f"{type(error).__name__}: {error}")
-        # Without the lock, a prerequisite that is fetching the last push could overwrite the weights
-        # of a newer push.
+        # Without the lock, a prerequisite that is fetching the last push could overwrite the
+        # weights of a newer push.
         with self._preparing if call.is_control else nullcontext():
             return getattr(target, call.method)(*call.args, **call.kwargs)
 

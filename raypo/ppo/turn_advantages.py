@@ -31,7 +31,7 @@ def turn_advantages(
     group, in whichever episode and at whichever position they occur. A turn's return is the
     discounted sum of its own reward and the rewards of later turns. The rest of the score, which
     turn rewards do not cover, is added to the last turn. `grpo` compares the returns of a group
-    like scores. All workers call it together.
+    like scores. All workers must call this function together.
 
     Args:
         experience: This worker's rows.
