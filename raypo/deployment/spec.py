@@ -59,7 +59,7 @@ class Deployment:
         return self.name.split(":")[-1]
 
     def limits(self) -> Deployment:
-        """Return the part that callers need, without the class, whose import takes seconds."""
+        """Return a copy for callers. It omits the class, whose import takes seconds."""
         return replace(self, cls=object, kwargs={}, env={})
 
 

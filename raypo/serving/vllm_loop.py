@@ -175,7 +175,7 @@ class VllmLoop:
                 and no request joins them.
 
         Returns:
-            One entry for each request, which is the future of its completion.
+            For each request, the future of its completion.
 
         Raises:
             RuntimeError: the engine was shut down.
