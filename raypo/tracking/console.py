@@ -29,7 +29,7 @@ _RESULTS = {
     "eval/accuracy": "held-out accuracy",
     "train/loss": "loss",
 }
-"""Metrics for the last line of a run, which shows the first one that the run has."""
+"""Candidate metrics for the last line of a run. The first that the run has is shown."""
 _WIDTH = 24
 """Width of a bar in characters, and number of steps in the curve."""
 
