@@ -98,11 +98,11 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         subtitle=f"raypo report, written {written}",
         badge=runs[0].status if len(runs) == 1 else "",
     )
-    _headline(page.section("Result"), named)
+    curves = {name: with_the_start(each) for name, each in rows.items()}
+    _headline(page.section("Result"), named, curves)
     _warnings(page.section("Warnings"), named)
     if len(runs) == 1 and with_samples:
         before_and_after_texts(page.section("What it did to the texts"), runs[0].files)
-    curves = {name: with_the_start(each) for name, each in rows.items()}
     for title, plots in PLOTS.items():
         section = page.section(title, _KL_NOTE if title.startswith("Distance") else "")
         if title in _OWN_CHARTS:
@@ -151,19 +151,22 @@ def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
     return found
 
 
-def _headline(section: Section, runs: Mapping[str, RunData]) -> None:
+def _headline(section: Section, runs: Mapping[str, RunData], curves: RowsByRun) -> None:
+    charts = _scores(runs, curves)
     for name, run in runs.items():
         wall_s, held_out = run.summary.get("wall_s"), held_out_change(run.files)
         sentences = headline(run.rows, run.status, wall_s, run.config, held_out)
         prefix = f"{name}: " if len(runs) > 1 else ""
         section.add(Words(prefix + " ".join(sentences[:2]), strong=True))
+        if len(runs) == 1:
+            section.add(*charts)
         if sentences[2:]:
             section.add(Words(" ".join(sentences[2:])))
     if len(runs) == 1:
         (only,) = runs.values()
         section.add(Tiles(_tiles(only.rows)))
         return
-    section.add(Words(_comparison(runs), strong=True))
+    section.add(Words(_comparison(runs), strong=True), *charts)
     shown = [m for m in _TILES if any(before_and_after(r.rows, m.name) for r in runs.values())]
     section.add(
         Table(
@@ -294,7 +297,6 @@ def _cost(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
 
 
 _OWN_CHARTS = {
-    "Learning": _scores,
     "Distance from the reference": _score_against_kl,
     "Time and memory": _cost,
 }

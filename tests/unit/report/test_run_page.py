@@ -36,6 +36,13 @@ def test_the_page_says_in_words_how_the_run_went(run: Path):
     assert {"Score", "Score against KL", "Entropy", "Seconds by phase, all steps"} <= titles(html)
 
 
+def test_the_score_curve_stands_directly_under_the_verdict(run: Path):
+    result, *_ = run_page([load_run(str(run))], with_samples=False).sections
+    kinds = [type(block).__name__ for block in result.blocks]
+    assert kinds == ["Words", "Chart", "Words", "Tiles"]
+    assert page_text(run).count('aria-label="Score"') == 1
+
+
 def chart(html: str, title: str) -> dict:
     """The figure under a title."""
     name = (

@@ -20,6 +20,7 @@ HELD, GAMED = "kl_coef-00005", "kl_coef-00007"
 def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of a page's time; test_run_page.py looks at the charts."""
     monkeypatch.setattr(run_page_module, "PLOTS", {})
+    monkeypatch.setattr(run_page_module, "_scores", lambda *_: [])
 
 
 def said(*folders: Path) -> str:
