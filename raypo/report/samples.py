@@ -66,23 +66,35 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
         if all(prompt in each for each in scores)
     ]
     up, down = (sum(sign * (b - a) > 0 for a, b in judged) for sign in (1, -1))
+
+    def num_equal(prompt: Any) -> int:
+        pair = before[prompt], after[prompt]
+        return sum(pair[0][name] == pair[1][name] for name in ("response", "score"))
+
+    def gain(prompt: Any) -> float:
+        scores = before[prompt]["score"], after[prompt]["score"]
+        return 0.0 if None in scores else scores[1] - scores[0]
+
+    worse = [prompt for prompt in shared if gain(prompt) < 0]
+    share = len(worse) / max(sum(gain(prompt) != 0 for prompt in shared), 1)
+    shown_worse = evenly(worse, int(MAX_PROMPTS * max(share, 1 / 3)))
     chosen: list[Any] = []
-    for number in range(3):  # number of equal fields among response and score
-        alike = [
-            prompt
-            for prompt in shared
-            if sum(before[prompt][name] == after[prompt][name] for name in ("response", "score"))
-            == number
-        ]
-        if room := MAX_PROMPTS - len(chosen):
+    for number in range(3):
+        alike = [p for p in shared if p not in worse and num_equal(p) == number]
+        if room := MAX_PROMPTS - len(shown_worse) - len(chosen):
             chosen += evenly(alike, room)
+    chosen = sorted([*chosen, *shown_worse], key=num_equal)
     tokenizer = tokenizer_of(files, files.config() or {})
     when = "before the first update" if first == 0 else f"after step {first}"
     section.add(
         Words(
-            f"Of {len(judged)} held-out prompts, {up} score higher after step {last} than {when}, "
-            f"{down} lower, {len(judged) - up - down} the same. Evenly chosen ones, first those "
-            f"with another score, then those with another response:"
+            f"{up} better, {down} worse of {len(judged)} held-out prompts: their score after step "
+            f"{last} against {when}.",
+            strong=True,
+        ),
+        Words(
+            "Evenly chosen ones, first those with another score (a third or more of them "
+            "worse, if there are as many), then those with another response:"
         ),
         Table(
             ["prompt", "label", when, "score", f"after step {last}", "score"],

@@ -54,8 +54,8 @@ def chart(html: str, title: str) -> dict:
 def test_it_shows_the_same_held_out_prompts_before_and_after(run: Path):
     html = page_text(run)
     assert (
-        "Of 4 held-out prompts, 3 score higher after step 12 than before the first update, "
-        "0 lower, 1 the same." in html
+        "3 better, 0 worse of 4 held-out prompts: their score after step 12 against before the "
+        "first update." in html
     )
     assert "<td>held out 0</td><td>a</td><td>a=</td><td>0</td><td>a=</td><td>1</td>" in html
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from raypo.cli import app
-from raypo.report.page import Section, Table
+from raypo.report.page import Section, Table, Words
 from raypo.report.samples import before_and_after_texts, by_sample, run_samples, typical
 from raypo.report.terminal import chosen, print_samples
 from raypo.storage.rollout_table import rollout_table
@@ -136,3 +136,18 @@ def test_samples_before_and_after_show_changed_ones_first_and_turns_apart(tmp_pa
     assert [row[0] for row in table.rows[:3]] == [f"held out {n}" for n in (6, 5, 7)]
     assert table.rows[1][4] == f"{WORDS[1]}\n< {WORDS[4]}\n{WORDS[2]}"
     assert len(table.rows) == 6
+
+
+def test_samples_before_and_after_show_losses_beside_wins(tmp_path: Path):
+    files = RunFiles.at(str(write_run(tmp_path, steps=4)))
+    rows = [held_out(0, group) | {"score": float(group >= 20)} for group in range(24)]
+    files.write_rollouts(0, rollout_table(rows), held_out=True)
+    later = [row | {"response": "other", "score": 1.0 - row["score"]} for row in rows]
+    files.write_rollouts(4, rollout_table(later), held_out=True)
+    section = Section("")
+    before_and_after_texts(section, files)
+    heading, _, table = section.blocks
+    assert isinstance(heading, Words)
+    assert isinstance(table, Table)
+    assert heading.text.startswith("20 better, 4 worse of 24 held-out prompts")
+    assert [row[5] - row[3] for row in table.rows] == [1, 1, 1, 1, -1, -1]
