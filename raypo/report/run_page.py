@@ -41,6 +41,7 @@ from raypo.report.page import (
 )
 from raypo.report.samples import before_and_after_texts, run_samples
 from raypo.report.verdict import (
+    dip,
     headline,
     judge_of_held_out,
     outside_steps,
@@ -99,8 +100,9 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         badge=runs[0].status if len(runs) == 1 else "",
     )
     curves = {name: with_the_start(each) for name, each in rows.items()}
-    _headline(page.section("Result"), named, curves)
-    _warnings(page.section("Warnings"), named)
+    evaluations = {name: _evaluations(run.files) for name, run in named.items()}
+    _headline(page.section("Result"), named, curves, evaluations)
+    _warnings(page.section("Warnings"), named, evaluations)
     if len(runs) == 1 and with_samples:
         before_and_after_texts(page.section("What it did to the texts"), runs[0].files)
     for title, plots in PLOTS.items():
@@ -151,11 +153,25 @@ def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
     return found
 
 
-def _headline(section: Section, runs: Mapping[str, RunData], curves: RowsByRun) -> None:
+Evaluations = Mapping[int, Mapping[Any, float]]
+"""Step -> held-out score of each prompt."""
+
+
+def _evaluations(files: RunFiles) -> Evaluations:
+    steps = files.rollout_steps(held_out=True)
+    return {step: scores for step in steps if (scores := held_out_scores(files, step))}
+
+
+def _headline(
+    section: Section,
+    runs: Mapping[str, RunData],
+    curves: RowsByRun,
+    evaluations: Mapping[str, Evaluations],
+) -> None:
     charts = _scores(runs, curves)
     for name, run in runs.items():
         wall_s, held_out = run.summary.get("wall_s"), held_out_change(run.files)
-        sentences = headline(run.rows, run.status, wall_s, run.config, held_out)
+        sentences = headline(run.rows, run.status, wall_s, run.config, held_out, evaluations[name])
         prefix = f"{name}: " if len(runs) > 1 else ""
         section.add(Words(prefix + " ".join(sentences[:2]), strong=True))
         if len(runs) == 1:
@@ -218,12 +234,17 @@ def _change(rows: Sequence[Row], name: str) -> str:
     return f"{number(change[0])} → {number(change[1])}" if change else ""
 
 
-def _warnings(section: Section, runs: Mapping[str, RunData]) -> None:
-    notices = [
-        (f"{name}, step {f.step}" if len(runs) > 1 else f"step {f.step}", f.text, f.remedy)
-        for name, run in runs.items()
-        for f in findings(run.rows, run.config)
-    ]
+def _warnings(
+    section: Section, runs: Mapping[str, RunData], evaluations: Mapping[str, Evaluations]
+) -> None:
+    notices = []
+    for name, run in runs.items():
+        prefix = f"{name}, " if len(runs) > 1 else ""
+        for f in findings(run.rows, run.config):
+            notices.append((f"{prefix}step {f.step}", f.text, f.remedy))
+        if low := dip(evaluations[name]):
+            what = f"the held-out score {low[1]}."
+            notices.append((f"{prefix}step {low[0]}", what, "Read its held-out samples."))
     is_ppo = any("ppo/policy_loss" in row for run in runs.values() for row in run.rows[:1])
     watched = "KL, length, clipping, engine against learner, groups, entropy, phases"
     watched = watched if is_ppo else "updates that had to be skipped"

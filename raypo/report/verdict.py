@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from raypo.config.paths import short_name
@@ -16,7 +17,7 @@ from raypo.metrics.catalogue import (
     reference,
 )
 from raypo.metrics.clock import duration
-from raypo.report.change import Change, change_over_steps
+from raypo.report.change import Change, change_over_steps, paired_change
 from raypo.storage.summary import sample_totals
 from raypo.tracking.warnings import seconds_by_phase
 
@@ -30,6 +31,7 @@ def headline(
     wall_s: float | None,
     config: Mapping[str, Any] | None = None,
     held_out: tuple[int, int, Change] | None = None,
+    evaluations: Mapping[int, Mapping[Any, float]] | None = None,
 ) -> list[str]:
     """Return sentences on progress, learning, cost and the use of time.
 
@@ -39,13 +41,15 @@ def headline(
         wall_s: Duration of the run, in seconds. None means unknown.
         config: The resolved config, which names the reward functions.
         held_out: Steps of the first and the last saved evaluation, and the change of their scores.
+        evaluations: Step -> held-out score of each prompt, in the order of the steps.
     """
     config = config or {}
     if not rows:
         done = "no step has ended yet" if status == "running" else "no step ended"
         return [f"{_STATUS.get(status, 'The run ended')}; {done}."]
     words = [_progress(rows, status, wall_s)]
-    parts = [_learning(rows, config, held_out), _judges(config), _distance(rows), _texts(rows)]
+    learning = [_learning(rows, config, held_out), _trend(evaluations or {})]
+    parts = [" ".join(filter(None, learning)), _judges(config), _distance(rows), _texts(rows)]
     words += filter(None, [*parts, _samples(rows), _time(rows, wall_s)])
     return words
 
@@ -201,12 +205,44 @@ def _held_out_text(rows: Sequence[Row], first: int, last: int, change: Change) -
         text += f" between steps {first} and {last}"
     elif last != rows[-1]["step"]:
         text += f" by step {last}"
-    text += f" ({change.words})"
-    known = [row for row in rows if math.isfinite(row.get("eval/score_mean", math.nan))]
-    best = max(known, key=lambda row: row["eval/score_mean"], default=None)
-    if best and best["eval/score_mean"] - change.after > (change.margin or 0.0):
-        text += f"; its best was {best['eval/score_mean']:.3f} at step {best['step']}"
-    return text
+    return f"{text} ({change.words})"
+
+
+def _trend(evaluations: Mapping[int, Mapping[Any, float]]) -> str:
+    """Return a text on the last third of three or more evaluations, the best one, and a dip."""
+    steps = list(evaluations)
+    if len(steps) < 3:
+        return ""
+    first, last = steps[-max(2, math.ceil(len(steps) / 3))], steps[-1]
+    change = paired_change(evaluations[first], evaluations[last])
+    means = {step: fmean(scores.values()) for step, scores in evaluations.items()}
+    best = max(steps, key=lambda step: means[step])
+    when = f"at step {best}" if best else "before the first update"
+    parts = [f"was best {when} ({means[best]:.3f})"]
+    if change and change.direction is not None:
+        how = {1: "was still rising", 0: "was flat", -1: "was falling"}[change.direction]
+        parts.insert(0, f"{how} from step {first} to {last}")
+    if low := dip(evaluations):
+        parts.append(low[1])
+    return f"The held-out score {', '.join(parts)}."
+
+
+def dip(evaluations: Mapping[int, Mapping[Any, float]]) -> tuple[int, str] | None:
+    """Return the step and a text on a held-out score that fell clearly below the start on the way.
+
+    The result is None if there was no such fall, or if the last evaluation is the lowest.
+    """
+    steps = list(evaluations)
+    means = {step: fmean(scores.values()) for step, scores in evaluations.items()}
+    low = min(steps[1:], key=lambda step: means[step], default=None)
+    if low is None or low == steps[-1]:
+        return None
+    change = paired_change(evaluations[steps[0]], evaluations[low])
+    if change is None or change.direction != -1:
+        return None
+    back = next((step for step in steps if step > low and means[step] >= means[steps[0]]), None)
+    until = "to the end" if back is None else f"until step {back}"
+    return low, f"was below the start {until} (lowest {means[low]:.3f} at step {low})"
 
 
 def _with_verdict(direction: int | None, text: str) -> str:

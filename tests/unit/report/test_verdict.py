@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from raypo.report import run_page as run_page_module
-from raypo.report.page import Words
+from raypo.report.page import Notices, Words
 from raypo.report.run_page import load_run, run_page
 from raypo.storage.rollout_table import rollout_table
 from raypo.storage.run_files import RunFiles
@@ -82,6 +82,39 @@ def test_a_run_that_is_held_to_its_reference_shows_no_clear_change(tmp_path: Pat
         "rose from -0.174 to 0.229 (95 % interval of the change +0.25 to +0.55; means of the first "
         "and of the last 5 steps)." in words
     )
+
+
+def test_the_trend_names_the_last_third_the_best_step_and_a_dip_that_is_a_notice_too(
+    tmp_path: Path,
+):
+    """A start as good as step 20 of the quickstart, then its untrained answers."""
+    folder = write_recorded(tmp_path, PPO, held_out={0: 20, 10: 0, 20: 30, 30: 40})
+    words = said(folder)
+    assert "The held-out score was " in words
+    dip = "was below the start until step 20 (lowest 0.478 at step 10)"
+    assert f"from step 20 to 30, was best at step 30 (0.836), {dip}." in words
+    page = run_page([load_run(str(folder))], with_samples=False)
+    (warnings,) = next(s for s in page.sections if s.title == "Warnings").blocks
+    assert isinstance(warnings, Notices)
+    assert ("step 10", f"the held-out score {dip}.") in [each[:2] for each in warnings.notices]
+
+
+@pytest.mark.parametrize(
+    ("held_out", "trend"),
+    [
+        (
+            {0: 0, 10: 10, 20: 40},
+            "still rising from step 10 to 20, was best at step 20 (0.836).",
+        ),
+        ({0: 0, 10: 40, 20: 40}, "was flat from step 10 to 20, was best at step 10 (0.836)."),
+        ({0: 0, 10: 40, 20: 10}, "was falling from step 10 to 20, was best at step 10 (0.836)."),
+        ({0: 40, 10: 10, 20: 0}, "to 20, was best before the first update (0.836)."),
+    ],
+)
+def test_the_trend_of_the_last_third(tmp_path: Path, held_out: dict[int, int], trend: str):
+    words = said(write_recorded(tmp_path, PPO, held_out=held_out))
+    assert trend in words
+    assert "below the start" not in words
 
 
 def test_from_step_30_on_there_was_no_clear_change(tmp_path: Path):
