@@ -29,7 +29,7 @@ class Metric(NamedTuple):
     tile: bool = False
     """True if the report shows the metric in its overview tiles."""
     unless_zero: bool = False
-    """True if the console omits the metric when its value is 0."""
+    """True if the console and the tiles omit the metric when its value is 0."""
 
 
 METRICS = {
@@ -50,6 +50,7 @@ METRICS = {
             "rollout/truncated_fraction",
             "cut-off responses",
             line="cut off {:.0%}",
+            tile=True,
             unless_zero=True,
         ),
         Metric("ppo/entropy", "entropy, nats per token", line="entropy {:.2f}", tile=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from raypo.config.paths import short_name
 from raypo.metrics.catalogue import (
     METRICS,
     PLOTS,
+    Metric,
     Plot,
     Row,
     before_and_after,
@@ -183,12 +185,12 @@ def _headline(
         section.add(Tiles(_tiles(only.rows)))
         return
     section.add(Words(_comparison(runs), strong=True), *charts)
-    shown = [m for m in _TILES if any(before_and_after(r.rows, m.name) for r in runs.values())]
+    shown = [m for m in _TILES if any(_before_and_after(r.rows, m) for r in runs.values())]
     section.add(
         Table(
             ["run", "status", "steps", *(metric.label for metric in shown)],
             [
-                [name, run.status, len(run.rows), *(_change(run.rows, m.name) for m in shown)]
+                [name, run.status, len(run.rows), *(_change(run.rows, m) for m in shown)]
                 for name, run in runs.items()
             ],
         )
@@ -216,22 +218,38 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
 
 def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     tiles = []
-    for name, label, *_ in _TILES:
-        change = before_and_after(rows, name)
+    curve = with_the_start(list(rows))
+    for metric in _TILES:
+        change, name = _before_and_after(rows, metric), metric.name
         if change is None:
             continue
         if reference(rows, name) is None and name.startswith(("perf/", "time/")):
             # The median of several steps, because a single step may be unusual.
             newest = [row[name] for row in rows if name in row][-RECENT:]
-            tiles.append((label, number(median(newest)), f"median of {len(newest)} steps"))
+            was, value = f"median of {len(newest)} steps", median(newest)
         else:
-            tiles.append((label, number(change[1]), f"was {number(change[0])}"))
+            first = next(row for row in curve if math.isfinite(row.get(name, math.nan)))
+            was, value = f"was {_value(name, change[0])} at step {first['step']}", change[1]
+        tiles.append((metric.label, _value(name, value), was))
     return tiles
 
 
-def _change(rows: Sequence[Row], name: str) -> str:
-    change = before_and_after(rows, name)
-    return f"{number(change[0])} → {number(change[1])}" if change else ""
+def _before_and_after(rows: Sequence[Row], metric: Metric) -> tuple[float, float] | None:
+    change = before_and_after(rows, metric.name)
+    return None if metric.unless_zero and not any(change or ()) else change
+
+
+def _value(name: str, value: float) -> str:
+    """Format a value with three significant digits, and a share in percent."""
+    if name.endswith(("_fraction", "/accuracy")):
+        percent = 100 * value
+        return f"{round(percent, 1) or percent:.3g} %"
+    return number(float(f"{value:.3g}"))
+
+
+def _change(rows: Sequence[Row], metric: Metric) -> str:
+    change = _before_and_after(rows, metric)
+    return " → ".join(_value(metric.name, value) for value in change or ())
 
 
 def _warnings(

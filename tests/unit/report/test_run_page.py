@@ -243,3 +243,25 @@ def test_a_card_of_seconds_shows_the_median_of_the_newest_steps():
     rows = [{"step": n, "time/step_s": 2.0} for n in range(1, 30)]
     tiles = _tiles([*rows, {"step": 30, "time/step_s": 90.0}])
     assert ("2", "median of 10 steps") in [tile[1:] for tile in tiles]
+
+
+def test_cards_show_three_digits_shares_in_percent_and_the_step_of_the_earlier_value(run: Path):
+    tiles = _tiles(load_run(str(run)).rows)
+    labels = [label for label, *_ in tiles]
+    assert labels[-2:] == ["response tokens per second", "seconds per step"]
+    assert ("held-out score", "0.682", "was 0.25 at step 0") in tiles
+    assert ("training score", "0.719", "was 0.292 at step 1") in tiles
+    assert ("cut-off responses", "10 %", "was 10 % at step 1") in tiles
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(0.004617, "0.5 %"), (0.05348, "5.3 %"), (0.9996, "100 %"), (0.00004, "0.004 %"), (0, "0 %")],
+)
+def test_a_share_on_a_card(share: float, shown: str):
+    rows = [{"step": 2, "ppo/clip_fraction": share}]
+    assert _tiles(rows) == [("clipped tokens", shown, f"was {shown} at step 2")]
+
+
+def test_a_card_of_cut_off_responses_only_if_there_are_some():
+    assert _tiles([{"step": 1, "rollout/truncated_fraction": 0.0}]) == []
