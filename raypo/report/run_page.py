@@ -218,7 +218,7 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
 
 def _tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
     tiles = []
-    curve = with_the_start(list(rows))
+    curve = with_the_start([dict(row) for row in rows])
     for metric in _TILES:
         change, name = _before_and_after(rows, metric), metric.name
         if change is None:

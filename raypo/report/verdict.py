@@ -222,9 +222,8 @@ def _trend(evaluations: Mapping[int, Mapping[Any, float]]) -> str:
     if change and change.direction is not None:
         how = {1: "was still rising", 0: "was flat", -1: "was falling"}[change.direction]
         parts.insert(0, f"{how} from step {first} to {last}")
-    if low := dip(evaluations):
-        parts.append(low[1])
-    return f"The held-out score {', '.join(parts)}."
+    low = dip(evaluations)
+    return f"The held-out score {' and '.join(parts)}{f'; it {low[1]}' if low else ''}."
 
 
 def dip(evaluations: Mapping[int, Mapping[Any, float]]) -> tuple[int, str] | None:

@@ -92,7 +92,7 @@ def test_the_trend_names_the_last_third_the_best_step_and_a_dip_that_is_a_notice
     words = said(folder)
     assert "The held-out score was " in words
     dip = "was below the start until step 20 (lowest 0.478 at step 10)"
-    assert f"from step 20 to 30, was best at step 30 (0.836), {dip}." in words
+    assert f"from step 20 to 30 and was best at step 30 (0.836); it {dip}." in words
     page = run_page([load_run(str(folder))], with_samples=False)
     (warnings,) = next(s for s in page.sections if s.title == "Warnings").blocks
     assert isinstance(warnings, Notices)
@@ -104,11 +104,11 @@ def test_the_trend_names_the_last_third_the_best_step_and_a_dip_that_is_a_notice
     [
         (
             {0: 0, 10: 10, 20: 40},
-            "still rising from step 10 to 20, was best at step 20 (0.836).",
+            "still rising from step 10 to 20 and was best at step 20 (0.836).",
         ),
-        ({0: 0, 10: 40, 20: 40}, "was flat from step 10 to 20, was best at step 10 (0.836)."),
-        ({0: 0, 10: 40, 20: 10}, "was falling from step 10 to 20, was best at step 10 (0.836)."),
-        ({0: 40, 10: 10, 20: 0}, "to 20, was best before the first update (0.836)."),
+        ({0: 0, 10: 40, 20: 40}, "was flat from step 10 to 20 and was best at step 10 (0.836)."),
+        ({0: 0, 10: 40, 20: 10}, "was falling from step 10 to 20 and was best at step 10 (0.836)."),
+        ({0: 40, 10: 10, 20: 0}, "to 20 and was best before the first update (0.836)."),
     ],
 )
 def test_the_trend_of_the_last_third(tmp_path: Path, held_out: dict[int, int], trend: str):
