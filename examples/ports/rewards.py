@@ -1,4 +1,4 @@
-"""Reward functions of verl's and OpenRLHF's form, each behind a function of raypo's form."""
+"""Reward functions of verl's form, and of OpenRLHF's behind one of raypo's form."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ def compute_score(
     data_source: str | None, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> float:
     return float(solution_str == ground_truth)
-
-
-def of_verl(rollouts: list[Rollout]) -> list[float]:
-    return [
-        compute_score(each.data_source, each.response, each.label, each.row.get("extra_info"))
-        for each in rollouts
-    ]
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:

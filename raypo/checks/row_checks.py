@@ -24,12 +24,12 @@ from raypo.config import (
     functions_of,
     source_name,
 )
-from raypo.custom.loader import function_name, required_columns
+from raypo.custom.loader import function_name, required_columns, takes_ground_truth
 from raypo.data.prepared_rows import check_label
 from raypo.data.prompts import peek
 from raypo.data.rows import BadRows, is_data_set, read_rows
 from raypo.rewards.labels import scorers_of
-from raypo.rewards.scoring import WeightedSum
+from raypo.rewards.scoring import WeightedSum, has_ground_truth
 from raypo.rewards.verifiers import LABEL_CHECKS
 
 Run = TypeVar("Run", bound=RecipeConfig)
@@ -136,7 +136,7 @@ def _check_labels_of(
 
 
 def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.function") -> None:
-    """Refuse a reward function of TRL's form that needs a column which `data.prompts` lacks.
+    """Refuse a reward function of TRL's or verl's form that needs what `data.prompts` lacks.
 
     Only files are read, not data sets. A column may be missing in some rows, which then get None.
 
@@ -149,13 +149,23 @@ def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.fun
     sources = [each for each in config.data.prompts if source_name(each) not in own]
     each_function = function.functions if isinstance(function, WeightedSum) else [function]
     needed = [(name, each) for each in each_function for name in required_columns(each)]
-    if not needed or not sources or any(map(is_data_set, sources)):
+    graded = [each for each in each_function if takes_ground_truth(each)]
+    if not (needed or graded) or not sources or any(map(is_data_set, sources)):
         return
     there: dict[str, None] = {}
+    has_truth = config.data.label_key is not None
     for source in sources:
         bad = BadRows(config.data.on_error)
         for row in islice(read_rows(source, key="data.prompts", bad=bad), COLUMN_ROWS):
             there |= dict.fromkeys(row.values)
+            has_truth = has_truth or has_ground_truth(row.values)
+    if graded and not has_truth:
+        called = graded[0] if isinstance(graded[0], str) else function_name(graded[0])
+        raise ConfigError(
+            f"data.label_key (None): {called} gets a ground_truth, and rows of data.prompts have "
+            'no reward_model["ground_truth"], as those of verl. Set data.label_key to the column '
+            "of the answers."
+        )
     there.pop("prompt", None)  # a function gets it as `prompts`
     for name, each in needed:
         if name not in there:

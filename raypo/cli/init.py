@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -33,8 +34,8 @@ def init(
         raise ConfigError(f"--to ({to}): is there already. Name another file, or remove it.")
     ((project, source),) = chosen.items()
     is_file = os.path.isfile(source)  # False for a command that is longer than a file's name
-    if project == "TRL" and not is_file:
-        raise ConfigError(f"--from-trl ({source}): there is no such file.")
+    if not is_file and (project == "TRL" or not re.search(r"[\s=]", str(source))):
+        raise ConfigError(f"--from-{project.lower()} ({source}): there is no such file.")
     text = Path(source).read_text() if is_file else str(source)
     if project == "TRL":
         recipe, arguments = read_script(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
@@ -182,9 +182,13 @@ class RunFile(Config):
         """
         return cls(origin, **{str(key): value for key, value in values.items()})
 
-    def to_yaml(self) -> str:
-        """Return the config as a run file with only the keys whose values are not the defaults."""
-        flat = dict(_values_set(self))
+    def to_yaml(self, shown: Collection[str] = ()) -> str:
+        """Return the config as a run file with only the keys whose values are not the defaults.
+
+        Args:
+            shown: Keys that are written even if their values are the defaults.
+        """
+        flat = dict(_values_set(self, shown))
         return OmegaConf.to_yaml(OmegaConf.create(nested(escaped(flat))))
 
     def with_absolute_paths(self, base: str | Path | None = None) -> Self:
@@ -301,8 +305,10 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _values_set(config: RunFile) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the plain value of each key whose value is not its default."""
+def _values_set(config: RunFile, shown: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the plain value of each key that is in `shown` or has not its
+    default.
+    """
     plain = config.model_dump(mode="json")
     for name, field in type(config).model_fields.items():
         section = getattr(config, name)
@@ -310,12 +316,12 @@ def _values_set(config: RunFile) -> Iterator[tuple[str, Any]]:
             default = field.get_default(call_default_factory=True)
             if name == "recipe":
                 default = "ppo"  # the recipe of a file without the key
-            if section != default or field.is_required():
+            if section != default or field.is_required() or name in shown:
                 yield name, plain[name]
             continue
         for key in _leaves(section):
             value = functools.reduce(getattr, key.split("."), section)
-            if value != section._usual(key):
+            if value != section._usual(key) or f"{name}.{key}" in shown:
                 yield (
                     f"{name}.{key}",
                     functools.reduce(dict.__getitem__, key.split("."), plain[name]),

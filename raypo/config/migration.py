@@ -27,6 +27,8 @@ class Counterpart(NamedTuple):
     """Unit or difference. If `keys` is empty, the reason why there is no counterpart."""
     is_same: bool
     """True if raypo's keys take the value unchanged."""
+    is_automatic: bool
+    """True if nothing needs to be set, whatever the value."""
 
     def keys_in(self, known: Sequence[str]) -> tuple[str, ...]:
         """Return the first group of `keys` that is in `known`. Empty if there is none."""
@@ -51,7 +53,7 @@ class Counterpart(NamedTuple):
 
 # Columns: names, newest first | default there | keys here | unit or difference.
 # `a + b`: both keys take its place; `a, b`: the second one in recipes that lack the first;
-# `= a`: a takes the value unchanged.
+# `= a`: a takes the value unchanged; `~` and `~ a`: nothing needs to be set.
 _TABLES = {
     "TRL": """
 model_name_or_path | | = model.policy | A Hugging Face folder or a hub id.
@@ -86,7 +88,7 @@ cliprange_value | 0.2 | = ppo.value_clip |
 lam | 0.95 | = ppo.gae_lambda |
 vf_coef | 0.1 | | The critic is a model of its own with its own rate, `learner.critic_lr`.
 repetition_penalty | 1.0 | | Tokens would not come from the policy's own distribution, which the ratios compare.
-use_vllm | false | | Responses are always sampled by vLLM.
+use_vllm | false | ~ | Responses are always sampled by vLLM.
 vllm_mode | colocate | placement.mode | `server`: dedicated.
 vllm_gpu_memory_utilization | 0.3 | = rollout.engine.gpu_memory_fraction |
 vllm_tensor_parallel_size | 1 | = rollout.engine.tensor_parallel |
@@ -107,7 +109,7 @@ weight_decay | 0.0 | = learner.weight_decay |
 max_grad_norm | 1.0 | = learner.max_grad_norm |
 seed | 42 | = seed |
 max_steps | -1 | num_steps | TRL counts optimizer steps; a step of PPO is a rollout batch with all of its updates.
-num_train_epochs | 3 | num_epochs, num_steps | Recipes that sample count steps: rows / `rollout.prompts_per_step` are an epoch.
+num_train_epochs | 3 | num_epochs, num_steps | PPO and the other recipes that sample have `num_steps` only: rows / `rollout.prompts_per_step` are an epoch.
 label_smoothing | 0.0 | = dpo.label_smoothing |
 center_rewards_coefficient | | = reward_model.centering_coef |
 output_dir, run_name | | storage_path + name | The run's folder is storage_path/name.
@@ -116,7 +118,7 @@ save_total_limit | | = checkpoint.keep |
 metric_for_best_model | | checkpoint.best_by |
 eval_steps | as logging_steps | eval.every | Steps of raypo. TRL evaluates only with `eval_strategy`.
 report_to | | logging.wandb | `logging.wandb: {}`, `logging.mlflow: {}`, `logging.tensorboard`.
-logging_steps | 10 | | Every step is logged.
+logging_steps | 10 | ~ | Every step is logged.
 resume_from_checkpoint | | from_checkpoint | A run resumes by itself; `from_checkpoint` starts from another run.
 """,
     "peft": """
@@ -137,19 +139,33 @@ data.val_files | | = eval.prompts |
 data.train_batch_size | 1024 | = rollout.prompts_per_step, learner.batch_size | Prompts, in both.
 data.max_prompt_length | 512 | = data.max_prompt_tokens | Tokens. Longer prompts are skipped; `data.too_long: error` stops as verl's `truncation: error`.
 data.max_response_length | 512 | = rollout.max_new_tokens, data.max_response_tokens | Tokens.
-data.filter_overlong_prompts | false | data.too_long | `skip`.
-data.reward_fn_key | data_source | data.prompts | A source has its own `function` instead: `{path, function}`.
-reward.custom_reward_function.path, custom_reward_function.path | | reward.function | `file.py:name`. verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` gets one response; raypo's function a list of rollouts.
+data.filter_overlong_prompts | false | data.too_long | true: `skip`.
+data.truncation | error | data.too_long | `error`. raypo never cuts a prompt.
+data.prompt_key | prompt | = data.prompt_key |
+data.seed | | = seed |
+data.shuffle | true | | Prompts are shuffled in each epoch, by `seed`.
+data.reward_fn_key | data_source | | A function of verl's form gets `row["data_source"]`.
+reward.custom_reward_function.path, custom_reward_function.path | | reward.function | `file.py:compute_score`, as it is.
+reward.custom_reward_function.name, custom_reward_function.name | compute_score | reward.function | `file.py:name`.
+actor_rollout_ref.model.use_remove_padding | false | ~ | Rows are always packed.
+actor_rollout_ref.rollout.name | | ~ | Responses are always sampled by vLLM.
 actor_rollout_ref.rollout.n | 1 | = rollout.samples_per_prompt | Responses per prompt.
 actor_rollout_ref.rollout.temperature | 1.0 | = rollout.temperature |
+actor_rollout_ref.rollout.top_p | 1 | = rollout.top_p |
+actor_rollout_ref.rollout.top_k | -1 | rollout.top_k | -1: null.
 actor_rollout_ref.rollout.gpu_memory_utilization | 0.5 | = rollout.engine.gpu_memory_fraction |
 actor_rollout_ref.rollout.tensor_model_parallel_size | 2 | = rollout.engine.tensor_parallel |
-actor_rollout_ref.rollout.free_cache_engine | true | rollout.engine.sleep |
+actor_rollout_ref.rollout.free_cache_engine | true | ~ rollout.engine.sleep | raypo decides it by the memory, `auto`.
 actor_rollout_ref.rollout.multi_turn.max_assistant_turns | | = rollout.max_turns |
 actor_rollout_ref.rollout.val_kwargs.n | 1 | = eval.samples_per_prompt |
 actor_rollout_ref.rollout.val_kwargs.temperature | 0 | = eval.temperature |
+actor_rollout_ref.rollout.val_kwargs.do_sample | false | ~ eval.temperature | 0 is greedy.
 actor_rollout_ref.actor.ppo_mini_batch_size | 256 | ppo.minibatch_size | verl counts prompts, raypo responses: multiply by `rollout.samples_per_prompt`.
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.actor.ppo_micro_batch_size | | learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
+actor_rollout_ref.actor.use_dynamic_bsz | false | ~ learner.max_tokens_per_microbatch | Passes are always cut by tokens.
+actor_rollout_ref.actor.fsdp_config.param_offload, actor_rollout_ref.actor.fsdp_config.optimizer_offload, critic.model.fsdp_config.param_offload, critic.model.fsdp_config.optimizer_offload | false | | true: `learner.deepspeed: {zero_optimization: {offload_optimizer: {device: cpu}}}`, or `offload_param` with `learner.zero_stage: 3`.
+actor_rollout_ref.ref.fsdp_config.param_offload | false | ~ rollout.engine.sleep | The reference leaves the GPU while it has no work, if memory is short.
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu, actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu, actor_rollout_ref.ref.log_prob_micro_batch_size, actor_rollout_ref.rollout.log_prob_micro_batch_size, critic.ppo_micro_batch_size_per_gpu | | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.actor.ppo_micro_batch_size | | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu | 16384 | = learner.max_tokens_per_microbatch | Tokens.
 actor_rollout_ref.actor.ppo_epochs | 1 | = ppo.num_epochs | Passes over the responses of a step.
 actor_rollout_ref.actor.clip_ratio | 0.2 | = ppo.clip_low + ppo.clip_high |
@@ -179,15 +195,16 @@ algorithm.kl_ctrl.target_kl | 0.1 | ppo.kl.target | Nats per response.
 algorithm.filter_groups.enable | false | = ppo.filter.enabled |
 algorithm.filter_groups.max_num_gen_batches | 0 | = ppo.filter.max_refills |
 trainer.total_training_steps | | = num_steps | Rollout batches, in both.
-trainer.total_epochs | 30 | num_epochs, num_steps | Recipes that sample count steps: rows / `rollout.prompts_per_step` are an epoch.
+trainer.total_epochs | 30 | num_epochs, num_steps | PPO and the other recipes that sample have `num_steps` only: rows / `rollout.prompts_per_step` are an epoch.
 trainer.experiment_name | gsm8k | = name |
 trainer.project_name | verl_examples | logging.wandb.project |
 trainer.default_local_dir | | = storage_path |
 trainer.save_freq | -1 | = checkpoint.every |
 trainer.max_actor_ckpt_to_keep | | = checkpoint.keep |
 trainer.test_freq | -1 | = eval.every |
+trainer.nnodes | 1 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
 trainer.n_gpus_per_node | 8 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
-trainer.logger | console, wandb | logging.wandb |
+trainer.logger | console, wandb | logging.wandb | `logging.wandb: {project}`, `logging.mlflow: {experiment}`; TensorBoard is on by default.
 """,
     "OpenRLHF": """
 actor.model_name_or_path, pretrain | | = model.policy |
@@ -209,7 +226,7 @@ rollout.max_new_tokens, generate_max_len | | = rollout.max_new_tokens | Tokens.
 rollout.batch_size, rollout_batch_size | 1024 | = rollout.prompts_per_step | Prompts, in both.
 rollout.n_samples_per_prompt, n_samples_per_prompt | 1 | = rollout.samples_per_prompt | Responses per prompt.
 train.batch_size, train_batch_size | 128 | = ppo.minibatch_size, learner.batch_size | Responses (examples) per optimizer step over all workers, in both.
-train.micro_batch_size, rollout.micro_batch_size, micro_train_batch_size, micro_rollout_batch_size | 1 | learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
+train.micro_batch_size, rollout.micro_batch_size, micro_train_batch_size, micro_rollout_batch_size | 1 | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
 train.max_tokens_per_gpu | 16192 | = learner.max_tokens_per_microbatch | Tokens.
 train.max_epochs, max_epochs | 1 | = ppo.num_epochs, num_epochs | Passes over the responses of a step.
 train.num_episodes, num_episodes | 1 | num_steps | OpenRLHF counts passes over the prompts; rows / `rollout.prompts_per_step` are one.
@@ -233,7 +250,7 @@ actor.max_norm, max_norm | 1.0 | = learner.max_grad_norm |
 actor.gradient_checkpointing_enable, gradient_checkpointing | false | = learner.activation_checkpointing |
 ds.zero_stage, zero_stage | 2 | = learner.zero_stage |
 ds.param_dtype | bf16 | model.dtype | `bfloat16`.
-ds.packing_samples, packing_samples | false | | Rows are always packed.
+ds.packing_samples, packing_samples | false | ~ | Rows are always packed.
 actor.num_gpus_per_node, actor_num_gpus_per_node | 8 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
 vllm.num_engines, vllm_num_engines | | = rollout.engine.count |
 vllm.tensor_parallel_size | 1 | = rollout.engine.tensor_parallel |
@@ -271,12 +288,14 @@ def counterparts() -> tuple[Counterpart, ...]:
     for project, table in _TABLES.items():
         for line in table.strip().splitlines():
             names, default, keys, note = (cell.strip() for cell in line.split("|"))
-            is_same, keys = keys.startswith("= "), keys.removeprefix("= ")
+            mark, keys = keys[:1], keys.lstrip("=~ ")
             alternatives = tuple(
                 tuple(each.strip().split(" + ")) for each in keys.split(",") if keys
             )
             named = tuple(names.split(", "))
-            rows.append(Counterpart(project, named, default, alternatives, note, is_same))
+            rows.append(
+                Counterpart(project, named, default, alternatives, note, mark == "=", mark == "~")
+            )
     return tuple(rows)
 
 

@@ -2,7 +2,8 @@
 
 The script or command is read, not executed. A value is copied if the tables of
 `raypo.config.migration` say that it has the same meaning. Batch sizes, the KL and the estimator are
-computed here. Every other value becomes a note, and so does a value that raypo refuses.
+computed here. Every other value becomes a note, and so does a value that raypo refuses. A required
+key without a value is TODO, which raypo refuses until it is set.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from yaml import YAMLError
 
-from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed, remedy_for_unknown
+from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed
 from raypo.config.migration import Counterpart, rows_of
 from raypo.config.recipe_config import RECIPES
 
@@ -33,6 +34,9 @@ _LEARNED = ("ppo.", "rollout.", "data.max_", "dpo.", "learner.", "eval.temperatu
 default is written into the run file."""
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
 _DEFAULT = "'s default"
+_TODO = "TODO"
+_EPOCHS = {"TRL": "num_train_epochs", "verl": "trainer.total_epochs"}
+_EPOCHS |= {"OpenRLHF": "train.num_episodes"}
 _WORDS = {
     **{"group_norm": "grpo", "reinforce_plus_plus": "reinforce"},
     **{"reinforce_plus_plus_baseline": "reinforce_baseline"},
@@ -58,28 +62,74 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
     by_name = {name: row for row in rows for name in row.names}
     values = _Values(given, by_name)
     done, notes = _COMPUTED[project](values, recipe)
+    epochs = values(_EPOCHS[project])
+    automatic = []
     for name in [name for name in given if name not in values.used]:
         row, value = by_name.get(name), given[name]
         keys = row.keys_in(known) if row else ()
+        shown = ast.unparse(value) if isinstance(value, ast.AST) else value
         if row and row.is_same and keys and not isinstance(value, ast.AST):
             done |= {key: (value, name) for key in keys}
+        elif row and (row.is_automatic or (not row.keys and row.default == str(shown).lower())):
+            automatic.append(f"{name} ({shown})")
         else:
-            shown = ast.unparse(value) if isinstance(value, ast.AST) else value
-            near = remedy_for_unknown(name, known).replace("Remove it.", "No counterpart is known.")
-            why = f"{' and '.join(keys)}. {row.note}" if row else near
+            why = f"{' and '.join(keys)}. {row.note}" if row else "No counterpart is known."
             notes.append(f"{name} ({shown}): {why.removeprefix('. ').strip()}")
     done = {key: each for key, each in done.items() if each[0] == each[0]}  # not NaN
     for row in [row for row in rows if row.is_same and row.default]:
         for key in () if given.keys() & row.names else row.keys_in(known):
             if key.startswith(_LEARNED) and not key.startswith(_NOT_LEARNED):
                 done.setdefault(key, (parsed(row.default), f"{row.names[0]}{_DEFAULT}"))
+    if recipe == "ppo":
+        done.setdefault("num_steps", _steps(epochs, _EPOCHS[project], done))
     config = _accepted(done, notes, recipe)
-    title = f"Translated from {project} by raypo init; keys not shown have raypo's defaults."
-    left = [f"- {' '.join(each.split())}" for each in notes]  # a value may have several lines
-    head = [title, *(["Left to you:"] if left else []), *left]
-    return (
-        "\n".join([*(f"# {line}" for line in head), *_with_origins(config.to_yaml(), done)]) + "\n"
+    required = [f"{key}: {why}" for key, (value, why) in done.items() if value == _TODO]
+    head = [f"Translated from {project} by raypo init; keys not shown have raypo's defaults."]
+    left = [" ".join(each.split()) for each in notes]  # a value may have several lines
+    for title, each in (("REQUIRED, TODO below:", required), ("Left to you:", left)):
+        head += [title, *(f"- {line}" for line in each)] if each else []
+    head += [f"Needs nothing here: {', '.join(automatic)}."] if automatic else []
+    text = config.to_yaml(shown=[key for key in done if _is_explicit(done[key], given)])
+    return "\n".join([*(f"# {line}" for line in head), *_with_origins(text, done)]) + "\n"
+
+
+def _set_todo(done: Settings, recipe: str) -> None:
+    """Set the required keys that have no value to TODO."""
+    for key, why in (
+        ("name", "the run's folder is storage_path/name"),
+        ("model.policy", "a folder or a hub id"),
+        ("data.prompts", "files or a hub id"),
+    ):
+        done.setdefault(key, (_TODO, why))
+    if recipe == "ppo" and not {"reward.function", "reward.url", "model.reward"} & done.keys():
+        done["reward.function"] = _TODO, "file.py:name, or set model.reward or reward.url"
+    if recipe == "ppo":
+        done.setdefault("num_steps", (_TODO, "a number of rollout batches"))
+
+
+def _is_explicit(setting: tuple[Any, str], given: Mapping[str, Any]) -> bool:
+    """Return whether a value comes from an argument, so that it is written even as a default."""
+    value, origin = setting
+    words = re.findall(r"[\w.]+", origin)
+    named = any(name.endswith(f".{word}") for name in given for word in words)
+    return value == _TODO or (
+        not origin.endswith(_DEFAULT) and (named or not given.keys().isdisjoint(words))
     )
+
+
+def _steps(epochs: float, name: str, done: Settings) -> tuple[Any, str]:
+    """Return the number of steps if the rows of parquet files can be counted, else TODO."""
+    from pyarrow import parquet
+
+    prompts = done.get("rollout.prompts_per_step", ("rollout.prompts_per_step",))[0]
+    files = done.get("data.prompts", ("",))[0]
+    with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
+        paths = [Path(each).expanduser() for each in ([files] if isinstance(files, str) else files)]
+        rows = sum(parquet.read_metadata(path).num_rows for path in paths)
+        if steps := int(rows // prompts * epochs):
+            return steps, f"{rows} rows // {prompts} prompts x {epochs} of {name}"
+    times = name if math.isnan(epochs) else f"{epochs} of {name}"
+    return _TODO, f"rows / {prompts} prompts x {times}"
 
 
 def read_script(source: str) -> tuple[str, dict[str, Any]]:
@@ -239,16 +289,19 @@ _TRL_DPO = {"beta": "beta", "loss_type": "loss"}
 
 
 def _verl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
-    actor, samples = "actor_rollout_ref.actor.", get("actor_rollout_ref.rollout.n")
+    actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+    samples = get(f"{rollout}n")
     rows = get(f"{actor}ppo_mini_batch_size") * samples
     done: Settings = {"ppo.minibatch_size": (rows, "ppo_mini_batch_size x n")}
-    done["rollout.samples_per_prompt"] = samples, "actor_rollout_ref.rollout.n"
+    done["rollout.samples_per_prompt"] = samples, f"{rollout}n"
     for name, key in (
         ("algorithm.adv_estimator", "ppo.advantage"),
         (f"{actor}loss_agg_mode", "ppo.aggregation"),
         (f"{actor}policy_loss.loss_mode", "ppo.policy_loss"),
     ):
         done[key] = _WORDS.get(get(name), get(name)), name
+    if done["ppo.advantage"][0] == "grpo" and not get("algorithm.norm_adv_by_std_in_grpo"):
+        done["ppo.advantage"] = "dr_grpo", "algorithm.norm_adv_by_std_in_grpo"
     in_loss, in_reward = get(f"{actor}use_kl_loss"), get("algorithm.use_kl_in_reward")
     coef = f"{actor}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
     if in_loss:
@@ -259,10 +312,37 @@ def _verl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
     model = "actor_rollout_ref.model."
     _set_lora(get, done, rank=f"{model}lora_rank", alpha=f"{model}lora_alpha")
     _set_workers(get, done, gpus="trainer.n_gpus_per_node", nodes="trainer.nnodes")
-    done["data.label_key"] = "reward_model", "verl's files have the ground truth there"
-    if any("custom_reward_function" in name for name in get.given):
-        return done, []
-    return done, ["verl chooses a score by data_source: set reward.function to file.py:name"]
+    if get("data.filter_overlong_prompts"):
+        done["data.too_long"] = "skip", "data.filter_overlong_prompts"
+        get("data.truncation")  # nothing is left to cut
+    elif get("data.truncation") == "error":
+        is_given = "data.truncation" in get.given
+        done["data.too_long"] = "error", f"data.truncation{'' if is_given else _DEFAULT}"
+    if top_k := max(get(f"{rollout}top_k"), 0):
+        done["rollout.top_k"] = top_k, f"{rollout}top_k"
+    custom = "reward.custom_reward_function."
+    if path := get(f"{custom}path"):
+        done["reward.function"] = f"{path}:{get(f'{custom}name')}", "custom_reward_function"
+    else:
+        done["reward.function"] = _TODO, _NO_FUNCTION
+    return done, _set_loggers(get, done)
+
+
+def _set_loggers(get: _Values, done: Settings) -> list[str]:
+    """Set the sections of verl's loggers, and return notes on those that raypo lacks."""
+    loggers = get("trainer.logger") if "trainer.logger" in get.given else ()
+    notes = []
+    for logger in [loggers] if isinstance(loggers, str) else loggers:
+        if logger in _LOGGERS:
+            done[_LOGGERS[logger]] = get("trainer.project_name"), "trainer.project_name"
+        elif logger not in ("console", "tensorboard"):
+            notes.append(f"trainer.logger ({logger}): No counterpart is known.")
+    return notes
+
+
+_LOGGERS = {"wandb": "logging.wandb.project", "mlflow": "logging.mlflow.experiment"}
+_NO_FUNCTION = "verl chooses a score by data_source: file.py:name, or, with verl installed, "
+_NO_FUNCTION += "verl.utils.reward_score:default_compute_score"
 
 
 def _openrlhf(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
@@ -270,6 +350,9 @@ def _openrlhf(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
     done: Settings = {"ppo.advantage": (_WORDS.get(estimator, estimator), "advantage.estimator")}
     if get("algo.kl.use_loss"):
         done["ppo.kl.placement"] = "loss", "algo.kl.use_loss"
+    server = get.given.get("reward.remote_url", get.given.get("remote_rm_url"))
+    if str(server).startswith("http"):
+        done["reward.url"] = get("reward.remote_url"), "reward.remote_url"
     _set_lora(get, done, rank="ds.lora.rank", alpha="ds.lora.alpha")
     if len(clip := get("actor.eps_clip_low_high", ())) == 2:
         for key, value in zip(("ppo.clip_low", "ppo.clip_high"), clip, strict=True):
@@ -298,10 +381,12 @@ _COMPUTED: dict[str, Callable[[_Values, str], tuple[Settings, list[str]]]] = {
 def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
     """Return a config of the values that raypo accepts. Each refused value becomes a note."""
     while True:
-        for key in ("name", "model.policy", "data.prompts"):  # required
-            done.setdefault(key, ("TODO", "set this"))
+        _set_todo(done, recipe)
         try:
-            return RECIPES[recipe].parse(nested({key: value for key, (value, _) in done.items()}))
+            values = {key: value for key, (value, _) in done.items()}
+            if values.get("num_steps") == _TODO:
+                del values["num_steps"]
+            return RECIPES[recipe].parse(nested(values))
         except ConfigError as error:
             lines = [line.removeprefix("config: ") for line in str(error).splitlines()]
             refused = {key: line for line in lines for key in done if re.match(rf"{key}\b", line)}
@@ -318,8 +403,10 @@ def _with_origins(text: str, done: Settings) -> list[str]:
     for line in text.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         path[depth:] = [line.strip().partition(":")[0]]
-        origin = done.get(".".join(path))
-        lines.append(f"{line} # {origin[1]}" if origin and not line.endswith(":") else line)
+        value, origin = done.get(".".join(path), (None, ""))
+        if value == _TODO and path == ["num_steps"]:
+            line = f"num_steps: {_TODO}"
+        lines.append(f"{line} # {origin}" if origin and not line.endswith(":") else line)
     return lines
 
 

@@ -32,6 +32,8 @@ TAKES = {
 }
 """Config key -> description of the argument of its function. Functions of other keys get a list of
 rollouts."""
+GROUND_TRUTH = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Arguments of a reward function of verl's form. The last one is optional."""
 _importing: list[str] = []
 _MODULE_OF_FILE = "raypo_function_file"
 """Prefix of the names of modules that are loaded from a `file.py:name`."""
@@ -102,6 +104,16 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
         return
     if is_reward and takes_columns(function):
         return
+    if is_reward and takes_ground_truth(function):
+        try:
+            signature.bind(**dict.fromkeys(GROUND_TRUTH))
+        except TypeError:
+            raise ConfigError(
+                f"{key} ({name}): has the form of verl, which is called with "
+                f"{', '.join(GROUND_TRUTH)}, and it has the parameters {signature}. Give all "
+                "others a default."
+            ) from None
+        return
     try:
         signature.bind([])
     except TypeError:
@@ -116,13 +128,30 @@ def takes_columns(function: Any) -> bool:
 
     A decorator's `wrapper(*args, **kwargs)` has the form of the function that it wraps.
     """
+    return "completions" in _parameters(function)
+
+
+def takes_ground_truth(function: Any) -> bool:
+    """Return whether a reward function has the form of verl, which is called once per response:
+    `compute_score(data_source, solution_str, ground_truth, extra_info)`.
+
+    Args:
+        function: The function, or its import path, whose source is read and not imported.
+    """
+    if isinstance(function, str):
+        function = _outline(function, "reward.function")
+    return _parameters(function) >= set(GROUND_TRUTH[:3])
+
+
+def _parameters(function: Any) -> set[str]:
+    """Return the names of a function's parameters, and of those of a function that it wraps."""
     try:
         parameters = inspect.signature(function, follow_wrapped=False).parameters
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             parameters = {**parameters, **inspect.signature(function).parameters}
-        return "completions" in parameters
+        return set(parameters)
     except (TypeError, ValueError):
-        return False
+        return set()
 
 
 def required_columns(function: Callable[..., Any] | str) -> list[str]:
@@ -409,10 +438,21 @@ def _outline_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callab
     for each in ast.walk(given):
         if isinstance(each, ast.arg):
             each.annotation = None
-    given.defaults = [ast.Constant(...) for _ in given.defaults]
-    given.kw_defaults = [each and ast.Constant(...) for each in given.kw_defaults]
+    defaults = tuple(map(_SourceText, map(ast.unparse, given.defaults)))
+    of_keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    keyword_defaults = {a.arg: _SourceText(ast.unparse(d)) for a, d in of_keywords if d}
+    given.defaults = [ast.Constant(None) for _ in given.defaults]
+    given.kw_defaults = [each and ast.Constant(None) for each in given.kw_defaults]
     outline = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, ast.Constant(None))))
-    return eval(compile(outline, "<outline>", "eval"))
+    function = eval(compile(outline, "<outline>", "eval"))
+    function.__defaults__, function.__kwdefaults__ = defaults or None, keyword_defaults or None
+    return function
+
+
+class _SourceText(str):
+    """Default of a parameter as the source has it, which messages show without quotes."""
+
+    __repr__ = str.__str__
 
 
 def _defined(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

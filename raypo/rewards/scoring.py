@@ -14,12 +14,20 @@ from typing import Any, Self
 import numpy as np
 
 from raypo.custom.errors import text_of
-from raypo.custom.loader import function_name, load_function, takes_columns
+from raypo.custom.loader import (
+    GROUND_TRUTH,
+    function_name,
+    load_function,
+    takes_columns,
+    takes_ground_truth,
+)
 from raypo.types import Rollout
 
 RewardFunction = Callable[..., Any]
-"""Function of a list of rollouts that returns one score per rollout. TRL's form,
-`f(prompts, completions, **columns)`, is accepted too. Coroutine functions are awaited."""
+"""Function of a list of rollouts that returns one score per rollout. Two other forms are accepted:
+TRL's `f(prompts, completions, **columns)`, and verl's
+`compute_score(data_source, solution_str, ground_truth, extra_info)`, which is called for each
+response. Coroutine functions are awaited."""
 SCORE = "score"
 """Key of the total score in a score with named parts. The total score is the one to train on."""
 
@@ -119,15 +127,18 @@ def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
 
 
 def call(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
-    """Call a reward function of either form. Return its scores, one per rollout, unvalidated.
+    """Call a reward function of any form. Return its scores, one per rollout, unvalidated.
 
     Raises:
         RewardError: the function returns a list of another length, or no list.
         Exception: any error of the function.
     """
-    answer = (
-        function(**_columns(function, rollouts)) if takes_columns(function) else function(rollouts)
-    )
+    if takes_columns(function):
+        answer = function(**_columns(function, rollouts))
+    elif takes_ground_truth(function):
+        answer = _one_by_one(function, rollouts)
+    else:
+        answer = function(rollouts)
     answer = _awaited(answer) if inspect.isawaitable(answer) else answer
     return _as_list(answer, len(rollouts), f"the reward function {function_name(function)}")
 
@@ -151,6 +162,42 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return values
     return {name: value for name, value in values.items() if name in parameters}
+
+
+def _one_by_one(function: RewardFunction, rollouts: list[Rollout]) -> Any:
+    """Call a function of verl's form for each response; return the scores, or their awaitable.
+
+    As in verl, a missing `extra_info` is an empty dict. A row without `data_source` has the name of
+    its source, and one without `reward_model["ground_truth"]` has its label.
+    """
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    passed = [name for name in GROUND_TRUTH if takes_all or name in parameters]
+    answers = []
+    for rollout in rollouts:
+        row = rollout.row
+        values = {
+            "data_source": row.get("data_source", rollout.data_source),
+            "solution_str": rollout.response,
+            "ground_truth": row["reward_model"]["ground_truth"]
+            if has_ground_truth(row)
+            else rollout.label,
+            "extra_info": row.get("extra_info") or {},
+        }
+        answers.append(function(**{name: values[name] for name in passed}))
+    if answers and all(map(inspect.isawaitable, answers)):
+        return _gathered(answers)
+    return answers
+
+
+def has_ground_truth(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has `reward_model["ground_truth"]`, as verl's have."""
+    graded = row.get("reward_model")
+    return isinstance(graded, Mapping) and "ground_truth" in graded
+
+
+async def _gathered(answers: list[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*answers))
 
 
 class WeightedSum:

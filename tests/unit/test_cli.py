@@ -356,9 +356,11 @@ def test_init_writes_a_run_file_and_keeps_one_that_is_there(
     assert "samples_per_prompt: 5 # actor_rollout_ref.rollout.n" in made.read_text()
     assert exit_status(monkeypatch, *given) == 2
     assert f"--to ({made}): is there already" in capsys.readouterr().err
-    wrong = ("--from-verl", "ls", "--to", tmp_path / "other.yaml")
-    assert exit_status(monkeypatch, "init", *wrong) == 2
+    to = ("--to", tmp_path / "other.yaml")
+    assert exit_status(monkeypatch, "init", "--from-verl", "ls -l", *to) == 2
     assert "--from-verl: no argument of verl was found" in capsys.readouterr().err
+    assert exit_status(monkeypatch, "init", "--from-verl", "nofile.sh", *to) == 2
+    assert "--from-verl (nofile.sh): there is no such file." in capsys.readouterr().err
     longer = " ".join(f"data.key_{number}=1" for number in range(30))  # than a file's name
-    assert exit_status(monkeypatch, "init", "--from-verl", longer, *wrong[2:]) == 0
+    assert exit_status(monkeypatch, "init", "--from-verl", longer, *to) == 0
     assert exit_status(monkeypatch, "init") == 2

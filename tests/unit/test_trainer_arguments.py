@@ -20,11 +20,12 @@ import yaml
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from raypo.checks.input_checks import check_inputs
 from raypo.config import ConfigError, PPOConfig, parse_run_config
 from raypo.custom.loader import check_function
 from raypo.data.prompts import load_prompts
 from raypo.inputs import inputs_of
-from raypo.rewards.scoring import RewardError, WeightedSum, score
+from raypo.rewards.scoring import RewardError, WeightedSum, parts_of, score, texts_of
 from raypo.rewards.wire import from_request, to_request
 from raypo.trainer import DPOTrainer, GRPOTrainer, PPOTrainer, RewardModelTrainer, SFTTrainer
 from raypo.types import Rollout
@@ -393,6 +394,57 @@ def test_a_function_of_trls_form_gets_lists_of_columns():
     assert seen["completions"][0] == [{"role": "assistant", "content": "1"}]
     with pytest.raises(RewardError, match=r"missing 1 required .* 'solution'"):
         score(lambda completions, solution: [0.0] * 2, given)
+
+
+def test_a_function_of_verls_form_is_called_for_each_response_with_the_values_of_its_row():
+    calls: list[dict[str, Any]] = []
+
+    def compute_score(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any = 0):
+        calls.append(locals() | {"calls": None})
+        is_right = solution_str == ground_truth
+        return {"score": float(is_right), "acc": is_right, "pred": solution_str}
+
+    rows = [
+        {"data_source": "gsm8k", "reward_model": {"ground_truth": "1"}, "extra_info": {"index": 7}},
+        {"reward_model": {"style": "model"}},
+    ]
+    given = [
+        replace(rollout(n + 1), row=row, label="5", data_source="file")
+        for n, row in enumerate(rows)
+    ]
+    scores = score(compute_score, given)
+    assert scores == [1.0, 0.0]
+    assert (parts_of(scores[0]), texts_of(scores[0])) == ({"acc": 1.0}, {"pred": "1"})
+    names = ("data_source", "solution_str", "ground_truth", "extra_info")
+    assert [[call[name] for name in names] for call in calls] == [
+        ["gsm8k", "1", "1", {"index": 7}],
+        ["file", "2", "5", {}],
+    ]
+
+    async def later(solution_str: str, ground_truth: str, data_source: str, **others: Any) -> float:
+        return len(others["extra_info"])
+
+    assert score(later, given) == [1.0, 0.0]
+
+
+def test_a_function_of_verls_form_is_checked_before_the_start(policy: str, tmp_path: Path):
+    needed = "data_source, solution_str, ground_truth"
+    (tmp_path / "mine.py").write_text(
+        f"def score({needed}, extra_info=None, strict=True): return 1.0\n"
+        f"def more({needed}, url, extra_info=None): return 1.0\n"
+    )
+    for path in ("mine.py:score", "mine.py:more"):
+        values = {"reward": {"function": path}, "data": {"prompts": "rows.jsonl"}}
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+0="}) + "\n")
+        config = PPOConfig.parse({"name": "x", "model": {"policy": policy}, **values})
+        said = refusal(lambda config=config: check_inputs(config))
+        if path == "mine.py:more":
+            assert f"it has the parameters ({needed}, url, extra_info=None)" in said
+            continue
+        assert "data.label_key (None): mine.py:score gets a ground_truth" in said
+        row = {"prompt": "1+0=", "reward_model": {"ground_truth": "1"}}
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        check_inputs(config)
 
 
 def test_a_decorated_function_of_trls_form_has_that_form():

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import examples.ports.trl_grpo
@@ -20,7 +22,7 @@ def command_in(file: str) -> str:
 
 
 def config_of(text: str, tmp_path: Path) -> PPOConfig:
-    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text(text.replace("num_steps: TODO", "num_steps: 40"))
     return PPOConfig.load(tmp_path / "run.yaml")
 
 
@@ -43,7 +45,10 @@ def test_a_command_becomes_the_port_that_was_written_by_hand(
         "reward.function",
         *(["eval.prompts"] * ("verl" in file)),
     }
-    assert re.search(r"# - \S+(remote_url|reward_function.path) \(\S+\): reward\.", text)
+    if project == "verl":
+        assert "function: rewards.py:compute_score # custom_reward_function" in text
+    else:
+        assert "# - reward.remote_url (reward_func.py): reward.url. A server." in text
 
 
 def test_a_script_of_trl_becomes_its_port(tmp_path: Path):
@@ -68,7 +73,7 @@ GRPOTrainer("m", judge, args=GRPOConfig(use_vllm=True, max_steps=64, learning_ra
 """
     recipe, given = read_script(script)
     text = translate("TRL", given, recipe)
-    assert "# - use_vllm (True): Responses are always sampled by vLLM." in text
+    assert "# Needs nothing here: use_vllm (True)." in text
     assert "# - learning_rate (rate()): learner.policy_lr." in text
     assert "# - optim (muon): No counterpart is known." in text
     assert "# - reward_funcs (judge): reward.function." in text
@@ -83,14 +88,14 @@ def test_a_value_that_raypo_refuses_is_left_out_with_its_reason():
     assert "# - n_samples_per_prompt: rollout.samples_per_prompt (1): ppo.advantage: rloo" in text
     assert "clip_high: 0.28 # actor.eps_clip_low_high" in text
     assert "samples_per_prompt: 1" not in text
-    assert "policy: TODO # set this" in text
+    assert "policy: TODO # a folder or a hub id" in text
 
 
 def test_a_name_that_raypo_refuses_is_left_to_be_set():
     recipe, given = read_script("GRPOTrainer('m', f, args=GRPOConfig(output_dir='runs/a b'))")
     text = translate("TRL", given, recipe)
     assert "# - output_dir: name ('a b'): " in text
-    assert "name: TODO # set this" in text
+    assert "name: TODO # the run's folder is storage_path/name" in text
 
 
 def test_verl_without_a_kl_has_none_here(tmp_path: Path):
@@ -119,8 +124,9 @@ def test_a_script_whose_batch_is_not_known_gets_no_batch_from_a_default():
     )
     text = translate("TRL", given, recipe)
     assert "# - per_device_train_batch_size (args.size): " in text
-    for key in ("prompts_per_step", "minibatch_size", "num_steps"):
+    for key in ("prompts_per_step", "minibatch_size"):
         assert f"{key}: " not in text.partition("\nname:")[2]
+    assert "\nnum_steps: TODO # rows / rollout.prompts_per_step prompts x 3 of num_train" in text
 
 
 def test_variables_of_a_command_may_have_defaults_and_use_others():
@@ -147,7 +153,7 @@ def test_variables_of_a_command_may_have_defaults_and_use_others():
 def test_a_value_of_several_lines_stays_in_its_comment(project: str, given: dict[str, object]):
     text = translate(project, given)
     assert "(a num_steps: 3): " in text
-    assert not re.search("^num_steps", text, re.MULTILINE)
+    assert not re.search("^num_steps: 3", text, re.MULTILINE)
 
 
 def test_a_command_with_an_open_quotation_is_refused():
@@ -169,3 +175,96 @@ def test_a_script_of_dpo_is_a_dpo_run():
 def test_a_script_without_a_trainer_is_refused(script: str):
     with pytest.raises(ConfigError, match="--from-trl: "):
         read_script(script)
+
+
+def translated(command: str) -> str:
+    return translate("verl", read_command(command, "verl"))
+
+
+@pytest.mark.parametrize("section", ["", "reward."])
+def test_a_compute_score_of_verl_is_the_reward_function(section: str):
+    path = f"{section}custom_reward_function.path=my/score.py"
+    assert "function: my/score.py:compute_score # custom" in translated(path)
+    both = f"{path} {section}custom_reward_function.name=judge"
+    text = translated(both)
+    assert "function: my/score.py:judge # custom" in text
+    assert "label_key" not in text
+    assert "- reward.function" not in text
+
+
+def test_required_keys_without_a_value_come_first_and_are_refused_until_they_are_set(
+    tmp_path: Path,
+):
+    text = translated("trainer.total_epochs=15 data.train_batch_size=512 data.shuffle=False")
+    lines = text.splitlines()
+    assert lines[1] == "# REQUIRED, TODO below:"
+    first = lines[2 : lines.index("# Left to you:")]
+    keys = [line.removeprefix("# - ").partition(":")[0] for line in first]
+    assert set(keys) == {"reward.function", "name", "model.policy", "data.prompts", "num_steps"}
+    assert "num_steps: TODO # rows / 512 prompts x 15 of trainer.total_epochs" in text
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"num_steps \('TODO'\)"):
+        PPOConfig.load(tmp_path / "run.yaml")
+
+
+def test_steps_are_counted_in_parquet_files(tmp_path: Path):
+    files = [str(tmp_path / f"{number}.parquet") for number in range(2)]
+    for file in files:
+        pq.write_table(pa.table({"prompt": ["1+1="] * 30}), file)
+    batch = "data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16"
+    text = translated(f'data.train_files="{files}" {batch} trainer.total_epochs=5')
+    assert "num_steps: 15 # 60 rows // 16 prompts x 5 of trainer.total_epochs" in text
+    text = translated(f"data.train_files={files[0]} {batch}")
+    assert "num_steps: 30 # 30 rows // 16 prompts x 30 of trainer.total_epochs" in text
+
+
+def test_what_is_given_stays_even_if_it_is_the_default_here():
+    text = translated("actor_rollout_ref.actor.optim.lr=1e-6 data.filter_overlong_prompts=True")
+    assert "policy_lr: 1.0e-06 # actor_rollout_ref.actor.optim.lr" in text
+    assert "too_long: skip # data.filter_overlong_prompts" in text
+    assert "clip_low" not in text
+
+
+def test_what_needs_nothing_is_one_line():
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    given = {
+        f"{actor}.ppo_micro_batch_size_per_gpu": 4,
+        f"{rollout}.name": "vllm",
+        f"{actor}.fsdp_config.param_offload": False,
+    }
+    text = translated(" ".join(f"{name}={value}" for name, value in given.items()))
+    shown = ", ".join(f"{name} ({value})" for name, value in given.items())
+    assert f"# Needs nothing here: {shown}." in text
+    assert "# Left to you:" not in text
+    text = translated(f"{actor}.fsdp_config.param_offload=True trainer.unheard_of=1")
+    assert "param_offload (True): true: `learner.deepspeed" in text
+    assert "# - trainer.unheard_of (1): No counterpart is known." in text
+
+
+def test_keys_of_verl_that_are_computed():
+    rollout = "actor_rollout_ref.rollout"
+    text = translated(
+        f"+{rollout}.top_p=0.9 {rollout}.top_k=-1 data.seed=7 data.truncation=error "
+        "algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False "
+        f'{rollout}.n=5 trainer.logger=\'["console","wandb","swanlab"]\' '
+        "trainer.project_name=mine trainer.experiment_name=first"
+    )
+    for line in (
+        f"top_p: 0.9 # {rollout}.top_p",
+        "seed: 7 # data.seed",
+        "too_long: error # data.truncation",
+        "advantage: dr_grpo # algorithm.norm_adv_by_std_in_grpo",
+        "project: mine # trainer.project_name",
+        "name: first # trainer.experiment_name",
+        "# - trainer.logger (swanlab): No counterpart is known.",
+    ):
+        assert f"{line}\n" in text
+    assert "top_k" not in text
+    assert "Did you mean" not in text
+    assert "too_long: error # data.truncation's default\n" in translated(f"{rollout}.n=2")
+
+
+def test_epochs_that_only_the_shell_knows_are_left_to_be_set():
+    text = translated("trainer.total_epochs=$E")
+    assert "# - trainer.total_epochs ($E): num_steps." in text
+    assert "num_steps: TODO # rows / 1024 prompts x trainer.total_epochs\n" in text

@@ -80,14 +80,13 @@ def test_a_missing_name_and_the_nearest(tmp_path, find):
 
 
 @pytest.mark.parametrize(
-    "parameters", ["()", "(prompt, response)", "(rollouts, *, scale)", "(a, b=..., *, c, d=...)"]
+    "parameters", ["()", "(prompt, response)", "(rollouts, *, scale)", "(a, b='x', *, c, d=None)"]
 )
 def test_what_cannot_be_called_with_the_rollouts_alone(tmp_path, find, parameters):
     path = write(tmp_path / "rewards.py", f"def score{parameters}: ...")
-    expected = parameters.replace("...", "Ellipsis")
     assert refused(find, f"{path}:score") == (
         f"reward.function ({path}:score): it is called with one argument, a list of rollouts, "
-        f"and it has the parameters {expected}. Give a function like def score(rollouts): ..."
+        f"and it has the parameters {parameters}. Give a function like def score(rollouts): ..."
     )
 
 
