@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 PATIENCE = timedelta(days=7)
-"""Timeout of the gloo groups. It can be long, because the work that workers wait for has its own
-timeouts, and the death of a worker is noticed at once."""
+"""Timeout of the gloo groups. It can be long, because other timeouts limit the work for which
+workers wait. The death of a worker is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Workers:
         if not dist.is_initialized():
             return cls()
         # The operations carry counts and rollouts, which are in RAM. Over NCCL they would wait for
-        # the work queued on the GPUs, and the default timeout of a group is half an hour, which one
-        # worker's longest response may exceed.
+        # the work queued on the GPUs. A group's default timeout of half an hour is too short: the
+        # longest response of one worker may take longer.
         return cls(dist.get_rank(), dist.get_world_size()).beside()
 
     def beside(self) -> Workers:

@@ -23,8 +23,8 @@ T = TypeVar("T")
 def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
     """Call a function in a daemon thread and return a future for its result.
 
-    The function runs in a copy of the caller's context (`contextvars`). This does not use an
-    executor, because Python joins its threads at exit, so a call that hangs would block the exit.
+    The function runs in a copy of the caller's context (`contextvars`). An executor
+    is not used: Python joins an executor's threads at exit, so a call that hangs would block it.
 
     Args:
         function: The function, without arguments.

@@ -78,7 +78,8 @@ def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None)
     """Return `key (source): file has changed` for each file that differs.
 
     Sources that only one side has are skipped; the comparison of configs reports them. Callbacks
-    are recorded but not compared: they only watch a run, and a failed callback has to be corrected.
+    are recorded but not compared: they only watch a run, and users must be able to correct one that
+    failed.
 
     Args:
         recorded: Inputs with which the run began.

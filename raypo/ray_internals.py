@@ -78,7 +78,9 @@ def checkpoint_folder(storage: Any, name: str) -> str:
 
 
 def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
-    """Return the content of `CHECKPOINTS` for these checkpoints. The last step's one is the latest.
+    """Return the content of `CHECKPOINTS` for these checkpoints.
+
+    The checkpoint of the highest step is listed as the latest.
 
     Args:
         kept: Folder name and reported metrics (with `step`) of each checkpoint, in ascending order
@@ -202,7 +204,7 @@ def is_driver() -> bool:
 
 
 def forget_failed(controller: Any, trial: Trial) -> None:
-    """Remove a failed trial from a Tune controller's live trials, at which schedulers look."""
+    """Remove a failed trial from a Tune controller's live trials, which schedulers read."""
     controller.get_live_trials().discard(trial)
 
 

@@ -105,8 +105,8 @@ class Rollout:
     """int32 [T]: index of the turn that sampled each token, within the row; -1 elsewhere. None for
     a single-turn response."""
     later_versions: tuple[tuple[int, int], ...] = ()
-    """Weight updates during the response, each as the index of the first token that the new weights
-    sampled, and the version of these weights."""
+    """Weight updates during the response. Each entry has the index of the first token that the new
+    weights sampled, and the version of these weights."""
 
     @property
     def key(self) -> RolloutKey:

@@ -1,5 +1,7 @@
 """A GRPO script of TRL, ported: the reward functions are unchanged, the numbers count globally.
 
+The keys marked "TRL's default" are what the script did without saying so.
+
 The script was (one process):
 
     args = GRPOConfig(
@@ -48,8 +50,10 @@ def main() -> None:
             "rollout.samples_per_prompt": 4,
             "rollout.max_new_tokens": 6,
             "ppo.minibatch_size": 128,  # responses
+            "ppo.aggregation": "token_mean",  # TRL's default: loss_type="dapo"
             "ppo.kl.coef": 0.04,
             "learner.policy_lr": 3.0e-4,
+            "learner.lr_schedule": "linear",  # TRL's default
         },
     )
     print(trainer.fit().metrics_dataframe)

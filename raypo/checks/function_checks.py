@@ -54,7 +54,8 @@ def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
 def _check_judged(config: OnlineConfig) -> None:
     """Refuse a config if nothing scores its responses.
 
-    Distillation needs a reward function only for held-out prompts, not for training.
+    Distillation trains without scores, so only its held-out prompts need a reward function. With
+    `distillation.teacher_prompt: success` its training responses need scores too.
     """
     if config.reward.function is not None:
         check_reward_function(config.reward.function)

@@ -153,8 +153,8 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
             f"{state['step']}, and steps count on. Set num_steps above {state['step']}."
         )
     run = RunFiles.at(parent_and_name(checkpoint)[0])
-    # The checkpoint's state fits only this base model: it holds an adapter for it, or weights under
-    # its names.
+    # The checkpoint's state fits only this base model. It holds an adapter for the model, or
+    # weights under the names of the model's weights.
     now = {} if config.checkpoint.changed_inputs == "accept" else inputs_of(config)
     if found := changes(recorded_inputs(run), now, keys=("model.policy",)):
         lines = "\n  ".join(found)

@@ -142,7 +142,7 @@ def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.fun
 
     Args:
         config: The whole run config.
-        function: The function, its import path, or a sum of both.
+        function: The function, its import path, or a weighted sum of these.
         key: Name of the argument or key that the function comes from.
     """
     own = functions_of(config.data.prompts)

@@ -62,7 +62,7 @@ def _serve_page(runs: Sequence[str], host: str, port: int) -> None:
 
 
 def page_of(runs: Sequence[str]) -> tuple[Callable[[], Page], Callable[[], str]]:
-    """Return a function that makes the page of runs or of a sweep, and one for the page's version.
+    """Return a function that makes the page of runs or a sweep, and one that returns its version.
 
     The version changes when one of the runs writes a file, starts or ends.
     """

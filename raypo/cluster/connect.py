@@ -45,8 +45,8 @@ _WORKER_DEFAULTS = {
 _PASSED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "PYTORCH_", "VLLM_", "HF_")
 """Prefixes of the driver's variables that are passed to workers."""
 _OF_ONE_NODE = {"VLLM_HOST_IP", "VLLM_HOST_PORT", "HF_TOKEN"}
-"""Exceptions to `_PASSED`: addresses differ between nodes, and a token must not be in a job's
-variables, which are public."""
+"""Variables that are not passed although they match `_PASSED`. Addresses differ between nodes. A
+token must not be among a job's variables, because these are public."""
 _LOCAL_DEFAULTS = {
     # The watcher is a process that imports ray.train, which takes seconds on a small machine. A
     # local machine is not preempted.
@@ -187,8 +187,8 @@ def worker_environment() -> dict[str, str]:
 def untold_environment() -> dict[str, str]:
     """Return the part of `worker_environment` that Ray's job does not pass to new processes.
 
-    It is empty if `connect` has started the job. If other code has called `ray.init`, it has the
-    variables that this call does not pass on.
+    It is empty if `connect` has started the job. If other code has called `ray.init`, it contains
+    the variables that the job lacks.
     """
     if not ray.is_initialized() or _job() == _our_job:
         return {}

@@ -17,7 +17,7 @@ class Gpu:
     memory_gbs: float
     """Bandwidth of the GPU's own memory."""
     link_gbs: float
-    """Bandwidth to another GPU of the node: that of NVLink, or of PCIe without NVLink."""
+    """Bandwidth to another GPU of the node: over NVLink, or over PCIe if there is no NVLink."""
     host_gbs: float
     """Bandwidth to the node's RAM, over PCIe."""
     network_gbs: float
@@ -40,9 +40,9 @@ GPUS = (
     Gpu("L4", 24, 121.0, 30.3, 300, 12, 12, 6),
     Gpu("A10G", 24, 70.0, 31.2, 600, 25, 25, 6),
 )
-"""Known GPUs, longer names before shorter ones that they contain (H100-NVL before H100). If GPUs of
-a name exist in two memory sizes, the smaller size is listed. GPUs without bfloat16, like V100 and
-T4, are refused (`cluster.devices`)."""
+"""Known GPUs. A longer name stands before a shorter name that it contains (H100-NVL before H100).
+If a GPU is sold with two memory sizes under one name, the smaller size is listed. GPUs without
+bfloat16, like V100 and T4, are refused (`cluster.devices`)."""
 
 
 def gpu_of(name: str) -> Gpu | None:

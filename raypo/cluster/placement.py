@@ -68,7 +68,7 @@ class ServedRole:
     """Number of replicas. "auto" means one if dedicated; if colocated, `on_every_device`
     decides."""
     gpu_share: float
-    """Share that a dedicated replica reserves of each GPU that it uses."""
+    """Share of a GPU. A dedicated replica reserves this share on each GPU that it uses."""
     on_every_device: bool = False
     """Location of colocated replicas if their number is "auto". True puts them on the devices of
     all learner workers, False on those of the first worker of each node."""
@@ -88,7 +88,7 @@ class ServedRole:
 
 @dataclass(frozen=True)
 class Occupant:
-    """An occupant of a bundle: a learner worker, or all or part of a replica of a served role."""
+    """A learner worker, a replica of a served role, or a part of such a replica, in a bundle."""
 
     role: str
     index: int
@@ -477,8 +477,8 @@ def _refusal(
 ) -> str:
     """Return the refusal of a run that does not fit.
 
-    It is a sentence if no node matches a label selector, or not even the learner workers fit.
-    Otherwise it is a table of all groups.
+    It is one sentence if no node matches a label selector, or if the learner workers alone are too
+    large. Otherwise it is a table of all groups.
     """
     for bundle in (*dedicated, *workers):
         if not any(_allows(bundle, node) for node in nodes):

@@ -1,16 +1,17 @@
 """Garbage collection of placement groups of runs that share a cluster, like trials of a sweep.
 
-The collector removes the groups whose holder has died: Ray keeps a group that an actor created
-until the job ends, and a trial that Ray Tune kills cannot clean up. It also serialises
-reservations: two runs that hold one group each and wait for their second group could deadlock.
+The collector removes the groups whose holder has died. Ray keeps a group that an actor created
+until the job ends, and a trial that Ray Tune kills cannot remove its own groups. The collector also
+serialises reservations. Otherwise two runs could deadlock, if each held one group and waited for
+its second group.
 
 A sweep has one collector for all trials, owned by its driver. Every other run that a Ray task or
 actor starts has its own collector, which is detached and ends itself after the run. Ray Train's
-PlacementGroupCleaner knows only the learner workers' group, and was seen to outlive its run by
-minutes.
+PlacementGroupCleaner is not enough: it knows only the learner workers' group, and was seen to
+outlive its run by minutes.
 
 Threads: Ray calls the actor's methods concurrently. A daemon thread checks the leases once a
-second. A lock guards the lists, but `take_turn` also runs a health check while it holds the lock.
+second. A lock guards the lists. `take_turn` runs a health check while it holds the lock.
 """
 
 from __future__ import annotations

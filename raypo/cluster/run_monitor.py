@@ -75,8 +75,8 @@ class Monitor:
         """Record that learner workers have started, in this placement group.
 
         Returns:
-            Seconds before the workers of the first attempt started. 0 for later attempts, because
-            the checkpoint that they resume from includes the time.
+            Seconds from the start of this actor until the workers of the first attempt started. 0
+            for later attempts: the checkpoint from which they resume already includes this time.
         """
         waited_s = 0.0 if self._attempts else time.monotonic() - self._made
         self._attempts, self._group = self._attempts + 1, group

@@ -63,7 +63,7 @@ def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig
 
     If the devices of this cluster resolve `model.dtype` differently, the trainer's own check
     refuses the config. Old runs recorded fixed values, because microbatches and sleep could not be
-    `auto`.
+    `auto` then.
 
     Args:
         config: Config to resolve.

@@ -224,8 +224,8 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
     """Return the plain nested values of a YAML file with overrides applied.
 
     `${dir}` in a value is replaced by the folder of the file, written as in `path`. If `path` is
-    the folder of a run or sweep, its config.yaml is read, and `storage_path` becomes the folder
-    that contains it now.
+    the folder of a run or sweep, its config.yaml is read. `storage_path` then becomes the folder
+    that contains the run or sweep now.
 
     Args:
         path: A YAML file, or the folder of a run or sweep.
@@ -467,7 +467,7 @@ def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     by_key: dict[str, list[Any]] = {}
     for detail in details:
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # too short only because pydantic left out invalid entries, reported below
+            continue  # pydantic left out invalid entries; they have their own errors
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
@@ -503,7 +503,8 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         known, value = known_keys(model), detail["input"]
         below = flatten({key: value}) if isinstance(value, Mapping) else {}
-        # A whole section of another project, like actor_rollout_ref of verl: explain each key.
+        # If the key is a whole section of another project, like verl's actor_rollout_ref, explain
+        # each key in it.
         unknown = below if any(remedy_for_foreign(each, known) for each in below) else [key]
         return "\n".join(
             f"{each}: there is no such key. {remedy_in(model, each)}" for each in unknown

@@ -61,7 +61,7 @@ ref_model | | = model.reference |
 reward_model_path | | = model.reward | A model that scores; a function is `reward.function`.
 train_dataset, dataset_name | | data.prompts | Files or a hub id. Rows from Python: `train_dataset=` of the trainers.
 eval_dataset | | eval.prompts |
-reward_funcs | | reward.function | `file.py:name`. Functions from Python: `reward_funcs=` of the trainers.
+reward_funcs | | reward.function | `file.py:name`. Several: one function that returns their sum and parts (docs/rewards.md, Several at once), or `reward_funcs=` of the trainers.
 peft_config, use_peft | | model.lora | `{rank: 16, alpha: 32}`.
 num_generations | 8 | = rollout.samples_per_prompt | Responses per prompt.
 generation_batch_size | | rollout.prompts_per_step | TRL counts responses, raypo prompts: divide by `num_generations`.
@@ -77,7 +77,7 @@ epsilon_high | | = ppo.clip_high |
 delta | | = ppo.dual_clip | Bound on the ratio of tokens with a negative advantage.
 num_iterations, num_ppo_epochs | 1 | = ppo.num_epochs | Passes over the responses of a step.
 num_mini_batches | 1 | ppo.minibatch_size | TRL counts minibatches; raypo the responses of one.
-loss_type | dapo | ppo.preset, dpo.loss | `grpo`, `dr_grpo`, `dapo`, `cispo`, `sapo`, `vespo` are presets; TRL's `bnpo` is `ppo.aggregation: token_mean`.
+loss_type | dapo | ppo.aggregation, dpo.loss | With `ppo.preset: grpo`: `dapo`, `bnpo`: token_mean; `grpo`: sequence_mean; `dr_grpo`: constant; `cispo`, `sapo`, `vespo` are values of `ppo.policy_loss`. The preset dapo also filters groups, shapes lengths and raises the clip, which TRL's loss_type does not.
 scale_rewards | group | ppo.advantage | `group`: grpo; `none`: dr_grpo.
 importance_sampling_level | token | ppo.policy_loss | `sequence`: gspo, with its own clip range.
 mask_truncated_completions | false | = ppo.mask_truncated |
@@ -93,16 +93,17 @@ vllm_mode | colocate | placement.mode | `server`: dedicated.
 vllm_gpu_memory_utilization | 0.3 | = rollout.engine.gpu_memory_fraction |
 vllm_tensor_parallel_size | 1 | = rollout.engine.tensor_parallel |
 vllm_enable_sleep_mode | false | rollout.engine.sleep |
-vllm_importance_sampling_correction | true | ppo.correction.kind | raypo's default is none; `tis` truncates as TRL's `token_truncate`.
+vllm_importance_sampling_correction | true | ppo.correction.kind | raypo's default is none.
+vllm_importance_sampling_mode | sequence_mask | ppo.correction.kind | `token_truncate`: tis; `sequence_truncate`: sequence_tis; `token_mask`: icepop with `low: 0`; `sequence_mask`: sequence_tis, which gives responses above the bound the weight of the bound where TRL drops them.
 vllm_importance_sampling_clip_max, vllm_importance_sampling_cap | 3.0 | = ppo.correction.cap |
-reward_weights | 1 each | reward.weights | TRL weighs functions; raypo the sum of functions, of models and of servers. Weights of functions: `reward_weights=` of the trainers.
+reward_weights | 1 each | reward.weights | TRL weighs functions; raypo the sum of functions, of models and of servers. Weights of functions: factors in the function that adds them, or `reward_weights=` of the trainers.
 learning_rate | 1e-6 | = learner.policy_lr, learner.lr |
-lr_scheduler_type | linear | = learner.lr_schedule | constant, linear or cosine; raypo's PPO has constant.
-warmup_steps, warmup_ratio | 0 | learner.lr_warmup_steps | Steps of raypo: of recipes that sample, rollout batches and not optimizer steps.
+lr_scheduler_type | linear | = learner.lr_schedule | constant is the default; linear and cosine too.
+warmup_steps, warmup_ratio | 0 | learner.lr_warmup_steps | Steps of raypo: of recipes that sample, rollout batches and not optimizer steps. Hugging Face's first update has rate 0, raypo's the highest / (warm-up + 1).
 adam_beta1, adam_beta2 | 0.9, 0.999 | learner.adam_betas | `[0.9, 0.999]`.
 adam_epsilon | 1e-8 | = learner.adam_eps |
 gradient_checkpointing | true | = learner.activation_checkpointing |
-bf16 | | model.dtype | `bfloat16`.
+bf16 | | model.dtype | true: `bfloat16`, false: `float32`. `auto` is bfloat16 on GPUs and float32 on CPUs.
 temperature | 1.0 | = rollout.temperature |
 top_p | 1.0 | = rollout.top_p |
 weight_decay | 0.0 | = learner.weight_decay |
@@ -118,7 +119,10 @@ save_total_limit | | = checkpoint.keep |
 metric_for_best_model | | checkpoint.best_by |
 eval_steps | as logging_steps | eval.every | Steps of raypo. TRL evaluates only with `eval_strategy`.
 report_to | | logging.wandb | `logging.wandb: {}`, `logging.mlflow: {}`, `logging.tensorboard`.
-logging_steps | 10 | ~ | Every step is logged.
+logging_steps, logging_strategy | 10 | ~ | Every step is logged.
+log_completions, num_completions_to_print | false | ~ | Responses are always kept in the run's folder, and `raypo show` prints them.
+eval_strategy | no | | Set `eval.prompts`, and `eval.every` to steps.
+per_device_eval_batch_size | 8 | ~ | Held-out prompts need no batch size.
 resume_from_checkpoint | | from_checkpoint | A run resumes by itself; `from_checkpoint` starts from another run.
 """,
     "peft": """

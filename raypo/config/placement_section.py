@@ -50,11 +50,11 @@ class GpuShares(Config):
     """GPU share of one replica, for dedicated roles."""
 
     engine: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Share of each of the `rollout.engine.tensor_parallel` GPUs of an engine."""
+    """GPU share of an engine on each of its `rollout.engine.tensor_parallel` GPUs."""
     reference: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Share of the reference model."""
+    """GPU share of a replica of the reference model."""
     reward: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Share of each reward model."""
+    """GPU share of a replica of a reward model."""
 
 
 class FrozenSection(Config):
@@ -68,7 +68,7 @@ class FrozenSection(Config):
     workers if colocated on GPUs, one per node if colocated on CPUs, a single one if dedicated."""
     tensor_parallel: int = Field(default=1, ge=1)
     """vllm: number of GPUs of one node that a replica is sharded over. A colocated replica spans
-    the bundles of as many workers, a dedicated replica has one bundle. On CPUs: number of
+    the bundles of this many workers. A dedicated replica has one bundle. On CPUs: number of
     processes."""
     gpu_memory_fraction: float = Field(default=0.4, gt=0.0, le=1.0)
     """vllm: fraction of a GPU's memory that a replica may use, weights included."""
@@ -97,8 +97,8 @@ class PlacementSection(Config):
     mode: Group | dict[RoleKind, Group] = "colocated"
     """Placement of the roles. colocated: in the learner workers' placement group, on their devices.
     dedicated: in a placement group of their own, which survives a restart of the workers. A mapping
-    sets it by role, and the other roles are colocated: {engine: dedicated, reference: colocated,
-    reward: colocated}."""
+    sets the placement of each role, like {engine: dedicated, reference: colocated, reward:
+    colocated}. Roles that it does not name are colocated."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """Ray's placement strategy for each of the two groups."""
     label_selector: dict[str, str] | dict[str, dict[str, str]] = Field(default={})
@@ -112,7 +112,7 @@ class PlacementSection(Config):
     shares fit on one GPU."""
     frozen: FrozenSections = FrozenSections()
     cpus_per_bundle: int = Field(default=1, ge=1)
-    """CPU cores of each dedicated bundle, which its replicas use in turns."""
+    """CPU cores of each dedicated bundle. The replicas in a bundle use its cores in turns."""
     timeout_s: float = Field(default=600.0, gt=0.0)
     """Seconds that engines and frozen models may take to start."""
     deployment: DeploymentSection = DeploymentSection()

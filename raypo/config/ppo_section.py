@@ -46,8 +46,8 @@ class Estimator:
     """The critic's values are the baseline. If False, advantages are discounted returns."""
     needs_group: bool = False
     """Scores are compared within the group of a prompt's samples. A KL penalty in the reward is
-    then subtracted from the scores before they are compared. Subtracted afterwards, it would push
-    the probability of every response down."""
+    then subtracted from the scores before they are compared. If it were subtracted afterwards, it
+    would lower the probability of every response."""
     whitens: bool = False
     """Advantages get mean 0 and variance 1 over all tokens of the step that the losses count."""
 
@@ -101,18 +101,18 @@ class PPOSection(Config):
     baseline weighted by length (arXiv:2505.23585); maxrl: scores from 0 to 1 minus the group's
     mean, divided by that mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples
     (arXiv:2508.10751); gdpo: the parts of the score, each normalised within the group
-    (arXiv:2601.05242); gigpo: grpo, plus a comparison of each turn's return with other turns of the
-    prompt that follow the same text of the environment (arXiv:2505.10978). Or a function of your
-    own, `file.py:name`, with the signature (`raypo.ppo.custom_functions.StepRewards`) ->
-    advantages."""
+    (arXiv:2601.05242); gigpo: grpo, plus a comparison of each turn's return with the returns of the
+    prompt's other turns that follow the same text of the environment (arXiv:2505.10978). Or a
+    function of your own, `file.py:name`, with the signature
+    (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
     pass_k: int = Field(default=4, ge=1)
     """pass_at_k: number k of samples of which only the best one counts, at most
     rollout.samples_per_prompt. k = 1 is grpo with the population standard deviation."""
     part_weights: dict[str, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] | None = None
     """gdpo: weights of the parts of the score, by name, such as {correct: 1, format: 0.5}. A part
-    is a number that the reward function returns beside `score`, the score of one of several reward
-    functions given in Python, or a source of the score, like `judge`. The total score is not
-    trained on."""
+    is one of three things: a number that the reward function returns beside `score`; the score of
+    one of several reward functions given in Python; or a source of the score, like `judge`. The
+    total score is not trained on."""
     policy_loss: (
         Literal[
             "ppo",
@@ -153,9 +153,9 @@ class PPOSection(Config):
     lambda_alpha: float = Field(default=0.05, gt=0.0)
     """Scale of `gae_lambda: adaptive`. Responses of up to 1 / lambda_alpha tokens get lambda 0."""
     critic_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Lambda of the critic's targets (1 in VC-PPO, arXiv:2503.01491). null means `gae_lambda`, but
-    1 in the first `critic_warmup_steps`, because with a smaller lambda the score of a long response
-    would not reach the values of its first tokens."""
+    """Lambda of the critic's targets (1 in VC-PPO, arXiv:2503.01491). null means 1 in the first
+    `critic_warmup_steps`, and `gae_lambda` afterwards. With a smaller lambda in the warm-up the
+    score of a long response would not reach the values of its first tokens."""
     bootstrap_truncated: bool = False
     """gae: use the critic's value of the last state as the future return of a truncated response,
     instead of 0."""
@@ -165,7 +165,7 @@ class PPOSection(Config):
     mask_truncated: bool = False
     """Leave responses that reached rollout.max_new_tokens out of all losses, their denominators
     (including that of `aggregation: constant`), and the mean and variance for whitening. Their
-    scores still count when a group is compared (overlong filtering, arXiv:2503.14476)."""
+    scores still count in the group's baseline (overlong filtering, arXiv:2503.14476)."""
     clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
     """Lower clip range, for ppo, gspo, gmpo and clip_cov: a token with a negative advantage and a
     ratio below 1 - clip_low gets no gradient that would lower the ratio further. dppo_tv: largest
@@ -211,8 +211,8 @@ class PPOSection(Config):
     old_log_probs: Literal["learner", "engine"] = "learner"
     """Source of the old log-probs in the ratio. learner: the learner computes them before the
     update, and `correction` handles their mismatch with the engine's; engine: the engine's own
-    log-probs are used, at no cost, so that the ratio and its clip also cover staleness and
-    rounding. The KL in the reward uses the same log-probs."""
+    log-probs are used, at no cost. The ratio and its clip then also cover staleness and rounding.
+    The KL in the reward uses the same log-probs."""
     correction: CorrectionSection = CorrectionSection()
 
     @model_validator(mode="before")
@@ -413,8 +413,8 @@ class PPOSection(Config):
     def computes_old_log_probs(self, *, is_one_update: bool) -> bool:
         """Return whether the learner's log-probs before the update need a separate forward pass.
 
-        The first update computes the same log-probs, so a pass is needed only if something reads
-        them earlier or a second update follows.
+        The first update computes the same log-probs. A separate pass is needed only if something
+        reads the log-probs earlier, or if a second update follows.
 
         Args:
             is_one_update: True if all responses of the step are one minibatch.

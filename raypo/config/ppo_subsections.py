@@ -107,15 +107,15 @@ class CorrectionSection(Config):
     """Largest ratio that is kept, of a token (icepop) or of a response (mis). null means 5 for
     icepop, 1.001 for mis with the geometric mean, and 2 for mis with the product."""
     mask_ratio: Literal["geometric", "product"] = "geometric"
-    """Ratio of a response for mis. geometric: the geometric mean of its tokens' ratios, with
-    default bounds near 1 that suit responses of thousands of tokens (short ones need wider bounds);
-    product: the product of the ratios."""
+    """Ratio of a response for mis. geometric: the geometric mean of its tokens' ratios; product:
+    their product. The default bounds of geometric are near 1. They suit responses of thousands of
+    tokens, and short responses need wider bounds."""
     token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Drop every response with a token whose ratio is below this value, like 1e-4. It works with
     every `kind`, including none. null means no veto."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Drop every token whose staleness is above this: the number of versions by which the weights
-    that sampled it are older than those at the start of the update. It works with every `kind`,
+    """Drop every token whose staleness is above this value. Staleness is the weight version at the
+    start of the update minus the version that sampled the token. This works with every `kind`,
     including none. null means that no token is dropped."""
 
     def _problems(self) -> Iterator[str]:
@@ -142,8 +142,9 @@ class CorrectionSection(Config):
 
 class CovarianceSection(Config):
     """Tokens that `ppo.policy_loss: clip_cov` and `kl_cov` hold back, because they cost the most
-    entropy: those with a large product of log-prob and advantage, each minus its mean over the step
-    (arXiv:2505.22617). They are chosen once per step, with the log-probs before its updates.
+    entropy (arXiv:2505.22617). They have a large product of log-prob and advantage, after
+    the mean over the step is subtracted from each of the two. They are chosen once per step, with
+    the log-probs before its updates.
     """
 
     fraction: float = Field(default=2e-4, gt=0.0, le=1.0)
@@ -155,8 +156,8 @@ class CovarianceSection(Config):
     high: float = 5.0
     """clip_cov: upper bound on the product of the tokens that are held back."""
     penalty: float = Field(default=1.0, ge=0.0)
-    """kl_cov: weight of the loss term for these tokens, the absolute change of their log-probs in
-    nats."""
+    """kl_cov: weight of a loss term for the tokens that are held back. The term is the absolute
+    change of their log-probs, in nats."""
 
     def _problems(self) -> Iterator[str]:
         return _crossed("ppo.covariance.low", self.low, "high", self.high)

@@ -173,7 +173,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "old_log_probs": "engine",
         "kl": {"coef": 0.0},
     },
-    # Shen et al. 2026, arXiv:2602.10693, section 4.1 and its public runs; the surrogate has c1, c2.
+    # Shen et al. 2026, arXiv:2602.10693, section 4.1 and the authors' public runs. c1 and c2 are
+    # constants of the surrogate (`raypo.ppo.surrogates.VESPO_SHAPES`).
     "vespo": {
         "advantage": "grpo",
         "policy_loss": "vespo",

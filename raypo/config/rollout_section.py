@@ -33,8 +33,8 @@ class EngineSection(Config):
     """Number of engines. auto: one on CPUs; on GPUs one per `tensor_parallel` workers."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of GPUs of one node that an engine is sharded over. A colocated engine takes the GPUs
-    of as many learner workers, a dedicated engine those of one bundle. On CPUs: number of
-    processes."""
+    of this many learner workers. A dedicated engine takes the GPUs of one bundle. On CPUs: number
+    of processes."""
     gpu_memory_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
     """Fraction of a GPU's memory that an engine may use."""
     kv_cache_gb: float | None = Field(default=None, gt=0.0)
@@ -48,17 +48,18 @@ class EngineSection(Config):
     """nccl: timeout of the broadcast of one bucket (256 MB), in seconds."""
     sleep: bool | Literal["auto"] = "auto"
     """Sharing of GPU memory by colocated models, for GPUs. true: engine, frozen models and learner
-    use it in turns, and the idle ones are offloaded to the host; false: all stay on the GPU, which
-    is faster if they fit; auto: false if they all fit with a margin (`raypo plan` shows it)."""
+    use the memory in turns, and idle models are offloaded to the host; false: all stay on the GPU,
+    which is faster if they fit; auto: false if they all fit with a margin (`raypo plan` shows it).
+    """
     prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes across requests of one weight version."""
     seeds: Literal["request", "engine"] = "request"
-    """Random seeds of training samples. request: one seed per sample, so that a sample does not
-    depend on its batch, and a run that is repeated or resumed draws the same samples. engine: one
-    random state per engine, so that samples depend on their batch, and a run that is repeated or
-    resumed draws others. engine is faster only with vLLM's model runner V1 on GPUs (in vLLM 0.23
-    all models but Llama, Mistral and Qwen3), which launches one kernel per seed and step. Held-out
-    samples always have one seed per sample."""
+    """Random seeds of training samples. request: one seed per sample. A sample then does not depend
+    on its batch, and a run that is repeated or resumed draws the same samples. engine: one random
+    state per engine. A sample then depends on its batch, and a run that is repeated or resumed
+    draws different samples. engine is faster only with vLLM's model runner V1 on GPUs, which
+    launches one kernel per seed and step. vLLM 0.23 uses that runner for all models but Llama,
+    Mistral and Qwen3. Held-out samples always have one seed per sample."""
     max_waiting: int = Field(default=4096, ge=1)
     """Maximum number of requests in an engine's queue. If it is full, callers with further requests
     block. The batch of a synchronous run enters the queue as a whole and does not count."""
@@ -127,14 +128,14 @@ class SamplingSection(Config):
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature. All log-probs are those of the tempered distribution."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Probability mass of nucleus sampling; 1 means off. Below 1, and with `top_k` or `min_p`, the
-    engine's log-probs are those of the truncated distribution and cannot be compared with the
-    learner's, which are those of the full distribution. ppo.correction is then refused, and the
-    mismatch metrics include the truncation."""
+    """Probability mass of nucleus sampling; 1 means off. With a value below 1, with `top_k` or with
+    `min_p`, the engine's log-probs are those of the truncated distribution. The learner's log-probs
+    are those of the full distribution, so the two cannot be compared. ppo.correction is then
+    refused, and the mismatch metrics include the truncation."""
     top_k: int | None = Field(default=None, ge=1)
     """Number of most likely tokens to sample from. null means all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Minimum probability of a token, as a fraction of that of the most likely one
+    """Minimum probability of a token, as a fraction of the most likely token's probability
     (arXiv:2407.01082). 0 means no minimum."""
     stop: Texts = ()
     """Stop strings. A response ends with the token that completes a stop string, and that token is
@@ -189,8 +190,8 @@ class RolloutSection(SamplingSection):
     under one version."""
 
     environment: str | None = None
-    """Environment class that answers each turn of the policy, `file.py:Class` or
-    `package.module:Class`, or `verifiers:NAME`, an environment of the package verifiers. A response
+    """Environment that answers each turn of the policy: a class, `file.py:Class` or
+    `package.module:Class`; or `verifiers:NAME`, an environment of the package verifiers. A response
     is then an episode of several turns (docs/environments.md). null means single responses."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment of each episode."""
@@ -225,9 +226,9 @@ class RolloutSection(SamplingSection):
     """Maximum number of tokens of an episode after its prompt: all turns of the policy and the
     environment's texts between them. Episodes require it."""
     step_timeout_s: float | None = Field(default=60.0, gt=0.0)
-    """Seconds that an environment may take for a turn, or an agent between two calls of the policy,
-    before the episode counts as failed. null means no limit. A coroutine that blocks all episodes
-    for this long ends the run."""
+    """Time limit, in seconds, of one turn of an environment, or of an agent between two calls of
+    the policy. An episode that exceeds it counts as failed. null means no limit. A coroutine that
+    blocks all episodes for this long ends the run."""
     max_concurrent_steps: int = Field(default=256, ge=1)
     """Maximum number of environment calls in flight per learner worker. For agents: maximum number
     of agents that are working rather than waiting for the policy."""

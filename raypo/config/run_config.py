@@ -71,10 +71,11 @@ class RecipeConfig(RunFile):
     in keys on which the state depends. Step numbers continue. To start from only the weights of
     that run, set model.policy to its policy/. null means a fresh start."""
     max_failures: int = Field(default=0, ge=-1)
-    """Number of times that a run resumes automatically from its last checkpoint after the loss of a
-    learner worker or of the Ray Train controller, as in Ray's `FailureConfig(max_failures)`. -1
-    means no limit. An error that a worker raises (in a reward function, say) counts as a loss,
-    although it may recur after every resume. In a sweep the number applies to each trial."""
+    """Maximum number of automatic resumes from the last checkpoint, as in Ray's
+    `FailureConfig(max_failures)`. Each resume follows the loss of a learner worker or of the Ray
+    Train controller. -1 means no limit. An error that a worker raises (in a reward function, say)
+    counts as a loss, although it may recur after every resume. In a sweep the number applies to
+    each trial."""
     callbacks: Annotated[tuple[ImportPath, ...], BeforeValidator(one_or_many)] = ()
     """Callbacks, `file.py:name`, that are called after each step with a
     `raypo.run.callbacks.StepView`. The numbers that they return become metrics."""

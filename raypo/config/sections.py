@@ -12,8 +12,9 @@ from raypo.config.base import Config
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
 
 OVERLAPPED_STAGE = 2
-"""Lowest ZeRO stage at which DeepSpeed reduces gradients during the backward pass, if the caller
-decides when gradients are reduced, as raypo does (`DeepSpeedEngine._do_sanity_check` of 0.19)."""
+"""Lowest ZeRO stage at which DeepSpeed reduces gradients during the backward pass. This holds for
+callers that decide when gradients are reduced, as raypo does (`DeepSpeedEngine._do_sanity_check` of
+0.19)."""
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 
 
@@ -102,8 +103,8 @@ class SampledModelSection(Config):
     sums, master weights and AdamW's moments are always float32."""
     attention: Attention = "auto"
     """Attention implementation of all passes of the torch models. auto: raypo's own implementation
-    over packed rows, which reads each prompt once and needs no padding (flex attention on GPUs,
-    SDPA on CPUs), or transformers' default if the model does not support packed rows. Any other
+    over packed rows (flex attention on GPUs, SDPA on CPUs), which reads each prompt once and needs
+    no padding. If the model does not support packed rows, auto is transformers' default. Any other
     value: the implementation of that name in transformers, with one padded row per response.
     flash_attention_2 and flash_attention_3 need GPUs and extra packages."""
     lora: PolicyLoraSection | None = None
@@ -129,21 +130,22 @@ class ModelSection(ReferenceModelSection):
     """The models of a run. Every path is a Hugging Face folder or a hub id."""
 
     critic: str | None = None
-    """Backbone of the critic. null means the first reward model that has the policy's vocabulary;
-    its score head, times its own weight and reward.weights.model, then becomes the value head. If
-    there is no such reward model, null means the policy with a value head that starts at zero."""
+    """Backbone of the critic. null means the first reward model that has the policy's vocabulary.
+    The value head is then the score head of this reward model, times its weight and
+    reward.weights.model. If there is no such reward model, null means the policy with a value head
+    that starts at zero."""
 
 
 class DataSection(Config):
     """Prompt data."""
 
     prompts: TrainedSources = Field(min_length=1)
-    """Source of prompts, or a list of sources. A source is a file (jsonl, json, parquet, csv) by
-    path, pattern (data/*.jsonl, in the order of the names) or URI (s3://, gs://, abfs://, hdfs://,
-    hf://, file://, and fsspec+ before a scheme of fsspec, like fsspec+sftp://), a folder that
-    `save_to_disk` of `datasets` wrote, the id of a Hugging Face data set, or a reasoning-gym task
-    like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a path, a source can be a mapping
-    with the keys below, like {path, weight}."""
+    """Source of prompts, or a list of sources. A source is one of these: a file (jsonl, json,
+    parquet, csv) by path, by pattern (data/*.jsonl, in the order of the names) or by URI (s3://,
+    gs://, abfs://, hdfs://, hf://, file://, and fsspec+ before a scheme of fsspec, like
+    fsspec+sftp://); a folder that `save_to_disk` of `datasets` wrote; the id of a Hugging Face data
+    set; or a reasoning-gym task like reasoning_gym://chain_sum?size=2000&seed=0. Instead of a path,
+    a source can be a mapping with the keys below, like {path, weight}."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages, to which the chat template is
     applied. The list may be JSON text (in a csv file it must be)."""
@@ -227,7 +229,7 @@ class RewardRequestSection(Config):
     """Timeout of one attempt, in seconds."""
     max_attempts: int = Field(default=5, ge=1)
     """Maximum number of attempts per request, with increasing waits between them. After the last
-    one its samples count as failed."""
+    attempt the samples of the request count as failed."""
 
 
 class Criterion(Config):
@@ -334,7 +336,7 @@ class RewardSection(Config):
 
     function: str | None = None
     """Reward function, `file.py:name` or `package.module:name`, with the signature (list[Rollout])
-    -> list[float]. null means none."""
+    -> list[float], or with that of TRL, f(prompts, completions, **columns). null means none."""
     processes: int = Field(default=0, ge=0)
     """Number of worker processes per learner worker for a slow reward function. Each call gets the
     rollouts of a few prompts. 0 means that the learner worker calls the function itself, with all
@@ -352,6 +354,16 @@ class RewardSection(Config):
     weights: RewardWeights = RewardWeights()
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Fraction of a step's samples that may have no score (None, NaN) before the run stops."""
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _is_one_function(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple | Mapping):
+            raise ValueError(
+                'must be one function. Write one that calls the others and returns {"score": their '
+                "weighted sum, name: part, ...} per response (docs/rewards.md, Several at once)."
+            )
+        return value
 
     def _problems(self) -> Iterator[str]:
         if self.request != RewardRequestSection() and self.url is None and self.judge is None:
@@ -640,9 +652,9 @@ class CheckpointSection(Periodic):
     best_mode: Literal["max", "min"] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
     changed_inputs: Literal["refuse", "accept"] = "refuse"
-    """Behaviour when a resumed run finds that a data file, a Python file or a model of its config
-    has changed since the run began. refuse: stop; accept: continue, and record in `summary.json`
-    what has changed and after which step."""
+    """Behaviour of a resumed run if a data file, a Python file or a model of its config has changed
+    since the run began. refuse: stop; accept: continue, and record in `summary.json` what has
+    changed and after which step."""
 
     def _problems(self) -> Iterator[str]:
         if self.best_by is None:
@@ -691,7 +703,7 @@ class ClusterSection(Config):
 
     address: str | None = None
     """Address of the Ray cluster, host:port. auto: the Ray cluster that runs on this machine. null
-    means RAY_ADDRESS. If that is not set, a local Ray with the dashboard is started, which ends
+    means RAY_ADDRESS. If RAY_ADDRESS is not set, a local Ray with the dashboard is started. It ends
     with the command."""
     namespace: str = "raypo"
     """Ray namespace of the actors. If you have called `ray.init` yourself, the namespace of that

@@ -67,8 +67,8 @@ class Domain:
     def test_values(self) -> tuple[Any, ...]:
         """Values of the domain to validate a config with.
 
-        A list gives all its values, a continuous range its two ends, and a stepped range about
-        `MAX_TEST_VALUES` values, including the last one.
+        A list gives all its values. A continuous range gives its two ends. A stepped range gives
+        about `MAX_TEST_VALUES` values, including the last one.
         """
         if self.kind not in ("randint", "quniform"):
             return self.values

@@ -103,9 +103,9 @@ class ExamplesConfig(RecipeConfig):
     paths: ClassVar[tuple[str, ...]] = ("model.policy", "data.prompts", "eval.prompts")
 
     num_epochs: float | None = Field(default=None, gt=0.0)
-    """Passes over the examples, as an alternative to `num_steps`, which is then computed when the
-    run starts. An epoch has as many examples as data.prompts has rows. null means that `num_steps`
-    sets the length."""
+    """Passes over the examples, as an alternative to `num_steps`. `num_steps` is then computed when
+    the run starts. An epoch has as many examples as data.prompts has rows. null means that
+    `num_steps` sets the length."""
     model: TrainedModelSection
     data: ResponsesSection | PairsSection
     learner: ExamplesLearnerSection = ExamplesLearnerSection()

@@ -252,8 +252,8 @@ class SweepConfig(RunFile):
         """Validate the sweep and return the run config that each trial starts from.
 
         Raises:
-            ConfigError: the base or an override is wrong, or `space` has a key that the base does
-                not have or a value that it refuses.
+            ConfigError: the base or an override is wrong, the base lacks a key of `space`, or the
+                base refuses a value of `space`.
         """
         base = parse_run_config(self.base_values(), origin=self.base)
         if not isinstance(base, OnlineConfig):

@@ -48,8 +48,14 @@ _WORDS = {
     **{"low_var_kl": "k3", "mse": "k2", "kl": "k1"},
 }
 """Value of verl or OpenRLHF -> value of raypo."""
-_LOSS_TYPES = {"grpo": "sequence_mean", "dr_grpo": "constant"}
-_LOSS_TYPES |= {"bnpo": "token_mean", "dapo": "token_mean"}
+_LOSS_TYPES = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
+_LOSS_TYPES |= dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")
+"""TRL's loss_type -> ppo.aggregation."""
+_CORRECTIONS = {"token_truncate": "tis", "sequence_truncate": "sequence_tis"}
+_CORRECTIONS |= {"token_mask": "icepop", "sequence_mask": "sequence_tis"}
+"""TRL's vllm_importance_sampling_mode -> ppo.correction.kind."""
+_TRL_IDLE = {"eval_strategy": ("no", "steps"), "vllm_mode": ("colocate",)}
+"""TRL's argument -> its values that need no counterpart, besides the table's."""
 
 
 def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> str:
@@ -131,7 +137,7 @@ def _steps(epochs: float, name: str, done: Settings, most: Any = None) -> tuple[
     """
     from pyarrow import parquet
 
-    prompts = done.get("rollout.prompts_per_step", ("rollout.prompts_per_step",))[0]
+    prompts: Any = done.get("rollout.prompts_per_step", ("rollout.prompts_per_step",))[0]
     files = done.get("data.prompts", ("",))[0]
     rows, counted = most, "rows of max_samples"
     with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
@@ -157,7 +163,7 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"--from-trl: line {error.lineno} is not Python: {error.msg}.") from None
     assigned = [each for each in nodes if isinstance(each, ast.Assign)]
     constants = {ast.unparse(each.targets[0]): each.value for each in assigned}
-    recipe, given = "", {}
+    recipe, given, has_lora = "", {}, False
     for node in nodes:
         name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         match = re.fullmatch(r"(\w+?)(Trainer|Config)", name)
@@ -167,13 +173,14 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
         named: dict[str, ast.expr] = {each.arg: each.value for each in node.keywords if each.arg}
         if match[2] == "Trainer":
             named |= dict(zip(("model", "reward_funcs"), node.args, strict=False))
-        for key in ("args", "processing_class", "peft_config"):  # their own calls are nodes too
+        for key in ("args", "processing_class"):  # their own calls are nodes too
             named.pop(key, None)
         given |= {key: _literal(value, constants) for key, value in named.items()}
+        has_lora = has_lora or match[1] == "Lora"
     if not recipe:
         which = ", ".join(f"{each}Trainer" for each in TRL_RECIPES)
         raise ConfigError(f"--from-trl: no {which} of TRL is made in it. Give a script with one.")
-    return recipe, given
+    return recipe, given | ({"peft_config": "LoraConfig"} if has_lora else {})
 
 
 def read_command(text: str, project: str) -> dict[str, Any]:
@@ -265,9 +272,10 @@ class _Values:
 
 def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
     per_device, accumulated = get("per_device_train_batch_size"), get("gradient_accumulation_steps")
-    batch, steps = per_device * accumulated, get("max_steps")
+    batch, steps, updates = per_device * accumulated, get("max_steps"), 1
     origin = "per_device_train_batch_size x gradient_accumulation_steps"
     done: Settings = {"recipe": (recipe, "the trainer")}
+    notes: list[str] = []
     for name, key in _TRL_OBJECTS.items():
         if (value := get(name)) is not None:
             done[key] = value, name
@@ -290,20 +298,158 @@ def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
         done["rollout.samples_per_prompt"] = get("num_generations"), "num_generations"
         done["rollout.prompts_per_step"] = prompts, "responses of a generation / num_generations"
         done["ppo.minibatch_size"] = batch, origin
-        done["ppo.preset"] = "grpo", "GRPOTrainer"
-        done["ppo.kl.coef"] = get("beta"), "beta"
-        done["ppo.num_epochs"] = get("num_iterations"), "num_iterations"
-        if (loss := get("loss_type")) in _LOSS_TYPES:
-            done["ppo.aggregation"] = _LOSS_TYPES[loss], "loss_type"
-        else:
-            done["ppo.preset"] = loss, "loss_type"
-        if get("scale_rewards") in (False, "none"):
-            done["ppo.advantage"] = "dr_grpo", "scale_rewards"
-        steps /= max(generated // batch, 1) * get("num_iterations")
+        done |= _loss_of_trl(get, notes) | _correction_of_trl(get, notes)
+        updates = max(generated // batch, 1) * get("num_iterations")
+        steps /= updates
     if steps > 0:
         done["num_steps"] = math.ceil(steps), "max_steps"
+    done |= _schedule_of_trl(get, steps, updates)
+    done |= _lora_of_trl(get, notes)
+    done |= _logging_of_trl(get)
+    if isinstance(get.given.get("bf16"), bool) and "fp16" not in get.given:
+        done["model.dtype"] = "bfloat16" if get("bf16") else "float32", "bf16"
+    if recipe == "ppo":
+        notes += _several_rewards(get)
     names = [each for each in done if each.endswith(("batch_size", "prompts_per_step"))]
-    return done, [f"{' and '.join(names)}: of one process. Multiply by the number of processes."]
+    notes.append(f"{' and '.join(names)}: of one process. Multiply by the number of processes.")
+    idle = [name for name, values in _TRL_IDLE.items() if str(get.given.get(name)) in values]
+    if idle:
+        get.used.update(idle)
+        notes.append(f"Needs nothing here: {', '.join(idle)}.")
+    return done, notes
+
+
+def _loss_of_trl(get: _Values, notes: list[str]) -> Settings:
+    """Return the keys of GRPO's loss."""
+    done: Settings = {"ppo.preset": ("grpo", "GRPOTrainer"), "ppo.kl.coef": (get("beta"), "beta")}
+    done["ppo.num_epochs"] = get("num_iterations"), "num_iterations"
+    loss, low, high = get("loss_type"), get("epsilon"), get("epsilon_high")
+    if isinstance(get.given.get("epsilon_high"), ast.AST):
+        high = math.nan
+    done["ppo.clip_low"] = low, "epsilon"
+    done["ppo.clip_high"] = (low, "epsilon") if high is None else (high, "epsilon_high")
+    if loss in _LOSS_TYPES:
+        done["ppo.aggregation"] = _LOSS_TYPES[loss], "loss_type"
+        if loss in ("cispo", "sapo", "vespo"):
+            done["ppo.policy_loss"] = loss, "loss_type"
+        if loss == "cispo":  # TRL bounds the weight itself, raypo its excess over 1
+            bound = (4.0, "ScaleRL's 5 - 1") if high is None else (high - 1, "epsilon_high - 1")
+            done["ppo.clip_high"] = bound
+    else:
+        notes.append(f"loss_type ({loss}): no counterpart is known; docs/methods.md has all.")
+    if (scale := get("scale_rewards")) in (False, "none"):
+        done["ppo.advantage"] = "dr_grpo", "scale_rewards"
+    elif scale not in (True, "group"):
+        notes.append(f"scale_rewards ({scale}): ppo.advantage. docs/methods.md has its values.")
+    return done
+
+
+def _correction_of_trl(get: _Values, notes: list[str]) -> Settings:
+    """Return the keys of the correction of vLLM's log-probs, which TRL applies by default."""
+    done: Settings = {}
+    correction = "vllm_importance_sampling_"
+    is_corrected, mode = get(f"{correction}correction", True), get(f"{correction}mode")
+    cap, has_vllm = get(f"{correction}clip_max"), get.given.get("use_vllm") is True
+    if has_vllm and is_corrected and mode not in _CORRECTIONS:
+        notes.append(f"{correction}mode ({mode}): ppo.correction.kind. No counterpart is known.")
+    elif has_vllm and is_corrected:
+        kind = _CORRECTIONS[mode]
+        done["ppo.correction.kind"] = kind, f"{correction}mode with use_vllm"
+        bound = "ppo.correction.high" if kind == "icepop" else "ppo.correction.cap"
+        done[bound] = cap, f"{correction}clip_max"
+        if kind == "icepop":
+            done["ppo.correction.low"] = 0.0, "no lower bound in TRL"
+        if mode == "sequence_mask":
+            notes.append(
+                f"{correction}mode (sequence_mask, TRL's default): TRL drops responses whose ratio "
+                f"is above {cap:g}; ppo.correction gives them the weight {cap:g}. Other responses "
+                f"have the same weight in both."
+            )
+    return done
+
+
+def _schedule_of_trl(get: _Values, steps: float, updates: float) -> Settings:
+    """Return the keys that count steps.
+
+    Args:
+        get: Lookup of TRL's arguments.
+        steps: Steps of the run; 0 or less if unknown.
+        updates: Optimizer steps in a step of raypo. If there are several, counts are left as notes.
+    """
+    done: Settings = {}
+    if get.given.get("lr_scheduler_type") == "constant_with_warmup":
+        get.used.add("lr_scheduler_type")
+        done["learner.lr_schedule"] = "constant", "lr_scheduler_type"
+    counts = {"save_steps": "checkpoint.every"}
+    if get.given.get("eval_strategy") == "steps":
+        counts["eval_steps"] = "eval.every"
+    for name, key in counts.items():
+        if updates == 1 and isinstance(get.given.get(name), int):
+            done[key] = get(name), name
+    warmup = get.given.get("warmup_steps") or get.given.get("warmup_ratio")
+    if isinstance(warmup, float) and warmup < 1 and steps > 0:
+        origin = f"warmup_ratio {warmup:g} of max_steps"
+        done["learner.lr_warmup_steps"] = math.ceil(warmup * math.ceil(steps)), origin
+    elif isinstance(warmup, int) and updates == 1:
+        done["learner.lr_warmup_steps"] = warmup, "warmup_steps"
+    if "learner.lr_warmup_steps" in done:
+        get.used.update(("warmup_steps", "warmup_ratio"))
+    return done
+
+
+def _lora_of_trl(get: _Values, notes: list[str]) -> Settings:
+    """Return the keys of a LoraConfig, with peft's defaults."""
+    if not get("peft_config"):
+        return {}
+    done: Settings = {
+        key: (get(name), name)
+        for name, key in (("r", "model.lora.rank"), ("lora_alpha", "model.lora.alpha"))
+    }
+    if get.given.get("target_modules") is None:
+        get.used.add("target_modules")
+        done["model.lora.target_modules"] = ["q_proj", "v_proj"], "peft's default"
+        notes.append(
+            "target_modules (None): peft chooses by the architecture, for Llama, Qwen, Mistral and "
+            "Gemma q_proj and v_proj. For others set model.lora.target_modules; raypo's default is "
+            "all-linear."
+        )
+    return done
+
+
+def _logging_of_trl(get: _Values) -> Settings:
+    given = get.given.get("report_to")
+    sinks = [given] if isinstance(given, str) else given
+    if not isinstance(sinks, list) or not {*sinks} <= {"wandb", "mlflow", "tensorboard", "none"}:
+        return {}
+    get.used.add("report_to")
+    values = {"wandb": {}, "mlflow": {}, "tensorboard": True}
+    done: Settings = {
+        f"logging.{each}": (values[each], "report_to") for each in sinks if each in values
+    }
+    return done or {"logging.tensorboard": (False, "report_to")}
+
+
+def _several_rewards(get: _Values) -> list[str]:
+    """Return a note with a function that adds several, if `reward_funcs` has several names."""
+    given = get.given.get("reward_funcs")
+    each = given.elts if isinstance(given, ast.List | ast.Tuple) else []
+    names = [name.id for name in each if isinstance(name, ast.Name)]
+    weights = get.given.get("reward_weights") or [1.0] * len(each)
+    if not names or len(names) != len(each) or not isinstance(weights, list):
+        return []
+    if len(weights) != len(names) or (len(names) == 1 and weights == [1.0]):
+        return []
+    get.used.update(("reward_funcs", "reward_weights"))
+    scores = [f"s{place}" for place in range(1, len(names) + 1)]
+    total = " + ".join(f"{weight} * {each}" for weight, each in zip(weights, scores, strict=True))
+    parts = ", ".join(f'"{name}": {each}' for name, each in zip(names, scores, strict=True))
+    calls = ", ".join(f"{name}(completions=completions, **columns)" for name in names)
+    return [
+        f"reward_funcs ([{', '.join(names)}]), reward_weights ({weights}): reward.function is one "
+        f"function. Write it beside them, and set reward.function: file.py:reward. def "
+        f'reward(completions, **columns): return [{{"score": {total}, {parts}}} for '
+        f"{', '.join(scores)} in zip({calls})]"
+    ]
 
 
 _TRL_OBJECTS = {"model": "model.policy", "train_dataset": "data.prompts"}

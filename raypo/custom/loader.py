@@ -418,7 +418,7 @@ def _outline(spec: str, key: str) -> Any:
 
 
 class _WithAnyMethod(type):
-    """Metaclass for stubs of classes with base classes, from which they may inherit any method."""
+    """Metaclass for the stub of a class that may inherit any method from its base classes."""
 
     def __getattr__(cls, name: str) -> Callable[..., None]:
         if name.startswith("__"):

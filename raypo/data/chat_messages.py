@@ -140,8 +140,9 @@ def check_roles(
 ) -> None:
     """Reject roles that the model was not trained on, because many templates print any role.
 
-    A role counts as known if the template names it, or if it renders the message and the tokenizer
-    has a special token with the role's name, like GLM-4's `<|observation|>`.
+    A role counts as known if the template names it. It also counts as known if the template renders
+    the message and the tokenizer has a special token with the role's name, like GLM-4's
+    `<|observation|>`.
 
     Raises:
         MessageError: a role is unknown. The error names the message by its index.
@@ -166,9 +167,9 @@ def as_read(
 ) -> list[Message]:
     """Return messages with the arguments of tool calls in the form that the template reads.
 
-    This form is objects, or JSON text if the template rejects objects but accepts text. DeepSeek's
+    The form is objects, unless the template rejects objects but accepts JSON text. DeepSeek's
     template does so, because it appends the arguments to other text. The form is found by rendering
-    the messages in both forms, and cached for each template.
+    the messages in both forms. It is cached for each template.
     """
     if not any(message.get("tool_calls") for message in messages):
         return list(messages)

@@ -32,9 +32,9 @@ def conversation(
     assistant's last token, with the turns of other roles masked.
 
     If the template marks the assistant's text (`{% generation %}`), these marks decide which text
-    is the assistant's. Otherwise, it is the text from the generation prompt to the end of the
-    message. Each turn is trained up to and including its first stop token, even if that token
-    directly follows the turn. Turns are tokenised separately, as in sampling.
+    is the assistant's. Otherwise, the assistant's text reaches from the generation prompt to the
+    end of the message. Each turn is trained up to and including its first stop token, even if that
+    token directly follows the turn. Turns are tokenised separately, as in sampling.
 
     Args:
         row: A row with checked and normalised messages (`prepared_conversation`).

@@ -2,9 +2,10 @@
 
 `key` is the config key of a source; error messages begin with it.
 
-The package `datasets` is used for data sets and saved folders, but not for files: it infers types
-(a label 007 becomes 7), fills missing columns with null, rejects a whole file where `data.on_error`
-may drop one row, knows no line numbers, and takes seconds to import.
+The package `datasets` is used for data sets and saved folders, but not for files. It infers types
+(a label 007 becomes 7) and fills missing columns with null. One bad row makes it reject the whole
+file, although `data.on_error` may drop single rows. It knows no line numbers, and it takes seconds
+to import.
 """
 
 from __future__ import annotations

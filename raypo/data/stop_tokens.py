@@ -44,7 +44,7 @@ class StopTokens:
         return tuple(str(added[each]) for each in self.ids if each in added)
 
     def inside(self, message: Message) -> str | None:
-        """Return the text of a stop token that a message contains, or None."""
+        """Return the text of a stop token that a message contains. None if it contains none."""
         strings = strings_of({k: v for k, v in message.items() if k != "role"})
         return next((text for text in self.texts if any(text in each for each in strings)), None)
 
@@ -69,11 +69,11 @@ class StopTokens:
     def learned(
         self, ids: Sequence[int], runs: Sequence[Run], messages: Sequence[Message]
     ) -> tuple[list[int], list[bool]]:
-        """Return ids and their loss mask, True in each run up to and with its first stop token.
+        """Return ids and their loss mask: True in each run, through the run's first stop token.
 
-        A stop token directly after a run is trained too: `{% generation %}` tags may exclude it,
-        and in some templates (GLM) the mark of the next role ends a turn. If the template writes no
-        stop token after the last run, `after(messages)` replaces the ids that follow the run.
+        A stop token directly after a run is trained too. `{% generation %}` tags may exclude it,
+        and in some templates (GLM) it is the mark of the next role. If the template writes no stop
+        token after the last run, `after(messages)` replaces the ids that follow the run.
 
         Args:
             ids: Token ids of a whole conversation.
@@ -94,8 +94,9 @@ class StopTokens:
     def after(self, messages: Sequence[Message]) -> int:
         """Return the stop token for a last turn to which the template adds none.
 
-        This is the token that begins the next message, if that is a stop token (as in GLM), else
-        the default. The next message is a tool's if the turn calls a tool, else a user's.
+        If the next message begins with a stop token (as in GLM), that token is returned. Otherwise,
+        the default is returned. The next message is a tool's if the turn calls a tool, else a
+        user's.
         """
         calls = messages[-1].get("tool_calls")
         if bool(calls) in self._after:
@@ -161,8 +162,8 @@ def ids_behind(
         tokenizer: Hugging Face tokenizer.
         texts: The texts to tokenise.
         before: Text before each of the texts. Only a special token at its end matters. An entry
-            None means that nothing comes before. Without the list, each text is taken to follow
-            ordinary text.
+            None means that nothing comes before the text. If the whole list is None, each text
+            follows ordinary text.
     """
     plain: Any = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     if not _writes_a_space(tokenizer):

@@ -1,8 +1,8 @@
 """Replicas of a plain class behind one handle: Ray actors pinned to bundles of a placement group.
 
 Ray restarts a replica whose process has ended, in the same bundle, with the same name and
-environment. A deployment has no controller that could be lost: the callers find out which replicas
-answer, and kill a replica that hangs while they wait for it.
+environment. A deployment has no controller, so none can be lost. Instead, callers check the health
+of a replica while they wait for it, and kill it if it hangs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ MOST_CALLS = 100_000
 """Calls that a replica accepts, running or queued (Ray's `max_concurrency`). Beyond this limit, Ray
 delivers no calls, not even health checks."""
 _keep_alive: dict[str, tuple[list[ActorHandle], Any]] = {}
-"""Actor handles and the reference to the spec, by deployment. An actor ends when no handle to it is
-left. Ray 2.60 frees large constructor arguments before a restart needs them again."""
+"""Actor handles of each deployment, and the reference to its spec. The handles keep the actors
+alive. The reference keeps the spec in memory: Ray 2.60 would free a large constructor argument
+before a restart needs it again."""
 
 
 def start_deployment(

@@ -6,11 +6,11 @@ a future (`raypo.concurrency`):
     handle.call -> _answer -> ReplicaClient.send -> (Ray) Replica.call -> the method, in a thread
 
 While calls wait for a replica, one task of the loop checks its health. A replica that does not
-answer is killed, which fails its calls, and Ray restarts it.
+answer is killed. Its calls then fail, and Ray restarts it.
 
-Retry rule: if the replica is lost, the call is repeated under the same id on another replica that
-is up. If no other is up, it is repeated on the restarted replica, which first makes the call that
-the handle requires.
+Retry rule: if a replica is lost, its calls are repeated under the same id on another replica that
+is up. If no other replica is up, they are repeated on the restarted one. It first makes the call
+that the handle requires (`DeploymentHandle.require`).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ thread, possibly twice for one index."""
 
 RETRY_S = 0.2
 REST_S = 4.0
-"""Seconds after the loss of a replica in which it is tried last. Each call to it would block for 2
-s while Ray 2.60 restarts it."""
+"""Seconds after the loss of a replica during which calls prefer every other replica. While Ray 2.60
+restarts a replica, each call to it blocks for 2 s."""
 PROBE_TIMEOUT_S = 3.0
 """Seconds after which a replica that does not answer counts as busy or starting."""
 
@@ -196,7 +196,7 @@ class DeploymentHandle:
         """Derive a handle to the replicas that are up now. If none is up, wait for one.
 
         Raises:
-            DeploymentError: none is left, or none is up within `start_timeout_s`.
+            DeploymentError: no replica is left, or none is up within `start_timeout_s`.
         """
         found = background_future(self._find_up()).result()
         return replace(self, replicas=[replica for replica, _ in found])
@@ -209,7 +209,7 @@ class DeploymentHandle:
         """Wait until every replica has started.
 
         Raises:
-            DeploymentError: one failed to start, with its error, or took too long.
+            DeploymentError: a replica took too long, or failed to start. The message has its error.
         """
 
         async def all_started() -> None:
@@ -396,7 +396,7 @@ class ReplicaClient:
         return reply
 
     async def ping(self, timeout_s: float | None, *, kills: bool = False) -> Status | None:
-        """Return the status of a replica that is up and reports no problem; None for any other.
+        """Return the status of the replica. None if it is not up, or if it reports a problem.
 
         Args:
             timeout_s: Seconds to wait for its answer. None means no limit.

@@ -6,8 +6,8 @@ reported while the object works. The object itself runs in threads:
 - `_pool`, one thread for each ongoing call (`max_ongoing_requests`), builds the object and runs its
   methods.
 - `_control_pool`, one thread for control calls (a push of weights, sleep). Control calls run in
-  order. They never wait for ongoing calls, except for the prerequisites of these. If only one
-  ongoing call is allowed, `_control_pool` is `_pool`.
+  order. They never wait for the method of an ongoing call. They wait only while an ongoing call
+  runs its prerequisite. If only one ongoing call is allowed, `_control_pool` is `_pool`.
 
 A daemon thread exports the number of calls as a gauge.
 
@@ -40,7 +40,7 @@ from raypo.tracking.logs import log_to_file
 ENTRIES_WAIT_S, ENTRIES_POLL_S = 1.0, 0.05
 """Longest time that `entries` waits for entries, and its polling interval, in seconds."""
 KEPT_RESULTS = 32
-"""Finished calls whose value is kept for callers that retry."""
+"""Number of finished calls whose value is kept, for callers that retry."""
 EXIT_DELAY_S = 0.2
 """Seconds in which a replica that ends itself can still send its replies."""
 
@@ -62,7 +62,7 @@ class Replica:
         self._control_pool = self._pool
         if deployment.max_ongoing_requests > 1:
             self._control_pool = ThreadPoolExecutor(1, "replica-control")
-        # The process ends with the replica, and the thread with it.
+        # No one sets the event: the thread ends with the process of the replica.
         export_gauges("replica", lambda: {"calls": self._num_calls()}, threading.Event())
         is_restart = False
         if ray.is_initialized():  # `get_runtime_context` would start Ray otherwise
@@ -147,7 +147,7 @@ class Replica:
                     *(_recorded(index, each, ready) for index, each in enumerate(value))
                 )
         except asyncio.CancelledError:
-            # The thread continues after this, and may return futures.
+            # The thread still runs the method; cancel the futures that it may return.
             running.add_done_callback(_cancel_futures)
             raise
         except Exception:

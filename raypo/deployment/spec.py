@@ -33,7 +33,7 @@ class Deployment:
     """Folder in which replica i writes library logs to <role>_<i>.log. None means Ray's logs
     only."""
     max_ongoing_requests: int = 1
-    """Calls that a replica works on at the same time, each in a thread while its method runs."""
+    """Maximum number of concurrent calls of a replica. Each uses a thread while its method runs."""
     request_timeout_s: float | None = None
     """Seconds that a call may take, retries included. None means no limit."""
     health_check_period_s: float = 10.0
@@ -48,10 +48,10 @@ class Deployment:
     start_timeout_s: float | None = None
     """Seconds that callers wait for a replica that restarts. None means no limit."""
     max_restarts: int = 3
-    """Restarts of each replica by Ray."""
+    """Maximum number of times that Ray restarts each replica."""
     takes_turns: bool = False
-    """True if a restarted replica waits for its first call before it takes memory, because another
-    process may be using that memory now."""
+    """True if a restarted replica takes memory only once it gets its first call. Until then another
+    process may be using this memory."""
 
     @property
     def role(self) -> str:
@@ -87,11 +87,11 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     prerequisite: Prerequisite | None = None
     is_control: bool = False
-    """True for a control call. Control calls run in order in a separate thread, so they pass
-    waiting requests."""
+    """True for a control call. Control calls run in order in a separate thread, so they
+    overtake waiting requests."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     part: tuple[int, ...] | None = None
-    """Indices of the list's entries that the caller wants. None means the whole value."""
+    """Indices of the entries that the caller wants of a list. None means the whole value."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SharedCall:
 
     id: str
     part: tuple[int, ...]
-    """Indices of the list's entries that this process gets."""
+    """Indices of the entries of the value, a list, that this process gets."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,6 @@ class Status:
     bundle: int
     """Index of its bundle in the placement group."""
     num_calls: int
-    """Calls that run or wait."""
+    """Number of calls that run or wait."""
     problem: str | None = None
     """Reason why the object cannot go on. The replica then ends its process."""

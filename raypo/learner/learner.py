@@ -134,8 +134,8 @@ class Learner:
         """Add `old_log_probs` and, with a critic, `values` to the experience.
 
         - `old_log_probs` are the engine's log-probs with `ppo.old_log_probs: engine`. Otherwise the
-          policy computes them here, unless the step is a single update and nothing before it reads
-          them: then `update` adds them.
+          policy computes them here. If the step has a single update, and nothing before it reads
+          them, `update` adds them instead.
         - `last_values` are added with `ppo.bootstrap_truncated`. They are 0 for responses that
           ended by themselves.
         - `ref_log_probs` are added if the policy without its adapter is the reference model.

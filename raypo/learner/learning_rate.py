@@ -10,8 +10,8 @@ from raypo.config import WorkersSection
 def learning_rate(step: int, num_steps: int, *, highest: float, section: WorkersSection) -> float:
     """Return the learning rate of a step.
 
-    It rises linearly over `lr_warmup_steps`, reaches `highest` on the step after them, and decays
-    by `lr_schedule` such that the step after the last would have `lr_floor` times the highest.
+    It rises linearly over `lr_warmup_steps` and reaches `highest` on the step after them. Then it
+    decays by `lr_schedule`. The step after the last one would have `lr_floor` times `highest`.
 
     Args:
         step: Step number, from 1.

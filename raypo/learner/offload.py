@@ -1,9 +1,9 @@
 """Offloading of a trained model to the host and back, at any ZeRO stage.
 
-DeepSpeed 0.19 has `offload_states`, but BF16_Optimizer lacks it, at stage 3 it moves only moments
-of DeepSpeed's FusedAdam, and at stages 1 and 2 it pins new host memory each time. So raypo moves
-the storages themselves into pinned memory that is reused. DeepSpeed holds many views of a few flat
-buffers, and all these views stay valid.
+DeepSpeed 0.19 has `offload_states`, which does not suffice. BF16_Optimizer lacks it. At stage 3 it
+moves only moments of DeepSpeed's FusedAdam. At stages 1 and 2 it pins new host memory each time. So
+raypo moves the storages themselves into pinned memory that is reused. DeepSpeed holds many views of
+a few flat buffers, and all these views stay valid.
 
 State that the config offloads (`offload_optimizer`, `offload_param`) is already on the host.
 """

@@ -86,7 +86,7 @@ class VerdictTask(PolicyTask[Verdict]):
     def log_probs(
         self, model: Any, items: Sequence[Verdict], device: Any
     ) -> list[tuple[float, float]]:
-        """Return summed log-probs of each response and of `other_ids`, from another prompt."""
+        """Return summed log-probs of each response, and of `other_ids` after the same prompt."""
         own, others = _evaluated(
             model,
             [Example(item.prompt_ids, item.response_ids) for item in items]

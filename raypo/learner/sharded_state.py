@@ -24,7 +24,7 @@ from raypo.learner.state import write_tensors
 
 @dataclass(frozen=True)
 class Moment:
-    """Range of a flattened parameter whose moments a worker holds, and its location among them.
+    """Range of a flattened parameter, and the location of the moments that a worker holds for it.
 
     The range is the same as that of the weights, except for Muon at ZeRO stages 1 and 2. There, a
     worker with a part of a parameter's weights holds the moments of the whole parameter
@@ -69,7 +69,7 @@ class Fragment:
     """Layout of the moments. None means the layout of the owner."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a view of the fragment in a tensor, which is laid out like the owner."""
+        """Return a view of the fragment in a tensor that is laid out like the owner."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
 
     @property

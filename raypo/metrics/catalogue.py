@@ -180,8 +180,8 @@ def before_and_after(rows: Sequence[Row], name: str) -> tuple[float, float] | No
 def reference(rows: Sequence[Row], name: str) -> float | None:
     """Return a metric before the first update: `eval/initial_score_mean` for `eval/score_mean`.
 
-    Rollouts of step 1 are sampled before the first update, so for `rollout/` metrics it is the
-    value of the first row. None means that the metric was not measured then.
+    Rollouts of step 1 are sampled before the first update, so for `rollout/` metrics the value of
+    the first row is returned. None means that the metric was not measured then.
     """
     if not rows:
         return None

@@ -11,9 +11,9 @@ GB = 1e9
 def peak_memory() -> dict[str, float]:
     """Return the peak memory of this process so far, in GB (1e9 bytes).
 
-    `memory` is the peak resident RAM, including shared pages. `gpu_memory` is the peak that
-    torch's allocator has reserved, which no other process can use; it is absent if the process
-    has not used a GPU.
+    `memory` is the peak resident RAM, including shared pages. `gpu_memory` is the peak that torch's
+    allocator has reserved. No other process can use reserved memory. `gpu_memory` is absent if the
+    process has not used a GPU.
     """
     peaks = {"memory": _resident() / GB}
     torch = sys.modules.get("torch")  # do not import torch just for this

@@ -46,8 +46,8 @@ OLD_BUFFERS = re.compile(
 )
 """Names of constants that networks compute, and that transformers before 4.32 saved with the
 weights: causal masks (the `bias` of the attention module, not of a layer in it), rotary and
-sinusoidal tables, position and token-type ids. The hub's GPT-2, GPT-Neo, GPT-J and CodeGen have
-them."""
+sinusoidal tables, position and token-type ids. The files of GPT-2, GPT-Neo, GPT-J and CodeGen on
+the hub contain such constants."""
 SHOWN = 3
 """Maximum number of weight names in an error message."""
 
@@ -201,7 +201,7 @@ def _without_place(info: Mapping[str, Any]) -> list[str]:
 
 
 def _untied(model: Any) -> list[str]:
-    """Return weights that the config ties, but not transformers, because their values differ."""
+    """Return weights that the config ties and transformers does not, as their values differ."""
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     return sorted(set(tied) - set(model.all_tied_weights_keys))
 

@@ -8,8 +8,9 @@ sum of that weight's gradient once."""
 SCRATCH_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Number of logits processed in float32 at a time, by device type. On CPUs they fit the caches."""
 SHARED_SCORES = 4096
-"""Mean number of attention scores per prompt that separate rows would repeat, above which CPUs
-compute a prompt once for all its responses. Each shared prompt costs extra calls."""
+"""Threshold of prompt sharing on CPUs: the mean number of attention scores per prompt that separate
+rows would repeat. Above it, a prompt is computed once for all its responses. The threshold exists
+because each shared prompt costs extra calls."""
 
 
 def repeated_scores(prompt_tokens: int, responses: int) -> int:

@@ -33,7 +33,7 @@ class CriticStart:
     path: str
     reward_weight: float | None = None
     """Factor by which a reward model's score head is multiplied to initialise the value head. None
-    means that the value head starts from that of a saved critic, or at zero if there is none."""
+    means that the value head is that of a saved critic, or zero if `path` has no value head."""
     remark: str = ""
     """Reason for `reward_weight`, for messages."""
 
@@ -47,10 +47,10 @@ def critic_start(
     is usable. A reward model is usable if it is a decoder with the policy's vocabulary. Encoders
     are excluded, because a value would depend on the very tokens for which it is the baseline.
 
-    The weighted score of a reward model is its part of a response's return (before KL), so its
-    score head times the weights is a good initial value head. The critic has to learn the parts of
-    other reward functions and models, and the effect of bounds on the scores. With normalised
-    scores the scale is not known yet, so the head starts at zero.
+    A response's return (before KL) contains the reward model's score times a weight. The model's
+    score head times that weight is therefore a good initial value head. The critic still has to
+    learn the contributions of other reward functions and models, and the effect of bounds on the
+    scores. With normalised scores, the scale is not known yet, so the head starts at zero.
 
     Args:
         model: The model section.

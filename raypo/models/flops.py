@@ -1,6 +1,6 @@
 """FLOPs of a model over sequences, counted as in PaLM.
 
-A forward pass of a sequence of n tokens, r of whose logits are needed, takes
+A forward pass of a sequence of n tokens, of which r tokens need logits, takes
 
     2 (layers * W * n + hidden * vocabulary * r) + 4 * layers * attention * n^2    FLOPs
 

@@ -79,7 +79,11 @@ class HostMemory:
             torch.cuda.current_stream().synchronize()
 
     def _present(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Yield the storages that are on the device, by their addresses."""
+        """Yield the address of each storage to offload, and the storage.
+
+        Storages that are empty, already offloaded, on the host or mapped from a file are skipped.
+        The caller adds each storage to `_away`, so one that tensors share is yielded only once.
+        """
         for tensor in tensors:
             storage = tensor.untyped_storage()
             address, is_empty = storage._cdata, storage.nbytes() == 0

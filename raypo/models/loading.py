@@ -118,13 +118,13 @@ def reads_tokens(path: str, policy: str, *, key: str) -> bool:
     """Return whether a model reads all token ids of a policy's rows as the policy does.
 
     One of the two tokenizers may have additional tokens, such as a pad token added for training, if
-    they do not occur in rows: they are special, are no bos, eos or stop token, and are not in the
-    chat template. If the policy has the additional tokens, the model's embedding must have a row
-    for each one that the policy's embedding has a row for.
+    these tokens occur in no row. They must be special, must not be a bos, eos or stop token, and
+    must not be in the chat template. If the policy has the additional tokens, each of them that has
+    a row in the policy's embedding must also have a row in the model's embedding.
 
-    Otherwise the embeddings may differ in size. For example, Qwen2.5 0.5B and 7B pad the same
-    vocabulary to different sizes. An id without a token occurs in no text, and training has taught
-    the models only not to sample it.
+    Apart from that, the embeddings may differ in size. For example, Qwen2.5 0.5B and 7B pad the
+    same vocabulary to different sizes. An id without a token occurs in no text, and the models have
+    only learned not to sample it.
 
     Args:
         path: Folder or hub id of the model that reads the rows.
@@ -273,8 +273,8 @@ def stop_token_ids(path: str, tokenizer: Any, *, key: str = "model.policy") -> t
         key: The config key that names the model, for messages.
 
     Raises:
-        ConfigError: neither has one, so no response could end by itself, or an id is not in the
-            tokenizer.
+        ConfigError: there is no such token, so that no response could end by itself; or the
+            tokenizer lacks one of the ids.
     """
     try:
         ids = GenerationConfig.from_pretrained(path).eos_token_id

@@ -42,7 +42,7 @@ class Weight:
     gathered."""
     scale: float = 1.0
     transposed: bool = False
-    """GPT-2 keeps W as [in, out]."""
+    """True if W is stored as [in, out], as in GPT-2."""
 
     def merged(self) -> Tensor:
         """Return W + scale * B A, rounded once; W itself if it has no adapter."""
@@ -270,10 +270,11 @@ def _refuse_experts(model: nn.Module, section: LoraSection, fused: str) -> None:
 
 
 def _refuse_layers(model: nn.Module, section: LoraSection) -> None:
-    """Raise on layers whose adapter could not be merged into their own weight.
+    """Raise ConfigError if an adapter is on a layer that it cannot be merged into.
 
-    A tied embedding would not change with the merged weight, and a subclass of a linear layer (such
-    as a router of experts) does more than multiply.
+    Such a layer either shares its weight with the embedding, to which the adapter does not apply,
+    or is not a plain linear layer. A subclass of a linear layer, such as a router of experts, does
+    more than multiply by its weight.
     """
     from transformers.pytorch_utils import Conv1D
 

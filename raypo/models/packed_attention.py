@@ -38,10 +38,10 @@ _TRIAL = (
 )
 EXACT = 1e-4
 MAX_GAP = {torch.float32: EXACT, torch.bfloat16: 0.1}
-"""Largest relative error that the trial accepts: in float32 of the worst state, in bfloat16 of all
-states together. Rounding causes about 1e-6 in float32 and 0.01 in bfloat16. A wrong attention
-causes 0.3 or more. A recurrent state that leaks from row to row may cause only 0.01, so every model
-is also tried in float32."""
+"""Largest relative error that the trial accepts. In float32 it is the error of the worst state, in
+bfloat16 that of all states together. Rounding causes about 1e-6 in float32 and 0.01 in bfloat16. A
+wrong attention causes 0.3 or more. A recurrent state that leaks from row to row may cause only
+0.01, so every model is also tried in float32."""
 BLOCK = 128
 """Block size of flex attention, in tokens."""
 KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
@@ -83,9 +83,9 @@ def _has_room_for_heads(config: Any) -> bool:
 def use_packed_attention(model: Any) -> None:
     """Make a model read packed rows. It reads other inputs as before.
 
-    A trial on three short rows comes first. If its results differ from those of separate rows
-    (the model does not pass the layout to its attention, or is recurrent), it keeps its own
-    attention and a warning is issued.
+    A trial on three short rows comes first. If its results differ from those of separate rows, the
+    model keeps its own attention, and a warning is issued. This happens if the model does not pass
+    the layout to its attention, or is recurrent.
     """
     AttentionInterface.register(NAME, packed_attention)
     AttentionInterface.register(BY_ROWS, attention_by_rows)

@@ -12,7 +12,7 @@ from transformers.integrations import deepspeed as integration
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Gather the weights of a module, without its children, for reading. A collective operation.
+    """Gather a module's own weights, not its children's, for reading. A collective operation.
 
     DeepSpeed's `zero.Init` adds `all_gather` and `partition` to each weight.
     """

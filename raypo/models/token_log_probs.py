@@ -84,7 +84,7 @@ def head_log_probs(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs of tokens given the hidden states before them, and entropies: [M] each.
+    """Compute log-probs and entropies, [M] each, of tokens given the hidden states before them.
 
     The entropies are 0 without `with_entropy`.
     """

@@ -173,8 +173,8 @@ def _loaded_whole(
 ) -> int:
     """Return the extra bytes while the largest model is loaded, beyond those held afterwards.
 
-    Before stage 3 shards a model, DeepSpeed moves all of it to the device, except a model that
-    `learner.trained_model.in_shares` loads in shards.
+    Before stage 3 shards a model, DeepSpeed moves the whole model to the device. Models that
+    `learner.trained_model.in_shares` loads in shards are the exception.
     """
     apart = config.learner.total_workers > config.learner.num_workers
     in_shares = sharding.workers > 1 and not apart and not isinstance(config, RewardModelConfig)
@@ -185,7 +185,7 @@ def _loaded_whole(
 
 
 def _batches(config: AnyConfig, *, workers: int) -> tuple[Batch, Batch]:
-    """Return a worker's largest micro-batch in an update, and its largest in the passes before."""
+    """Return a worker's largest micro-batches: in an update, and in the passes before it."""
     if isinstance(config, OnlineConfig):
         rows = config.rows_per_update, config.responses_per_step
         return _batch(config, rows[0], workers), _batch(config, rows[1], workers)

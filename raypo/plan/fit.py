@@ -43,8 +43,9 @@ USABLE = 0.95
 """Usable share of a device's memory. Ray kills workers above 95 % of a node's RAM, and torch's
 allocator loses about 5 % of a GPU's memory to fragmentation."""
 SIDE_BY_SIDE = 0.85
-"""Share of a GPU that `auto` may fill. The margin is for predictions, which are good to about 15 %:
-a run that does not fit fails, but a run whose models take turns on the GPU is only slower."""
+"""Share of a GPU that `auto` may fill. The margin covers the error of the predictions, about 15 %.
+It avoids the worse mistake: a run that does not fit fails, but a run whose models take turns on the
+GPU is only slower."""
 CHOICES = (
     (0, False, False),
     (1, False, False),
@@ -295,10 +296,10 @@ def decide_for_gpus(config: AnyConfig, gpu_bytes: int) -> tuple[AnyConfig, Seque
 def decided(plan: Plan) -> Plan:
     """Decide `learner.max_tokens_per_microbatch: auto` and `rollout.engine.sleep: auto` on GPUs.
 
-    The first choice that fills GPUs to at most `SIDE_BY_SIDE` is taken. Choices with models side by
-    side come before those with models that take turns; then, more tokens come before fewer. If none
-    fits, the choice with the least memory is taken, and the plan's problems say what is missing.
-    Values other than auto are kept.
+    The first choice that fills GPUs to at most `SIDE_BY_SIDE` is taken. Choices in which the models
+    share the GPU side by side are tried before choices in which they take turns. Among these, more
+    tokens are tried before fewer. If no choice fits, the one with the least memory is taken, and
+    the plan's problems say what is missing. Values other than auto are kept.
     """
     choices = candidates(plan.config)
     if choices == [plan.config]:
@@ -351,8 +352,8 @@ def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
     """Return the peak bytes of some processes together, and the phase of the peak.
 
     Args:
-        is_ahead: Rollouts are sampled and scored while the learner updates, so the peaks of learner
-            and served models add up.
+        is_ahead: True if rollouts are sampled and scored while the learner updates. The peaks of
+            the learner and of the served models then add up.
     """
     if is_ahead:
         learner, phase = _worst([role for role in roles if role.name in LEARNERS])
@@ -368,7 +369,7 @@ def _worst(roles: Sequence[Role], is_ahead: bool = False) -> tuple[int, str]:
 
 
 def _worst_turn(roles: Sequence[Role]) -> tuple[int, str]:
-    """Return peak bytes and phase for a GPU whose processes take turns, and start one by one."""
+    """Return peak bytes and phase of a GPU whose processes start one by one and then take turns."""
     turns = {moment: sum(_here(role, moment) for role in roles) for moment in MOMENTS}
     start = Phase.START.value
     served = [role for role in roles if role.name not in LEARNERS]
@@ -399,7 +400,8 @@ def _here(role: Role, moment: str) -> int:
 def _away(role: Role, moment: str) -> int:
     """Return the bytes of a role in RAM at a moment.
 
-    Pinned buffers stay allocated while the model is on the GPU, except those of vLLM.
+    The learner and the frozen models keep their pinned buffers while they are on the GPU. An engine
+    does not.
     """
     stays, present = role.name != "engine", PRESENT[MOMENTS[moment]]
     return sum(size for part, kept, size in _parts(role) if kept and (stays or part not in present))
@@ -466,10 +468,10 @@ def _up(number: float) -> float:
 
 
 def _remedy(plan: Plan) -> str:
-    """Name the keys that make the run fit.
+    """Name the keys to change so that the run fits.
 
-    These are up to three single keys as alternatives. If no single key suffices, they are several
-    keys together.
+    The text names up to three keys as alternatives. If no single key suffices, it names several
+    keys to change together.
     """
     one_key, several_keys = _ways(plan.config)
     found = list(itertools.islice(_that_fit(plan, one_key), MAX_REMEDIES))

@@ -34,7 +34,7 @@ class Batch:
 
     prompts: int
     responses: int
-    """Responses to each prompt."""
+    """Number of responses to each prompt."""
     prompt_tokens: int
     """Tokens of each prompt."""
     tokens: int
@@ -72,8 +72,8 @@ def worst_batch(
     """Return the micro-batch with the most memory that a token budget allows.
 
     The micro-batch is full if the worker's share has enough tokens. Its prompts and responses have
-    maximum length (compare `batches_by_tokens`). On CPU, where each response has a copy of the
-    prompt's keys and values, many short responses to a long prompt may take more.
+    maximum length (compare `batches_by_tokens`). On CPU, many short responses to a long prompt may
+    take more memory, because each response has a copy of the prompt's keys and values.
 
     Args:
         max_tokens: Token budget; one prompt with one response may exceed it.
@@ -94,13 +94,13 @@ def activations(
 ) -> int:
     """Return the bytes that a forward pass saves for the backward pass.
 
-    With checkpointing (`learner.activation_checkpointing`), these are the input of each layer (bh),
-    plus all activations of one layer, which the backward pass recomputes.
+    With checkpointing (`learner.activation_checkpointing`), these are the input of each layer (bh)
+    and all activations of one layer. The backward pass recomputes the latter, layer by layer.
 
     Bytes per token, for transformers' Llama with packed attention:
     - norm: input in float32, normalised input and output (4h + 2bh);
     - attention: queries, keys, values, its output (4ba), and the outputs of each token (ba). On
-      CPUs with short prompts, the first four cover whole rows, which repeat the prompt;
+      CPUs with short prompts, the first four have one row per response, which repeats the prompt;
     - MLP: gate, silu(gate), up and their product (4bi); 2bi without a gate.
 
     Paper: compare Korthikanti et al. 2022, arXiv:2205.05198, section 4.

@@ -1,7 +1,7 @@
 """Predicted seconds of a step on given hardware: a roofline model of each phase. Pure arithmetic.
 
-The time of a phase is the time of the slowest of its concurrent parts (arithmetic, memory, links),
-plus the times of the parts that follow. On GPUs, rates are data-sheet values times the share that
+Some parts of a phase run concurrently (arithmetic, memory, links); the slowest of them counts. The
+times of the parts that follow are added. On GPUs, rates are data-sheet values times the share that
 such programs reach. These rates are rough: trust comparisons of two configs more than absolute
 times. On CPUs rates are measured on the machine that makes the plan. All responses are assumed to
 have maximum length.
@@ -414,7 +414,10 @@ class _Work:
         return PhaseTime("push", after=after, moved=gathered + (whole if way == "nccl" else 0.0))
 
     def take_turns(self) -> PhaseTime:
-        """Predict off-loading of idle models. Frozen models are unchanged, so only copied back."""
+        """Predict the moves of idle models to RAM and back.
+
+        Frozen models never change, so they are only copied back to the GPU.
+        """
         config = self.config
         sleeps = config.placement.group_of("engine") == "colocated" and config.rollout.engine.sleeps
         if self._plan.device == "cpu" or not sleeps:
@@ -426,8 +429,8 @@ class _Work:
         )
         held = {name: memory.held.get("weights", 0) for name, memory in self._memory.items()}
         frozen = sum(size for name, size in held.items() if name not in (LEARNER, "engine"))
-        # An engine that sleeps before a push discards its weights, except in these two cases, which
-        # need the weights again.
+        # An engine that sleeps before a push discards its weights. In these two cases it moves them
+        # to RAM, because it needs them again.
         is_kept = config.pushes_adapter or config.is_refilled
         moved = 2.0 * learner + 2.0 * is_kept * held["engine"] + frozen
         return PhaseTime("take turns", after={"PCIe": moved / self._rates.host}, moved=moved)

@@ -254,8 +254,9 @@ def mismatch_statistics(
     Returns:
         stats: float64 scalars. Sums over tokens, to add over micro-batches and workers: `tokens`,
             `abs_difference` and `kl` (k3 estimate of KL(rollout || old)) in nats, `clipped`,
-            `unknown` (tokens with a NaN log-prob; of the other sums they count only in `tokens` and
-            `clipped`). One maximum over tokens, to reduce by maximum: `abs_difference_max`.
+            `unknown` (tokens with a NaN log-prob). Unknown tokens count in `tokens` and `clipped`,
+            but in no other sum. One maximum over tokens, to reduce by maximum:
+            `abs_difference_max`.
 
     Raises:
         ValueError: the shapes differ.

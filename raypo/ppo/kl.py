@@ -17,7 +17,7 @@ from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, keep
 KL_KINDS = ("k1", "k2", "k3")
 KL_LOSS_KINDS = ("k2", "k3", "k3_st")
 MAX_LOG_RATIO = 20.0
-"""Bound to which log-ratios are clamped before exp, in nats, so that exp does not overflow."""
+"""Bound on log-ratios, in nats. Clamping them to it before exp avoids overflow."""
 MIN_LOG_PROB = -1e5
 """Floor of log-probs, in place of log 0, so that their differences are finite."""
 
@@ -81,7 +81,7 @@ def kl_estimate(
 def k3(log_ratio: Tensor) -> Tensor:
     """Return exp(-l) - 1 + l for log-ratios l, which are clamped to at least -`MAX_LOG_RATIO`.
 
-    Large positive log-ratios, which occur if the policy is far from its reference model, are not
+    Large positive log-ratios occur if the policy is far from its reference model. They are not
     clamped, so the slope there stays 1.
 
     Returns:

@@ -69,8 +69,8 @@ def pair_losses(
     - robust: (-(1 - e) log sigmoid(z) + e log sigmoid(-z)) / (1 - 2 e), unbiased if a share e of
       the pairs is swapped. Chowdhury et al. 2024, arXiv:2403.00409.
     - hinge: max(0, 1 - z). Zhao et al. 2023 (SLiC-HF), arXiv:2305.10425.
-    - ipo: (h - 1 / (2 beta))^2, where h is the difference of log-ratios per token, so that it does
-      not depend on lengths. Azar et al. 2023, arXiv:2310.12036, eq. 17.
+    - ipo: (h - 1 / (2 beta))^2, where h is the difference of log-ratios per token. So h does not
+      depend on lengths. Azar et al. 2023, arXiv:2310.12036, eq. 17.
     - simpo: sigmoid with rewards per token and without a reference model; simpo_gamma is subtracted
       from z. Meng et al. 2024, arXiv:2405.14734, eq. 6.
 

@@ -202,11 +202,11 @@ def kl_cov(tokens: Tokens) -> TokenLoss:
 def dppo_tv(tokens: Tokens) -> TokenLoss:
     """Compute -ratio * A, without tokens whose probability has moved too far.
 
-    A token has no loss and no gradient if its advantage is positive and its probability has risen
-    by more than clip_high, or if its advantage is negative and its probability has fallen by more
-    than clip_low. The change is the total variation between two binary distributions, this token
-    against all others, before the update and now. This bounds likely tokens, whose ratio hardly
-    changes, and leaves unlikely tokens free.
+    A token with a positive advantage has no loss and no gradient if its probability has risen by
+    more than clip_high. A token with a negative advantage has neither if its probability has fallen
+    by more than clip_low. The change is the total variation between two binary distributions, this
+    token against all others, before the update and now. This bounds likely tokens, whose ratio
+    hardly changes, and leaves unlikely tokens free.
 
     Raises:
         ValueError: `dual_clip` is set.

@@ -1,4 +1,4 @@
-"""Advantages of single turns, which are compared with turns of equal environment state (GiGPO).
+"""Advantages of single turns, compared with turns that start from the same state (GiGPO).
 
 Notation: B rows, T response tokens, S turns of all rows. Every mask: True = keep.
 """

@@ -69,7 +69,7 @@ class DPORecipe(PolicyExamplesRecipe[DPOConfig, Any]):
             files=self.run.files,
             workers=self.run.workers,
         )
-        # Items that are not drawn keep a number out of range.
+        # Items that are not drawn keep the number len(asked), which is out of range.
         numbers = array("q", [len(asked)]) * len(items)
         for number, place in enumerate(drawn):
             numbers[place] = number

@@ -1,7 +1,7 @@
 """PPO in seven steps: the loop that every learner worker runs on its own share of the prompts.
 
-If the run has a driver (`raypo.trainer`), the driver runs step 1, the checks before the workers
-start, and starts the dedicated services of step 2.
+If the run has a driver (`raypo.trainer`), the driver runs step 1: the checks before the workers
+start. It also starts the dedicated services of step 2.
 
 Concurrency. With `rollout.mode: sync` the main thread runs everything below, line by line. In the
 asynchronous modes the threads of `AsyncRollouts` sample, score and filter ahead of the update, with

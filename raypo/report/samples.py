@@ -39,7 +39,7 @@ PLACES = {"low": 0.1, "middle": 0.5, "high": 0.9}
 
 
 def before_and_after_texts(section: Section, files: RunFiles) -> None:
-    """Fill the section with held-out samples if saved, or with trained samples of two steps."""
+    """Fill the section with held-out samples. If none are saved, use trained samples."""
     steps = files.rollout_steps(held_out=True)
     if len(steps) > 1:
         _same_prompts(section, files, steps[0], steps[-1])

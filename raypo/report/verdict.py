@@ -21,7 +21,7 @@ from raypo.storage.summary import sample_totals
 from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
-"""Share of a run's time from which on the text mentions the time outside of steps."""
+"""Smallest share of a run's time outside of steps that the text mentions."""
 
 
 def headline(
@@ -71,7 +71,7 @@ def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
 
 
 def own_functions(section: Mapping[str, Any]) -> list[str]:
-    """Return the reward functions that single prompt sources have."""
+    """Return the reward functions that belong to single prompt sources."""
     entries = [each for each in section.get("prompts") or () if isinstance(each, Mapping)]
     return [each["function"] for each in entries if each.get("function")]
 

@@ -1,7 +1,8 @@
 """Generative judge: a language model grades responses by a prompt template.
 
-A request grades one criterion of one response. Requests run concurrently in the event loop of one
-call, with the limit, the retries and the load balancing of `JsonServers`.
+Each request asks the judge for the grade of one criterion of one response. A call of `Judge` sends
+its requests concurrently, in one event loop. `JsonServers` limits the number of requests in flight,
+retries failed requests, and balances the load.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Judge:
         return _Grade(None, text, seconds, error)
 
     def parse(self, text: str) -> float | None:
-        """Return the score of the last grade in an answer of the judge, or None."""
+        """Return the score of the last grade in an answer of the judge. None if it has no grade."""
         section = self._section
         if section.pattern is not None:
             *_, place = [None, *re.finditer(section.pattern, text)]

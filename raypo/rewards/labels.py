@@ -48,9 +48,10 @@ def scorers_of(
 def label_checks(
     config: OnlineConfig | PolicyExamplesConfig, key: str, *, has_reward_fn: bool = False
 ) -> Callable[[PromptSource], Callable[[Any, str], Any] | None]:
-    """Return a function that looks up the check of a source's labels (`LABEL_CHECKS`), or None.
+    """Return a function that looks up the check of a source's labels (`LABEL_CHECKS`).
 
-    The arguments are the same as those of `scorers_of`.
+    The lookup returns None if the source's reward function has no check. The arguments are the same
+    as those of `scorers_of`.
     """
     scorer = scorers_of(config, key, has_reward_fn=has_reward_fn)
     return lambda source: LABEL_CHECKS.get(scorer(source) or "")

@@ -51,7 +51,7 @@ def math_answer(rollouts: Sequence[Rollout]) -> list[float]:
     or number of the response. Numbers are compared exactly, with one exception: a decimal may round
     a number that has infinitely many decimals (0.333333 for \frac{1}{3}). Words, lists with dots
     (`1, 2, \ldots`), and formulas that math-verify cannot read are compared as text. Such an
-    answer must be in a box, after `####`, or the whole response.
+    answer must be in a box or after `####`, or be the whole response.
     """
     return [float(_is_right(rollout)) for rollout in rollouts]
 
@@ -86,7 +86,7 @@ def _is_right(rollout: Rollout) -> bool:
 def _is_text(text: str) -> bool:
     """Return whether math-verify would misread a text.
 
-    It reads words as products, and ignores dots.
+    math-verify reads words as products, and ignores dots.
     """
     return is_words(text) or re.search(r"\\[lcd]?dots|…|\.\.\.", text) is not None
 

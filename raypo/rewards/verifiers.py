@@ -170,7 +170,7 @@ def plain_words(text: str) -> str:
 
 
 def is_words(text: str) -> bool:
-    """Return whether a text is words, at least one of them with three letters or more.
+    """Return whether a text consists of words, one of which has three letters or more.
 
     Shorter texts, such as `xy`, are products.
     """

@@ -80,7 +80,7 @@ def from_request(content: bytes) -> list[Rollout]:
 
 
 def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
-    """Validate an answer to `count` samples, and return its scores. Those with parts are mappings.
+    """Validate an answer to `count` samples, and return its scores. Scores with parts are mappings.
 
     Raises:
         WireError: the answer does not have one number, mapping or null per sample.

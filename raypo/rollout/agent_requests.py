@@ -87,8 +87,8 @@ async def _sample(
         raise RequestError(f"the response was given back: {sampled.finish_reason}", 503)
     ids, ends = sampled.token_ids, session.sampling.stop_token_ids
     if words is not None:
-        # Remember the text with the stop string, because the ids contain it: only a conversation
-        # that contains it too may continue this row.
+        # The ids contain the stop string, so the remembered text must contain it too. Only a
+        # conversation with the stop string may then continue this row.
         text, calls = text_and_calls(tokenizer, ids, stop_token_ids=ends, tools=tools)
         functions = [{"name": each.name, "arguments": dict(each.arguments)} for each in calls]
         called = [{"type": "function", "function": each} for each in functions]

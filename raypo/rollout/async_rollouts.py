@@ -6,7 +6,7 @@ Concurrency, on each worker:
 - One thread (`_fill_steps`) fills one step after the other. It waits until the weights are new
   enough and the trainer is close enough, then takes rollouts and filters groups.
 - If several batches may be in flight (`overlaps`), a second thread (`_start_chunks`) starts chunks
-  of prompts in order, each of which is sampled and scored in a thread of its own.
+  of prompts in order. Each chunk is sampled and scored in a thread of its own.
 
 All state is guarded by `_changed`. The threads use a process group of their own, because their
 collective operations run concurrently with those of the main thread.
@@ -67,8 +67,8 @@ class AsyncRollouts:
     `max_staleness`, whatever the timing.
 
     Within that bound, the number of batches in flight adapts to the learner. It grows by one when
-    the learner has to wait for a batch, and shrinks by one when the batch that the learner takes
-    and the one after it are both complete. A slow response delays its step; it is not replaced by a
+    the learner has to wait for a batch. It shrinks by one when both the batch that the learner
+    takes and the next batch are complete. A slow response delays its step; it is not replaced by a
     later one. The lengths of trained responses are therefore distributed like all sampled lengths.
 
     Example: with `max_staleness` 1 and no filter, the prompts of step 3 are drawn under version 1
@@ -89,7 +89,8 @@ class AsyncRollouts:
     and each batch is sampled with one version of the weights."""
     num_steps: int
     workers: Workers
-    """Process group of these threads. The main thread uses another one."""
+    """The workers, in a process group that only the background threads use. The main thread has
+    its own group."""
     _version: int = -1
     _last_step: int = 0
     """The last step whose batch was taken."""
@@ -219,12 +220,12 @@ class AsyncRollouts:
         return spans
 
     def counts(self, batch: Collected) -> tuple[int, int, int]:
-        """Return the counts of the step that took this batch (`SampleCounts.of_step`)."""
+        """Count the samples of a step's batch and reset the counts (`SampleCounts.of_step`)."""
         with self._changed:
             return self.prompts.counts(batch)
 
     def pass_rates(self, batch: Collected, workers: Workers) -> dict[str, float]:
-        """Return metrics of the curriculum after the step that took this batch.
+        """Merge old outcomes in the curriculum, and return its metrics after a step.
 
         Args:
             batch: This worker's rollouts of the step.
@@ -324,7 +325,7 @@ class AsyncRollouts:
         return self._finished(chunk, laps)
 
     def _next_begun(self, num_prompts: int, laps: dict[str, float]) -> list[ScoredRollout]:
-        """Wait for the chunks that sample the next draws; return this worker's rollouts of them."""
+        """Wait for the chunks that sample the next draws; return this worker's rollouts."""
         with self._changed:
             first, until = self._front, self._front + num_prompts
             self._front = until

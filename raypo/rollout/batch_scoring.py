@@ -1,8 +1,8 @@
 """Score rollouts with a reward function, reward models, reward servers or a judge, or with several.
 
 Concurrency. Reward models and the reference model run in replicas; a call to them returns a future.
-A reward function with worker processes is called from at most one thread for each process, and
-reward servers and the judge from one thread each. A free thread takes all rollouts that wait. A
+A reward function with worker processes is called from threads, at most one for each process. The
+reward servers have one thread, and so has the judge. A free thread takes all rollouts that wait. A
 reward function that runs in this process is called once, with the whole batch, after sampling.
 """
 
@@ -25,18 +25,18 @@ FUNCTION, URL, JUDGE, EPISODE = "function", "url", "judge", "episode"
 
 
 class RewardModel(Protocol):
-    """A reward model, as its callers see it (`RewardModelClient`)."""
+    """Interface of a reward model for scoring. `RewardModelClient` implements it."""
 
     def score(self, rollouts: list[Rollout]) -> Future[list[float]]:
-        """Return one score for each rollout, in the order given."""
+        """Return a future of one score for each rollout, in the order given."""
         ...
 
 
 class Reference(Protocol):
-    """A reference model, as its callers see it (`ReferenceClient`)."""
+    """Interface of a reference model for scoring. `ReferenceClient` implements it."""
 
     def log_probs(self, rollouts: list[Rollout]) -> Future[list[np.ndarray]]:
-        """Return the log-probs of each response's tokens in nats, float32 [T]."""
+        """Return a future of the log-probs of each response's tokens in nats, float32 [T]."""
         ...
 
 
@@ -105,10 +105,11 @@ class Scorer:
 class Scoring:
     """Scores and reference log-probs of one batch of one worker.
 
-    Sources that do not compete with the engines for cores or devices score a draw as soon as all of
-    its rollouts are sampled, while other draws are still in flight. These sources are a function
-    with worker processes, servers, and models with devices of their own. Such a model gets one call
-    for each draw, so that its rounding does not depend on the order of arrival.
+    Some sources do not compete with the engines for cores or devices: a function with worker
+    processes, servers, and models with devices of their own. These sources score a draw as soon as
+    all of its rollouts are sampled, while other draws are still in flight. A model with devices of
+    its own gets one call for each draw, so that its rounding does not depend on the order of
+    arrival.
     """
 
     def __init__(self, scorer: Scorer) -> None:

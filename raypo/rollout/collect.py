@@ -154,8 +154,8 @@ class Sampler:
     tokenizer: Decoder
     sampling: Sampling
     push_again: PushAgain | None = None
-    """Repetition of the last push, for the case that a worker has no engine left. If it is given,
-    all workers call `sample` together."""
+    """Weight push to repeat if a worker has no engine left. If it is set, all workers call `sample`
+    together."""
     shares_engines: bool = False
     """True if several workers use the same engine, which then samples one batch for all of them."""
 
@@ -211,7 +211,8 @@ class Sampler:
             if again is None or not again.workers.sum(as_tensor(is_lost)):
                 return groups.all_of(completions)
             again.push()
-            # All workers sample together: those that have their completions send no requests.
+            # All workers sample together again. Workers that have their completions send no
+            # requests.
             left = requests if is_lost else []
 
 
@@ -277,8 +278,8 @@ def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0)
         adapter=sampling.adapter,
         id=sampling.owner,
         priority=draw.group_index if sampling.priority is None else sampling.priority,
-        # Evaluation must not fill the prefix cache of training: a resumed run does not repeat an
-        # earlier evaluation, and must sample the same as an uninterrupted one.
+        # A resumed run does not repeat an earlier evaluation, but must sample the same as an
+        # uninterrupted run. So evaluation must not fill the prefix cache of training.
         cache_salt=f"stream {sampling.stream}" if sampling.stream else "",
     )
 

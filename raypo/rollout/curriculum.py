@@ -83,8 +83,8 @@ class CurriculumStream(ShuffledStream[Prompt]):
             seed: Seed of the run.
             block: Number of draws that are chosen together.
             mix: Sizes and weights of the sources. None means a single source.
-            lag: Number of draws directly before a block whose outcomes are not used for the block,
-                because they may still be in flight when the block is drawn.
+            lag: Number of draws directly before each block that the block ignores. They may still
+                be in flight when the prompts of the block are chosen.
         """
         super().__init__(prompts, seed=seed, mix=mix)
         self._section, self._block, self._lag = section, block, lag
@@ -128,13 +128,15 @@ class CurriculumStream(ShuffledStream[Prompt]):
         return outcomes
 
     def settled(self, draw: int) -> dict[str, float]:
-        """Merge the outcomes that later draws and checkpoints do not need one by one.
+        """Add old outcomes to the counts of their prompts, and return metrics.
+
+        An outcome is old if no later block of draws and no checkpoint needs it separately.
 
         Args:
             draw: Index of the first draw after the current step.
 
         Returns:
-            Metrics of all prompts sampled before the draw: their fraction, and quantiles of their
+            The fraction of all prompts that were sampled before the draw, and quantiles of their
             mean pass rates.
         """
         counts = self._counts_before(draw)
@@ -151,9 +153,10 @@ class CurriculumStream(ShuffledStream[Prompt]):
         return metrics
 
     def state_dict(self, at: int | None = None) -> dict[str, Any]:
-        """Return the state before draw `at`, whose outcomes must not be merged yet (`settled`).
+        """Return the state before draw `at`.
 
-        None returns only the position of the next draw, without the curriculum.
+        `settled` must not have merged the outcome of that draw or of a later one. With `at` None,
+        the state is only the position of the next draw, without the curriculum.
         """
         state = super().state_dict()
         return state if at is None else {"position": at} | {"curriculum": self._state(at)}

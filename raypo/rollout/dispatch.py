@@ -48,9 +48,9 @@ def engine_batches(
     own = engines.per_engine()
     size = -(-len(requests) // len(own))
     parts = [requests[i * size : (i + 1) * size] for i in range(len(own))]
-    # Each worker sends the whole batch under one id, and the engine samples it once, in the order
-    # of ranks, whichever call arrives first. Each worker can therefore detect a lost engine by
-    # itself, and no worker has to forward completions to another.
+    # Each worker sends the whole batch under one id, with the requests in the order of ranks. The
+    # engine samples the batch once, whichever call arrives first. Each worker can therefore detect
+    # a lost engine by itself, and no worker has to forward completions to another.
     of_workers: list[tuple[str, dict[tuple[int, ...], Sequence[SamplingRequest]]]] = []
     if sharing is not None:
         by_engine = {one.preferred: part for one, part in zip(own, parts, strict=True)}

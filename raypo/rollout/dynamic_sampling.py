@@ -19,7 +19,7 @@ class Collected:
     """This worker's rollouts of a step."""
 
     scored: list[ScoredRollout]
-    """All samples, with those that were filtered or failed."""
+    """All samples, including those that were filtered or failed."""
     trained: list[ScoredRollout]
     """Samples to train on."""
     missing_groups: int
@@ -87,7 +87,7 @@ class StepBatch:
 
 
 def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredRollout]:
-    """Return the rollouts whose group passes the filter, in order; if it is off, return all."""
+    """Return, in order, the rollouts whose group passes the filter. If it is off, all pass."""
     if not section.enabled or not scored:
         return scored
     groups: dict[int, list[ScoredRollout]] = {}

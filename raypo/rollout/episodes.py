@@ -130,8 +130,8 @@ class Episodes:
             draws: This worker's draws.
             engine: The engines.
             sampling: Sampling parameters.
-            push_again: Repetition of the last push, for the case that no engine is left. If it is
-                given, all workers call `play` together.
+            push_again: Weight push to repeat if no engine is left. If it is set, all workers call
+                `play` together.
 
         Returns:
             The rollouts of all episodes, in the order of draws and samples.
@@ -216,7 +216,7 @@ class Episodes:
         """Reset the environment, and get its first observation.
 
         Returns:
-            Whether the episode is a chat, and the token ids of its first prompt.
+            True if the episode is a chat, and the token ids of its first prompt.
         """
         prompt, tools = session.draw.prompt, self._class.tools
         chat, ids = prompt.messages is not None, prompt.token_ids

@@ -127,7 +127,8 @@ class _DaemonThreads(ThreadPoolExecutor):
     """Starts a daemon thread for each call.
 
     In a plain `ThreadPoolExecutor`, calls would wait for others that hang, and the process would
-    wait for all threads at exit. It is the base class because asyncio accepts no other executor.
+    wait for all threads at exit. This class is derived from it only because asyncio accepts no
+    other executor.
     """
 
     def __init__(self) -> None:
@@ -141,7 +142,7 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 def _users_line(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
-    """Return the line of user code that a stack is in, or None if it is in raypo or asyncio."""
+    """Return a stack's current line of user code. None if the stack is in raypo or asyncio."""
     callers = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     last = max(n for n, each in enumerate(stack) if each.filename.startswith(callers))

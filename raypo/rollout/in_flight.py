@@ -2,8 +2,8 @@
 
 Concurrency. The worker's main thread pushes (`Pushes.push`). Other threads and event loops sample
 ahead through `EnginesInFlight`, whose coroutines run on the background event loop of the process.
-They send no new requests during a push. Afterwards they send again the requests that an engine
-returned unfinished or lost.
+They send no new requests during a push. After the push, they resend each request that an engine
+lost or returned unfinished.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Pushes:
 class EnginesInFlight:
     """Engines whose requests stay in flight while weights are pushed.
 
-    If no engine is left for a request, it is retried after the push that runs or has run since the
-    request was sent. Without such a push, the error is raised.
+    If no engine is left for a request, but a push is running or has run since the request was sent,
+    the request is retried after that push. Without such a push, the error is raised.
     """
 
     engines: Engines

@@ -36,7 +36,7 @@ class PromptSource:
         return draws
 
     def counts(self, batch: Collected) -> tuple[int, int, int]:
-        """Return the counts of the step that took this batch (`SampleCounts.of_step`)."""
+        """Count the samples of a step's batch and reset the counts (`SampleCounts.of_step`)."""
         return self.sample_counts.of_step(batch)
 
     @property
@@ -72,7 +72,9 @@ class PromptSource:
             self.curriculum.learn(outcomes, self.drawn if until is None else until)
 
     def pass_rates(self, batch: Collected, workers: Workers) -> dict[str, float]:
-        """Return the curriculum's metrics after a step. Empty if there is no curriculum.
+        """Merge old outcomes in the curriculum, and return its metrics after a step.
+
+        The result is empty if there is no curriculum.
 
         Args:
             batch: This worker's rollouts of the step.
@@ -81,7 +83,7 @@ class PromptSource:
         return self.settled(self.drawn) | self.step_pass_rate(batch, workers)
 
     def settled(self, draw: int) -> dict[str, float]:
-        """Merge outcomes in the curriculum, and return its metrics (`CurriculumStream.settled`).
+        """Merge old outcomes and return the curriculum's metrics (`CurriculumStream.settled`).
 
         Args:
             draw: Index of the first draw after the current step.

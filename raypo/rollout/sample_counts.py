@@ -29,7 +29,7 @@ class SampleCounts:
         self.carried += count - again
 
     def of_step(self, batch: Collected) -> tuple[int, int, int]:
-        """Count the samples that a step has taken.
+        """Count the samples that a step has taken, and reset the counts of requests.
 
         Returns:
             The number of samples requested for the first time since the last call, the number

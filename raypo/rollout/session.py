@@ -3,13 +3,13 @@
 A request is the whole conversation so far: token ids, a text, or chat messages. Two rules make
 training exact. Sampled tokens are never tokenised again.
 
-1. A text or messages become ids (`Session.ids_of`). If a recorded conversation is a prefix of the
-   request, it keeps its ids, and only the rest is tokenised; the longest such prefix is used.
-   Messages are compared one by one, texts character by character. Without a recorded prefix, the
-   whole request is tokenised.
+1. A text or messages become ids (`Session.ids_of`). If the request begins with a recorded
+   conversation, that part keeps its recorded ids, and only the rest is tokenised. The longest such
+   conversation is used. Messages are compared one by one, texts character by character. Without a
+   recorded prefix, the whole request is tokenised.
 2. Ids are assigned to a row (`Session.sample`). If they begin with the ids of a row that has no
-   call in flight, that row is continued; the ids between its end and the new turn were not sampled,
-   and are masked. Otherwise a new row begins.
+   call in flight, that row is continued. The ids between the end of the row and the new turn were
+   not sampled, so they are masked. Otherwise a new row begins.
 
 So each sampled token is trained once, after exactly the tokens that the engine read before it. If
 several calls continue the same turn, one of them continues its row, and the others begin new rows.
@@ -111,7 +111,7 @@ class Row:
         return turn
 
     def arrays(self) -> dict[str, Any]:
-        """Return the fields of a rollout that hold tokens or are aligned with them."""
+        """Return a rollout's token ids, values per token, turn indices and weight versions."""
         length, versions = len(self.ids) - self.num_prompt, []
         mask, turn_index = np.zeros(length, bool), np.full(length, -1, np.int32)
         log_probs, rewards = np.zeros(length, np.float32), np.zeros(length, np.float32)

@@ -44,11 +44,11 @@ class TurnSampler:
         self._since = time.perf_counter()
 
     async def until_over(self, episodes: Sequence[asyncio.Task[Any]]) -> NoReplicaLeft | None:
-        """Wait until all episodes have ended, or all that remain wait for an engine that was lost.
+        """Wait until all episodes have ended, or until the remaining ones wait for a lost engine.
 
         Returns:
-            None if all episodes have ended. Otherwise the error of the lost engine; then call this
-            again once there is an engine.
+            None if all episodes have ended. Otherwise the error of the lost engine. The caller then
+            calls this again once there is an engine.
 
         Raises:
             Exception: any other error of an engine.
@@ -115,7 +115,7 @@ class TurnSampler:
             return
         for call, completion in zip(calls, completions, strict=True):
             if not call.answer.done():
-                # The episode thinks from now on, not only from when its task runs.
+                # Count the episode as thinking from now on, even before its task runs.
                 call.calls.end(call)
                 call.answer.set_result(completion)
 
@@ -131,7 +131,7 @@ class PolicyCalls:
     """One episode's calls of the policy."""
 
     def __init__(self, sampler: TurnSampler, engine: Engines) -> None:
-        """Store the batch's sampler, and one engine for all turns because of its prefix cache."""
+        """Store the batch's sampler and the engine. All turns use its prefix cache."""
         self.engine = engine
         self.waited_s = 0.0
         """Seconds in which at least one call was in flight or queued."""

@@ -30,7 +30,7 @@ def start_dedicated(
         config: Config with absolute paths.
         run_name: Name of the run.
         logs_dir: Folder for the logs of the replicas.
-        use_gpu: Whether the run uses GPUs.
+        use_gpu: True if the run uses GPUs.
         more: Extra arguments of a role's class, by role.
         on_asked: Callback that gets the group as soon as it is requested.
         say: Callback for a message if the group has to wait for resources. None means that the

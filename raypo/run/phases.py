@@ -34,7 +34,7 @@ from raypo.serving.client import EngineClient, FrozenClient
 
 
 class PhaseError(RuntimeError):
-    """A phase was entered that cannot follow the current phase."""
+    """The phase to enter cannot follow the current phase."""
 
 
 class OffloadingLearner(Protocol):
@@ -67,8 +67,8 @@ class Phases:
     """The learner. None until it is loaded."""
     now: Phase = Phase.START
     is_ahead: bool = False
-    """True if engines sample while the learner trains, on devices of their own. Phases are then
-    not used."""
+    """True if the engines have their own devices and sample while the learner trains. Phases are
+    then not used."""
     keeps_weights: bool = False
     """True if a push replaces only the adapter, so that engines must keep their weights."""
 
@@ -125,7 +125,7 @@ class Phases:
             self._ask(lambda: [one for each in self.frozen for one in each.sleep()])
 
     def _bring_back(self, coming: set[str]) -> None:
-        # The learner is None if it is only about to be loaded.
+        # The learner is None until it is loaded.
         if self.learner is not None and coming & {TRAINING_STATE, PARAMETERS}:
             self.learner.reload()
         if ENGINE_WEIGHTS in coming:

@@ -154,9 +154,9 @@ class Records:
             samples: This worker's samples of the step, for callbacks.
 
         Returns:
-            True if a checkpoint is due: because its interval has passed, because
-            `checkpoint.best_by` has improved, because the run stops, or because one of its nodes is
-            about to be preempted.
+            True if a checkpoint is due. The reasons are that the checkpoint interval has passed,
+            that `checkpoint.best_by` has improved, that the run stops, or that one of the run's
+            nodes is about to be preempted.
         """
         run = self._run
         # All workers call this: Ray Train returns rank 0's information to each of them.
@@ -204,8 +204,8 @@ class Records:
             checkpoint: Checkpoint of the step. None if it has none.
             spans: Time spans of background work.
             rates: Function that derives further metrics from the step's. Only rank 0 calls it.
-            to_ray: Whether to report to Ray Train, which blocks until its controller has polled
-                the previous report. A step with a checkpoint is always reported to Ray Train.
+            to_ray: True to report to Ray Train. Such a report blocks until Ray Train's controller
+                has polled the previous one. A step with a checkpoint is always reported.
         """
         run = self._run
         metrics = self.initial | metrics
@@ -248,7 +248,7 @@ class Records:
     def finish(self) -> dict[str, Any]:
         """Write the summary, and return the run's status and last step."""
         run = self._run
-        if self._writer:  # it may still write held-out samples, if no step followed them
+        if self._writer:  # held-out samples may still be queued if no step followed
             self._writer.wait()
         self.uploads.wait()
         is_done = self.last_step == run.config.num_steps or self.stopped
@@ -302,9 +302,9 @@ def report_for_ray(
 
 
 def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Move a staged checkpoint into place by renaming its files, where Ray Train would copy them.
+    """Move a staged checkpoint into place by renaming its files. Ray Train would copy them.
 
-    This is possible because the files were staged on the run's own storage.
+    Renaming works because the files were staged on the run's own storage.
     """
     storage: Any = ray.train.get_context().get_storage()
     check_shared(storage)

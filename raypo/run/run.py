@@ -34,7 +34,7 @@ class Run(Generic[AnyConfig]):
     tell: MonitorClient
     """Client that sends messages to the driver's console."""
     at_end: ExitStack = field(default_factory=ExitStack)
-    """Callbacks that close the parts, beginning with the part that was created last."""
+    """Callbacks that close the parts of the run. The part that was created last is closed first."""
     started: float = field(default_factory=time.monotonic)
     """Start time of the driver, or of this worker if there is no driver, on this process's
     monotonic clock."""

@@ -87,9 +87,9 @@ class Checkpoints:
     def restore(self, learner: Saveable, rollouts: SavedRollouts | None = None) -> dict[str, Any]:
         """Restore the newest undamaged checkpoint of this run.
 
-        If this run has no checkpoint yet, restore that of another run: `from_checkpoint`, or
-        another trial's in population-based training. Without any checkpoint, start with clean
-        files.
+        If this run has no checkpoint yet, restore one of another run: `from_checkpoint`, or in
+        population-based training the checkpoint of another trial. Without any checkpoint, start
+        with clean files.
 
         Returns:
             The checkpoint's state, with the values given to `save_when_due`. Empty if there is no
@@ -134,7 +134,7 @@ class Checkpoints:
         return state
 
     def _candidates(self) -> Iterator[tuple[Checkpoint, bool]]:
-        """Yield the checkpoints to try, newest first, each with whether it is this run's own."""
+        """Yield the checkpoints to try, newest first, each with True if it is this run's own."""
         if (newest := ray.train.get_checkpoint()) is not None:
             yield newest, True
             committed = CheckpointConsistencyMode.COMMITTED
@@ -279,7 +279,7 @@ class Checkpoints:
         self._replace_folder(best, write, run.workers)
 
     def _replace_folder(self, final: Path, write: Callable[[Path], None], workers: Workers) -> None:
-        """Replace a model's folder. A complete folder exists except between two renames."""
+        """Replace a model's folder. A complete folder exists except between the renames."""
         self._models.add(final.name)
         new, old = (final.with_name(f"{final.name}.{word}") for word in ("new", "old"))
         if workers.rank == 0:

@@ -118,9 +118,9 @@ def start_deployments(
     CPUs, reference and reward models are placed beside the first worker of each node. A
     tensor-parallel replica uses the devices of consecutive workers.
 
-    On CPUs, all roles start in the background; so does the engine of a run on examples. On GPUs,
-    the roles start one after the other. With `rollout.engine.sleep`, each role goes to sleep before
-    the next one starts.
+    On CPUs, all roles start in the background. On GPUs, the roles start one after the other. With
+    `rollout.engine.sleep`, each role goes to sleep before the next one starts. A run on examples
+    has only an engine, which always starts in the background.
 
     Args:
         config: The run's config.
@@ -207,7 +207,8 @@ def own_engines(workers: Workers, count: int) -> list[int]:
     """Return the numbers of the engines that a worker uses, balanced over all workers.
 
     Example: with five engines and two workers, worker 0 has engines 0, 2 and 4. With two engines
-    and five workers, workers 0 and 2 have engine 0, 1 and 3 have engine 1, and worker 4 has both.
+    and five workers, workers 0 and 2 have engine 0, workers 1 and 3 have engine 1, and worker 4 has
+    both.
     """
     if workers.rank >= workers.count // count * count > 0:
         return list(range(count))
@@ -255,8 +256,8 @@ def _start(
         deployments: The deployments.
         places: The places of each deployment's replicas, by role.
         workers: The learner workers.
-        in_turn: Whether to start one after the other. vLLM measures free GPU memory as it starts.
-        sleeps: Whether each deployment frees its GPU memory before the next one starts.
+        in_turn: True to start one after the other. vLLM measures free GPU memory as it starts.
+        sleeps: True if each deployment frees its GPU memory before the next one starts.
     """
     handles: dict[str, DeploymentHandle] = {}
     if workers.rank == 0:

@@ -58,7 +58,8 @@ class Runtime:
     """Callbacks that were passed in Python, besides those of the config."""
     decide: Decide = least_memory
     """Function that replaces the `auto` values of the config once workers know their GPUs. A raypo
-    trainer passes that of the plan. A bare TorchTrainer uses the values that need least memory."""
+    trainer passes the plan's function. A bare TorchTrainer uses the values that need the least
+    memory."""
     dedicated: Mapping[str, DeploymentHandle] = field(default_factory=dict)
     """Deployments that the driver has started in their own placement group, by role."""
     group_gc: ActorHandle | None = None
@@ -69,7 +70,8 @@ class Runtime:
     is_trial: bool = False
     """True for a trial of a sweep. Tune decides after each report whether the trial goes on."""
     resume_from: str | None = None
-    """Checkpoint of another trial (population-based training), used until the run has its own."""
+    """Checkpoint of another trial (population-based training). It is used until the run has its own
+    checkpoint."""
 
 
 def open_setup(setup: dict[str, Any]) -> tuple[Any, Runtime]:

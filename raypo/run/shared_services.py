@@ -41,7 +41,7 @@ def start_shared(
         name: Name of the shared deployments.
         roles: Roles to start: engine, reference, reward_0, ...
         logs_dir: Folder for the logs of the replicas.
-        use_gpu: Whether the runs use GPUs.
+        use_gpu: True if the runs use GPUs.
         num_adapters: Number of runs that use the engines at the same time, each with its own
             adapter. 0 means that one run at a time pushes whole weights.
 

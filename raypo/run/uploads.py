@@ -1,7 +1,7 @@
 """Upload checkpoints and models to a URI while the next steps run.
 
-Concurrency. `Records.report` passes a checkpoint and the function that `begin` returned to Ray
-Train, which calls this function in a thread of the worker. The main thread calls `wait` before it
+Concurrency. `Records.report` passes Ray Train a checkpoint and the function that `begin` returned.
+Ray Train calls this function in a thread of the worker. The main thread calls `wait` before it
 writes models or another checkpoint, so that at most one upload is running. It also calls `wait`
 before the run ends.
 """

@@ -1,7 +1,8 @@
 """Pushes of the learner's weights to the engines, one after each update.
 
 Concurrency. The main thread of every worker pushes. If requests stay in flight during a push
-(`rollout.mode: async`), `EnginesInFlight` makes the threads that sample ahead wait for its end.
+(`rollout.mode: async`), `EnginesInFlight` makes the threads that sample ahead wait until the push
+ends.
 """
 
 from __future__ import annotations

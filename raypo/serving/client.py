@@ -78,8 +78,8 @@ class Engines(Protocol):
 class EngineClient:
     """Client of a deployment of engines; any number of threads and processes may use it.
 
-    `generate` and `submit` go to one engine and are retried if it is lost. All other methods call
-    every engine and are never retried.
+    `generate` and `submit` call one engine, and are retried if this engine is lost. All other
+    methods call every engine and are never retried.
     """
 
     handle: DeploymentHandle
@@ -90,7 +90,10 @@ class EngineClient:
         return self.handle.preferred
 
     def per_engine(self) -> list[EngineClient]:
-        """Return one client for each engine of this worker."""
+        """Return one client for each engine of this worker (`preferred`).
+
+        If it prefers no engine, the list has a single client, which calls any engine.
+        """
         return [EngineClient(each) for each in self.handle.per_replica()]
 
     def generate(

@@ -336,8 +336,8 @@ class Engine:
 
         If the push has an `in_flight` policy, the engine also pauses until `resume`, and new
         requests are queued. Without a policy, new requests are refused, queued requests wait, and
-        running requests recompute their keys and values. An unfinished earlier push is dropped with
-        its pause.
+        running requests recompute their keys and values. If an earlier push is unfinished, it is
+        dropped and its pause ends.
 
         Returns:
             The broadcast group and the GPUs of the engine's workers.
@@ -364,7 +364,7 @@ class Engine:
         """Load some tensors of the current push.
 
         Raises:
-            ReplicaLost: no push was begun on this engine, so it was restarted meanwhile.
+            ReplicaLost: the engine was restarted during the push, so it knows of no push.
             WeightError: the bytes arrived corrupted.
             RuntimeError: the engine is broken.
         """
@@ -390,7 +390,7 @@ class Engine:
             Manifest of the tensors that arrived, with checksums computed here.
 
         Raises:
-            ReplicaLost: no push was begun on this engine, so it was restarted meanwhile.
+            ReplicaLost: the engine was restarted during the push, so it knows of no push.
             WeightError: the push does not fit this model, or differs from its manifest.
             RuntimeError: the engine is broken.
         """
@@ -409,8 +409,8 @@ class Engine:
             )
         self._processes.ask("raypo_finish_push")
         if self._adapters:
-            # If paused, adapters are pushed again before the pause ends, so requests can be
-            # requeued.
+            # In a pause, adapters are pushed again before sampling resumes, so their requests go
+            # back to the queue. Without a pause, their requests are aborted.
             in_pause = self._serving.paused is not None
             out = self._loop.restart_running if in_pause else self._loop.give_back_running
             out(adapters=self._adapters.forget_all())
@@ -523,10 +523,10 @@ class Engine:
         self._loop.note_version(push.name, push.version)
 
     def hold(self, *pushes: WeightSnapshot, in_flight: InFlight | None = None) -> None:
-        """Load the pushes that this engine lacks, because it is new or was restarted. Idempotent.
+        """Load the given pushes that this engine lacks, for example after a restart. Idempotent.
 
-        A push that a newer one has replaced is not loaded again: a request that was in flight
-        during a push is served by the newer weights.
+        A push is skipped if the engine already holds a newer one. A request that was in flight
+        during a push is then served by the newer weights.
 
         Args:
             pushes: The base weights (if they are pushed), then an adapter (if any).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LARGE_GPU_BYTES = 70 * 1024**3
-"""Minimum GPU memory, in bytes, for an engine to sample more sequences at a time."""
+"""GPU memory, in bytes, from which `engine_sequences` returns its larger value."""
 CPU_BLOCK_TOKENS = 128
 """Tokens in a block of an engine's KV cache on CPU."""
 CPU_SEQUENCES = 32
@@ -13,9 +13,11 @@ CPU_KV_BYTES = (1 << 29, 1 << 31)
 
 
 def engine_sequences(gpu_bytes: int | None) -> int:
-    """Return the maximum number of sequences that an engine samples at a time, as in vLLM 0.32.
+    """Return the default for the maximum number of concurrent sequences of an engine.
 
-    Each sequence takes three rows of float32 logits.
+    The values are those of vLLM 0.32. The number is higher on GPUs with `LARGE_GPU_BYTES` or more;
+    vLLM itself makes an exception for the A100. Each concurrent sequence takes memory for three
+    rows of float32 logits.
 
     Args:
         gpu_bytes: Memory of one GPU. None means that it is unknown, or that the engine runs on

@@ -124,7 +124,7 @@ class TorchModel(FrozenModel):
         earlier: list[int] = []
         answers_of_earlier: Callable[[], Sequence[T]] = list
         # Read a batch's answers after the next pass is queued, so that the GPU does not idle while
-        # the next batch is packed. The empty last batch only reads.
+        # the next batch is packed. The last batch is empty: it only reads the answers before it.
         for rows in [*batches, []]:
             with frozen_memory_advice(self._name), self._progress.at_work():
                 started: Callable[[], Sequence[T]] = list

@@ -172,8 +172,8 @@ class VllmReference(VllmModel):
         """Return the likeliest tokens at each response position (`ReferenceModel.top_log_probs`).
 
         vLLM normalises over all logits, including those of padding rows of the embedding. If a
-        padding token is among the likeliest, the log-probs are renormalised without all padding
-        that vLLM returned.
+        padding token is among the likeliest, vLLM is called again for more tokens. Then all padding
+        tokens that it returns are removed, and the log-probs are renormalised.
         """
         answers = self._at_responses(sequences, count)
         if any((ids[:, 1:] >= vocabulary).any() for _, ids in answers):

@@ -4,16 +4,16 @@ Concurrency. One thread, `raypo-vllm`, starts vLLM, steps it and is the only thr
 also owns the state of all requests, so this state needs no lock. Any number of other threads call
 `VllmLoop` (in a replica: `replica` and `replica-control`, see `raypo.deployment.replica`).
 
-A caller appends a function to one of two lists, under the lock `_door`, which is never held during
-work or waiting for a result. The thread empties the lists before each step:
+A caller appends a function to one of two lists, under the lock `_door`. No thread holds this lock
+while it works or waits for a result. The thread of vLLM runs the functions between steps:
 
-- `_news` (new requests, cancellations, load queries), before every step;
-- `_calls` (weight pushes, sleep, shutdown), unless an exclusive batch runs.
+- those in `_news` (new requests, cancellations, load queries) before every step;
+- those in `_calls` (weight pushes, sleep, shutdown) only if no exclusive batch runs.
 
-Callers wait in two places: for the future of their function or request, and in `submit` for a slot
-of the semaphore `_places`, which the thread releases when a request leaves the queue. The thread
-waits only on `_door`, for work or for the next deadline. It never waits for a caller, so there is
-no deadlock.
+Callers wait in two places. They wait for the future of their function or request. In `submit` they
+wait for a slot of the semaphore `_places`; the thread releases it when a request leaves the queue.
+The thread waits only on `_door`, for work or for the next deadline. It never waits for a caller, so
+there is no deadlock.
 
 Futures are resolved in the thread. Their callbacks therefore delay the next step, and must not call
 `submit`.
@@ -238,7 +238,7 @@ class VllmLoop:
             self._door.notify()
 
     def close(self) -> None:
-        """End the thread after the running step; all other requests fail.
+        """End the thread after the current step. Requests that are then unfinished fail.
 
         Waits at most `LEAVE_S` seconds for the thread.
         """
@@ -289,8 +289,9 @@ class VllmLoop:
         """Abort running requests; each is answered with its tokens so far, reason `paused`.
 
         Args:
-            adapters: Restriction to requests under these adapters, in which None stands for the
-                engine's own weights. Without this argument, all running requests are aborted.
+            adapters: Adapters whose requests are aborted. An element None stands for requests
+                under the engine's own weights. Without this argument, all running requests are
+                aborted.
         """
 
         def are_meant(each: RequestState) -> bool:
@@ -314,7 +315,7 @@ class VllmLoop:
         """Invalidate the KV cache of replaced weights.
 
         Running requests recompute their keys and values. If the pause has the policy `keep`, they
-        continue with the old ones, which no new request can reuse.
+        continue with the old keys and values. New requests cannot reuse these.
 
         Returns:
             False if vLLM could not reset its prefix cache.
@@ -425,7 +426,10 @@ class VllmLoop:
         heapq.heappush(self._queue, (priority, batch[0].number, batch))
 
     def _admit(self) -> None:
-        """Move requests from the queue into vLLM, within `max_num_seqs` and exclusivity."""
+        """Move requests from the queue into vLLM, up to `max_num_seqs`.
+
+        An exclusive batch waits until nothing runs; then it runs alone.
+        """
         refusal = self.serving.refusal()
         if refusal is not None and self.serving.paused is None:
             for _, _, batch in self._queue:
@@ -504,7 +508,7 @@ class VllmLoop:
         return tokens, state.logprobs_processor.logprobs
 
     def _left(self, each: RequestState, name: str, num_tokens: int) -> None:
-        """Remove a request that vLLM has finished or aborted from `_running`."""
+        """Remove from `_running` a request that vLLM has finished or aborted."""
         self._count_preemptions(each)
         del self._running[name]
         each.name = None
@@ -552,7 +556,11 @@ class VllmLoop:
         each.num_preemptions = each.scheduled.num_preemptions
 
     def _look(self) -> None:
-        """Update `load`, at most every `LOOK_EVERY_S` while requests run, as it visits them."""
+        """Update `load`.
+
+        An update visits every running request. While requests run, it is therefore made at most
+        every `LOOK_EVERY_S` seconds.
+        """
         kv_cache = self._inside.kv_cache_use
         self._meter.note(queued=self._num_queued, running=len(self._running), kv_cache=kv_cache)
         now = time.monotonic()

@@ -43,10 +43,10 @@ class Answer:
 class VllmProcesses:
     """Caller of vLLM's workers, which also tracks whether they are still usable.
 
-    vLLM (0.32) raises the first failure that it reads, and mistakes the failures of the other
-    workers for their replies to the next call. Methods of `WorkerExtension` therefore return their
-    failures. A failure in one of vLLM's own methods makes the workers unusable if there are
-    several, or if requests are unfinished.
+    vLLM (0.32) raises the first failure that it reads from a worker. It does not read the failures
+    of the other workers, and mistakes them for replies to the next call. Methods of
+    `WorkerExtension` therefore return a failure as a value. vLLM's own methods do not. If one of
+    them fails, the workers are unusable if there are several, or if requests are unfinished.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -301,8 +301,8 @@ def _repack_tied_heads(model: nn.Module, loaded: set[str]) -> None:
 def leave_no_shared_memory(maps: Path = Path("/proc/self/maps")) -> None:
     """Unlink the shared memory of vLLM's processes, once all of them have it open.
 
-    It holds message queues and, on CPU, buffers of collectives. Unlinked memory is freed with the
-    last process; otherwise it would leak if the processes were killed.
+    The memory holds message queues and, on CPU, buffers of collectives. After it is unlinked, it is
+    freed when the last process ends. Without this, it would leak if the processes were killed.
 
     Args:
         maps: Memory map of this process, from which the names are read.

@@ -73,8 +73,8 @@ def score_of(
     if best_by is None:
         return {}
     # A step that did not measure the metric gets the lowest score. Left to itself, Ray 2.60 ranks
-    # such a checkpoint as the best under the order `min` and deletes the real best; and it writes
-    # NaN as null, so that each later resume fails with a TypeError.
+    # such a checkpoint as the best under the order `min` and deletes the real best. It also writes
+    # NaN as null; each later resume then fails with a TypeError.
     value = metrics.get(best_by, math.nan) * (1 if best_mode == "max" else -1)
     return {SCORE: value if math.isfinite(value) else -sys.float_info.max}
 
@@ -137,7 +137,7 @@ def no_whole_checkpoint(
         damaged: Checkpoint -> description of its damage. At least one. Ray Train's paths have no
             scheme.
         run: The run that has written them.
-        is_own: False for another run's, which `from_checkpoint` names.
+        is_own: True if this is the run that starts. False if `from_checkpoint` names it.
     """
     lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())
     others = _folders(run) - {parent_and_name(place)[1] for place in damaged}

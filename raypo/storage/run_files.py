@@ -94,9 +94,10 @@ class RunFiles:
         return cls(storage_path, name)
 
     def new_stage(self) -> Path:
-        """Create a folder for writing a checkpoint. It is inside the run folder if that is local.
+        """Create a folder in which a checkpoint is written.
 
-        For a URI, it is a local temporary folder.
+        It is inside the run folder if the run folder is local. For a URI, it is a local temporary
+        folder.
         """
         if not self.is_local:
             return Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
@@ -109,7 +110,7 @@ class RunFiles:
             shutil.rmtree(path, ignore_errors=True)
 
     def exists(self) -> bool:
-        """Return whether the run was started before, which means that it has a config."""
+        """Return True if the run has a config, which means that it was started before."""
         return self._folder.read(_CONFIG) is not None
 
     def sync(self, *, models: bool | None = None) -> None:
@@ -267,7 +268,7 @@ class RunFiles:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`. Values that are not finite become null.
 
-        The changed inputs that the run has accepted are added to it.
+        The summary also gets the changed inputs that the run has accepted.
         """
         if accepted := (self.inputs() or {}).get("accepted"):
             summary = {**summary, "accepted_inputs": accepted}

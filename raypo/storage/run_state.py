@@ -129,8 +129,8 @@ def status_of(files: RunFiles, ended: str | None, *, is_silent: bool) -> str:
     Args:
         files: Files of the run.
         ended: Status in the summary. None means that this attempt has no summary.
-        is_silent: True if nothing was written for long. It is decisive for a URI, which has no
-            lock.
+        is_silent: True if nothing was written for long. A run at a URI has no lock, so it counts as
+            dead if it is silent and `ended` is None.
     """
     is_running = files.is_running()
     if is_running:

@@ -60,9 +60,9 @@ def sample_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the number of samples of a PPO run by outcome. Empty for other recipes.
 
     `sampled` is the sum of all other counts except `asked_again`. `carried` samples were requested
-    but not used by any step, because the run stopped first. If the run began with another run's
-    checkpoint, samples that were carried over from that run count, but the other run's other
-    samples do not.
+    but not used by any step, because the run stopped first. If the run began with a checkpoint of
+    an earlier run, the samples carried over from the earlier run count. All other samples of the
+    earlier run do not.
     """
     rows = [row for row in rows if "rollout/samples_asked" in row]
     if not rows:

@@ -43,8 +43,8 @@ _SPACE = re.compile(r"\s*")
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
-# A value is written verbatim and may contain any of these tags, so it ends only where its closing
-# tag is followed by the rest of the call.
+# A value is written verbatim and may contain any of these tags. Its closing tag therefore counts
+# only if the rest of the call follows it.
 _VALUE_END = re.compile(
     r"\n?</parameter>\s*(?=<parameter=[^>\n]+>|</function>\s*(?:</tool_call>|<function=|\Z))"
 )
@@ -76,12 +76,16 @@ class ToolCall:
 def parse_tool_calls(text: str, tools: Tools = ()) -> list[ToolCall]:
     """Return the tool calls in a response, in order; an empty list if there are none.
 
-    With marks, these forms are recognised: Hermes and Qwen (JSON in `<tool_call>`, or a list of
-    calls as SmolLM2 writes it), Qwen3-Coder (`<function=...>` inside `<tool_call>`), Mistral
-    (`[TOOL_CALLS]`) and LFM2 (`<|tool_call_start|>[f(x=1)]`). Without marks, a response is a call
-    only if it contains nothing else: JSON like Llama 3's, or a list of Python calls like Llama 4's.
-    Marks may be special tokens, so decode the text with them. Calls in a thought, before
-    `</think>`, are ignored.
+    These forms with marks are recognised:
+
+    - Hermes and Qwen: JSON in `<tool_call>`, or a list of calls as SmolLM2 writes it;
+    - Qwen3-Coder: `<function=...>` inside `<tool_call>`;
+    - Mistral: `[TOOL_CALLS]`;
+    - LFM2: `<|tool_call_start|>[f(x=1)]`.
+
+    Without marks, a response is a call only if it contains nothing else: JSON like Llama 3's, or a
+    list of Python calls like Llama 4's. Marks may be special tokens, so decode the text with
+    special tokens. Calls in a thought, before `</think>`, are ignored.
 
     Args:
         text: The response, decoded with special tokens.
@@ -107,8 +111,8 @@ def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]
     if not tag and not is_opened:
         return _split(text, 0, tools)
     if not is_opened and not _can_split(thought, tools):
-        # Either `</think>` is part of an argument, so that the whole response parses, or the prompt
-        # has opened a thought that mentions a mark.
+        # Two cases: `</think>` is part of an argument, and the whole response parses; or the prompt
+        # has opened a thought, and this thought mentions a mark.
         with suppress(ToolError):
             return _split(text, 0, tools)
     return _split(text, len(text) - len(rest), tools)

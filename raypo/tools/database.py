@@ -44,8 +44,8 @@ _LIMITS = {
 class Database:
     """A SQLite database with the tool `sql`, for one episode, or read-only for several episodes.
 
-    A query cannot open other files. Of its effects, only changes to a writable copy persist. A
-    query is interrupted at the time limit, or when its caller is cancelled.
+    A query cannot open other files. Its only lasting effects are changes to a writable copy. It is
+    interrupted at the time limit, or when its caller is cancelled.
 
     One thread runs the queries, one at a time, for all event loops.
     """

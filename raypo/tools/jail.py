@@ -2,11 +2,17 @@
 
     python -I -S jail.py < jail.json     the fields of `Jail` as a JSON object
 
-The program gets new Linux namespaces, none of which needs root: processes (any that it leaves
-behind are killed with it), mounts (its root is an empty file system in memory, with Python and the
-system's libraries read-only), network (there is none), users (it is nobody, without capabilities)
-and System V IPC. The kernel enforces the limits on memory, processes and files; system calls that
-would allocate memory outside of these limits are refused.
+The program gets its own Linux namespaces. None of them needs root:
+
+- processes: processes that the program leaves behind are killed with it;
+- mounts: its root is an empty file system in memory, with Python and the system's libraries
+  read-only;
+- network: there is none;
+- users: it runs as nobody, without capabilities;
+- System V IPC.
+
+The kernel enforces the limits on memory, processes and files. System calls that would allocate
+memory outside of these limits are refused.
 
 This script stays outside as the supervisor. It kills the program at the time limit, on SIGTERM, and
 when its own parent dies. It writes one line of JSON to the file descriptor `report`:
@@ -136,8 +142,8 @@ def _leave_namespaces() -> None:
     ready, unshared = os.pipe()
     supervisor = os.getpid()
     helper = os.fork()
-    # A helper outside writes the user maps, because this process no longer knows its own ids
-    # inside, and because only root outside may map two users.
+    # A helper process outside the namespaces writes the user maps. Inside, this process no longer
+    # knows its own ids. Also, only root outside may map two users.
     if helper == 0:
         os.close(unshared)
         os.read(ready, 1)

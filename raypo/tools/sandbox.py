@@ -1,7 +1,7 @@
 """Sandboxed execution of a model's Python code.
 
-Each program runs under a supervisor process, the script `jail.py`. Programs need a slot in
-`_turns`, for which tasks of all event loops of this process poll.
+Each program runs under a supervisor process, the script `jail.py`. A program needs a slot in
+`_turns`. Tasks of all event loops of this process poll for a free slot.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ def text_for_model(ran: Ran, time_limit_s: float) -> str:
 
 LOOK_EVERY_S = 0.02
 _turns: dict[int, threading.BoundedSemaphore] = {}
-"""Maps a concurrency limit to the semaphore of this process. All sandboxes share it, because each
-episode may create a sandbox, and synchronous methods run in separate event loops."""
+"""Semaphore of this process for each concurrency limit. All sandboxes with this limit share it,
+because each episode may create a sandbox. It is not an asyncio semaphore, because synchronous
+methods run in separate event loops."""
 _lines: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = (
     WeakValueDictionary()
 )
-"""Maps an event loop and a concurrency limit to a semaphore, which bounds the tasks that poll
-`_turns`. An entry lives while one of its programs runs or waits."""
+"""Semaphore for each event loop and concurrency limit. It bounds the tasks that poll `_turns`. An
+entry lives while one of its programs runs or waits."""
 
 
 class PythonSandbox:

@@ -91,7 +91,11 @@ class Console:
                 self.message(f"  the token that it asks for: {shown}")
 
     def resume(self, first_step: int) -> None:
-        """Report the first step, counted from 1, if the run resumes after an earlier one."""
+        """Continue the display at a step, and report it if earlier steps are already done.
+
+        Args:
+            first_step: The step that the run does next, counted from 1.
+        """
         self._step = first_step - 1
         self._rows = [row for row in self._rows if row["step"] < first_step]
         self._watch.resume(self._rows)

@@ -23,7 +23,8 @@ class _RunLog(logging.FileHandler):
     """Handler of `log_to_file`, a subclass so that later calls can find it."""
 
     on_print: Callable[[str], None] | None = None
-    """Callback `(line)` for records of the root logger itself."""
+    """Callback `(line)` that shows prints of the user's code. Ray Train turns them into records of
+    the root logger. None means that no print is shown."""
     _has_shown = False
     """True once a function other than a callback has printed."""
 
@@ -49,10 +50,10 @@ def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = No
 
     Args:
         path: Log file to append to; its folder is created.
-        on_print: Callback `(line)` for all that the user's callbacks print, and for the first line
-            that other functions of the user print; that line also names the log file. Ray Train
-            turns `print` in its workers into a record of the root logger, which libraries do not
-            use.
+        on_print: Callback `(line)` that shows prints of the user's code. It gets all prints of the
+            user's callbacks. Of the user's other functions it gets only the first print, with the
+            name of the log file. Ray Train turns each `print` in its workers into a record of the
+            root logger, which libraries do not use.
     """
     handler = _handler(Path(path).absolute())
     if on_print is not None:

@@ -42,7 +42,7 @@ def write_spans(
     phases: Sequence[clock.Span],
     beside: Sequence[clock.Span] = (),
 ) -> None:
-    """Append a step of this worker to the timeline: its phases, and its calls during these.
+    """Append a step of this worker to the timeline: phases, and all calls since the last step.
 
     Args:
         files: Files of the run.

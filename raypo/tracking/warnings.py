@@ -340,7 +340,10 @@ def _values(rows: Sequence[Row], name: str) -> list[float]:
 
 
 def _newest(rows: Sequence[Row], name: str) -> list[float]:
-    """Return the last `PATIENCE` values. Empty if there are fewer, or the newest step has none."""
+    """Return a metric's last `PATIENCE` values.
+
+    The list is empty if there are fewer values, or if the newest step lacks the metric.
+    """
     values = _values(rows, name) if name in rows[-1] else []
     return values[-PATIENCE:] if len(values) >= PATIENCE else []
 

@@ -1,9 +1,9 @@
 """Rows that a script passes to a trainer. They are written to files that the config then names.
 
 The files are in the run's folder. A Ray Data set is executed once, while its rows are written; its
-rows are never all in memory at once. The learner workers read the files like any others, so the
-order of the rows depends neither on the number of workers nor on how Ray schedules the tasks of the
-data set.
+rows are never all in memory at once. The learner workers read the files like any others. The order
+of the rows therefore depends neither on the number of workers nor on how Ray schedules the data
+set's tasks.
 """
 
 from __future__ import annotations

@@ -213,7 +213,9 @@ def _without_the_critics(count: int, config: Any) -> int:
 
 def _function_name(function: RewardFunction) -> str:
     if isinstance(function, WeightedSum):  # only the script that created it has it
-        return f"__main__:{' + '.join(function.names)}"
+        terms = zip(function.weights, function.names, strict=True)
+        named = [name if weight == 1 else f"{weight:g} * {name}" for weight, name in terms]
+        return f"__main__:{' + '.join(named)}"
     module = getattr(function, "__module__", "__main__")
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{module}:{name}"

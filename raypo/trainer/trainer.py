@@ -10,8 +10,9 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -43,6 +44,7 @@ from raypo.cluster.run_monitor import start_monitor
 from raypo.cluster.torch_config import CheckedTorchConfig
 from raypo.concurrency import daemon_future
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig
+from raypo.config.paths import is_uri
 from raypo.deployment.reserve import Dedicated, reserve
 from raypo.inputs import record_inputs
 from raypo.plan.fit import decide_for_gpus
@@ -56,7 +58,7 @@ from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.checkpoints import mend_list
-from raypo.storage.run_files import RunFiles
+from raypo.storage.run_files import GIVEN_MODELS, GIVEN_ROWS, RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
 from raypo.trainer.arguments import Arguments, Given, read_arguments, with_models
@@ -140,7 +142,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             eval_dataset: `eval.prompts` (for DPO `eval.pairs`), like `train_dataset`.
             reward_funcs: One or several reward functions, whose scores are added. Each is a
                 function (list[Rollout]) -> list[float], a function f(prompts, completions,
-                **columns) as in TRL, an import path `file.py:name`, or the folder or hub id of a
+                **columns) as in TRL, a compute_score(data_source, solution_str, ground_truth,
+                extra_info) as in verl, an import path `file.py:name`, or the folder or hub id of a
                 reward model.
             reward_weights: A factor for each of `reward_funcs`. None means 1 each.
             processing_class: The model's tokenizer. A run loads it from the model's folder.
@@ -202,14 +205,15 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "callbacks": given.callbacks,
             "scaling_config": scaling_config,
         }
-        """Arguments that a trainer of another config needs to run with the same Python objects."""
+        """Arguments of the trainers of a `Tuner`'s trials: the Python objects that they share."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
-        resolved = self._with_given(resolved)
-        self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
-        if self._reward_fn is not None:
-            check_reward_function(self._reward_fn, key="reward_funcs")
-            check_columns(resolved, self._reward_fn, key="reward_funcs")
-        self.config: AnyConfig = with_steps_of_epochs(resolved)
+        with self._without_leftovers():
+            resolved = self._with_given(resolved)
+            self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
+            if self._reward_fn is not None:
+                check_reward_function(self._reward_fn, key="reward_funcs")
+                check_columns(resolved, self._reward_fn, key="reward_funcs")
+            self.config: AnyConfig = with_steps_of_epochs(resolved)
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None
         scaling = scaling_of(self.config, scaling_config)
@@ -258,9 +262,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 )
                 return self._with_every_step(Result.from_path(self._files.location))
             config: Any = self.config
-            check_models(config)
+            with self._without_leftovers():
+                check_models(config)
             if self._given.is_built:
-                Console().message(f"The config, as a run file:\n\n{config.to_yaml()}")
+                Console().message(f"{self._title_of_config()}:\n\n{config.to_yaml()}")
             for note in self._notes:
                 Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
@@ -272,12 +277,39 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     ray.shutdown()
                 recount(self._files)
 
+    def _title_of_config(self) -> str:
+        """Return the headline of the printed config. A run file cannot hold Python functions."""
+        if self._reward_fn is None and not self._given.callbacks:
+            return "The config, as a run file"
+        return (
+            "The config. It is a record and no run file to start: functions of this script are in "
+            "it by name, and only this script starts the run"
+        )
+
     def _with_given(self, config: AnyConfig) -> AnyConfig:
         """Write rows and models given in Python into the run's folder.
 
         Return the config that names their files.
         """
-        return with_models(with_rows(config, self._given.rows), self._given.models)
+        before = _given_files(config)
+        try:
+            return with_models(with_rows(config, self._given.rows), self._given.models)
+        finally:
+            self._written = _given_files(config) - before
+
+    @contextmanager
+    def _without_leftovers(self) -> Iterator[None]:
+        """Remove the rows and models that this trainer wrote if the run is refused.
+
+        Files that were there before stay: another trainer of the same run may need them.
+        """
+        try:
+            yield
+        except ConfigError:
+            for each in sorted(self._written, reverse=True):  # files before their folder
+                with suppress(OSError):  # the folder has other files
+                    each.rmdir() if each.is_dir() else each.unlink()
+            raise
 
     def _fit_watched(self) -> Result:
         self._check_cluster()
@@ -334,7 +366,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             dedicated.shutdown(graceful=status == "finished")
 
     def _tell_workers(self) -> None:
-        """Pass the environment variables that the Ray job does not set to the workers.
+        """Pass to the workers the environment variables that the Ray job does not set.
 
         The user's `worker_runtime_env` takes precedence.
         """
@@ -464,10 +496,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
         """Wait until there is room for the learner workers' placement group.
 
-        This reserves such a group, and removes it.
+        A group with the same bundles is reserved, and removed again.
 
-        Ray Train then creates its own group. It would not report which bundle waits for which
-        resources, and this wait does.
+        Ray Train then creates its own group. Unlike Ray Train, this wait reports which bundle waits
+        for which resources.
         """
         group = reserve(
             worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
@@ -498,7 +530,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return {name: amount for name, amount in resources.items() if amount}
 
     def _start_dedicated(self, monitor: ActorHandle, say: Callable[[str], object]) -> Dedicated:
-        """Start the dedicated deployments, before the workers, whose restarts they survive."""
+        """Start the dedicated deployments, before the workers start.
+
+        The deployments survive restarts of the workers.
+        """
         if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
         from raypo.run.dedicated_services import start_dedicated  # model code
@@ -547,3 +582,13 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             )
         )
         self._files.sync()
+
+
+def _given_files(config: RecipeConfig) -> set[Path]:
+    """Return the run's local folder and the rows and models below it that Python gave."""
+    if is_uri(config.storage_path):
+        return set()
+    folder = Path(config.absolute_storage_path, config.name)
+    below = [folder / GIVEN_ROWS, folder / GIVEN_MODELS]
+    found = [folder, *below, *(each for name in below for each in name.rglob("*"))]
+    return {each for each in found if each.exists()}

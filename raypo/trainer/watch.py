@@ -47,8 +47,8 @@ GRACE_S = 5.0
 def stop_on_signal(ask: Callable[[], None]) -> Iterator[None]:
     """Call `ask` on the first Ctrl-C or SIGTERM, and raise KeyboardInterrupt on the second.
 
-    After the first signal a thread checks that Ray's head is alive, because a signal to the whole
-    process group, like that of `timeout`, also ends a local Ray. Outside the main thread this
+    A signal to the whole process group, like that of `timeout`, also ends a local Ray. After the
+    first signal a thread therefore checks that Ray's head is alive. Outside the main thread this
     context manager does nothing.
     """
     if threading.current_thread() is not threading.main_thread():

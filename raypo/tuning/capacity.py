@@ -138,9 +138,9 @@ def plan_trials(
         nodes: Resources of each node of the cluster, which has room for one trial.
         num_trials: Number of trials.
         at_most: Maximum number of concurrent trials.
-        share: Roles to share. `auto` shares all roles; on GPUs, only if that does not lower the
-            number of concurrent trials.
-        share_batches: Whether trials that share engines sample in the same batches, too.
+        share: Roles to share. `auto` shares all roles. On GPUs it does so only if sharing does not
+            lower the number of concurrent trials.
+        share_batches: Whether trials that share engines sample in the same batches.
         use_gpu: Whether a learner worker takes a GPU.
         each: Resources of a learner worker. None means those of the config.
 

@@ -36,13 +36,14 @@ from raypo.tuning.trial import TrialSetup
 TUNE_FOLDER = "tune"
 """Folder of Tune's own files, relative to the sweep's folder."""
 DRIVER_RESOURCES: dict[str, float] = {"memory": 1}
-"""Resources of a trial's actor. They are tiny, because otherwise trials could wait for each other:
-learner workers reserve their resources in separate placement groups."""
+"""Resources of a trial's actor. They are tiny, because the learner workers reserve their resources
+in separate placement groups. If the actors reserved more, trials could wait for each other."""
 LOOK_EVERY_S = 2.0
 """Interval in seconds at which the placement groups of waiting trials are checked."""
 TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `stop_on_signal` handles signals
-    # Metrics of evaluations are not in every report, which the strict check would refuse.
+    # Reports of steps without an evaluation lack its metrics. Tune's strict check would refuse
+    # them.
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # keep the working directory, where relative paths start
@@ -59,7 +60,7 @@ class StopOnRequest(Stopper):
     is_wanted: bool = False
 
     def __post_init__(self) -> None:
-        """Combine a list of stoppers."""
+        """Combine a list of stoppers into one."""
         if isinstance(self.rule, list):
             self.rule = CombinedStopper(*self.rule)
 
@@ -108,9 +109,9 @@ def connected(base: AnyConfig, stop: StopOnRequest, *, said: str) -> Iterator[No
     """Connect to Ray, and disconnect at the end if no caller had connected before.
 
     The first Ctrl-C or SIGTERM stops all trials, and the second raises KeyboardInterrupt. A signal
-    to the whole process group also ends a local Ray. The head is therefore watched until
-    disconnection has ended: Ray itself would try to reach a dead head for a minute, and then abort
-    with a C++ error.
+    to the whole process group also ends a local Ray. After the first signal a thread therefore
+    checks Ray's head until Ray is disconnected, and ends this process if the head is gone.
+    Otherwise Ray would try to reach the head for a minute, and then abort with a C++ error.
 
     Args:
         base: Run config of a trial.
@@ -154,11 +155,10 @@ def fit_trials(
         files: The sweep's folder.
         plan: Concurrency, and the deployments to share.
         param_space: Search space, with the meaning that it has in `tune.Tuner`.
-        tune_config: Tune's own config. The plan sets its concurrency, and whether actors are
-            reused.
-        run_config: Tune's own config. Its name and storage path are replaced by those of the sweep,
-            and its stop rule by `stop`. A callback is added that says who holds the resources that
-            a trial waits for.
+        tune_config: Tune's own config. The plan sets the number of concurrent trials, and whether
+            Tune reuses actors.
+        run_config: Tune's own config. The sweep sets its name and storage path, and `stop` replaces
+            its stop rule. `RoomWatch` is added to its callbacks.
         stop: Stopper of the experiment.
 
     Raises:

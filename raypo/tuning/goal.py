@@ -21,7 +21,7 @@ INFEASIBLE = -1e9
 """Upper bound of the value of an infeasible trial. It is below the value of every feasible
 trial."""
 UNKNOWN = -1e18
-"""Value of a trial whose score, or a metric that a constraint bounds, is unknown."""
+"""Value of a trial if its score is unknown, or a metric that a constraint bounds."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Goal:
         ones, a score of a later step ranks first, as in successive halving (arXiv:1810.05934). A
         stopped trial therefore ranks below trials that reached a later score.
 
-        Feasible trials of the same step are ordered by Pareto front, then by the first metric;
-        infeasible ones by their largest violation.
+        Feasible trials of the same step are ordered by Pareto front, then by the first metric.
+        Infeasible trials of the same step are ordered by their largest violation.
         """
         fronts = self._fronts(trials)
         keys = [
@@ -151,8 +151,8 @@ def known_metrics(rows: Iterable[Metrics], goal: Goal | None) -> dict[str, float
 
     Args:
         rows: Metrics by step. The first row may be the known metrics of earlier steps.
-        goal: Objective, for whose first metric the last step is added as SCORED_STEP. None means
-            that no such entry is added.
+        goal: Objective. The last step at which its first metric was measured is added as
+            SCORED_STEP. None means that no such entry is added.
     """
     known: dict[str, float] = {}
     score = goal.metrics[0] if goal else None

@@ -116,7 +116,10 @@ def gaming_words(
 
 
 def _is_gamed(change: Changes) -> bool:
-    """Return True if the reward-model score rose and the held-out score fell significantly."""
+    """Return True if the reward-model score rose and the held-out score fell.
+
+    Both changes must be significant.
+    """
     if not {SCORE, REWARD_MODEL} <= change.keys():
         return False
     return change[REWARD_MODEL].direction == 1 and change[SCORE].direction == -1

@@ -42,7 +42,10 @@ KEPT_CHECKPOINTS = 2
 
 
 class Population(PopulationBasedTraining):
-    """Ray Tune's synchronous scheduler, made deterministic: it depends on scores and seed only."""
+    """Ray Tune's scheduler for synchronous population-based training, made deterministic.
+
+    Its decisions depend only on the scores and the seed.
+    """
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a trial's run between two copies of checkpoints.
+    """Part of a trial's run from one copied checkpoint to the next.
 
     Within a segment, Ray Train resumes by itself.
     """
@@ -135,9 +138,9 @@ class Segment:
     def next(self, pointer: tune.Checkpoint, files: RunFiles) -> Segment:
         """Return the segment after a comparison, and write it.
 
-        If the pointer names this trial, it is the same segment. If it names another trial, it is a
-        new segment that starts from a copy of that trial's checkpoint, because the other trial will
-        delete the original. The folder of the old segment is then removed.
+        If the pointer names this trial, the segment continues. If the pointer names another trial,
+        a new segment starts from a copy of that trial's checkpoint. The copy is needed because the
+        other trial will delete the original. The folder of the old segment is then removed.
 
         Raises:
             OSError: the checkpoint no longer exists. Nothing has changed then.

@@ -29,10 +29,10 @@ class Sharing:
     pool: bool = False
     """True if all trials use the same engines at the same time, each with its own LoRA adapter."""
     share_batches: bool = False
-    """True if trials that share a pool sample in the same batches, too."""
+    """True if trials that share a pool sample in the same batches."""
     bundles: tuple[Bundle, ...] = ()
-    """Bundles of the placement group of models and pool. Empty on CPUs, where all share the
-    cores."""
+    """Bundles of the placement group that holds the models and the pool. Empty on CPUs, because all
+    processes share the cores there."""
 
     @classmethod
     def of(
@@ -112,7 +112,7 @@ def started(
         logs_dir: Folder of the logs.
 
     Yields:
-        The deployments. None if the trials train on examples, so that they sample nothing.
+        The deployments. None if the trials train on examples: they share no deployments.
 
     Raises:
         PlacementError: the resources of the models were not free in time.

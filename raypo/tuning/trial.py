@@ -59,8 +59,8 @@ class TrialSetup:
     working_dir: str
     """Working directory of the driver, where relative paths start."""
     goal: Goal | None = None
-    """Objective whose value is added to reports. None adds no value, because Tune has the
-    objective."""
+    """Objective whose value is added to reports. None means that no value is added, because Tune's
+    own config has the objective."""
     is_population: bool = False
     """True if trials copy each other's checkpoints (pbt)."""
     group_gc: ActorHandle | None = None
@@ -133,7 +133,11 @@ def trial_trainer(config: AnyConfig) -> type[TrialTrainer]:
 
 
 class TrialTrainer(RecipeTrainer[AnyConfig]):
-    """Trainer with its sweep's shared deployments, placement group collector and segments."""
+    """Trainer of one trial.
+
+    It uses the sweep's shared deployments and the sweep's garbage collector of placement groups.
+    In a pbt sweep it runs one segment of the trial.
+    """
 
     def __init__(
         self,

@@ -52,8 +52,8 @@ RANDOM_POINTS = 20
 class Tuner:
     """Ray Tune's `Tuner`, whose trials are runs of one config with different values.
 
-    Trials share the reference model, the reward models and the engines, like those of `raypo
-    sweep`. Their results equal those of separate runs.
+    Trials share the reference model, the reward models and the engines, like the trials of `raypo
+    sweep`. The results of a trial equal those of a separate run.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Tuner:
             config: Config that each trial changes: the config of any recipe, a mapping of its keys,
                 the path of a run file, or a trainer. The reward function, callbacks, rows and
                 `ScalingConfig` of a trainer are used too.
-            param_space: Key of the run config, nested or dotted like `learner.policy_lr` -> Ray
+            param_space: Key of the run config (nested, or dotted like `learner.policy_lr`) -> Ray
                 Tune's search space or a value. None if the searcher has the space.
-            tune_config: Ray Tune's config. `metric` is a metric of a run, like eval/score_mean. The
-                number of concurrent trials is limited to those for which the cluster has room.
+            tune_config: Ray Tune's config. `metric` is a metric of a run, like eval/score_mean. At
+                most as many trials run concurrently as the cluster has room for.
             run_config: Ray Tune's config. The trials' runs are in `<storage_path>/<name>/trials`.
                 `storage_path` defaults to that of the config.
             share: Roles that are started once for all trials (reward, reference, engine), like

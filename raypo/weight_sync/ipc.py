@@ -19,8 +19,8 @@ from raypo.weights.messages import CudaHandle, IpcBucket, StoredBucket, device_u
 class IpcTransport(Transport):
     """Copy within each GPU, for engines that share the GPUs of the learner workers.
 
-    Every learner worker stages the same buckets on its own GPU, and each of an engine's workers
-    reads the bucket on its own GPU. The weights are not stored: a restarted engine gets them with
+    Every learner worker stages the same buckets on its own GPU. Each worker of an engine reads the
+    bucket that lies on its GPU. The weights are not stored: a restarted engine gets them with
     the next push.
     """
 

@@ -26,7 +26,7 @@ from raypo.weights.manifest import WeightError
 NUM_PROBES = 2
 """Number of prompts in a probe: the first ones of a run."""
 PROBE_PROMPT_TOKENS, PROBE_TOKENS = 16, 4
-"""Number of tokens that a probe takes from the end of each prompt, and number that it samples."""
+"""Number of tokens taken from the end of each prompt, and number of response tokens to sample."""
 PRIORITY = -1
 """Priority of probes: they go before training requests, because the push is blocked on them."""
 

@@ -93,7 +93,9 @@ def push_adapter(
     engines_have_base: bool,
     workers: Workers,
 ) -> None:
-    """Push the learner's LoRA adapter to all engines, after the base weights if engines lack these.
+    """Push the learner's LoRA adapter to all engines.
+
+    If engines lack the base weights, these are pushed first.
 
     Args:
         learner: The learner.

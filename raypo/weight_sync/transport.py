@@ -37,8 +37,8 @@ from raypo.weights.store import WeightSnapshot, WeightStore
 
 RETRY_S = 0.2
 REASON_S, POLL_S = 3.0, 0.05
-"""Seconds to wait for the error of an engine whose loss its peers have noticed, and poll
-interval."""
+"""Seconds to wait for an engine's own error after its peers have noticed its loss, and the poll
+interval in seconds."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -76,7 +76,8 @@ class Transport:
         loads them first.
 
         Args:
-            weights: Returns whole tensors on any device, each unchanged while it is referenced.
+            weights: Function that yields whole tensors on any device. A tensor does not change
+                while it is referenced.
             engines: All engines of a run. Those that are down take no part.
             version: Version of the weights.
             workers: The workers that call this together.
@@ -141,7 +142,7 @@ class PushSession:
     """Specs of the tensors that were sent so far."""
 
     def begin(self) -> None:
-        """Tell all engines that are up that a push begins, so that they drop their weights."""
+        """Begin the push on all engines that are up; they then drop their old weights."""
         self.engines = self.engines.up()
         start = PushStart(self.version, self.id, self.in_flight)
         self.ready = [call.result() for call in self.engines.begin_push(start)]
@@ -176,7 +177,7 @@ class PushSession:
 
     @contextmanager
     def engines_reasons_first(self) -> Iterator[None]:
-        """Raise the error that ended an engine, instead of the errors that followed from it."""
+        """Replace a `WeightError` in this context by the error that ended an engine, if any."""
         try:
             yield
         except WeightError:
@@ -194,8 +195,8 @@ class PushSession:
 class ObjectTransport(Transport):
     """Transport by one `ray.put` per bucket. Engines on the same node read it without a copy.
 
-    The sender keeps the buckets of its last push until it starts the next one, so that an engine
-    that was lost can load them again.
+    The sender keeps the buckets of a push until the next push starts. An engine that was lost can
+    load them again after its restart.
     """
 
     def send(
@@ -222,7 +223,10 @@ class ObjectTransport(Transport):
 
 @contextmanager
 def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """Exhaust the iterator even after an error, because other workers gather the same tensors."""
+    """Exhaust the iterator when the context ends, even after an error.
+
+    The other workers gather the same tensors and would otherwise wait.
+    """
     tensors = iter(named_tensors)
     try:
         yield tensors
@@ -233,7 +237,7 @@ def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]
 
 @contextmanager
 def all_or_none(workers: Workers) -> Iterator[None]:
-    """Make all workers fail if one does, so that none waits for another.
+    """Make all workers fail if one of them fails in this context; otherwise the others would wait.
 
     Raises:
         WeightError: on the workers that did not fail themselves.

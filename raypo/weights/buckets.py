@@ -61,7 +61,8 @@ def stage(
     """Pack tensors into buckets of at most `bucket_bytes`; larger tensors get their own bucket.
 
     Each tensor is copied before the next one is requested, so gathered ZeRO-3 tensors may be freed
-    as the iterator moves on. All buckets reuse the same memory: finish one before the next.
+    as the iterator moves on. All buckets reuse the same memory, so the caller must be done with a
+    bucket before it requests the next.
 
     Args:
         named_tensors: Tensors on any device, of any layout. Names are unique over the whole push.

@@ -149,7 +149,7 @@ def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device
 def _reporting_lost_peers() -> Iterator[None]:
     """Make groups that are created in this context report a lost peer as an error.
 
-    With the value that Ray Train sets, NCCL would end the learner's process instead.
+    With Ray Train's value of `ERROR_HANDLING`, NCCL would end the learner's process instead.
     """
     before = os.environ.get(ERROR_HANDLING)
     os.environ[ERROR_HANDLING] = "0"

@@ -85,9 +85,9 @@ class Manifest:
 def checksums(parts: Sequence[Tensor]) -> list[int]:
     """Return a checksum for the bytes of each part.
 
-    Host memory uses 64-bit xxHash. GPUs use a sum of 64-bit words, each multiplied by an odd number
-    that depends on its position, so that a changed word or two swapped words change the sum. Both
-    sides of a push use the same kind.
+    Host memory uses 64-bit xxHash. GPUs use a sum of 64-bit words. Each word is multiplied by an
+    odd number that depends on its position, so a changed word or two swapped words change the sum.
+    Both sides of a push use the same kind of checksum.
 
     Args:
         parts: uint8 [bytes] each, contiguous, aligned to 8 bytes, and all on one device.

@@ -310,6 +310,25 @@ def test_callbacks_are_functions_or_import_paths(policy: str, tmp_path: Path):
     assert "Give a function" in said
 
 
+def test_a_refused_run_leaves_nothing_behind(policy: str, monkeypatch: pytest.MonkeyPatch):
+    refused = {"rollout.max_new_tokens": 10**6}
+    assert "positions" in refusal(lambda: grpo(policy, args=refused))
+    assert "no rows" in refusal(lambda: grpo(policy, train_dataset=[]))
+    assert not Path("runs/policy-ppo").exists()
+    kept = grpo(policy)
+    refusal(lambda: grpo(policy, args=refused))
+    refusal(lambda: grpo(policy, args=refused, train_dataset=ROWS[:2]))
+    (file,) = kept.config.data.prompts
+    assert list(Path("runs/policy-ppo/given_rows").resolve().iterdir()) == [Path(str(file))]
+
+    def refuse(config: Any) -> None:
+        raise ConfigError("refused")
+
+    monkeypatch.setattr("raypo.trainer.trainer.check_models", refuse)
+    assert refusal(kept.fit) == "refused"
+    assert not Path("runs/policy-ppo").exists()
+
+
 def test_fit_shows_the_config_that_the_arguments_make(
     policy: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -317,7 +336,7 @@ def test_fit_shows_the_config_that_the_arguments_make(
     trainer = grpo(policy, args={"cluster.address": "127.0.0.1:1", "learner.use_gpu": False})
     with pytest.raises(ConfigError, match="nothing listens there"):
         trainer.fit()
-    shown = capsys.readouterr().out.partition("The config, as a run file:\n\n")[2]
+    shown = capsys.readouterr().out.partition("only this script starts the run:\n\n")[2]
     values = yaml.safe_load(shown.partition("Note:")[0])
     assert values["learner"] == {"use_gpu": False}
     assert values["ppo"] == {"preset": "grpo"}
@@ -484,6 +503,8 @@ def test_a_sum_is_recorded_as_known_to_its_script_only(policy: str):
     """`raypo status` then advises to start the script again, and not `raypo train RUN`."""
     made = grpo(policy, reward_funcs=[exact, short]).config
     assert made.reward.function == "__main__:exact + short"
+    weighted = grpo(policy, reward_funcs=[exact, short], reward_weights=[1.0, 0.2]).config
+    assert weighted.reward.function == "__main__:exact + 0.2 * short"
     said = refusal(lambda: check_function(made.reward.function or ""))
     assert said.endswith("Start the script again, or set reward.function to file.py:name.")
 

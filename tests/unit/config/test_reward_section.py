@@ -15,6 +15,8 @@ def test_one_address_or_several():
 @pytest.mark.parametrize(
     ("values", "text"),
     [
+        ({"function": ["a.py:f", "b.py:g"]}, "must be one function. Write one that calls the"),
+        ({"function": {"a.py:f": 0.5}}, "must be one function. Write one that calls the others"),
         ({"url": "localhost:8000"}, "reward.url (localhost:8000): must begin with http://"),
         ({"url": ["http://a/", "http:///score"]}, "reward.url (http:///score): must begin"),
         ({"request": {"batch_size": 2}}, "reward.request: has no effect, reward.url and reward"),

@@ -2,17 +2,20 @@
 
 import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import examples.ports.trl_grpo
+import examples.ports.trl_grpo as port
 from raypo.config import ConfigError, PPOConfig
+from raypo.config.base import nested
 from raypo.config.translation import read_command, read_script, translate
 
 PORTS = Path(__file__).parents[3] / "examples/ports"
-TRL = examples.ports.trl_grpo.__doc__ or ""
+TRL = port.__doc__ or ""
 
 
 def command_in(file: str) -> str:
@@ -61,6 +64,102 @@ def test_a_script_of_trl_becomes_its_port(tmp_path: Path):
     assert (config.ppo.minibatch_size, config.num_steps) == (128, 10)
     assert (config.ppo.preset, config.ppo.kl.coef) == ("grpo", 0.04)
     assert config.learner.policy_lr == 3e-4
+    with patch.object(port, "GRPOTrainer") as trainer:
+        port.main()
+    by_hand = trainer.call_args.kwargs
+    values = {"model.policy": by_hand["model"], "ppo.preset": "grpo", "data.prompts": "x"}
+    values |= by_hand["args"]
+    differing = config.differences(PPOConfig.parse(nested(values)))
+    keys = {each.partition(":")[0] for each in differing}
+    assert keys == {"data.prompts", "data.max_prompt_tokens", "reward.function"}
+
+
+LORA = "LoraConfig(r=4)"
+
+
+def trl(arguments: str, more: str = "") -> str:
+    recipe, given = read_script(f"GRPOTrainer('m', f, args=GRPOConfig({arguments}){more})")
+    return translate("TRL", given, recipe)
+
+
+def test_defaults_of_trl_and_peft_that_change_what_is_learned_are_written(tmp_path: Path):
+    text = trl("use_vllm=True", f", peft_config={LORA}")
+    config = config_of(text, tmp_path)
+    correction, lora = config.ppo.correction, config.model.lora
+    assert (correction.kind, correction.cap) == ("sequence_tis", 3.0)
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.target_modules) == (4, 8, ("q_proj", "v_proj"))
+    assert "# - vllm_importance_sampling_mode (sequence_mask, TRL's default): TRL drops" in text
+    assert "# - target_modules (None): peft chooses by the architecture" in text
+    exact = config_of(
+        trl("use_vllm=True, vllm_importance_sampling_mode='token_mask'"), tmp_path
+    ).ppo.correction
+    assert (exact.kind, exact.low, exact.high) == ("icepop", 0.0, 3.0)
+    for off in ("", "use_vllm=True, vllm_importance_sampling_correction=False"):
+        assert config_of(trl(off), tmp_path).ppo.correction.kind == "none"
+    cut = trl("use_vllm=True, top_p=0.9")
+    assert "vllm_importance_sampling_mode with use_vllm: ppo.correction.kind (sequence_tis)" in cut
+    unknown = trl("", ", peft_config=get_peft_config(a)")
+    assert "# - peft_config (get_peft_config(a)): model.lora." in unknown
+
+
+@pytest.mark.parametrize(
+    ("given", "loss", "aggregation", "high"),
+    [
+        ("", "ppo", "token_mean", 0.2),
+        ("loss_type='dapo', epsilon_high=0.28, epsilon=0.2", "ppo", "token_mean", 0.28),
+        ("loss_type='sapo'", "sapo", "sequence_mean", 0.2),
+        ("loss_type='cispo', epsilon_high=5.0", "cispo", "token_mean", 4.0),
+    ],
+)
+def test_a_loss_of_trl_brings_nothing_else_of_its_paper(
+    given: str, loss: str, aggregation: str, high: float, tmp_path: Path
+):
+    ppo = config_of(trl(given), tmp_path).ppo
+    assert (ppo.preset, ppo.policy_loss, ppo.aggregation) == ("grpo", loss, aggregation)
+    assert (ppo.clip_high, ppo.kl.coef, ppo.kl.placement) == (high, 0.0, "loss")
+    assert not ppo.filter.enabled
+    assert ppo.shaping.overlong_buffer_tokens is None
+
+
+def test_counts_of_steps_are_copied_where_an_update_is_a_step(tmp_path: Path):
+    counts = "save_steps=20, eval_steps=5, eval_strategy='steps', max_steps=64, warmup_ratio=0.1"
+    config = config_of(trl(counts), tmp_path)
+    assert (config.checkpoint.every, config.eval.every) == (20, 5)
+    text = trl("logging_steps=1, log_completions=True, eval_strategy='steps', vllm_mode='colocate'")
+    assert "# Needs nothing here: logging_steps (1), log_completions (True)." in text
+    assert "# - Needs nothing here: eval_strategy, vllm_mode.\n" in text
+    assert "# - eval_strategy (epoch): Set `eval.prompts`" in trl("eval_strategy='epoch'")
+    assert config.learner.lr_warmup_steps == 7
+    text = trl(f"{counts}, num_iterations=2")
+    config = config_of(text, tmp_path)
+    assert (config.num_steps, config.learner.lr_warmup_steps) == (32, 4)
+    assert "# - save_steps (20): checkpoint.every." in text
+    assert "# - warmup_ratio (0.1): learner.lr_warmup_steps." in trl("warmup_ratio=0.1")
+
+
+def test_the_data_type_and_the_loggers_are_copied(tmp_path: Path):
+    config = config_of(trl("bf16=True, report_to=['wandb', 'tensorboard']"), tmp_path)
+    assert (config.model.dtype, config.logging.tensorboard) == ("bfloat16", True)
+    assert config.logging.wandb is not None
+    assert not config_of(trl("report_to='none'"), tmp_path).logging.tensorboard
+    assert "# - report_to (comet_ml): logging.wandb." in trl("report_to='comet_ml'")
+
+
+def test_several_reward_functions_get_a_function_that_adds_them():
+    recipe, given = read_script(
+        "GRPOTrainer('m', [right, short], args=GRPOConfig(reward_weights=[1.0, 0.2]))"
+    )
+    (line,) = [each for each in translate("TRL", given, recipe).splitlines() if "_funcs" in each]
+    made: dict[str, Any] = {
+        "right": lambda completions, answer: list(map(float, map(str.__eq__, completions, answer))),
+        "short": lambda completions, **columns: [-float(len(each)) for each in completions],
+    }
+    exec(line[line.index("def reward(") :], made)
+    assert made["reward"](completions=["7", "12"], answer=["7", "8"]) == [
+        {"score": 0.8, "right": 1.0, "short": -1.0},
+        {"score": -0.4, "right": 0.0, "short": -2.0},
+    ]
 
 
 def test_what_is_not_copied_is_named_with_its_reason():
