@@ -313,9 +313,8 @@ def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
     names = [each for each in done if each.endswith(("batch_size", "prompts_per_step"))]
     notes.append(f"{' and '.join(names)}: of one process. Multiply by the number of processes.")
     idle = [name for name, values in _TRL_IDLE.items() if str(get.given.get(name)) in values]
-    if idle:
-        get.used.update(idle)
-        notes.append(f"Needs nothing here: {', '.join(idle)}.")
+    get.used.update(idle)
+    get.idle += [f"{name} ({get.given[name]})" for name in idle]
     return done, notes
 
 
@@ -595,6 +594,17 @@ def _rows_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
             notes.append(f"prompt_split ({split}): data.prompts. Only a hub id has splits.")
     batch = get("rollout.batch_size")
     done["rollout.prompts_per_step"] = batch, get.origin("rollout.batch_size")
+    samples, updated = get("rollout.n_samples_per_prompt"), get("train.batch_size")
+    done["rollout.samples_per_prompt"] = samples, get.origin("rollout.n_samples_per_prompt")
+    done["ppo.minibatch_size"] = updated, get.origin("train.batch_size")
+    responses = batch * samples
+    if isinstance(responses, int) and isinstance(updated, int) and responses % updated:
+        fits, origin = math.gcd(responses, updated), get.origin("train.batch_size")
+        done["ppo.minibatch_size"] = fits, f"divides {responses} responses, {origin} {updated}"
+        notes.append(
+            f"{origin} ({updated}): ppo.minibatch_size is {fits}. It must divide the {responses} "
+            f"responses of a step."
+        )
     episodes = get("train.num_episodes")
     done["num_steps"] = _steps(episodes, get.origin("train.num_episodes"), done, most)
     total, response = get("data.max_len"), get("rollout.max_new_tokens")
@@ -642,8 +652,11 @@ def _schedule_of_openrlhf(get: _Values, done: Settings) -> Settings:
 
 
 def _models_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
-    """Return the data type, the offload and the transport of weights."""
+    """Return the servers of scores, the data type, the offload and the transport of weights."""
     done: Settings = {}
+    server = get.origin("reward.remote_url")
+    if str(get.given.get(server)).startswith("http"):
+        done["reward.url"] = get("reward.remote_url").split(","), server
     origin = get.origin("ds.param_dtype")  # raypo's own choice is bfloat16 on GPUs, too
     if get.given.get(origin) in ("bf16", True):
         get.used.add(origin)
