@@ -304,7 +304,7 @@ algo.kl.estimator, kl_estimator | k1 | = ppo.kl.estimator |
 algo.kl.use_loss, use_kl_loss | false | ppo.kl.placement | true: `loss`.
 algo.dynamic_filtering_enable, dynamic_filtering | false | = ppo.filter.enabled |
 reward.normalize_enable, normalize_reward | false | = ppo.shaping.normalize | OpenRLHF subtracts the fixed `mean`, and divides by the fixed `std`, of the reward model's config.json (0 and 1 if it has none; its reward training writes them), and shifts the critic's values alike. raypo uses the running mean and std of the run's scores.
-reward.clip_range, reward_clip_range | [-10, 10] | ppo.shaping.clip_low + ppo.shaping.clip_high | raypo's default is no clip.
+reward.clip_range, reward_clip_range | [-10, 10] | ppo.shaping.clip_low + ppo.shaping.clip_high | raypo's default is no clip. raypo clips scores; OpenRLHF clips what rloo, group_norm, dr_grpo and reinforce_baseline make of them.
 reward.overlong_buffer_len, overlong_buffer_len | | = ppo.shaping.overlong_buffer_tokens | Tokens.
 reward.overlong_penalty_factor, overlong_penalty_factor | 1 | = ppo.shaping.overlong_factor |
 reward.stop_properly_penalty_coef, stop_properly_penalty_coef | | ppo.shaping.truncated_score, ppo.shaping.truncated_scale | Below 0: `ppo.shaping.truncated_score`; else a factor as `ppo.shaping.truncated_scale`.

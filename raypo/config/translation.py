@@ -187,7 +187,7 @@ def read_command(text: str, project: str) -> dict[str, Any]:
     """Return the arguments of a shell command: `key=value` of verl, `--key value` of OpenRLHF.
 
     Raises:
-        ConfigError: the command has an open quotation.
+        ConfigError: the command has an open quotation, or is not OpenRLHF's PPO.
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     try:
@@ -215,11 +215,17 @@ def read_command(text: str, project: str) -> dict[str, Any]:
     # `ray job submit` and Python have flags of their own before the module.
     modules = [place for place, word in enumerate(words) if re.search(r"\bopenrlhf\.cli\.", word)]
     words = words[modules[-1] if modules else 0 :]
+    if modules and ".train_ppo" not in words[0]:
+        raise ConfigError(
+            f"--from-openrlhf ({words[0]}): only commands of train_ppo_ray are translated. Write "
+            f"the run file by hand; docs/migrating.md has the keys."
+        )
     given: dict[str, Any] = {}
+    end = re.compile(r"--|[|;&<>]|\d>")  # a flag, a redirection or another command
     for start, word in enumerate(words):
         if word.startswith("--") and word != "--":
             name, _, value = word.removeprefix("--").partition("=")
-            after = takewhile(lambda each: not each.startswith("--"), words[start + 1 :])
+            after = takewhile(lambda each: not end.match(each), words[start + 1 :])
             values = [value] if value else list(after)
             if len(values) > 1 and not any("$" in each for each in values):
                 given[name] = list(map(_parsed, values))
@@ -525,7 +531,9 @@ def _openrlhf(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
         get.idle += [name for name in names if name in get.given]
         get.used.update(names)
     _set_workers(get, done, gpus="actor.num_gpus_per_node", nodes="actor.num_nodes")
-    done |= _rows_of_openrlhf(get, notes)
+    done |= _prompts_of_openrlhf(get, notes)
+    done |= _lengths_of_openrlhf(get, notes)
+    _batches_of_openrlhf(get, notes, done)
     done |= _schedule_of_openrlhf(get, done)
     done |= _models_of_openrlhf(get, notes)
     return done | _logging_of_openrlhf(get), notes
@@ -542,10 +550,10 @@ def _loss_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
     if get("algo.kl.target"):
         done["ppo.kl.target"] = get("algo.kl.target"), get.origin("algo.kl.target")
         done["ppo.kl.controller"] = "adaptive", get.origin("algo.kl.target")
-    for name, keys in (
-        ("actor.eps_clip_low_high", ("ppo.clip_low", "ppo.clip_high")),
-        ("reward.clip_range", ("ppo.shaping.clip_low", "ppo.shaping.clip_high")),
-    ):
+    clips = [("actor.eps_clip_low_high", ("ppo.clip_low", "ppo.clip_high"))]
+    if estimator in ("gae", "reinforce"):
+        clips.append(("reward.clip_range", ("ppo.shaping.clip_low", "ppo.shaping.clip_high")))
+    for name, keys in clips:
         if len(bounds := get(name, ())) == 2:
             done |= {
                 key: (bound, get.origin(name)) for key, bound in zip(keys, bounds, strict=True)
@@ -575,24 +583,35 @@ def _logging_of_openrlhf(get: _Values) -> Settings:
     return done
 
 
-def _rows_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
-    """Return the prompts, their number and their lengths."""
-    done: Settings = {}
-    prompts, most = get("data.prompt_dataset"), get("data.max_samples")
-    split = get("data.prompt_split")
-    if isinstance(prompts, str):
-        is_hub_id = not prompts.lower().endswith(DATA_FILES) and not Path(prompts).exists()
-        is_hub_id = is_hub_id and re.fullmatch(r"[\w.-]+/[\w.-]+", prompts) is not None
-        origin = get.origin("data.prompt_dataset")
-        done["data.prompts"] = prompts, origin
-        if is_hub_id and (most or split != "train"):
-            rows = f"{split}[:{most:.0f}]" if most else split
-            done["data.prompts"] = {"path": prompts, "split": rows}, origin
-        elif most:
-            notes.append(f"max_samples ({most:g}): data.prompts is cut by hand, as files are.")
-        if not is_hub_id and split != "train":
-            notes.append(f"prompt_split ({split}): data.prompts. Only a hub id has splits.")
-    batch = get("rollout.batch_size")
+def _prompts_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
+    """Return the sources of prompts."""
+    name, most, split = "data.prompt_dataset", get("data.max_samples"), get("data.prompt_split")
+    prompts, origin = get(name), get.origin(name)
+    if not isinstance(prompts, str):
+        return {}
+    paths = prompts.split(",")
+    entries: list[dict[str, Any]] = [{"path": path} for path in paths]
+    is_cut = False
+    for path, entry in zip(paths, entries, strict=True):
+        is_hub_id = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not Path(path).exists()
+        if is_hub_id and not path.lower().endswith(DATA_FILES):
+            is_cut = bool(most) and len(paths) == 1
+            rows = f"{split}[:{most:.0f}]" if is_cut else split
+            entry |= {} if rows == "train" else {"split": rows}
+        elif split != "train":
+            notes.append(f"prompt_split ({split}): data.prompts. {path} is no hub id.")
+    if most and not is_cut:
+        notes.append(f"max_samples ({most:g}): data.prompts is cut by hand, as files are.")
+    if weights := get("data.prompt_probs"):
+        for entry, weight in zip(entries, map(parsed, str(weights).split(",")), strict=False):
+            entry["weight"] = weight
+    sources = [entry if len(entry) > 1 else entry["path"] for entry in entries]
+    return {"data.prompts": (sources, origin)}
+
+
+def _batches_of_openrlhf(get: _Values, notes: list[str], done: Settings) -> None:
+    """Set the sizes of batches, the number of steps, and the intervals."""
+    batch, most = get("rollout.batch_size"), get("data.max_samples")
     done["rollout.prompts_per_step"] = batch, get.origin("rollout.batch_size")
     samples, updated = get("rollout.n_samples_per_prompt"), get("train.batch_size")
     done["rollout.samples_per_prompt"] = samples, get.origin("rollout.n_samples_per_prompt")
@@ -607,23 +626,28 @@ def _rows_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
         )
     episodes = get("train.num_episodes")
     done["num_steps"] = _steps(episodes, get.origin("train.num_episodes"), done, most)
-    total, response = get("data.max_len"), get("rollout.max_new_tokens")
-    if response is not None:
-        done["rollout.max_new_tokens"] = response, get.origin("rollout.max_new_tokens")
-        if "data.prompt_max_len" not in get.given and "prompt_max_len" not in get.given:
-            origin = f"{get.origin('data.max_len')} - {get.origin('rollout.max_new_tokens')}"
-            done["data.max_prompt_tokens"] = max(total - response, 1), origin
-    else:
-        notes.insert(
-            0,
-            f"max_len ({total:g}): data.max_prompt_tokens and rollout.max_new_tokens. OpenRLHF "
-            f"gives a response what its prompt leaves of max_len; raypo has a limit for each.",
-        )
     for name in ("eval.steps", "ckpt.save_steps"):
         if (origin := get.origin(name)) in get.given and get(name) == -1:
             get.idle.append(f"{origin} (-1)")
         else:
             get.used.discard(origin)
+
+
+def _lengths_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
+    total, response = get("data.max_len"), get("rollout.max_new_tokens")
+    if response is None:
+        notes.insert(
+            0,
+            f"max_len ({total:g}): data.max_prompt_tokens and rollout.max_new_tokens. OpenRLHF "
+            f"gives a response what its prompt leaves of max_len; raypo has a limit for each.",
+        )
+        return {}
+    done: Settings = {"rollout.max_new_tokens": (response, get.origin("rollout.max_new_tokens"))}
+    if get("data.prompt_max_len") is None:
+        origin = f"{get.origin('data.max_len')} - {get.origin('rollout.max_new_tokens')}"
+        done["data.max_prompt_tokens"] = max(total - response, 1), origin
+    else:
+        get.used.discard(get.origin("data.prompt_max_len"))
     return done
 
 
@@ -657,6 +681,8 @@ def _models_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
     server = get.origin("reward.remote_url")
     if str(get.given.get(server)).startswith("http"):
         done["reward.url"] = get("reward.remote_url").split(","), server
+    if isinstance(models := get("reward.model_name_or_path"), str):
+        done["model.reward"] = models.split(","), get.origin("reward.model_name_or_path")
     origin = get.origin("ds.param_dtype")  # raypo's own choice is bfloat16 on GPUs, too
     if get.given.get(origin) in ("bf16", True):
         get.used.add(origin)

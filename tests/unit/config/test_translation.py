@@ -437,6 +437,21 @@ def test_defaults_of_openrlhf_that_change_what_is_learned_are_written(tmp_path: 
     assert "  lr_warmup_steps: TODO" in unknown
 
 
+def test_several_sources_and_reward_models_of_openrlhf_and_what_follows_the_command(tmp_path: Path):
+    text = openrlhf(
+        "--prompt_data org/a,org/b --prompt_data_probs 0.25,0.75 --reward_pretrain org/r,org/s "
+        "--advantage_estimator rloo --n_samples_per_prompt 4 --reward_clip_range -5 5 "
+        "2>&1 | tee log"
+    )
+    config = config_of(text, tmp_path)
+    assert [getattr(each, "weight", None) for each in config.data.prompts] == [0.25, 0.75]
+    assert [each.path for each in config.model.reward] == ["org/r", "org/s"]
+    assert config.ppo.shaping.clip_high is None
+    assert "# - reward_clip_range ([-5, 5]): ppo.shaping.clip_low and ppo.shaping.clip_high" in text
+    with pytest.raises(ConfigError, match=r"train_dpo\): only commands of train_ppo_ray"):
+        read_command("python3 -m openrlhf.cli.train_dpo --pretrain m", "OpenRLHF")
+
+
 def test_the_rows_of_a_file_limit_max_samples(tmp_path: Path):
     pq.write_table(pa.table({"input": list("abcdefgh")}), tmp_path / "p.parquet")
     flags = f"--prompt_data {tmp_path}/p.parquet --rollout_batch_size 2 --max_samples"
