@@ -148,7 +148,8 @@ def _steps(epochs: float, name: str, done: Settings, most: Any = None) -> tuple[
         if steps := int(rows // prompts * epochs):
             return steps, f"{rows} {counted} // {prompts} prompts x {epochs} of {name}"
     times = name if math.isnan(epochs) else f"{epochs} of {name}"
-    return _TODO, f"rows / {prompts} prompts x {times}"
+    each = "rollout.prompts_per_step" if prompts != prompts else f"{prompts} prompts"  # NaN
+    return _TODO, f"rows / {each} x {times}"
 
 
 def read_script(source: str) -> tuple[str, dict[str, Any]]:
@@ -272,7 +273,11 @@ class _Values:
     def origin(self, name: str) -> str:
         """Return the name under which a value is given, or say that it is a default."""
         row = self.rows[name]
-        given = [each for each in row.names if each in self.given]
+        given = [
+            each
+            for each in row.names
+            if each in self.given and not isinstance(self.given[each], ast.AST)
+        ]
         return given[0] if given else f"{row.names[0]}{_DEFAULT}"
 
 
@@ -574,10 +579,10 @@ def _logging_of_openrlhf(get: _Values) -> Settings:
         done["storage_path"] = str(Path(folder).parent), origin
     if get("logger.wandb.run_name"):
         done["name"] = get("logger.wandb.run_name"), get.origin("logger.wandb.run_name")
-    if get("logger.wandb.key"):  # a secret, which is not written
-        get.used.add(get.origin("logger.wandb.key"))
-        origin = get.origin("logger.wandb.key")
-        done["logging.wandb.project"] = get("logger.wandb.project"), origin
+    keys = [name for name in get.rows["logger.wandb.key"].names if get.given.get(name)]
+    if keys:  # a secret, which is not written
+        get.used.update(keys)
+        done["logging.wandb.project"] = get("logger.wandb.project"), keys[0]
         if get("logger.wandb.org"):
             done["logging.wandb.entity"] = get("logger.wandb.org"), get.origin("logger.wandb.org")
     return done

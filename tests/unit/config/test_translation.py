@@ -419,6 +419,14 @@ def test_flags_of_openrlhf_that_need_nothing_are_one_line_and_no_secret_is_writt
         assert name in line
     assert not re.search("address|runtime-env|python3|s3cret", text)
     assert "project: openrlhf_train_ppo # use_wandb" in text
+    assert "project: mine # use_wandb" in openrlhf("--use_wandb $TOKEN --wandb_project mine")
+
+
+def test_what_only_the_shell_knows_of_openrlhf_is_a_note():
+    text = openrlhf("--rollout_batch_size $B --lr_warmup_ratio $W --max_samples $N --seed $S")
+    for name in ("rollout_batch_size ($B)", "lr_warmup_ratio ($W)", "max_samples ($N)"):
+        assert f"# - {name}: " in text
+    assert "# - num_steps: rows / rollout.prompts_per_step x 1 of train.num_episodes" in text
 
 
 def test_defaults_of_openrlhf_that_change_what_is_learned_are_written(tmp_path: Path):
