@@ -214,7 +214,7 @@ trainer.logger | console, wandb | logging.wandb | `logging.wandb: {project}`, `l
 actor.model_name_or_path, pretrain | | = model.policy |
 critic.model_name_or_path, critic_pretrain | | = model.critic |
 reward.model_name_or_path, reward_pretrain | | = model.reward |
-reward.remote_url, remote_rm_url | | reward.url | A server. A Python file with `reward_func` is `reward.function: file.py:name`.
+reward.remote_url, remote_rm_url | | reward.url | A server. OpenRLHF posts `query`, `prompts` and `labels` and reads `rewards`; raypo posts `samples` and reads `scores`, one per sample: the server must be adapted (docs/rewards.md). A Python file with `reward_func` is `reward.function: file.py:name`.
 train.agent_func_path, agent_func_path | | rollout.agent |
 ds.lora.rank, lora_rank | 0 | model.lora.rank | 0 there: leave out `model.lora`.
 ds.lora.alpha, lora_alpha | 16 | model.lora.alpha | The scale is alpha / rank in both.

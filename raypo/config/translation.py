@@ -686,6 +686,7 @@ def _models_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
     server = get.origin("reward.remote_url")
     if str(get.given.get(server)).startswith("http"):
         done["reward.url"] = get("reward.remote_url").split(","), server
+        notes.append(f"{server}: reward.url. {get.rows[server].note}")
     if isinstance(models := get("reward.model_name_or_path"), str):
         done["model.reward"] = models.split(","), get.origin("reward.model_name_or_path")
     origin = get.origin("ds.param_dtype")  # raypo's own choice is bfloat16 on GPUs, too

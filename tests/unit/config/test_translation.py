@@ -453,7 +453,7 @@ def test_several_sources_and_reward_models_of_openrlhf_and_what_follows_the_comm
     )
     config = config_of(text, tmp_path)
     assert [getattr(each, "weight", None) for each in config.data.prompts] == [0.25, 0.75]
-    assert [each.path for each in config.model.reward] == ["org/r", "org/s"]
+    assert [each.path for each in config.model.reward or ()] == ["org/r", "org/s"]
     assert config.ppo.shaping.clip_high is None
     assert "# - reward_clip_range ([-5, 5]): ppo.shaping.clip_low and ppo.shaping.clip_high" in text
     with pytest.raises(ConfigError, match=r"train_dpo\): only commands of train_ppo_ray"):
@@ -483,4 +483,5 @@ def test_servers_and_the_normalization_of_openrlhf_say_how_they_differ(tmp_path:
     config = config_of(text, tmp_path)
     assert config.reward.url == ("http://a:1/score", "http://b:1/score")
     assert config.ppo.shaping.normalize
+    assert "# - remote_rm_url: reward.url. A server. OpenRLHF posts `query`" in text
     assert "# - normalize_reward: ppo.shaping.normalize. OpenRLHF subtracts the fixed" in text
