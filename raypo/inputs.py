@@ -31,7 +31,7 @@ from raypo.storage.folder import open_storage
 from raypo.storage.run_files import RunFiles, is_given
 
 Files = dict[str, str]
-"""File name -> digest. Empty if the files are unknown."""
+"""File name -> digest. The mapping is empty if the files are unknown."""
 Inputs = dict[str, dict[str, Files]]
 """Config key -> source as the config names it -> its files."""
 
@@ -100,7 +100,7 @@ def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None)
 
 
 def recorded_inputs(files: RunFiles) -> Inputs:
-    """Return the inputs with which a run or sweep began. Empty if its folder has no record."""
+    """Return the inputs with which a run or sweep began, or {} if its folder has no record."""
     return (files.inputs() or {}).get("inputs", {})
 
 

@@ -25,7 +25,7 @@ class Prompt:
     token_ids: np.ndarray  # int32 [P]
     label: Any = None
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt. None if the row has a text instead."""
+    """Chat messages of the prompt, or None if the row has a text instead."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Episode:
     environment_s: float
     """Seconds that the policy waited for the environment, or for the agent's next call."""
     error: str | None = None
-    """Reason of the failure. None if the episode did not fail."""
+    """Reason of the failure, or None if the episode did not fail."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that the environment or the agent reported."""
     tool_uses: tuple[ToolUse, ...] = ()
@@ -88,13 +88,13 @@ class Rollout:
     group_index: int = 0
     """Index of the prompt's draw in the run, from 0. The samples of one draw are a group."""
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt. None if the row has a text instead."""
+    """Chat messages of the prompt, or None if the row has a text instead."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the prompt's row in the data."""
     episode: Episode | None = None
-    """Episode that the response is part of. None for a single-turn response."""
+    """Episode that the response is part of, or None for a single-turn response."""
     row_index: int = 0
     """Index of the conversation in its episode. All conversations of an episode share its score and
     count as one sample."""
@@ -102,8 +102,8 @@ class Rollout:
     """float32 [T]: reward of each turn from the environment, at the turn's last token; 0 elsewhere.
     """
     turn_index: np.ndarray | None = None
-    """int32 [T]: index of the turn that sampled each token, within the row; -1 elsewhere. None for
-    a single-turn response."""
+    """int32 [T]: index of the turn that sampled each token, within the row; -1 elsewhere. It
+    is None for a single-turn response."""
     later_versions: tuple[tuple[int, int], ...] = ()
     """Weight updates during the response. Each entry has the index of the first token that the new
     weights sampled, and the version of these weights."""

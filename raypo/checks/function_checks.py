@@ -55,7 +55,7 @@ def _check_judged(config: OnlineConfig) -> None:
     """Refuse a config if nothing scores its responses.
 
     Distillation trains without scores, so only its held-out prompts need a reward function. With
-    `distillation.teacher_prompt: success` its training responses need scores too.
+    `distillation.teacher_prompt: success`, its training responses need scores too.
     """
     if config.reward.function is not None:
         check_reward_function(config.reward.function)

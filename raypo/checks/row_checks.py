@@ -46,7 +46,7 @@ def check_rows(config: AnyConfig) -> int | None:
     """Check the first rows of all sources.
 
     Returns:
-        The number of training rows. None if it is unknown.
+        The number of training rows, or None if it is unknown.
     """
     data, evaluation = config.data, config.eval
     if isinstance(data, ResponsesSection) and data.messages_key is not None:
@@ -88,7 +88,7 @@ def check_first_rows(
         changes: Values that replace keys of the data section.
 
     Returns:
-        The number of all rows of the sources. None if it is unknown.
+        The number of all rows of the sources, or None if it is unknown.
     """
     section = data.model_copy(update={"prompts": sources or (), **changes})
     return peek(section, key=key, response_keys=response_keys)

@@ -49,7 +49,7 @@ def gpu_of(name: str) -> Gpu | None:
     """Find a GPU by the name that a cluster, Ray or torch gives it, like NVIDIA H100 80GB HBM3.
 
     Returns:
-        None if the GPU is unknown.
+        The GPU, or None if it is unknown.
     """
     words = re.split(r"[^A-Z0-9]+", name.upper())
     return next(

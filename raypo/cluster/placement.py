@@ -462,7 +462,7 @@ def _allows(bundle: Bundle, node: Resources) -> bool:
 
 
 def _room(bundle: Bundle, node: Resources) -> int:
-    """Return how many copies of a bundle fit on a node, at most a million."""
+    """Return the number of copies of a bundle that fit on a node, at most a million."""
     if not _allows(bundle, node):
         return 0
     parts = [node.get(name, 0.0) / each for name, each in bundle.resources.items() if each]

@@ -58,7 +58,7 @@ class PlacementGroupGC:
         The turn lasts until `end_turn`, or until the run's lease dies.
 
         Returns:
-            Name of the run that is reserving. None if the turn has started.
+            Name of the run that is reserving, or None if the turn has started.
         """
         self._remove_dead()
         with self._lock:

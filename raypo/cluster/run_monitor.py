@@ -75,15 +75,15 @@ class Monitor:
         """Record that learner workers have started, in this placement group.
 
         Returns:
-            Seconds from the start of this actor until the workers of the first attempt started. 0
-            for later attempts: the checkpoint from which they resume already includes this time.
+            Seconds from the start of this actor until the workers of the first attempt started. For
+            later attempts, 0: the checkpoint from which they resume already includes this time.
         """
         waited_s = 0.0 if self._attempts else time.monotonic() - self._made
         self._attempts, self._group = self._attempts + 1, group
         return waited_s
 
     def end_attempt(self) -> tuple[int, PlacementGroup | None]:
-        """Return the number of attempts, and the last one's group (None if it had not started)."""
+        """Return the number of attempts, and the group of the last, or None if it never started."""
         group, self._group = self._group, None
         return self._attempts, group
 

@@ -16,7 +16,7 @@ slower, because kernel launches then limit a small model."""
 
 
 def candidates(config: AnyConfig) -> list[Any]:
-    """Return the configs that `auto` can resolve to: fastest first, least memory last."""
+    """Return the configs to which `auto` can resolve, fastest first, least memory last."""
     tokens = config.learner.max_tokens_per_microbatch
     counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
     choices: list[Any] = [config]

@@ -18,26 +18,27 @@ class Counterpart(NamedTuple):
     names: tuple[str, ...]
     """Current name of the key, then its older names."""
     default: str
-    """Default in the other project. Empty if the key is required, or if its default follows from
-    other keys."""
+    """Default in the other project. It is empty if the key is required, or if its default follows
+    from other keys."""
     keys: tuple[tuple[str, ...], ...]
     """Groups of raypo's keys that take its place. A recipe uses the first group whose keys it has.
     """
     note: str
-    """Unit or difference. If `keys` is empty, the reason why there is no counterpart."""
+    """Unit or difference. If `keys` is empty, it says why raypo has no counterpart."""
     is_same: bool
     """True if raypo's keys take the value unchanged."""
     is_automatic: bool
     """True if nothing needs to be set, whatever the value."""
 
     def keys_in(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Return the first group of `keys` that is in `known`. Empty if there is none."""
+        """Return the first group of `keys` that is in `known`, or () if there is no such group."""
         return next((keys for keys in self.keys if set(keys) <= set(known)), ())
 
     def matches(self, key: str) -> int:
         """Return how well a key matches a name of the counterpart.
 
-        3 means the whole name, 2 two or more of its last parts, 1 its last part, 0 no match.
+        3 means that the whole name matches, 2 two or more of its last components, 1 only its last
+        component, and 0 none.
         """
         return max(self._match(name, key) for name in self.names)
 

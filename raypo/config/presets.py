@@ -49,7 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gamma": 1.0,
         "kl": {"estimator": "k1", "placement": "reward"},
     },
-    # Hu et al. 2025, arXiv:2501.03262: PPO's loss without a critic, whitened over the batch.
+    # Hu et al. 2025, arXiv:2501.03262: PPO's loss without a critic; advantages are whitened over
+    # the batch.
     "reinforce++": {
         "advantage": "reinforce",
         "policy_loss": "ppo",
@@ -59,7 +60,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.2,
         "kl": {"estimator": "k1", "placement": "reward"},
     },
-    # Hu et al. 2025, arXiv:2501.03262: the group's mean as baseline, whitened, k2 in the loss.
+    # Hu et al. 2025, arXiv:2501.03262: the group's mean is the baseline, advantages are whitened
+    # over the batch, and the loss has a KL term (k2).
     "reinforce++_baseline": {
         "advantage": "reinforce_baseline",
         "policy_loss": "ppo",

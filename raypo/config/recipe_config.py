@@ -39,7 +39,7 @@ def load_run_config(
 
     Args:
         path: A YAML file, or the folder of a run.
-        overrides: As in `RunFile.load`.
+        overrides: See `RunFile.load`.
 
     Raises:
         ConfigError: as `RunFile.load`, or the recipe is unknown.

@@ -47,10 +47,10 @@ class EngineSection(Config):
     push_timeout_s: float = Field(default=300.0, gt=0.0)
     """nccl: timeout of the broadcast of one bucket (256 MB), in seconds."""
     sleep: bool | Literal["auto"] = "auto"
-    """Sharing of GPU memory by colocated models, for GPUs. true: engine, frozen models and learner
-    use the memory in turns, and idle models are offloaded to the host; false: all stay on the GPU,
-    which is faster if they fit; auto: false if they all fit with a margin (`raypo plan` shows it).
-    """
+    """Whether idle colocated models free their GPU memory. true: engine, frozen models and learner
+    use the memory in turns, and idle models are offloaded to the host. false: all stay on the GPU,
+    which is faster if they fit. auto: false if they all fit with a margin, else true (`raypo plan`
+    shows the choice)."""
     prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes across requests of one weight version."""
     seeds: Literal["request", "engine"] = "request"
@@ -160,7 +160,7 @@ class SamplingSection(Config):
 
     @property
     def truncation(self) -> tuple[str, float] | None:
-        """First key that truncates the distribution, and its value. None if no key does."""
+        """First key that truncates the distribution, and its value, or None if no key does."""
         usual = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
         values = ((f"rollout.{key}", getattr(self, key), off) for key, off in usual.items())
         return next(((key, value) for key, value, off in values if value != off), None)
@@ -240,7 +240,7 @@ class RolloutSection(SamplingSection):
 
     @property
     def verifiers(self) -> str | None:
-        """Name of the environment of the package verifiers. None if there is no such
+        """Name of the environment of the package verifiers, or None if there is no such
         environment."""
         spec = self.environment or ""
         return spec.removeprefix(VERIFIERS) if spec.startswith(VERIFIERS) else None

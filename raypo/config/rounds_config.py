@@ -334,7 +334,7 @@ class IterativeDPOConfig(RoundsConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the reference model to deploy. None if no deployment is needed.
+        """Path of the reference model to deploy, or None if no deployment is needed.
 
         With `model.lora` and no model.reference, the policy with its adapter off is the reference.
         """

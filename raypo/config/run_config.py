@@ -203,7 +203,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the reference model to deploy. None if no deployment is needed."""
+        """Path of the reference model to deploy, or None if no deployment is needed."""
         return None
 
     @property
@@ -236,7 +236,8 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def is_refilled(self) -> bool:
-        """True if a step may draw more prompts than `rollout.prompts_per_step`."""
+        """True if a step may draw more prompts than `rollout.prompts_per_step`, to replace groups
+        that a filter drops."""
         return False
 
     @property
@@ -392,7 +393,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def reference(self) -> str | None:
-        """Path of the reference model to deploy. None if no deployment is needed.
+        """Path of the reference model to deploy, or None if no deployment is needed.
 
         With `model.lora` and no model.reference, the learner with its adapter off is the reference.
         """
@@ -412,7 +413,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def is_refilled(self) -> bool:
-        """True if `ppo.filter` is enabled."""
+        """True if `ppo.filter` is enabled: a step then draws prompts to replace dropped groups."""
         return self.ppo.filter.enabled
 
     @property

@@ -28,7 +28,7 @@ class RewardModelEntry(Config):
 
 
 def _reward_models(value: Any) -> Any:
-    """Return a path, an entry, or a list of either as a list of entries."""
+    """Return reward models as a list of mappings. Each may be given as a path or as a mapping."""
     if value is None:
         return None
     items = value if isinstance(value, list | tuple) else [value]

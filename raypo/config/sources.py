@@ -73,7 +73,7 @@ class SourceEntry(Config):
 
 
 PromptSource = str | SourceEntry
-"""A source: either its path, or an entry with options."""
+"""A source of prompts: its path, or a mapping with the path and options."""
 
 
 def _kind_of_source(value: Any) -> str:

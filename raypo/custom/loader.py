@@ -495,7 +495,10 @@ def _existing(place: str, spec: str, key: str) -> Path:
 
 
 def _module_source(module: str, spec: str, key: str) -> Path | None:
-    """Return a module's source file, without importing its parents. None if it is compiled."""
+    """Return a module's source file without importing its parents.
+
+    The result is None if the module is compiled.
+    """
     first, *rest = module.split(".")
     found = None
     with suppress(ValueError):  # a module without a spec, like __main__

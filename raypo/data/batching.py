@@ -66,7 +66,7 @@ def batches_by_tokens(
 def _within_budget(
     rows: list[int], prompt_tokens: int, response_lengths: Sequence[int], max_tokens: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Split one prompt's rows, in order, into parts that fit a pack; yield (tokens, rows)."""
+    """Split one prompt's rows, in order, so that each part fits a pack. Yield (tokens, rows)."""
     tokens, part = prompt_tokens, list[int]()
     for row in rows:
         if part and tokens + response_lengths[row] > max_tokens:

@@ -116,7 +116,10 @@ def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _T
 
 
 def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns | None:
-    """Find the assistant's turns by rendering prefixes. None if the template rewrites turns."""
+    """Find the assistant's turns by rendering prefixes.
+
+    The result is None if the template rewrites turns.
+    """
     whole, cuts = render(tokenizer, messages, tools=tools), []
     for place, message in enumerate(messages):
         if message["role"] == "assistant" and place:

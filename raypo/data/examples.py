@@ -109,7 +109,7 @@ def _load_conversations(
     bad = BadRows(section.on_error)
 
     def read(row: Row) -> tuple[Row, Example | None]:
-        """Return the row, and None for the example if the assistant says nothing in it."""
+        """Return the row and its example, which is None if the assistant says nothing."""
         row = prepared_conversation(row, source, section)
         answers = [m for m in row.values[str(section.messages_key)][1:] if m["role"] == "assistant"]
         is_empty = not any(says_more(m) or stops.bare(m["content"]).strip() for m in answers)

@@ -207,7 +207,7 @@ def _response(row: Row, config_key: str, column: str) -> Message:
 
 
 def _tools_column(row: Row, section: DataSection) -> dict[str, str]:
-    """Return the config key and the column of the tools. Empty if the row lacks the column."""
+    """Return {config key: name of the tools column}, or {} if the row has no such column."""
     name = section.tools_key
     return {"data.tools_key": name} if name is not None and name in row.values else {}
 

@@ -73,7 +73,7 @@ def peek(
         response_keys: Maps config keys to the response columns that each row must have.
 
     Returns:
-        The number of rows. None if a source is a data set or has `PEEK_ROWS` rows or more.
+        The number of rows, or None if a source is a data set or has `PEEK_ROWS` rows or more.
 
     Raises:
         ConfigError: a file is missing, empty, unreadable or of an unknown kind; or a row lacks

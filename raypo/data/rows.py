@@ -125,7 +125,7 @@ def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> 
     All values of a csv file are text, so that a label 007 keeps its zeros.
 
     Args:
-        source: A file, a pattern, a URI, a data set id or an entry with options.
+        source: A file, a pattern, a URI, a data set id, or a mapping with a path and options.
         key: The config key of the source, for error messages.
         bad: Counter of unparsable rows. None means that the first such row raises an error.
 

@@ -44,7 +44,7 @@ class StopTokens:
         return tuple(str(added[each]) for each in self.ids if each in added)
 
     def inside(self, message: Message) -> str | None:
-        """Return the text of a stop token that a message contains. None if it contains none."""
+        """Return the text of a stop token that a message contains, or None if there is none."""
         strings = strings_of({k: v for k, v in message.items() if k != "role"})
         return next((text for text in self.texts if any(text in each for each in strings)), None)
 
@@ -161,9 +161,9 @@ def ids_behind(
     Args:
         tokenizer: Hugging Face tokenizer.
         texts: The texts to tokenise.
-        before: Text before each of the texts. Only a special token at its end matters. An entry
-            None means that nothing comes before the text. If the whole list is None, each text
-            follows ordinary text.
+        before: Text before each of the texts. Only a special token at its end matters. None in
+            the list means that nothing comes before that text. If `before` itself is None, each
+            text follows ordinary text.
     """
     plain: Any = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     if not _writes_a_space(tokenizer):

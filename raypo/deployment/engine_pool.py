@@ -25,7 +25,7 @@ class Lease:
     number: int
     handle: DeploymentHandle
     before: str | None
-    """Name of the other run that had the slot before. None if no other run had it."""
+    """Name of the other run that had the slot before, or None if no other run had it."""
 
 
 @dataclass(eq=False)
@@ -56,7 +56,7 @@ class EnginePool:
             timeout_s: Seconds to wait for a free slot.
 
         Returns:
-            The lease. None if no slot becomes free in time, or all deployments are lost.
+            The lease, or None if no slot becomes free in time, or if all deployments are lost.
         """
         deadline = time.monotonic() + timeout_s
         while True:

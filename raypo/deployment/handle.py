@@ -9,8 +9,8 @@ While calls wait for a replica, one task of the loop checks its health. A replic
 answer is killed. Its calls then fail, and Ray restarts it.
 
 Retry rule: if a replica is lost, its calls are repeated under the same id on another replica that
-is up. If no other replica is up, they are repeated on the restarted one. It first makes the call
-that the handle requires (`DeploymentHandle.require`).
+is up. If no other replica is up, they are repeated on the restarted one. The restarted replica
+first makes the call that the handle requires (`DeploymentHandle.require`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ Method = Callable[Concatenate[Any, P], T]
 ListMethod = Callable[Concatenate[Any, P], list[Future[E]]]
 """A method whose futures the replica awaits."""
 OnEntry = Callable[[int, Any], object]
-"""Callback `(index, entry)` for entries of a list that are ready before the others. Called from any
-thread, possibly twice for one index."""
+"""Callback `(index, result)` for results of a list of futures that are ready before the whole list
+is. Called from any thread, possibly twice for one index."""
 
 RETRY_S = 0.2
 REST_S = 4.0
@@ -117,8 +117,10 @@ class DeploymentHandle:
         """Call a method on one replica.
 
         Raises:
-            NoReplicaLeft: raised by the future: the prerequisite fails on all remaining replicas.
-            DeploymentError: raised by the future: the call timed out, or no replica is left.
+            NoReplicaLeft: raised by the future: replicas are left, but none can serve the call,
+                because its prerequisite (such as loading the weights) failed on each.
+            DeploymentError: raised by the future: the call timed out, all replicas are permanently
+                lost, or none that could serve the call restarted in time.
         """
         call = Call(method.__name__, args, kwargs, self._prerequisite.call)
         if self._shared is not None:
@@ -173,9 +175,9 @@ class DeploymentHandle:
         """Derive a handle for calls whose value is a list.
 
         Args:
-            on_entry: Callback for entries that are ready before the others.
+            on_entry: Callback for each result that is ready before the whole list is.
             shared: Identity of a call that other processes make too. The replica runs it once, and
-                each process gets its part of the list.
+                each process gets the results at the indices in `shared.part`.
         """
         return replace(self, _on_entry=on_entry, _shared=shared)
 
@@ -356,7 +358,7 @@ class ReplicaClient:
 
     @property
     def down_s(self) -> float:
-        """Seconds since the replica was lost or stopped answering. 0 if it has answered since."""
+        """Seconds that the replica has been lost or unresponsive, or 0 if it is neither."""
         return 0.0 if self._down_since is None else time.monotonic() - self._down_since
 
     async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
@@ -396,7 +398,7 @@ class ReplicaClient:
         return reply
 
     async def ping(self, timeout_s: float | None, *, kills: bool = False) -> Status | None:
-        """Return the status of the replica. None if it is not up, or if it reports a problem.
+        """Return the status of the replica, or None if it is not up or reports a problem.
 
         Args:
             timeout_s: Seconds to wait for its answer. None means no limit.
@@ -484,7 +486,7 @@ class LocalReplica(ReplicaClient):
         self._target = target
 
     async def send(self, call: Call, on_entry: OnEntry | None = None) -> Any:
-        """Run the call in a thread; entries of a list that are futures are awaited together."""
+        """Run the call in a thread. If its value is a list of futures, await them together."""
 
         def run() -> Any:
             if call.prerequisite is not None:

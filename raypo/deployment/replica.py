@@ -7,14 +7,16 @@ reported while the object works. The object itself runs in threads:
   methods.
 - `_control_pool`, one thread for control calls (a push of weights, sleep). Control calls run in
   order. They never wait for the method of an ongoing call. They wait only while an ongoing call
-  runs its prerequisite. If only one ongoing call is allowed, `_control_pool` is `_pool`.
+  runs its prerequisite, a method that restores the object's state (such as loading the weights).
+  If only one ongoing call is allowed, `_control_pool` is `_pool`.
 
 A daemon thread exports the number of calls as a gauge.
 
 If a method returns futures, the coroutine awaits them and no thread waits.
 
 If the process ends, Ray starts the actor again, in the same bundle and with the same environment.
-The object then has none of its earlier state; each call brings the prerequisite that restores it.
+The object has then lost its earlier state. Each call brings a prerequisite (a method and its
+arguments) that restores the state.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from raypo.deployment.spec import Call, Deployment, Lost, Status, Unprepared
 from raypo.tracking.logs import log_to_file
 
 ENTRIES_WAIT_S, ENTRIES_POLL_S = 1.0, 0.05
-"""Longest time that `entries` waits for entries, and its polling interval, in seconds."""
+"""Longest time that `entries` waits for a further result, and its polling interval, in seconds."""
 KEPT_RESULTS = 32
 """Number of finished calls whose value is kept, for callers that retry."""
 EXIT_DELAY_S = 0.2
@@ -54,8 +56,8 @@ class Replica:
         self._target: Any = None  # set first: Ray calls `repr` even if the constructor fails
         self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self._ready: dict[str, list[tuple[int, Any]]] = {}
-        """Ready entries of each call's value, with their indices, in the order they became
-        ready."""
+        """Results of each call that returned a list of futures: (index in the list, result), in the
+        order in which they became ready."""
         self._preparing = threading.Lock()
         """Held while the object is built, and while a prerequisite or a control call runs."""
         self._pool = ThreadPoolExecutor(deployment.max_ongoing_requests, "replica")
@@ -89,8 +91,8 @@ class Replica:
         """Run a method of the object. A call whose id is known is not run again.
 
         Returns:
-            The value. `Unprepared` if the prerequisite failed. `Lost` if the method failed and the
-            object cannot go on.
+            The method's value, or `Unprepared` if the call's prerequisite failed, or `Lost` if the
+            method failed and the object cannot serve further calls.
         """
         value = self._calls.get(call.id)
         if value is None or value.cancelled():
@@ -105,15 +107,16 @@ class Replica:
     async def entries(
         self, id: str, part: tuple[int, ...] | None, num_seen: int
     ) -> tuple[int, dict[int, Any]]:
-        """Return the newly ready entries of a call whose value is a list of futures.
+        """Wait briefly for further results of a call that returned a list of futures.
 
         Args:
-            id: The call's id.
-            part: The call's part.
-            num_seen: Number of entries that were ready at the last call.
+            id: Id of the call.
+            part: Indices of the list that the caller wants. None means all.
+            num_seen: Number of results that were ready at the caller's last request.
 
         Returns:
-            Number of entries that are ready, and the new ones by their index in the part.
+            The number of results of the whole list that are ready, and the new ones that the caller
+            wants, keyed by position in `part` (or in the list if `part` is None).
         """
         end = time.monotonic() + ENTRIES_WAIT_S
         while len(self._ready.get(id, ())) <= num_seen and time.monotonic() < end:
@@ -177,8 +180,8 @@ class Replica:
         except Exception as error:
             problem = self._problem()
             return Lost(problem) if problem else Unprepared(f"{type(error).__name__}: {error}")
-        # Without the lock, a prerequisite that is fetching the last push could load it over a newer
-        # one.
+        # Without the lock, a prerequisite that is fetching the last push could overwrite the
+        # weights of a newer push.
         with self._preparing if call.is_control else nullcontext():
             return getattr(target, call.method)(*call.args, **call.kwargs)
 
@@ -237,7 +240,7 @@ def _cancel_futures(running: Future[Any]) -> None:
 
 
 async def _recorded(index: int, future: Future[Any], ready: list[tuple[int, Any]]) -> Any:
-    """Wait for an entry, and record it for `entries`."""
+    """Await one future of a list, and note its result as ready, so that `entries` can return it."""
     entry = await asyncio.wrap_future(future)
     ready.append((index, entry))
     return entry

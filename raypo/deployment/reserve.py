@@ -138,7 +138,7 @@ def _holders(waiting: str) -> str:
 
 
 def _held(info: dict[str, Any]) -> Resources:
-    """Return the resources of a placement group, from its entry in Ray's table."""
+    """Return the resources of a placement group, from its row in Ray's table."""
     held: Resources = {}
     for bundle in info["bundles"].values():
         held |= {name: held.get(name, 0.0) + each for name, each in bundle.items()}

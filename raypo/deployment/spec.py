@@ -59,7 +59,7 @@ class Deployment:
         return self.name.split(":")[-1]
 
     def limits(self) -> Deployment:
-        """Return the part that callers need, without the class, whose import takes seconds."""
+        """Return a copy for callers. It omits the class, whose import takes seconds."""
         return replace(self, cls=object, kwargs={}, env={})
 
 
@@ -71,7 +71,7 @@ class Place:
     bundle: int = 0
     """Index of a bundle of the group."""
     num_cpus: float = 0.0
-    """CPUs taken from the bundle. 0 if the bundle has a learner worker, because that holds all
+    """CPUs taken from the bundle: 0 if the bundle has a learner worker, because that holds all
     CPUs."""
     num_gpus: float = 0.0
     env: dict[str, str] = field(default_factory=dict)
@@ -91,16 +91,16 @@ class Call:
     overtake waiting requests."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     part: tuple[int, ...] | None = None
-    """Indices of the entries that the caller wants of a list. None means the whole value."""
+    """If the value is a list: the indices that the caller wants. None means the whole value."""
 
 
 @dataclass(frozen=True)
 class SharedCall:
-    """Identity of a call that several processes make, and this process's part of its value."""
+    """Identity of a call that several processes make, and the results that this process gets."""
 
     id: str
     part: tuple[int, ...]
-    """Indices of the entries of the value, a list, that this process gets."""
+    """The value is a list. This process gets the elements at these indices."""
 
 
 @dataclass(frozen=True)

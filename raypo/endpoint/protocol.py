@@ -153,7 +153,7 @@ class Answered:
     """Text of the response, as the client sees it."""
     completion: Completion
     tokens: list[str]
-    """Text of each token by itself. Empty unless log-probs are requested."""
+    """Text of each token by itself. The list is empty unless log-probs are requested."""
     tool_calls: list[ToolCall]
 
 

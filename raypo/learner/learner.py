@@ -322,7 +322,7 @@ class Learner:
         return log_probs.cpu()
 
     def _if_policy(self, field: str, experience: Experience) -> dict[str, Tensor]:
-        """Return the policy's log-probs as `field`, or nothing if this worker has no policy."""
+        """Return {field: the policy's log-probs}, or {} if this worker has no policy."""
         return {field: self._policy_log_probs(experience)} if self._trained_policy else {}
 
     @torch.no_grad()
@@ -404,7 +404,10 @@ class Learner:
         return [torch.nonzero(experience.minibatch == number).flatten() for number in range(count)]
 
     def _microbatches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
-        """Split rows by token budget; all workers get the same number of pieces, some empty."""
+        """Split rows into microbatches by token budget.
+
+        All workers get the same number of microbatches, of which some may be empty.
+        """
         prompts, tokens = experience.prompt_ids[rows], experience.prompt_mask[rows]
         pieces = batches_by_tokens(
             [ids[own].numpy().tobytes() for ids, own in zip(prompts, tokens, strict=True)],
@@ -417,7 +420,7 @@ class Learner:
         return [rows[torch.tensor(piece, dtype=torch.int64)] for piece in cut]
 
     def _on_device(self, experience: Experience, rows: Tensor) -> Experience:
-        """Return the rows on the device. If there are none, return a blank row of weight 0."""
+        """Return the rows on the device, or a blank row of weight 0 if `rows` is empty."""
         batch = experience.select(rows) if len(rows) else experience.blank()
         return batch.to(self._device)
 

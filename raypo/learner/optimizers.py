@@ -90,9 +90,10 @@ def constants_of(group: Group, section: WorkersSection) -> Group:
 
 
 def compiled_only_on_gpus() -> AbstractContextManager[Any]:
-    """Return a context in which nothing is compiled, unless there is a GPU.
+    """Return a context that disables torch.compile if there is no GPU.
 
-    DeepSpeed compiles Muon's update, once for each shape: on a CPU that takes longer than it saves.
+    DeepSpeed compiles Muon's update once for each shape. On a CPU, compiling takes longer than it
+    saves.
     """
     if torch.cuda.is_available():
         return nullcontext()

@@ -22,7 +22,7 @@ def peak_flops(dtype: str, declared_tflops: float | None = None) -> float:
 
     Args:
         dtype: float32 or bfloat16.
-        declared_tflops: Value from the config, in 1e12 FLOP/s. None if there is none.
+        declared_tflops: Value from the config, in 1e12 FLOP/s. None means that it is not set.
     """
     if declared_tflops is not None:
         return declared_tflops * 1e12

@@ -171,7 +171,7 @@ def _evaluated(model: Any, items: Sequence[Example], device: Any) -> tuple[Tenso
 def _references(
     items: Sequence[Pair] | Sequence[Verdict], which: int, device: Any
 ) -> Tensor | None:
-    """Return reference log-probs of response `which` (0 or 1), [B]. None if not computed."""
+    """Return reference log-probs [B] of response `which` (0 or 1), or None if not computed."""
     known = [item.ref_log_probs[which] for item in items if item.ref_log_probs]
     if not known:
         return None

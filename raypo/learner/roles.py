@@ -79,7 +79,7 @@ class Roles:
     teams: tuple[range, ...]
     """Ranks of each team: all workers, or the policy's workers and the critic's."""
     mpu: DataParallel | None = None
-    """Data-parallel group for DeepSpeed. None if the team is all workers."""
+    """Data-parallel group for DeepSpeed, or None if the team is all workers."""
 
     @classmethod
     def shared(cls, workers: Workers) -> Roles:

@@ -74,7 +74,7 @@ class Fragment:
 
     @property
     def of_moment(self) -> Moment:
-        """Layout of the moments: `moment`, or the layout of the owner."""
+        """Layout of the optimizer's moments: `moment` if set, else the layout of `owner`."""
         owner = self.owner
         if self.moment:
             return self.moment
@@ -134,7 +134,7 @@ def _fragments(
 
 
 def _whole_moment(zero: Any, group: int, parameter: Tensor, dtype: torch.dtype) -> Moment | None:
-    """Return the layout of Muon's moments at ZeRO stages 1 and 2; None for BF16_Optimizer."""
+    """Return the layout of Muon's moments at ZeRO stages 1 and 2, or None for BF16_Optimizer."""
     held = vars(zero).get("params_in_partition")
     if held is None:
         return None

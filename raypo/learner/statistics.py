@@ -22,8 +22,8 @@ class UpdateStatistics:
     """Result of a step's updates, over all workers."""
 
     entropy: float | None
-    """Mean entropy of the policy during the updates, in nats per token. None if the policy was not
-    updated, or no token counts."""
+    """Mean entropy of the policy during the updates, in nats per token. It is None if the policy
+    was not updated, or if no token counts."""
     metrics: dict[str, float]
 
 

@@ -96,7 +96,7 @@ class SupervisedLearner(Generic[Item]):
     def without_adapter(
         self, items: Sequence[Item], ask: Callable[[Any, Sequence[Item], Any], list[T]]
     ) -> list[T]:
-        """Run `asked` with the model's adapter, if any, switched off."""
+        """Run `asked` with the model's adapter disabled, if it has one."""
         with adapter_off(self.task.module):
             return self.asked(items, ask)
 
@@ -176,7 +176,10 @@ class SupervisedLearner(Generic[Item]):
         return [[items[place] for place in places] for places in self._cut(items)]
 
     def _cut(self, items: Sequence[Item]) -> list[list[int]]:
-        """Split examples by token budget; all workers get the same number of pieces, some empty."""
+        """Split examples into microbatches by token budget.
+
+        All workers get the same number of microbatches, of which some may be empty.
+        """
         prompts = [item.prompt_ids.tobytes() for item in items]
         prompt_lengths = [len(item.prompt_ids) for item in items]
         lengths = [item.num_tokens - len(item.prompt_ids) for item in items]

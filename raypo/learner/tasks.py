@@ -48,7 +48,7 @@ class Task(ABC, Generic[Item]):
 
         Args:
             model: The model under DeepSpeed.
-            pieces: This worker's microbatches; the same number on all workers, some empty.
+            pieces: This worker's microbatches. All workers have the same number; some may be empty.
             workers: All workers.
             device: Device of the model.
         """

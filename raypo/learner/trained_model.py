@@ -140,9 +140,9 @@ class TrainedModel:
 
         Returns:
             applied: False if a gradient was not finite and the update was skipped.
-            grad_norm: Global norm before clipping. None if the update was skipped, and always None
-                at stage 0 with several workers. Also None with Muon, because DeepSpeed then reports
-                the norm of Muon's updates.
+            grad_norm: Global norm before clipping. It is None if the update was skipped, at stage 0
+                with several workers, and with Muon, because DeepSpeed then reports the norm of
+                Muon's updates.
         """
         norm = None
         if self._stage == 0:  # DeepSpeed neither checks for non-finite gradients nor reports them

@@ -53,7 +53,7 @@ SHOWN = 3
 
 
 def read_config(path: str, *, key: str = "model", **values: Any) -> PretrainedConfig:
-    """Return the transformers config of a folder or hub id; `values` override its entries.
+    """Return the transformers config of a folder or hub id; `values` override its attributes.
 
     Raises:
         ConfigError: transformers does not know the architecture, or cannot read the file.
@@ -89,7 +89,10 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
 
 
 def cached_folder(path: str) -> str | None:
-    """Return the cache folder of a downloaded hub id. None if `path` is a folder or not cached."""
+    """Return the cache folder of a downloaded hub id.
+
+    The result is None if `path` is a folder, or a hub id that is not cached.
+    """
     if Path(path).expanduser().is_dir():
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -55,7 +55,7 @@ def critic_start(
     Args:
         model: The model section.
         weights: Weights of the scores in the reward.
-        has_other_judges: True if an environment, a reward function or reward servers also score.
+        has_other_judges: True if episodes, a reward function, a judge or reward servers score too.
         normalizes: `ppo.shaping.normalize`.
 
     Raises:

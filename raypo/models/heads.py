@@ -40,7 +40,7 @@ class Float32Linear(nn.Linear):
         dtype = torch.promote_types(like.dtype, torch.float32)
         super().__init__(in_features, out_features, bias, device=like.device, dtype=dtype)
         self.masters: dict[str, Tensor] = {}
-        """Master weight of each parameter, by name. Empty if the parameters are not rounded."""
+        """Parameter name -> master weight. The mapping is empty if they are not rounded."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer: [..., in] of any dtype -> [..., out], float32 or float64."""

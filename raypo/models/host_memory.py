@@ -101,7 +101,7 @@ class HostMemory:
     def _pairs(
         self, address: int, storage: torch.UntypedStorage
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pieces of a storage on its device, each with its host memory."""
+        """Yield (slice of a storage on its device, host memory of that slice)."""
         if places := self._places_of(address):
             sizes = [len(place) for place in places]
             yield from zip(_flat(storage).split(sizes), places, strict=True)

@@ -87,7 +87,10 @@ class ModelShape:
         return 2 * self.layers * heads * self.head_dim * ITEMSIZE[dtype]
 
     def does_not_divide(self, size: int) -> str | None:
-        """Return the dimension that vLLM cannot split into `size` equal shards. None if it can."""
+        """Return a dimension that vLLM cannot split into `size` equal shards.
+
+        The result is None if vLLM can split all dimensions.
+        """
         # With more shards than key-value heads, vLLM repeats the heads.
         shared_heads = size > self.kv_heads and size % self.kv_heads == 0
         cut = {

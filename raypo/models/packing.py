@@ -162,8 +162,8 @@ def pack(
     Args:
         prompts: Token ids of each row's prompt, at least one token.
         responses: Token ids of each row's response.
-        with_last: Also request the state after each response's last token. False leaves that token
-            out, because it predicts nothing.
+        with_last: Whether to include the last token of each response, for the state after it. That
+            token predicts no other token, so False leaves it out.
         width: Minimum T of the results.
         device: Device of the tensors.
 
@@ -226,7 +226,7 @@ def pack_padded(
         prompt_mask: Mask of the prompts.
         response_ids: Token ids of the responses.
         attention_mask: Mask of the responses.
-        with_last: As for `pack`.
+        with_last: See `pack`.
         device: Device of the packed tensors. None means the device of the ids.
     """
     return pack(

@@ -32,7 +32,7 @@ class SharedPrompts(torch.autograd.Function):
         layout: Layout,
         scale: float,
     ) -> Tensor:
-        """Compute both parts and combine them into one softmax."""
+        """Compute attention to responses and to prompts, and combine both into one softmax."""
         mixed = torch.empty_like(q)
         norms = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         there, _, tokens, back = layout.responses

@@ -84,7 +84,7 @@ def head_log_probs(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs and entropies, [M] each, of tokens given the hidden states before them.
+    """Compute each token's log-prob and entropy, [M] each, from the hidden state before it.
 
     The entropies are 0 without `with_entropy`.
     """
@@ -126,9 +126,10 @@ def over_logits(
 def _in_place_of_head(
     model: Any, packed: Packed, of_states: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Apply a function to the hidden states [M, H] inside a single call of the head.
+    """Call the head once on the hidden states [M, H], with `of_states` in place of its forward.
 
-    ZeRO-3 gathers a module's weights when it is called, so all chunks share one call.
+    ZeRO-3 gathers a module's weights for each call, so a function that works chunk by chunk needs
+    only one gather.
     """
     states = hidden_states(model.base_model, packed)
     head = model.get_output_embeddings()

@@ -84,7 +84,7 @@ class DeviceLoad:
 
     @property
     def fits(self) -> bool:
-        """True if the load stays within the usable share, or the memory is unknown."""
+        """True if the load stays within the usable share, or if the memory is unknown."""
         return self.available is None or self.needed <= USABLE * self.available
 
 
@@ -206,7 +206,7 @@ class Plan:
         return list(dict.fromkeys(filter(None, found)))
 
     def _loads(self, sharding: Sharding) -> list[DeviceLoad]:
-        """Return the loads with the learner's models sharded in this way."""
+        """Return the loads of devices if the learner's models are sharded as `sharding` says."""
         config, device = self.config, self.device
         roles = roles_of(config, self.models, sharding, device, self.gpu_bytes)
         by_name = {role.name: role for role in roles}
@@ -408,7 +408,7 @@ def _away(role: Role, moment: str) -> int:
 
 
 def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
-    """Yield the parts that a role always holds, as (name, is kept in RAM, bytes).
+    """Yield the memory that a role always holds, by content: (name, is kept in RAM, bytes).
 
     Names are those of the phase table. The runtime of a process has the name None and stays on the
     GPU. The KV cache is discarded, not moved to RAM.

@@ -57,7 +57,7 @@ class Memory:
         return sum(self.held.values())
 
     def added(self, phase: str) -> int:
-        """Return the bytes that a phase adds; 0 if the process takes no part in it."""
+        """Return the bytes that a phase adds, or 0 if the process takes no part in the phase."""
         return sum(self.phases.get(phase, {}).values())
 
     @property
@@ -141,7 +141,8 @@ def logits(
 
     Args:
         learns: Whether the head's weight has a gradient.
-        of_divergence: Whether the whole chunk is processed in float32 at once, with autograd.
+        of_divergence: Whether the logits are used for a divergence from a teacher (distillation).
+            The whole chunk is then processed in float32 at once, with autograd.
     """
     elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS[device])
     if of_divergence:

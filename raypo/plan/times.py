@@ -82,7 +82,7 @@ class Rates:
         """Return the rates of the slowest GPU in use, for a ppo run.
 
         Returns:
-            The rates. None if a GPU is unknown, on CPUs, and for recipes other than ppo.
+            The rates. They are None if a GPU is unknown, on CPUs, and for recipes other than ppo.
         """
         used = [plan.nodes[each.node] for each in plan.bundles]
         gpus = [node.gpu for node in used if node.gpu is not None]

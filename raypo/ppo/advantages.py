@@ -41,7 +41,7 @@ def token_rewards(
     kl_coef: float,
     extra_rewards: Tensor | None = None,  # [B, T]
 ) -> Tensor:
-    """Return the reward of each token: the score at the last token, minus the KL penalty of each.
+    """Return token rewards: the score at the last token, minus the KL penalty of each token.
 
     Args:
         scores: Score of each response.
@@ -143,8 +143,8 @@ def generalized_advantages(
         mask: True on sampled tokens.
         gamma: Discount.
         gae_lambda: One lambda for all rows, or a tensor with a lambda for each row.
-        last_values: Value of the state after the last sampled token of truncated rows; 0 for rows
-            that ended by themselves. None means 0 for all rows.
+        last_values: Value of the state after the last sampled token of a truncated row, and 0 for a
+            row that ended by itself. None means 0 for all rows.
         turns: Turn of each token. If given, gamma and lambda apply between turns, and both are 1
             within a turn. None means that they apply to each token.
 
@@ -332,8 +332,8 @@ def pass_at_k_advantages(
         k: Number of samples of a choice.
 
     Returns:
-        advantages: [P, n], arbitrary where not valid. 0 in a group with fewer than k valid samples,
-            or if all choices have the same score.
+        advantages: [P, n], arbitrary where not valid. They are 0 in a group that has fewer than k
+            valid samples, or whose choices all have the same score.
 
     Paper: Chen et al. 2025, arXiv:2508.10751, eq. 5 (score) and 11 to 15 (advantages).
     """

@@ -132,13 +132,13 @@ class EntropyController:
     """
 
     coef: float
-    """Current coefficient. `acting` is the part that the next step applies: all of it, or 0."""
+    """Current coefficient. The next step applies `acting`, which is `coef` or 0."""
     target: float | None = None
     """Target entropy in nats per token. None means a fixed coefficient."""
     delta: float = 0.0
     """Step size of the coefficient."""
     entropy: float | None = None
-    """Entropy of the last step that updated the policy, in nats per token. None at the start."""
+    """Entropy of the last step that updated the policy, in nats per token, or None at the start."""
 
     @property
     def acting(self) -> float:

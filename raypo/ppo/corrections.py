@@ -142,15 +142,17 @@ def importance_weights(
         low, high: Bounds of the mask, for icepop and mis. None means `DEFAULT_MASKS`. For the three
             kinds that only cap, `high` is another name for `cap`.
         cap: The largest weight, for all kinds but none and icepop. None means `DEFAULT_CAPS`.
-        mask_ratio: Ratio of a response for mis. A product drifts out of its bounds as responses get
-            longer. A geometric mean is the drift of the average token: bounds close to 1 suit
-            responses of thousands of tokens, and short responses need wider bounds.
+        mask_ratio: How mis computes the ratio of a response: `product` of its tokens' ratios, or
+            their `geometric` mean. A product leaves its bounds as responses get longer. The
+            geometric mean measures the average drift per token: bounds close to 1 suit responses of
+            thousands of tokens, and short responses need wider bounds.
         token_veto: Smallest w, such as 1e-4. With any kind, a whole response gets weight 0 if one
             of its tokens has a smaller w. None means no veto.
 
     Returns:
-        weights: [B, T], 0 where masked. Except for the kind none, a token with a NaN log-prob gets
-            weight 0. If the kind uses a ratio of the response, the whole response gets weight 0.
+        weights: [B, T], 0 where masked. A token with a NaN log-prob gets weight 0, except for the
+            kind none. For kinds that use the response's ratio, all tokens of that response then get
+            weight 0.
 
     Raises:
         ValueError: `kind` or `mask_ratio` is unknown, the shapes differ, or a bound is out of

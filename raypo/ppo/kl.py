@@ -85,7 +85,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     clamped, so the slope there stays 1.
 
     Returns:
-        k3: Same shape, in nats, never negative.
+        k3: Same shape as `log_ratio`, in nats, never negative.
 
     Paper: Schulman 2020, "Approximating KL Divergence" (blog).
     """

@@ -38,12 +38,15 @@ def aggregate(
     sample_tokens: Tensor | None = None,  # [B] int
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
-    """Aggregate token losses to one number: this part's share of the optimizer step's loss.
+    """Reduce token losses to one number.
+
+    It is the contribution of this micro-batch to the loss of the optimizer step.
 
     - token_mean: sum / tokens.
     - sequence_mean: mean of the responses' token means, without responses that have no sampled
       token.
-    - constant: sum / (responses * max_new_tokens). Responses without a sampled token count.
+    - constant: sum / (responses * max_new_tokens). Responses that have no sampled token are
+      included.
 
     A response may have several rows, such as an episode of an agent.
 
@@ -52,8 +55,8 @@ def aggregate(
         mask: True on tokens to sum.
         aggregation: token_mean, sequence_mean or constant.
         max_new_tokens: Longest response allowed, in tokens. Required by `constant`.
-        sample_tokens: Tokens of all rows of the response that a row belongs to. None means that
-            each row is a response.
+        sample_tokens: For each row, the number of sampled tokens in its whole response, over all of
+            the response's rows. None means that each row is a response.
         normalizer: Count of the whole step over all workers: tokens (token_mean), responses with a
             sampled token (sequence_mean), or all responses (constant). Responses that are left out
             of the loss on purpose do not count. None means the count in `mask`.
@@ -93,7 +96,7 @@ def count_for(
     *,
     aggregation: str,
 ) -> Tensor:
-    """Return the count that `aggregate` divides by.
+    """Return the count by which `aggregate` divides the loss.
 
     Its sum over micro-batches and workers is the `normalizer` of the step.
 

@@ -49,7 +49,7 @@ def keep(
     gradient. Multiplying by the mask would not, because 0 * inf is NaN.
 
     Returns:
-        x: Same shape; half precision becomes float32.
+        x: Same shape as the input; half precision becomes float32.
     """
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()

@@ -161,7 +161,7 @@ def values_of(
 
     Returns:
         values: [B, T].
-        last_values: [B], 0 for responses that ended by themselves. All 0 without `with_last`.
+        last_values: [B], 0 for responses that ended by themselves. All are 0 if not `with_last`.
     """
     if not with_last:
         values = critic(batch)

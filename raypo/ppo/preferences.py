@@ -26,7 +26,7 @@ class Responses:
 
     @property
     def log_ratios(self) -> Tensor:
-        """Log(policy / reference model), [B]. Log(policy) if there is no reference model."""
+        """Log(policy / reference model), or log(policy) if there is no reference model, [B]."""
         return self.log_probs if self.ref_log_probs is None else self.log_probs - self.ref_log_probs
 
     def rewards(self, beta: float, *, per_token: bool = False) -> Tensor:
@@ -136,7 +136,7 @@ def kto_kl(total: float, count: float) -> float:
         count: Number of such pairs.
 
     Returns:
-        The mean log-ratio in nats per response, at least 0. 0 if there are no such pairs.
+        The mean log-ratio in nats per response, at least 0. It is 0 if there are no such pairs.
 
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
     """

@@ -99,7 +99,7 @@ class RunningMoments:
 
     @property
     def variance(self) -> float:
-        """Population variance. 0 if there are no scores."""
+        """Population variance. It is 0 if there are no scores."""
         return self.squared_deviation / self.count if self.count else 0.0
 
     def normalize(self, scores: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def turn_advantages(
     group, in whichever episode and at whichever position they occur. A turn's return is the
     discounted sum of its own reward and the rewards of later turns. The rest of the score, which
     turn rewards do not cover, is added to the last turn. `grpo` compares the returns of a group
-    like scores. All workers call it together.
+    like scores. All workers must call this function together.
 
     Args:
         experience: This worker's rows.
@@ -41,8 +41,8 @@ def turn_advantages(
         workers: The workers that hold the groups.
 
     Returns:
-        advantages: [B, T], the same on all tokens of a turn. 0 where masked, and 0 for a turn whose
-            state no other turn of the prompt has.
+        advantages: [B, T], the same on all tokens of a turn, 0 where masked. They are 0 for a turn
+            whose state no other turn of the prompt has.
 
     Paper: Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 6 and 7.
     """

@@ -59,7 +59,7 @@ def paired_change(before: Mapping[Any, float], after: Mapping[Any, float]) -> Ch
 
     Args:
         before: Mean score of each prompt's samples.
-        after: Same as `before`, at a later time.
+        after: The same at a later time.
 
     Returns:
         The change, or None if there are no shared prompts.
@@ -91,7 +91,7 @@ def unpaired_change(
 
     Args:
         before: Mean, sample variance and number of units.
-        after: Same as `before`, at a later time.
+        after: The same at a later time.
         basis: Description of the compared data.
     """
     (mean, variance, count), (last_mean, last_variance, last_count) = before, after
@@ -133,8 +133,8 @@ def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int,
         step: Last step whose evaluation may be used. None means no limit.
 
     Returns:
-        The steps of both evaluations (0 is before the first update), and the change. None if fewer
-        than two evaluations are saved, or if they share no prompt.
+        The steps of both evaluations (0 is before the first update), and the change. The
+        result is None if fewer than two evaluations are saved, or if they share no prompt.
     """
     steps = [s for s in files.rollout_steps(held_out=True) if step is None or s <= step]
     if len(steps) < 2:

@@ -215,7 +215,7 @@ def new_figure(x_title: str = "", y_title: str = "", **layout: Any) -> Figure:
 
 
 def chart_of(title: str, figure: Figure, note: str = "", wide: bool = False) -> Chart | None:
-    """Return the figure as a block of a page. None if it has no traces."""
+    """Return the figure as a block of a page, or None if the figure has no traces."""
     if not figure.data:
         return None
     return Chart(title, figure.to_plotly_json(), note=note, wide=wide)

@@ -155,8 +155,8 @@ class Page:
     """A word next to the title: finished, running, failed."""
     sections: list[Section] = field(default_factory=list)
     version: str = ""
-    """Version of a live page, whose script requests newer versions (`report.live_page`). Empty for
-    a page that does not change."""
+    """Version of a live page, whose script requests newer versions (`report.live_page`). It is
+    empty for a page that does not change."""
 
     def section(self, title: str, note: str = "") -> Section:
         """Add a section and return it."""

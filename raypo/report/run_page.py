@@ -141,7 +141,7 @@ def with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
-    """Return each run's initial value: that of the first metric measured before any update."""
+    """Return each run's value before any update, of the first named metric that has one."""
     found: dict[str, float] = {}
     for run, rows in curves.items():
         own = [row for row in rows[:2] if row["step"]]  # without the row of `with_the_start`

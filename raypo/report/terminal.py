@@ -51,7 +51,7 @@ def print_samples(
 
 
 def chosen(samples: Sequence[Sample], order: str | None, count: int) -> list[Sample]:
-    """Return the first `count` samples of an order. With order None, they are evenly spaced."""
+    """Return the first `count` samples in `order`, or evenly spaced ones if it is None."""
     if order:
         return sorted(samples, key=ORDERS[order])[:count]
     gap = max(len(samples) / count, 1.0)

@@ -59,7 +59,10 @@ _STATUS = {
 
 
 def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
-    """Return the function that computes `eval/score_mean`. None if training uses the same one."""
+    """Return the function that computes `eval/score_mean`.
+
+    The result is None if training uses the same function.
+    """
     reward, evaluation = config.get("reward") or {}, config.get("eval") or {}
     trained, held_out = own_functions(config.get("data") or {}), own_functions(evaluation)
     models = (config.get("model") or {}).get("reward")

@@ -34,7 +34,7 @@ class _Grade:
     """Grade of one criterion of one response."""
 
     score: float | None
-    """Score of the grade. None if a request failed, or if the judge named no grade."""
+    """Score of the grade, or None if a request failed, or if the judge named no grade."""
     text: str = ""
     """Answer of the judge."""
     seconds: float = 0.0
@@ -127,7 +127,10 @@ class Judge:
         return _Grade(None, text, seconds, error)
 
     def parse(self, text: str) -> float | None:
-        """Return the score of the last grade in an answer of the judge. None if it has no grade."""
+        """Return the score of the last grade in an answer of the judge.
+
+        The result is None if the answer has no grade.
+        """
         section = self._section
         if section.pattern is not None:
             *_, place = [None, *re.finditer(section.pattern, text)]

@@ -86,7 +86,7 @@ def _is_right(rollout: Rollout) -> bool:
 def _is_text(text: str) -> bool:
     """Return whether math-verify would misread a text.
 
-    math-verify reads words as products, and ignores dots.
+    math-verify reads a word as a product of its letters, and ignores dots.
     """
     return is_words(text) or re.search(r"\\[lcd]?dots|…|\.\.\.", text) is not None
 

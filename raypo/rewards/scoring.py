@@ -90,7 +90,7 @@ def texts_of(score: float) -> Mapping[str, str]:
 
 
 def first_reason(scores: Iterable[float]) -> str | None:
-    """Return the reason of the first failed score. None if no score has a reason."""
+    """Return the reason of the first failed score, or None if no score has a reason."""
     return next((score.reason for score in scores if isinstance(score, FailedScore)), None)
 
 

@@ -33,7 +33,7 @@ MAX_WORDS = 10
 
 
 def exact_match(rollouts: Sequence[Rollout]) -> list[float]:
-    """Score 1.0 if the response equals the label, ignoring white space around them, else 0.0."""
+    """Score 1.0 if the response equals the label, else 0.0. White space around both is ignored."""
     return [float(r.response.strip() == label_of(r).strip()) for r in rollouts]
 
 
@@ -170,9 +170,9 @@ def plain_words(text: str) -> str:
 
 
 def is_words(text: str) -> bool:
-    """Return whether a text consists of words, one of which has three letters or more.
+    """Return whether a text is made of words only, at least one of them with three letters or more.
 
-    Shorter texts, such as `xy`, are products.
+    Without such a word it is taken for a formula: `xy` is x times y.
     """
     words = re.split(r"[,.]?\s|'", text)
     return max(map(len, words)) > 2 and all(re.fullmatch(r"[^\W\d_]+", word) for word in words)
@@ -208,7 +208,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s$\\{}]+)")
 
 
 def _balanced(text: str) -> str | None:
-    """Return the text up to the brace that closes an already open one; None if it stays open."""
+    """Return the text before the brace that closes an already open one.
+
+    The result is None if the open brace is never closed.
+    """
     depth = 1
     for place, character in enumerate(text):
         depth += (character == "{") - (character == "}")

@@ -40,7 +40,7 @@ class Pickled:
     state: bytes | None = None
     """Pickled environment. None means that it is not created yet."""
     metrics: Any = None
-    """The environment's attribute `metrics`. None if the environment has no such attribute."""
+    """The environment's attribute `metrics`, or None if the environment has no such attribute."""
 
 
 class EnvironmentPool:

@@ -142,7 +142,10 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 def _users_line(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
-    """Return a stack's current line of user code. None if the stack is in raypo or asyncio."""
+    """Return a stack's current line of user code.
+
+    The result is None if the stack is in raypo or asyncio.
+    """
     callers = (str(Path(__file__).parent), str(Path(asyncio.__file__).parent))
     libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     last = max(n for n, each in enumerate(stack) if each.filename.startswith(callers))

@@ -25,7 +25,7 @@ class PromptSource:
     sample_counts: SampleCounts = field(default_factory=SampleCounts)
 
     def draw(self, num_prompts: int, workers: Workers) -> list[Draw]:
-        """Return this worker's share of the next prompts. All workers call this with one count.
+        """Return this worker's share of the next prompts. All workers call it with the same number.
 
         Args:
             num_prompts: Number of prompts over all workers.
@@ -50,7 +50,7 @@ class PromptSource:
         return self.stream if isinstance(self.stream, CurriculumStream) else None
 
     def outcomes(self, scored: Sequence[ScoredRollout], workers: Workers) -> dict[int, Outcome]:
-        """Return all workers' outcomes by draw, for `learn`. Empty if there is no curriculum.
+        """Return all workers' outcomes by draw, for `learn`, or {} if there is no curriculum.
 
         Args:
             scored: This worker's samples of some draws. All samples of a draw are on one worker.
@@ -91,7 +91,7 @@ class PromptSource:
         return self.curriculum.settled(draw) if self.curriculum else {}
 
     def step_pass_rate(self, batch: Collected, workers: Workers) -> dict[str, float]:
-        """Return the metric of the pass rate of a step's samples. Empty without a curriculum."""
+        """Return the metric of the pass rate of a step's samples, or {} without a curriculum."""
         if self.curriculum is None:
             return {}
         outcomes = self.curriculum.outcomes(batch.scored).values()

@@ -54,7 +54,7 @@ class Turn:
     """True if a limit of the run cut the turn off, rather than a limit that the agent set."""
     reward: float = 0.0
     words: Words | None = None
-    """Untokenised conversation up to the end of the turn. None if the request was token ids."""
+    """Untokenised conversation up to the end of the turn, or None if the request was token ids."""
     tools: Tools = None
     """Tools that were passed to the chat template."""
     is_open: bool = False

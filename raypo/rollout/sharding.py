@@ -102,12 +102,12 @@ def balanced_shares(
 ) -> list[list[int]]:
     """Split rows into shares with about equal token counts.
 
-    The pieces are assigned from the longest to the shortest, each to the share with the fewest
-    tokens. While a share exceeds 1.1x the mean, or is empty, a piece of the heaviest share is
-    halved. Its prompt is then computed twice.
+    A piece is the rows of one prompt. Pieces are assigned from the longest to the shortest, each to
+    the share with the fewest tokens. While a share exceeds 1.1x the mean, or is empty, a piece of
+    the heaviest share is halved. Its prompt is then computed twice.
 
     Args:
-        pieces: Indices of rows, a list for each prompt.
+        pieces: For each prompt, the indices of its rows.
         prompt_lengths: Tokens of each row's prompt.
         response_lengths: Tokens of each row's response.
         num_shares: Number of shares.

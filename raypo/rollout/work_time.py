@@ -21,7 +21,7 @@ class WorkTime:
     """
 
     def __init__(self, method: str, quota: asyncio.Semaphore, limit_s: float | None) -> None:
-        """Begin paused; `run` starts the work.
+        """Store the limits. The clock is paused until `run` starts the work.
 
         Args:
             method: Name of the method, for the error.

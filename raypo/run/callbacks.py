@@ -26,7 +26,7 @@ class StepView:
     metrics: Mapping[str, float]
     """Metrics of the step so far. Times and rates are added after the callbacks."""
     rollouts: Sequence[ScoredRollout]
-    """All samples of the step with their scores. Empty in recipes that do not sample."""
+    """All samples of the step with their scores. Recipes that do not sample have none."""
 
 
 def by_name(callbacks: Iterable[Callable[[StepView], Any]]) -> dict[str, Callable[..., Any]]:

@@ -137,7 +137,7 @@ class ExamplesRecipe(ABC, Generic[AnyConfig, Item]):
         """Wait until the engines have started."""
 
     def evaluate(self, learner: SupervisedLearner[Item], *, version: int) -> dict[str, float]:
-        """Return the loss and related metrics on the held-out examples. Empty without examples.
+        """Return the loss and related metrics on the held-out examples, or {} if there are none.
 
         Args:
             learner: The learner, which holds the model.

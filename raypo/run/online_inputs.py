@@ -51,7 +51,10 @@ class OnlineInputs:
 
     @classmethod
     def load(cls, run: Run[OnlineConfig]) -> OnlineInputs:
-        """Load the prompts and the user's functions. The functions are closed at the run's end."""
+        """Load the prompts and the user's functions.
+
+        Their worker processes are stopped at the run's end.
+        """
         config, runtime = run.config, run.runtime
         for key, path in config.own_functions.items():
             load_function(path, key=key)  # fail early: a bad function ends the run here

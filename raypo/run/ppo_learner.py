@@ -20,8 +20,8 @@ def start_learner(
 ) -> Learner:
     """Load policy and critic, before `Checkpoints.restore` restores them. All workers call this."""
     phases.enter(Phase.LEARN)
-    run.tell.phase("loading policy and critic")
     config = run.config
+    run.tell.phase(f"loading policy{' and critic' if config.needs_critic else ''}")
     learner = Learner(
         config.model,
         config.ppo,
@@ -35,7 +35,8 @@ def start_learner(
             config.reward.weights,
             has_other_judges=inputs.reward_function is not None
             or bool(inputs.reward_servers)
-            or config.rollout.environment is not None,
+            or config.reward.judge is not None
+            or config.rollout.is_episodic,
             normalizes=config.ppo.shaping.normalize,
         ),
         workers=run.workers,

@@ -56,9 +56,9 @@ class Records:
         self.last_step = 0
         """The last completed step."""
         self.best: Watched | None = None
-        """The metric `checkpoint.best_by`. None if it is not set."""
+        """The metric `checkpoint.best_by`, or None if it is not set."""
         self.watched: Watched | None = None
-        """The metric `stop.metric`. None if no stop rule is set."""
+        """The metric `stop.metric`, or None if no stop rule is set."""
         self.initial: dict[str, float] = {}
         """Metrics from before the first update; they are reported with the first step."""
         self.earlier_s = 0.0
@@ -94,7 +94,7 @@ class Records:
 
     @property
     def best_step(self) -> dict[str, Any] | None:
-        """The best step for the summary and `best/`. None if there is none yet."""
+        """The best step for the summary and `best/`, or None if there is none yet."""
         best = self.best
         if not best or not best.best_step:
             return None
@@ -201,7 +201,7 @@ class Records:
             step: The step that has ended.
             metrics: Metrics of the step.
             clock: Times of the step's parts.
-            checkpoint: Checkpoint of the step. None if it has none.
+            checkpoint: Checkpoint of the step. None means that none was saved.
             spans: Time spans of background work.
             rates: Function that derives further metrics from the step's. Only rank 0 calls it.
             to_ray: True to report to Ray Train. Such a report blocks until Ray Train's controller

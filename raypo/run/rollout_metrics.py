@@ -21,7 +21,10 @@ from raypo.types import Experience, ScoredRollout
 
 
 def rollout_metrics(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
-    """Return metrics of raw scores and lengths over all workers' samples. Empty without samples."""
+    """Return metrics of raw scores and lengths over all workers' samples.
+
+    The result is empty if there are no samples.
+    """
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
     by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rows
@@ -106,7 +109,8 @@ RATES = {
     "rollout/samples_sampled": "perf/samples_per_s",
     "rollout/response_tokens": "perf/response_tokens_per_s",
 }
-"""Name of the rate for each count of a step. If two have the same name, the later count is used."""
+"""Name of a count -> name of its rate. If two counts of a step share a rate, the later one is used.
+"""
 
 
 def speed_metrics(metrics: dict[str, float], step_s: float) -> dict[str, float]:

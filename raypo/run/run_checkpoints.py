@@ -92,8 +92,8 @@ class Checkpoints:
         with clean files.
 
         Returns:
-            The checkpoint's state, with the values given to `save_when_due`. Empty if there is no
-            checkpoint.
+            The checkpoint's state, with the values given to `save_when_due`. It is empty if there
+            is no checkpoint.
 
         Raises:
             DamagedCheckpointError: all checkpoints that were found are damaged.

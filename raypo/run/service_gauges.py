@@ -64,7 +64,7 @@ class ServiceGauges:
     def load(self) -> dict[str, float]:
         """Return `perf/engine_*` since the last call, and add the engines' idle times to the trace.
 
-        Empty if several runs share the engines.
+        The result is empty if several runs share the engines.
         """
         # Other runs contribute to the load of a shared pool.
         if self._run.workers.rank > 0 or self._services.in_pool:

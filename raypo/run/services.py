@@ -69,7 +69,7 @@ class Services:
 
     @property
     def reference(self) -> ReferenceClient | None:
-        """Reference model of the policy. None if no deployment holds one."""
+        """Reference model of the policy, or None if no deployment holds one."""
         return self.references.get("reference")
 
     def ask_peak_memory(self) -> Mapping[str, Sequence[Future[dict[str, float]]]]:

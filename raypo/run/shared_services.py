@@ -107,7 +107,7 @@ def borrow(
     """Lease engines for all workers of this run, until the last of these workers is dead.
 
     Returns:
-        The engines' handle. None if no engines become free within `timeout_s`.
+        The engines' handle, or None if no engines become free within `timeout_s`.
     """
     engine_pool: Any = shared.engine_pool
     this_worker = ray.get_runtime_context().current_actor

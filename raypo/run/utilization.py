@@ -29,7 +29,7 @@ class Work:
 
 
 def models_of(config: PPOConfig) -> Models | None:
-    """Return the shapes of a run's models. None if a config.json does not contain them."""
+    """Return the shapes of a run's models, or None if a config.json does not contain them."""
     try:
         return Models.read(config)
     except ConfigError:
@@ -43,7 +43,7 @@ class Utilization:
     config: PPOConfig
     workers: Workers
     models: Models | None
-    """Shapes of the models. None if a config.json does not contain them."""
+    """Shapes of the models, or None if a config.json does not contain them."""
     peak_flops: float
     """Peak FLOP/s of all workers' devices together."""
 

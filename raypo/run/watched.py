@@ -101,8 +101,8 @@ def check_measured(key: str, metric: str, there: Sequence[str]) -> str | None:
         there: Measured metrics of the same kind.
 
     Returns:
-        A warning if a step metric is missing; later steps may still measure it. None if the metric
-        was measured.
+        A warning if a step metric is missing, because later steps may still measure it. The result
+        is None if the metric was measured.
 
     Raises:
         ConfigError: a held-out metric is missing.

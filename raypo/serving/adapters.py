@@ -69,7 +69,7 @@ class Adapters:
         self._num_loads = 0
 
     def version(self, name: str) -> int | None:
-        """Return the version of an adapter. None if the engine does not hold it."""
+        """Return the version of an adapter, or None if the engine does not hold it."""
         return self._versions.get(name)
 
     def load(self, processes: VllmProcesses, push: AdapterPush) -> None:

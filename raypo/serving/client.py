@@ -61,9 +61,9 @@ class Engines(Protocol):
         Args:
             requests: The batch.
             on_completion: Callback `(index, completion)` for completions that are ready before the
-                others. Called from any thread, possibly twice for one index.
+                whole batch is. Called from any thread, possibly twice for one index.
             shared: Set if several workers send the same batch. The engine samples it once, and each
-                worker gets its part.
+                worker gets the completions at the indices in `shared.part`.
         """
         ...
 

@@ -149,7 +149,7 @@ class Engine:
         self._paused_by: str | None = None
         """Id of the push that paused the engine."""
         self._held: dict[str | None, str] = {}
-        """Id of the push that each adapter came from; the key None stands for the base weights."""
+        """Adapter name -> id of the push that it came from. The base weights have the key None."""
         self._replaced: set[str] = set()
         """Ids of pushes that newer ones have replaced."""
         self._arrived: list[TensorSpec] = []
@@ -208,7 +208,7 @@ class Engine:
         return f"Engine({self._name}, {state})"
 
     def weight_version(self) -> int | None:
-        """Return the weight version. None if the engine does not hold a complete one."""
+        """Return the weight version, or None if the engine holds no complete weights."""
         return self._serving.version
 
     def check_health(self) -> None:
@@ -227,7 +227,7 @@ class Engine:
         return self._processes.peak_memory()
 
     def stalled_s(self) -> float:
-        """Return how long the current step or push has been running, in seconds; 0 if idle."""
+        """Return how long the current step or push has been running, in seconds, or 0 if idle."""
         return self._loop.progress.stalled_s()
 
     def load(self) -> Load:

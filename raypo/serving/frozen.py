@@ -63,7 +63,7 @@ class FrozenModel:
         return f"{type(self).__name__}({self._name}, frozen, ready)"
 
     def stalled_s(self) -> float:
-        """Return how long the current forward pass has been running, in seconds; 0 if idle."""
+        """Return how long the current forward pass has been running, in seconds, or 0 if idle."""
         return self._progress.stalled_s()
 
     def peak_memory(self) -> dict[str, float]:

@@ -34,7 +34,7 @@ class Progress:
         self._since = time.monotonic()
 
     def stalled_s(self) -> float:
-        """Return the seconds since the last progress; 0 if idle."""
+        """Return the seconds since the last progress, or 0 if idle."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 

@@ -36,7 +36,7 @@ class RequestState(Future[Completion]):
         self.waits = False
         """True while it is queued."""
         self.name: str | None = None
-        """vLLM's internal request id. None if vLLM does not hold the request."""
+        """vLLM's internal request id, or None if vLLM does not hold the request."""
         self.versions: list[tuple[int, int]] = []
         """One pair (index of the first token, version) for each weight version it ran under."""
         self.scheduled: Any = None

@@ -56,7 +56,7 @@ class Serving:
     """State that decides if an engine may sample. Written between steps; read by any thread."""
 
     version: int | None = None
-    """Weight version. None if the engine does not hold a complete one."""
+    """Weight version, or None if the engine holds no complete weights."""
     why_not: str = "no weights were pushed yet"
     asleep: set[str] = field(default_factory=set)
     paused: InFlight | None = None
@@ -175,7 +175,7 @@ class VllmLoop:
                 and no request joins them.
 
         Returns:
-            One entry for each request, which is the future of its completion.
+            For each request, the future of its completion.
 
         Raises:
             RuntimeError: the engine was shut down.
@@ -211,7 +211,7 @@ class VllmLoop:
             self._hand_in(self._news, give_back)
 
     def cancel_other_attempts(self, run: str, attempt: str) -> int:
-        """Cancel requests of a run's other attempts, queued, running or yet to come.
+        """Cancel a run's requests of other attempts: queued, running, or still to arrive.
 
         Returns:
             Number of requests that were cancelled now.

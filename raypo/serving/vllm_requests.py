@@ -41,7 +41,7 @@ def completion_of(
 
     Args:
         token_ids: Sampled tokens.
-        log_probs: vLLM's `FlatLogprobs` of the tokens. None if there are no tokens.
+        log_probs: vLLM's `FlatLogprobs` of the tokens, or None if there are no tokens.
         finish_reason: Value of `Completion.finish_reason`.
         versions: (index of the first token, weight version), in order.
     """

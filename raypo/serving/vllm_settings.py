@@ -27,8 +27,9 @@ ENVIRONMENT = {
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # every start and every push logs harmless warnings
     "VLLM_NO_USAGE_STATS": "1",
-    # When model runner V2 starts, vLLM (0.23 to 0.33) imports flashinfer for this sampler, and
-    # fails without it. It never samples for processed log-probs, which raypo always requests.
+    # If this sampler is enabled, vLLM (0.23 to 0.33) imports flashinfer when model runner V2
+    # starts, and fails if it is not installed. Nothing is lost by disabling it: vLLM does not use
+    # it when processed log-probs are requested, and raypo always requests them.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}

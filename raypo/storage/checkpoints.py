@@ -101,7 +101,7 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
         count: Number of workers.
 
     Returns:
-        A text for each damaged file of this worker's part. Empty if no file is damaged.
+        A text for each damaged file of this worker's part, or [] if no file is damaged.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
@@ -215,5 +215,8 @@ def checkpoint_state(checkpoint: str) -> dict[str, Any]:
 
 
 def config_of(checkpoint: str) -> dict[str, Any]:
-    """Return the config of the run whose folder contains a checkpoint. Empty without a run."""
+    """Return the config of the run whose folder contains a checkpoint.
+
+    The result is empty if the folder is not that of a run.
+    """
     return RunFiles.at(parent_and_name(checkpoint)[0]).config() or {}

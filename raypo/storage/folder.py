@@ -106,7 +106,7 @@ class Folder:
         return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
     def written_at(self, name: str) -> float | None:
-        """Return a file's modification time in seconds since 1970. None if there is no file."""
+        """Return a file's modification time in seconds since 1970, or None if there is no file."""
         path = self.path / name
         return path.stat().st_mtime if path.exists() else None
 

@@ -201,7 +201,7 @@ class RunFiles:
     def rollouts(
         self, step: int, *, held_out: bool = False, columns: Sequence[str] | None = None
     ) -> list[dict[str, Any]]:
-        """Return the rollouts (or held-out samples) of a step as rows. Empty if there are none.
+        """Return the rollouts (or held-out samples) of a step as rows, or [] if there are none.
 
         Args:
             step: The step.
@@ -258,11 +258,11 @@ class RunFiles:
         return self._folder.read(name)
 
     def written_at(self, name: str) -> float | None:
-        """Return a file's modification time, in seconds since 1970; None if it does not exist."""
+        """Return a file's modification time in seconds since 1970, or None without the file."""
         return self._folder.written_at(name)
 
     def names(self) -> list[str]:
-        """Return the sorted names in the run folder. Empty if the folder does not exist."""
+        """Return the sorted names in the run folder, or [] if the folder does not exist."""
         return self._folder.names()
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -317,7 +317,7 @@ class RunFiles:
             )
 
     def is_running(self) -> bool | None:
-        """Return whether a process holds the run's lock. None for a URI, which has no lock."""
+        """Return whether a process holds the run's lock, or None for a URI, which has no lock."""
         if not self.is_local:
             return None
         if not self._lock_path.exists():

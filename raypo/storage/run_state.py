@@ -52,14 +52,14 @@ class RunStatus:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left. None if the run is not running, or if the time is unknown."""
+        """Estimated seconds left, or None if the run is not running, or if the time is unknown."""
         if self.status != "running" or self.step_s is None or self.total is None:
             return None
         return (self.total - self.done) * self.step_s
 
 
 def run_status(files: RunFiles, now: float) -> RunStatus | None:
-    """Return the status of a run, read from its files. None if the folder has no run.
+    """Return the status of a run, read from its files, or None if the folder has no run.
 
     Args:
         files: Files of the run.

@@ -57,7 +57,7 @@ FATES = ("trained", "filtered", "failed", "dropped")
 
 
 def sample_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the number of samples of a PPO run by outcome. Empty for other recipes.
+    """Return the number of samples of a PPO run by outcome, or {} for other recipes.
 
     `sampled` is the sum of all other counts except `asked_again`. `carried` samples were requested
     but not used by any step, because the run stopped first. If the run began with a checkpoint of

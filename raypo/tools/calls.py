@@ -281,7 +281,10 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _end_of_list(text: str, place: int) -> int | None:
-    """Return the end of the Python list that begins at `place`. None if the list is incomplete."""
+    """Return the end of the Python list that begins at `place`.
+
+    The result is None if the list is incomplete.
+    """
     depth = 0
     for part in _PYTHON.finditer(text, place) if text.startswith("[", place) else ():
         if part["unclosed"]:

@@ -164,7 +164,7 @@ def _leave_namespaces() -> None:
 
 
 def _map_users(supervisor: int) -> None:
-    """Map the user nobody inside to the caller outside, or to nobody if the caller is root."""
+    """Map nobody inside the namespace to the calling user, or to nobody if that user is root."""
     user, group = os.geteuid(), os.getegid()
     with_root = "\n0 0 1" if user == 0 else ""  # root must map itself to read its own files
     if user != 0:
@@ -251,7 +251,7 @@ def _refuse_system_calls() -> None:
 
 
 def _machine() -> int:
-    """Return the index of this machine in MACHINES."""
+    """Return the index of this CPU architecture in MACHINES."""
     name = os.uname().machine
     if name not in MACHINES:
         raise OSError(

@@ -25,11 +25,11 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_black", "bright_blue")
 _RESULTS = {
     "eval/score_mean": "held-out score",
-    "rollout/score_mean": "score",
+    "rollout/score_mean": "no held-out score; training score",
     "eval/accuracy": "held-out accuracy",
     "train/loss": "loss",
 }
-"""Metrics for the last line of a run, which shows the first one that the run has."""
+"""Candidate metrics for the last line of a run. The first that the run has is shown."""
 _WIDTH = 24
 """Width of a bar in characters, and number of steps in the curve."""
 

@@ -46,7 +46,8 @@ def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = No
     """Redirect the log records and warnings of this process from the console to a file.
 
     Idempotent. Call it again after importing a library that sets up its own logger (vLLM,
-    DeepSpeed). Another path moves the log there. Records below INFO are dropped.
+    DeepSpeed). A call with another path continues the log in that file. Records below INFO are
+    dropped.
 
     Args:
         path: Log file to append to; its folder is created.
@@ -94,7 +95,9 @@ def _loggers_apart() -> list[logging.Logger]:
 
 
 def _users_caller() -> str | None:
-    """Return the module of raypo that called the printing user code. None if a library printed.
+    """Return the module of raypo that called the printing user code.
+
+    The result is None if a library printed.
 
     Libraries print too: DeepSpeed prints compiler commands, and `datasets` prints bytecode.
     """

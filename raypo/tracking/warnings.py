@@ -111,7 +111,7 @@ def seconds_by_phase(rows: Iterable[Row]) -> dict[str, float]:
 
 
 Words = tuple[str, str] | None
-"""Problem and remedy. None if the rule does not match."""
+"""Problem and remedy, or None if the rule does not match."""
 Rule = Callable[[Sequence[Row], Mapping[str, Any]], Words]
 """Function of a run's rows so far and of the run's config."""
 

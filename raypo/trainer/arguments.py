@@ -280,7 +280,7 @@ def _set_rewards(
 ) -> RewardFunction | None:
     """Set the config keys of the rewards, and return the reward function that they cannot hold.
 
-    Several functions become one, their weighted sum. A single import path is held by the config.
+    Several functions become one, their weighted sum. A single import path is stored in the config.
     """
     funcs = given.reward_funcs
     each = list(funcs) if isinstance(funcs, list | tuple) else [funcs] * (funcs is not None)

@@ -169,8 +169,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 resolved config names the files. A Ray Data set is executed once for that.
             rows: Config key -> rows, like `datasets`: `{"eval.prompts": rows}`.
             fresh: Whether `fit` removes an existing run and starts over.
-            torch_trainer_arguments: `torch_config`. Other arguments of TorchTrainer have no effect
-                and are refused.
+            torch_trainer_arguments: Only `torch_config` is accepted. Other arguments of
+                TorchTrainer are refused, because they would have no effect.
 
         Raises:
             ConfigError: a file, a key, an argument or a combination is wrong.

@@ -76,7 +76,7 @@ class StopOnRequest(Stopper):
 
 
 class RoomWatch(Callback):
-    """Tune callback that says which trial waits for resources, and who holds them.
+    """Tune callback that prints which trial waits for resources, and which programs hold them.
 
     A run prints this itself, but the output of Tune's actors goes to log files.
     """

@@ -147,7 +147,10 @@ def scored_step(known: Metrics) -> int:
 
 
 def known_metrics(rows: Iterable[Metrics], goal: Goal | None) -> dict[str, float]:
-    """Return the last value of each metric. The initial evaluation counts as a first value.
+    """Return the last value of each metric.
+
+    Until a metric `eval/x` is measured, its value is that of the initial evaluation,
+    `eval/initial_x`.
 
     Args:
         rows: Metrics by step. The first row may be the known metrics of earlier steps.

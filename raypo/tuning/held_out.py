@@ -21,7 +21,7 @@ MAX_NAMED = 4
 Scores = Mapping[Any, float]
 """Held-out prompt -> mean score of its samples."""
 Changes = Mapping[str, Change]
-"""SCORE and REWARD_MODEL, if known -> change on the held-out prompts."""
+"""Changes on the held-out prompts. The keys are SCORE and REWARD_MODEL, each only if known."""
 
 
 def who_is_best(

@@ -62,7 +62,7 @@ class Population(PopulationBasedTraining):
             every: Steps between two comparisons.
             num_steps: Steps of a whole trial.
             seed: Seed of the drawn values.
-            last_comparison: Step of the last comparison of an earlier attempt; 0 if there is none.
+            last_comparison: Step of the last comparison of an earlier attempt. 0 means none.
             arguments: Arguments of Ray Tune's scheduler.
         """
         super().__init__(

@@ -40,7 +40,7 @@ class TrialRecord:
     """Seconds times devices held. The devices are GPUs if the trial has any, otherwise CPU
     cores."""
     error: str = ""
-    """Last line of the error. Empty if the trial did not fail."""
+    """Last line of the error. It is empty if the trial did not fail."""
 
     @property
     def judged(self) -> dict[str, float]:
@@ -65,7 +65,10 @@ def ranked(records: Sequence[TrialRecord], goal: Goal) -> list[TrialRecord]:
 
 
 def best_of(records: Sequence[TrialRecord], goal: Goal) -> TrialRecord | None:
-    """Return the highest ranked trial that has a score and did not fail. None if there is none."""
+    """Return the highest ranked trial that has a score and did not fail.
+
+    The result is None if there is no such trial.
+    """
     known = (r for r in ranked(records, goal) if math.isfinite(goal.gains(r.judged)[0]))
     return next(known, None)
 

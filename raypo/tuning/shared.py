@@ -31,8 +31,8 @@ class Sharing:
     share_batches: bool = False
     """True if trials that share a pool sample in the same batches."""
     bundles: tuple[Bundle, ...] = ()
-    """Bundles of the placement group that holds the models and the pool. Empty on CPUs, because all
-    processes share the cores there."""
+    """Bundles of the placement group that holds the models and the pool. There are none
+    on CPUs, because all processes share the cores."""
 
     @classmethod
     def of(
@@ -112,7 +112,7 @@ def started(
         logs_dir: Folder of the logs.
 
     Yields:
-        The deployments. None if the trials train on examples: they share no deployments.
+        The deployments, or None if the trials train on examples, which share no deployments.
 
     Raises:
         PlacementError: the resources of the models were not free in time.

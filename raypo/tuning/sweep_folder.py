@@ -28,7 +28,7 @@ TRIALS_DO_NOT_DEPEND_ON = (
 
 
 def recorded_sweep(files: RunFiles) -> tuple[SweepConfig, dict[str, Any]] | None:
-    """Read a folder's sweep, and the values of its base. None if the folder holds no sweep."""
+    """Read a folder's sweep and the values of its base, or None if there is no sweep."""
     recorded = files.config() or {}
     base = recorded.pop(RECORDED_BASE, None)
     if base is None:

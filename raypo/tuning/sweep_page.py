@@ -60,7 +60,7 @@ class SweepData:
 
 
 def load_sweep(files: RunFiles) -> SweepData | None:
-    """Load the results so far of a folder's sweep. None if the folder holds no sweep."""
+    """Load the results so far of a folder's sweep, or None if the folder holds no sweep."""
     recorded = recorded_sweep(files)
     if recorded is None:
         return None

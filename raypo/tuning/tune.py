@@ -64,7 +64,7 @@ def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
 
 
 def last_comparison(setup: TrialSetup, left: Sequence[TrialRecord]) -> int:
-    """Return the step of the last pbt comparison of an earlier attempt. 0 if there is none.
+    """Return the step of the last pbt comparison of an earlier attempt, or 0 if there is none.
 
     A comparison is complete as soon as one of the remaining trials has continued after it.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 24
 _ALWAYS = ("at step", "steps", "status", "trial")
-"""Columns that are never left out, in addition to the values and the sweep's metrics."""
+"""Columns that are always shown, besides the tried values and the sweep's metrics."""
 _GAP = 2
 """Spaces between two columns."""
 _RANKING = (
@@ -178,7 +178,7 @@ def status_words(record: TrialRecord, goal: Goal) -> str:
 
 
 def _values(shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
-    """Return columns of the tried values. Headings omit a key's section if the rest is unique."""
+    """Return columns of the tried values. A heading is a key without its section, if unique."""
     keys = list(dict.fromkeys(key for record in shown for key in record.point))
     tails = [key.partition(".")[2] or key for key in keys]
     names = [t if tails.count(t) == 1 else key for key, t in zip(keys, tails, strict=True)]

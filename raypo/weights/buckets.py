@@ -130,7 +130,7 @@ def specs_of(group: list[tuple[str, Tensor]], sums: list[int]) -> Specs:
 
 
 def unpack(bucket: Bucket | Staged, *, verify: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a bucket as views of its bytes. Never write to them.
+    """Yield the tensors of a bucket as views of its bytes. Callers must not write to the views.
 
     Args:
         bucket: The bucket, possibly in read-only memory of the Ray object store. The views keep it

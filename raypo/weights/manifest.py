@@ -83,14 +83,14 @@ class Manifest:
 
 
 def checksums(parts: Sequence[Tensor]) -> list[int]:
-    """Return a checksum for the bytes of each part.
+    """Return a checksum of each tensor's bytes.
 
     Host memory uses 64-bit xxHash. GPUs use a sum of 64-bit words. Each word is multiplied by an
     odd number that depends on its position, so a changed word or two swapped words change the sum.
     Both sides of a push use the same kind of checksum.
 
     Args:
-        parts: uint8 [bytes] each, contiguous, aligned to 8 bytes, and all on one device.
+        parts: Tensors, uint8 [bytes] each, contiguous, aligned to 8 bytes, and all on one device.
     """
     if not parts or parts[0].device.type == "cpu":
         with ThreadPoolExecutor(HASH_THREADS) as threads:  # xxhash releases the GIL
@@ -103,14 +103,14 @@ def _xxhash(part: Tensor) -> int:
 
 
 def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
-    """Return the sum of a part's 64-bit words, weighted by position, modulo 2**64.
+    """Return the sum of a tensor's 64-bit words, weighted by position, modulo 2**64.
 
     Args:
         part: uint8 [bytes], aligned to 8 bytes.
         chunk_words: Number of words that are summed at once.
 
     Returns:
-        Scalar int64 on the part's device.
+        Scalar int64 on the device of `part`.
     """
     num_words = len(part) // 8
     total = torch.zeros((), dtype=torch.int64, device=part.device)

@@ -143,7 +143,7 @@ class Ready:
     num_workers: int
     """Number of vLLM workers; more than one if the engine is tensor parallel."""
     epoch: int | None
-    """Number of the broadcast group that all workers are members of. None if there is none."""
+    """Number of the broadcast group that all workers are in, or None if there is none."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs that the workers run on."""
 

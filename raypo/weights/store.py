@@ -22,7 +22,7 @@ class WeightSnapshot:
     waits for the next push."""
 
     def fetch(self) -> Any:
-        """Return the `WeightPush` or `AdapterPush`. None if it is no longer kept."""
+        """Return the `WeightPush` or `AdapterPush`, or None if it is no longer kept."""
         if self.store is None:
             return None
         store = ray.get_actor(self.store)
@@ -49,7 +49,7 @@ class WeightStoreActor:
         self._pushes.pop(adapter, None)
 
     def get(self, id: str) -> list[Any] | None:
-        """Return the reference to a push, in a list. None if it is no longer kept."""
+        """Return the reference to a push, in a list, or None if the push is no longer kept."""
         # Within a list Ray passes a reference on without resolving it.
         return next((ref for kept, ref in self._pushes.values() if kept == id), None)
 

@@ -11,7 +11,7 @@ METRICS = {
     "step": 3,
     "rollout/score_mean": 0.4125,
     "kl/ref_response_mean": 0.0214,
-    "ppo/clip_fraction": 0.041,
+    "rollout/truncated_fraction": 0.041,
     "rollout/response_tokens_mean": 57.34,
     "time/step_s": 6.21,
 }
@@ -44,7 +44,7 @@ def run(stream, **options):
 
 def test_a_step_is_one_line():
     assert step_line(3, 40, METRICS) == (
-        "step  3/40  score +0.412  kl 0.021  length 57.3  ratios clipped 4.1%  6.2 s"
+        "step  3/40  score +0.412  kl 0.0214  length 57.3  cut off 4%  6.2 s"
     )
 
 
@@ -96,7 +96,7 @@ def test_a_terminal_gets_a_bar_above_which_the_same_lines_stand():
 
     assert "\x1b" in text
     assert "━" in text
-    assert "step  3/40  score +0.412  kl 0.021  length 57.3  ratios clipped 4.1%  6.2 s" in text
+    assert "step  3/40  score +0.412  kl 0.0214  length 57.3  cut off 4%  6.2 s" in text
     assert "saved [bold]policy[/bold]" in text
     assert text.splitlines()[-1].endswith("raypo report runs/quickstart")
 
@@ -175,9 +175,7 @@ def test_a_run_that_loses_its_worker_is_judged_by_each_step_once():
 
 def test_other_recipes_have_their_own_metrics():
     row = {"train/loss": 1.5, "eval/accuracy": 0.75, "perf/samples_per_s": 12.0, "time/step_s": 2.0}
-    assert step_line(2, 9, row) == (
-        "step 2/9  loss 1.5000  12.0 samples/s  2.0 s  eval accuracy 75.0%"
-    )
+    assert step_line(2, 9, row) == ("step 2/9  loss 1.5000  2.0 s  eval accuracy 75.0%")
     stream = io.StringIO()
     console = Console(stream)
     console.start("r", 9, None, "runs/r")
