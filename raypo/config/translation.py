@@ -254,6 +254,7 @@ class _Values:
     def __init__(self, given: Mapping[str, Any], rows: Mapping[str, Counterpart]) -> None:
         self.given, self.rows, self.used = given, rows, set[str]()
         self.idle: list[str] = []
+        """Arguments that need nothing in raypo, with their values, for a note."""
 
     def __call__(self, name: str, usual: Any = None) -> Any:
         """Return the value given under a name or one of its older names.
@@ -559,7 +560,8 @@ def _loss_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
     if estimator in ("gae", "reinforce"):
         clips.append(("reward.clip_range", ("ppo.shaping.clip_low", "ppo.shaping.clip_high")))
     for name, keys in clips:
-        if len(bounds := get(name, ())) == 2:
+        bounds = get(name)
+        if isinstance(bounds, list) and len(bounds) == 2:
             done |= {
                 key: (bound, get.origin(name)) for key, bound in zip(keys, bounds, strict=True)
             }
@@ -575,8 +577,8 @@ def _logging_of_openrlhf(get: _Values) -> Settings:
     done: Settings = {}
     folder = get("ckpt.output_dir")
     if (origin := get.origin("ckpt.output_dir")) in get.used:
-        done["name"] = Path(folder).name, origin
-        done["storage_path"] = str(Path(folder).parent), origin
+        done["name"] = Path(str(folder)).name, origin
+        done["storage_path"] = str(Path(str(folder)).parent), origin
     if get("logger.wandb.run_name"):
         done["name"] = get("logger.wandb.run_name"), get.origin("logger.wandb.run_name")
     keys = [name for name in get.rows["logger.wandb.key"].names if get.given.get(name)]
