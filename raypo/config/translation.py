@@ -265,8 +265,10 @@ class _Values:
         default = parsed(row.default) if row and row.default else usual
         for each in row.names if row else (name,):
             if each in self.given:
-                if isinstance(self.given[each], ast.AST):
-                    return math.nan if type(default) in (int, float) else default
+                is_number = type(default) in (int, float)
+                value = self.given[each]
+                if isinstance(value, ast.AST) or (is_number and isinstance(value, str)):
+                    return math.nan if is_number else default
                 self.used.add(each)
                 return self.given[each]
         return default
@@ -593,6 +595,7 @@ def _logging_of_openrlhf(get: _Values) -> Settings:
 def _prompts_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
     """Return the sources of prompts."""
     name, most, split = "data.prompt_dataset", get("data.max_samples"), get("data.prompt_split")
+    most = most if isinstance(most, int | float) else None
     prompts, origin = get(name), get.origin(name)
     if not isinstance(prompts, str):
         return {}
@@ -624,7 +627,7 @@ def _batches_of_openrlhf(get: _Values, notes: list[str], done: Settings) -> None
     done["rollout.samples_per_prompt"] = samples, get.origin("rollout.n_samples_per_prompt")
     done["ppo.minibatch_size"] = updated, get.origin("train.batch_size")
     responses = batch * samples
-    if isinstance(responses, int) and isinstance(updated, int) and responses % updated:
+    if isinstance(responses, int) and isinstance(updated, int) and responses % max(updated, 1):
         fits, origin = math.gcd(responses, updated), get.origin("train.batch_size")
         done["ppo.minibatch_size"] = fits, f"divides {responses} responses, {origin} {updated}"
         notes.append(

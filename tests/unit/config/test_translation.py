@@ -427,6 +427,7 @@ def test_what_only_the_shell_knows_of_openrlhf_is_a_note():
     for name in ("rollout_batch_size ($B)", "lr_warmup_ratio ($W)", "max_samples ($N)"):
         assert f"# - {name}: " in text
     assert "# - num_steps: rows / rollout.prompts_per_step x 1 of train.num_episodes" in text
+    assert "# - lr_warmup_ratio (some): learner.lr" in openrlhf("--lr_warmup_ratio some")
 
 
 def test_defaults_of_openrlhf_that_change_what_is_learned_are_written(tmp_path: Path):
