@@ -180,6 +180,7 @@ def test_rays_population_based_training(tmp_path: Path, local_ray: None):
                 perturbation_interval=2,
                 quantile_fraction=0.5,
                 hyperparam_mutations={"learner.lr": tune.loguniform(1e-6, 1e-2)},
+                resample_probability=0.0,  # near the better trial's rate, which learns
                 synch=True,
             ),
         ),
