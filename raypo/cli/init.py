@@ -44,4 +44,5 @@ def init(
     if not arguments:
         raise ConfigError(f"--from-{project.lower()}: no argument of {project} was found in it.")
     to.write_text(translate(project, arguments, recipe))
-    typer.echo(f"raypo: wrote {to}. Read the notes at its top; then: raypo plan {to}")
+    plan = f"raypo plan {to} --cluster 8xH100"
+    typer.echo(f"raypo: wrote {to}. Read the notes at its top; then, with your GPUs: {plan}")

@@ -215,72 +215,116 @@ trainer.logger | console, wandb | logging.wandb | `logging.wandb: {project}`, `l
 actor.model_name_or_path, pretrain | | = model.policy |
 critic.model_name_or_path, critic_pretrain | | = model.critic |
 reward.model_name_or_path, reward_pretrain | | = model.reward |
-reward.remote_url, remote_rm_url | | reward.url | A server. A Python file with `reward_func` is `reward.function: file.py:name`.
-train.agent_func_path | | rollout.agent |
-ds.lora.rank | 0 | model.lora.rank | 0 there: leave out `model.lora`.
-ds.lora.alpha | 16 | model.lora.alpha |
+reward.remote_url, remote_rm_url | | reward.url | A server. OpenRLHF posts `query`, `prompts` and `labels` and reads `rewards`; raypo posts `samples` and reads `scores`, one per sample: the server must be adapted (docs/rewards.md). A Python file with `reward_func` is `reward.function: file.py:name`.
+train.agent_func_path, agent_func_path | | rollout.agent |
+ds.lora.rank, lora_rank | 0 | model.lora.rank | 0 there: leave out `model.lora`.
+ds.lora.alpha, lora_alpha | 16 | model.lora.alpha | The scale is alpha / rank in both.
+ds.lora.target_modules, target_modules | all-linear | model.lora.target_modules |
+ds.lora.dropout, lora_dropout | 0 | | raypo has no dropout: old and new log-probs must come from the same function.
+ds.load_in_4bit, load_in_4bit | false | | A policy with quantized weights is not trained.
 data.prompt_dataset, prompt_data | | = data.prompts |
 data.dataset | | = data.prompts |
-eval.dataset | | = eval.prompts |
+data.prompt_split, prompt_split | train | data.prompts | `{path, split}`, for a hub id.
+data.prompt_probs, prompt_data_probs | | data.prompts | A source has a `weight`: `{path, weight}`.
+data.max_samples, max_samples | | data.prompts | Rows. For a hub id `{path, split: "train[:1000]"}`; a file is cut by hand.
+eval.dataset, eval_dataset | | = eval.prompts |
+eval.split, eval_split | train | eval.prompts | `{path, split}`, for a hub id.
+eval.temperature, eval_temperature | 0.6 | = eval.temperature |
+eval.n_samples_per_prompt, eval_n_samples_per_prompt | 4 | = eval.samples_per_prompt |
 data.input_key, input_key | input | = data.prompt_key |
-data.label_key | | = data.label_key |
+data.label_key, label_key | | = data.label_key |
+data.input_template, input_template | | | Put the template into the texts.
 data.apply_chat_template, apply_chat_template | false | | Chat messages are always rendered with the chat template, and texts never.
 data.prompt_max_len, prompt_max_len | | = data.max_prompt_tokens | Tokens.
-data.max_len | 2048 | data.max_prompt_tokens + rollout.max_new_tokens, data.max_prompt_tokens + data.max_response_tokens | OpenRLHF limits the sum of both.
-rollout.max_new_tokens, generate_max_len | | = rollout.max_new_tokens | Tokens.
+data.max_len, max_len | 2048 | data.max_prompt_tokens + rollout.max_new_tokens, data.max_prompt_tokens + data.max_response_tokens | OpenRLHF limits the sum of both.
+rollout.max_new_tokens, max_new_tokens, generate_max_len | | = rollout.max_new_tokens | Tokens.
+rollout.temperature, temperature | 1.0 | = rollout.temperature |
+rollout.top_p, top_p | 1.0 | = rollout.top_p |
 rollout.batch_size, rollout_batch_size | 1024 | = rollout.prompts_per_step | Prompts, in both.
 rollout.n_samples_per_prompt, n_samples_per_prompt | 1 | = rollout.samples_per_prompt | Responses per prompt.
+rollout.vllm_generate_batch_size, vllm_generate_batch_size | | ~ | All prompts of a step are sampled at once.
 train.batch_size, train_batch_size | 128 | = ppo.minibatch_size, learner.batch_size | Responses (examples) per optimizer step over all workers, in both.
 train.micro_batch_size, rollout.micro_batch_size, micro_train_batch_size, micro_rollout_batch_size | 1 | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
-train.max_tokens_per_gpu | 16192 | = learner.max_tokens_per_microbatch | Tokens.
+train.dynamic_batch_enable, use_dynamic_batch | false | ~ learner.max_tokens_per_microbatch | Passes are always cut by tokens.
+train.max_tokens_per_gpu, train_max_tokens_per_gpu | 16192 | = learner.max_tokens_per_microbatch | Tokens.
+rollout.max_tokens_per_gpu, rollout_max_tokens_per_gpu | | ~ learner.max_tokens_per_microbatch | One limit for all passes.
 train.max_epochs, max_epochs | 1 | = ppo.num_epochs, num_epochs | Passes over the responses of a step.
 train.num_episodes, num_episodes | 1 | num_steps | OpenRLHF counts passes over the prompts; rows / `rollout.prompts_per_step` are one.
 train.async_enable, async_train | false | rollout.mode | `async`, with engines of their own (`placement.mode: dedicated`).
-train.async_queue_size | 1 | = rollout.max_staleness | Weight versions.
-train.colocate_all, colocate_all_models | false | placement.mode | `colocated`, raypo's default.
-train.seed | 42 | = seed |
+train.async_queue_size, async_queue_size | 1 | = rollout.max_staleness | Weight versions.
+train.colocate_all, colocate_all_models, train.colocate_actor_ref, train.colocate_critic_reward, colocate_actor_ref, colocate_critic_reward | false | ~ placement.mode | `colocated`, raypo's default.
+train.seed, seed | 42 | = seed |
+train.enable_ema, enable_ema | false | | There is no average of the weights.
 actor.eps_clip, eps_clip | 0.2 | = ppo.clip_low + ppo.clip_high |
 actor.eps_clip_low_high, eps_clip_low_high | | ppo.clip_low + ppo.clip_high |
-actor.dual_clip | | = ppo.dual_clip |
-actor.policy_loss_type | ppo | = ppo.policy_loss |
+actor.dual_clip, dual_clip | | = ppo.dual_clip |
+actor.policy_loss_type, policy_loss_type | ppo | = ppo.policy_loss |
 actor.entropy_coef, entropy_loss_coef | | = ppo.entropy_coef |
-critic.value_clip | 0.5 | = ppo.value_clip |
+critic.value_clip, value_clip | 0.5 | = ppo.value_clip |
+critic.freezing_steps, freezing_actor_steps | -1 | ppo.critic_warmup_steps | Rollout batches that train only the critic. OpenRLHF 0.11 counts from 0, and so has one more.
 actor.adam.lr, actor_learning_rate | 1e-6 | = learner.policy_lr |
 critic.adam.lr, critic_learning_rate | 9e-6 | = learner.critic_lr |
-adam.lr | | = learner.lr |
+adam.lr, learning_rate | | = learner.lr |
 actor.adam.betas, adam_betas | [0.9, 0.95] | = learner.adam_betas | raypo's default is 0.9, 0.999.
-actor.lr_scheduler | cosine_with_min_lr | learner.lr_schedule | `cosine`, with `learner.lr_floor: 0.1`; raypo's PPO has constant.
-actor.lr_warmup_ratio, lr_warmup_ratio | 0.03 | learner.lr_warmup_steps | Steps, not a share.
+actor.adam.eps | 1e-8 | = learner.adam_eps |
+actor.adam.weight_decay, l2 | 0.0 | = learner.weight_decay |
+actor.lr_scheduler, lr_scheduler | cosine_with_min_lr | learner.lr_schedule | `cosine`, with `learner.lr_floor: 0.1`; raypo's PPO has constant.
+actor.min_lr_ratio | 0.1 | learner.lr_floor | With `learner.lr_schedule: cosine`.
+actor.lr_warmup_ratio, lr_warmup_ratio | 0.03 | learner.lr_warmup_steps | A share of num_steps.
 actor.max_norm, max_norm | 1.0 | = learner.max_grad_norm |
 actor.gradient_checkpointing_enable, gradient_checkpointing | false | = learner.activation_checkpointing |
+actor.gradient_checkpointing_reentrant, gradient_checkpointing_use_reentrant | false | ~ learner.activation_checkpointing | It changes no number.
 ds.zero_stage, zero_stage | 2 | = learner.zero_stage |
-ds.param_dtype | bf16 | model.dtype | `bfloat16`.
+ds.adam_offload, adam_offload | false | learner.deepspeed | `{zero_optimization: {offload_optimizer: {device: cpu}}}`.
+ds.param_dtype, param_dtype, data_type, bf16 | bf16 | model.dtype | `bfloat16`; float16 has no counterpart.
 ds.packing_samples, packing_samples | false | ~ | Rows are always packed.
+ds.attn_implementation, attn_implementation, flash_attn | flash_attention_2 | ~ model.attention | raypo chooses it by the device, `auto`.
+ds.use_liger_kernel, use_liger_kernel | false | ~ | Log-probs are always computed in chunks.
+ds.overlap_comm, overlap_comm | false | ~ learner.deepspeed | On for several workers with GPUs.
+ds.enable_sleep, deepspeed_enable_sleep | false | ~ rollout.engine.sleep | raypo decides it by the memory, `auto`.
+ref.offload, reward.offload, ref_reward_offload | false | ~ rollout.engine.sleep | Frozen models leave the GPU while they have no work, if memory is short.
+actor.num_nodes, actor_num_nodes | 1 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
 actor.num_gpus_per_node, actor_num_gpus_per_node | 8 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
+ref.num_nodes, ref.num_gpus_per_node, reward.num_nodes, reward.num_gpus_per_node, critic.num_nodes, critic.num_gpus_per_node, ref_num_nodes, ref_num_gpus_per_node, reward_num_nodes, reward_num_gpus_per_node, critic_num_nodes, critic_num_gpus_per_node | | ~ placement.mode | All models are on the GPUs of `learner.num_workers`; `placement.mode: dedicated` gives engines their own.
 vllm.num_engines, vllm_num_engines | | = rollout.engine.count |
-vllm.tensor_parallel_size | 1 | = rollout.engine.tensor_parallel |
-vllm.gpu_memory_utilization | 0.95 | = rollout.engine.gpu_memory_fraction |
-vllm.enable_sleep | false | rollout.engine.sleep |
-vllm.sync_backend, vllm_sync_backend | nccl | = rollout.engine.transport |
+vllm.tensor_parallel_size, vllm_tensor_parallel_size | 1 | = rollout.engine.tensor_parallel |
+vllm.gpu_memory_utilization, vllm_gpu_memory_utilization | 0.95 | = rollout.engine.gpu_memory_fraction |
+vllm.enable_prefix_caching, enable_prefix_caching | false | ~ rollout.engine.prefix_caching | On by default.
+vllm.enforce_eager, enforce_eager | false | ~ rollout.engine.extra | It changes the speed only: `{enforce_eager: true}`.
+vllm.enable_sleep, vllm_enable_sleep | false | ~ rollout.engine.sleep | raypo decides it by the memory, `auto`.
+vllm.sync_backend, vllm_sync_backend | nccl | rollout.engine.transport | `auto`: nccl is for engines on GPUs of their own, colocated engines have ipc.
+vllm.sync_with_ray, vllm_sync_with_ray | false | ~ rollout.engine.transport | raypo chooses it by the placement, `auto`.
 algo.advantage.estimator, advantage_estimator | gae | ppo.advantage | `group_norm`: grpo; the others have the same names.
 algo.advantage.lambd, lambd | 1 | = ppo.gae_lambda |
-algo.advantage.gamma | 1 | = ppo.gamma |
-algo.advantage.is_correction_enable | false | ppo.correction.kind | `tis`.
+algo.advantage.gamma, gamma | 1 | = ppo.gamma |
+algo.advantage.is_correction_enable, enable_vllm_is_correction | false | ppo.correction.kind | `tis`.
 algo.kl.init_coef, init_kl_coef | 0.01 | = ppo.kl.coef | Score per nat.
 algo.kl.target, kl_target | | = ppo.kl.target | Nats per response, with `ppo.kl.controller: adaptive`.
 algo.kl.horizon, kl_horizon | 10000 | = ppo.kl.horizon | Responses.
 algo.kl.estimator, kl_estimator | k1 | = ppo.kl.estimator |
 algo.kl.use_loss, use_kl_loss | false | ppo.kl.placement | true: `loss`.
 algo.dynamic_filtering_enable, dynamic_filtering | false | = ppo.filter.enabled |
-reward.normalize_enable, normalize_reward | false | = ppo.shaping.normalize |
-reward.clip_range | -10, 10 | ppo.shaping.clip_low + ppo.shaping.clip_high | raypo's default is no clip.
+reward.normalize_enable, normalize_reward | false | = ppo.shaping.normalize | OpenRLHF subtracts the fixed `mean`, and divides by the fixed `std`, of the reward model's config.json (0 and 1 if it has none; its reward training writes them), and shifts the critic's values alike. raypo uses the running mean and std of the run's scores.
+reward.clip_range, reward_clip_range | [-10, 10] | ppo.shaping.clip_low + ppo.shaping.clip_high | raypo's default is no clip. raypo clips scores; OpenRLHF clips what rloo, group_norm, dr_grpo and reinforce_baseline make of them.
+reward.overlong_buffer_len, overlong_buffer_len | | = ppo.shaping.overlong_buffer_tokens | Tokens.
+reward.overlong_penalty_factor, overlong_penalty_factor | 1 | = ppo.shaping.overlong_factor |
+reward.stop_properly_penalty_coef, stop_properly_penalty_coef | | ppo.shaping.truncated_score, ppo.shaping.truncated_scale | Below 0: `ppo.shaping.truncated_score`; else a factor as `ppo.shaping.truncated_scale`.
 model.beta | 0.1 | = dpo.beta |
-critic.save_value_network | false | = learner.save_critic |
+critic.save_value_network, save_value_network | false | = learner.save_critic |
 ckpt.output_dir, save_path | ./ckpt | storage_path + name | The run's folder is storage_path/name.
-ckpt.save_steps | -1 | = checkpoint.every | Steps of raypo.
-ckpt.max_num | 3 | = checkpoint.keep |
-eval.steps | -1 | = eval.every |
-logger.wandb.project, wandb_project | openrlhf_train_ppo | = logging.wandb.project |
+ckpt.path, ckpt_path | ./ckpt/checkpoints_ppo_ray | ~ storage_path | Checkpoints are in the run's folder.
+ckpt.save_hf, save_hf_ckpt | false | ~ | The policy is always saved as Hugging Face files.
+ckpt.disable_ds, disable_ds_ckpt | false | ~ checkpoint.every | The last step always has a checkpoint.
+ckpt.load_enable, load_checkpoint | false | ~ | A run resumes by itself.
+ckpt.save_steps, save_steps | -1 | = checkpoint.every | Steps of raypo.
+ckpt.max_num, max_ckpt_num | 3 | = checkpoint.keep |
+eval.steps, eval_steps | -1 | = eval.every |
+logger.logging_steps, logging_steps | 1 | ~ | Every step is logged.
+logger.tensorboard_dir, use_tensorboard | | ~ logging.tensorboard | On by default, in the run's folder.
+logger.wandb.key, use_wandb | | logging.wandb | `{project}`. The key is wandb's own: `wandb login`, or WANDB_API_KEY.
+logger.wandb.org, wandb_org | | logging.wandb.entity |
+logger.wandb.project, wandb_project | openrlhf_train_ppo | logging.wandb.project |
+logger.wandb.run_name, wandb_run_name | | name | The run's name, with which its folder ends.
 """,
 }
 PROJECTS = tuple(_TABLES)

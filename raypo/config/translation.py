@@ -24,6 +24,7 @@ from yaml import YAMLError
 from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed
 from raypo.config.migration import Counterpart, rows_of
 from raypo.config.recipe_config import RECIPES
+from raypo.config.sources import DATA_FILES
 
 Settings = dict[str, tuple[Any, str]]
 """Dotted key -> its value, and the name of the argument that it comes from."""
@@ -35,6 +36,8 @@ default is written into the run file."""
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
 _DEFAULT = "'s default"
 _TODO = "TODO"
+_COUNTED = ("num_steps", "learner.lr_warmup_steps")
+"""Numbers that are TODO if the rows are not known."""
 _EPOCHS = {"TRL": "num_train_epochs", "verl": "trainer.total_epochs"}
 _EPOCHS |= {"OpenRLHF": "train.num_episodes"}
 _WORDS = {
@@ -69,7 +72,6 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
     values = _Values(given, by_name)
     done, notes = _COMPUTED[project](values, recipe)
     epochs = values(_EPOCHS[project])
-    automatic = []
     for name in [name for name in given if name not in values.used]:
         row, value = by_name.get(name), given[name]
         keys = row.keys_in(known) if row else ()
@@ -77,14 +79,15 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
         if row and row.is_same and keys and not isinstance(value, ast.AST):
             done |= {key: (value, name) for key in keys}
         elif row and (row.is_automatic or (not row.keys and row.default == str(shown).lower())):
-            automatic.append(f"{name} ({shown})")
+            values.idle.append(f"{name} ({shown})")
         else:
             why = f"{' and '.join(keys)}. {row.note}" if row else "No counterpart is known."
             notes.append(f"{name} ({shown}): {why.removeprefix('. ').strip()}")
     done = {key: each for key, each in done.items() if each[0] == each[0]}  # not NaN
     for row in [row for row in rows if row.is_same and row.default]:
         for key in () if given.keys() & row.names else row.keys_in(known):
-            if key.startswith(_LEARNED) and not key.startswith(_NOT_LEARNED):
+            is_idle = key.startswith("eval.") and "eval.prompts" not in done
+            if key.startswith(_LEARNED) and not key.startswith(_NOT_LEARNED) and not is_idle:
                 done.setdefault(key, (parsed(row.default), f"{row.names[0]}{_DEFAULT}"))
     if recipe == "ppo":
         done.setdefault("num_steps", _steps(epochs, _EPOCHS[project], done))
@@ -94,7 +97,7 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
     left = [" ".join(each.split()) for each in notes]  # a value may have several lines
     for title, each in (("REQUIRED, TODO below:", required), ("Left to you:", left)):
         head += [title, *(f"- {line}" for line in each)] if each else []
-    head += [f"Needs nothing here: {', '.join(automatic)}."] if automatic else []
+    head += [f"Needs nothing here: {', '.join(values.idle)}."] if values.idle else []
     text = config.to_yaml(shown=[key for key in done if _is_explicit(done[key], given)])
     return "\n".join([*(f"# {line}" for line in head), *_with_origins(text, done)]) + "\n"
 
@@ -123,19 +126,30 @@ def _is_explicit(setting: tuple[Any, str], given: Mapping[str, Any]) -> bool:
     )
 
 
-def _steps(epochs: float, name: str, done: Settings) -> tuple[Any, str]:
-    """Return the number of steps if the rows of parquet files can be counted, else TODO."""
+def _steps(epochs: float, name: str, done: Settings, most: Any = None) -> tuple[Any, str]:
+    """Return the number of steps if the rows are known, else TODO.
+
+    Args:
+        epochs: Passes over the rows.
+        name: The argument that gives `epochs`.
+        done: The keys so far. Rows of its parquet files are counted.
+        most: Number of rows that are used at most, and exactly if the rows cannot be counted.
+    """
     from pyarrow import parquet
 
     prompts: Any = done.get("rollout.prompts_per_step", ("rollout.prompts_per_step",))[0]
     files = done.get("data.prompts", ("",))[0]
+    rows, counted = most, "rows of max_samples"
     with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
         paths = [Path(each).expanduser() for each in ([files] if isinstance(files, str) else files)]
-        rows = sum(parquet.read_metadata(path).num_rows for path in paths)
+        rows = min(sum(parquet.read_metadata(path).num_rows for path in paths), most or math.inf)
+        counted = "rows"
+    with suppress(ValueError, TypeError):  # not known
         if steps := int(rows // prompts * epochs):
-            return steps, f"{rows} rows // {prompts} prompts x {epochs} of {name}"
+            return steps, f"{rows} {counted} // {prompts} prompts x {epochs} of {name}"
     times = name if math.isnan(epochs) else f"{epochs} of {name}"
-    return _TODO, f"rows / {prompts} prompts x {times}"
+    each = "rollout.prompts_per_step" if prompts != prompts else f"{prompts} prompts"  # NaN
+    return _TODO, f"rows / {each} x {times}"
 
 
 def read_script(source: str) -> tuple[str, dict[str, Any]]:
@@ -174,7 +188,7 @@ def read_command(text: str, project: str) -> dict[str, Any]:
     """Return the arguments of a shell command: `key=value` of verl, `--key value` of OpenRLHF.
 
     Raises:
-        ConfigError: the command has an open quotation.
+        ConfigError: the command has an open quotation, or is not OpenRLHF's PPO.
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     try:
@@ -199,11 +213,20 @@ def read_command(text: str, project: str) -> dict[str, Any]:
     if project == "verl":
         pairs = [re.fullmatch(r"[+~]*(\w+(?:\.\w+)+)=(.*)", word, re.DOTALL) for word in words]
         return {pair[1]: _parsed(pair[2]) for pair in pairs if pair}
+    # `ray job submit` and Python have flags of their own before the module.
+    modules = [place for place, word in enumerate(words) if re.search(r"\bopenrlhf\.cli\.", word)]
+    words = words[modules[-1] if modules else 0 :]
+    if modules and ".train_ppo" not in words[0]:
+        raise ConfigError(
+            f"--from-openrlhf ({words[0]}): only commands of train_ppo_ray are translated. Write "
+            f"the run file by hand; docs/migrating.md has the keys."
+        )
     given: dict[str, Any] = {}
+    end = re.compile(r"--|[|;&<>]|\d>")  # a flag, a redirection or another command
     for start, word in enumerate(words):
-        if word.startswith("--"):
+        if word.startswith("--") and word != "--":
             name, _, value = word.removeprefix("--").partition("=")
-            after = takewhile(lambda each: not each.startswith("--"), words[start + 1 :])
+            after = takewhile(lambda each: not end.match(each), words[start + 1 :])
             values = [value] if value else list(after)
             if len(values) > 1 and not any("$" in each for each in values):
                 given[name] = list(map(_parsed, values))
@@ -230,6 +253,8 @@ class _Values:
 
     def __init__(self, given: Mapping[str, Any], rows: Mapping[str, Counterpart]) -> None:
         self.given, self.rows, self.used = given, rows, set[str]()
+        self.idle: list[str] = []
+        """Arguments that need nothing in raypo, with their values, for a note."""
 
     def __call__(self, name: str, usual: Any = None) -> Any:
         """Return the value given under a name or one of its older names.
@@ -240,11 +265,23 @@ class _Values:
         default = parsed(row.default) if row and row.default else usual
         for each in row.names if row else (name,):
             if each in self.given:
-                if isinstance(self.given[each], ast.AST):
-                    return math.nan if type(default) in (int, float) else default
+                is_number = type(default) in (int, float)
+                value = self.given[each]
+                if isinstance(value, ast.AST) or (is_number and isinstance(value, str)):
+                    return math.nan if is_number else default
                 self.used.add(each)
                 return self.given[each]
         return default
+
+    def origin(self, name: str) -> str:
+        """Return the name under which a value is given, or say that it is a default."""
+        row = self.rows[name]
+        given = [
+            each
+            for each in row.names
+            if each in self.given and not isinstance(self.given[each], ast.AST)
+        ]
+        return given[0] if given else f"{row.names[0]}{_DEFAULT}"
 
 
 def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
@@ -290,9 +327,8 @@ def _trl(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
     names = [each for each in done if each.endswith(("batch_size", "prompts_per_step"))]
     notes.append(f"{' and '.join(names)}: of one process. Multiply by the number of processes.")
     idle = [name for name, values in _TRL_IDLE.items() if str(get.given.get(name)) in values]
-    if idle:
-        get.used.update(idle)
-        notes.append(f"Needs nothing here: {', '.join(idle)}.")
+    get.used.update(idle)
+    get.idle += [f"{name} ({get.given[name]})" for name in idle]
     return done, notes
 
 
@@ -492,24 +528,193 @@ _NO_FUNCTION += "verl.utils.reward_score:default_compute_score"
 
 
 def _openrlhf(get: _Values, recipe: str) -> tuple[Settings, list[str]]:
-    estimator = get("algo.advantage.estimator")
-    done: Settings = {"ppo.advantage": (_WORDS.get(estimator, estimator), "advantage.estimator")}
-    if get("algo.kl.use_loss"):
-        done["ppo.kl.placement"] = "loss", "algo.kl.use_loss"
-    server = get.given.get("reward.remote_url", get.given.get("remote_rm_url"))
-    if str(server).startswith("http"):
-        done["reward.url"] = get("reward.remote_url"), "reward.remote_url"
+    notes: list[str] = []
+    done = _loss_of_openrlhf(get, notes)
     _set_lora(get, done, rank="ds.lora.rank", alpha="ds.lora.alpha")
-    if len(clip := get("actor.eps_clip_low_high", ())) == 2:
-        for key, value in zip(("ppo.clip_low", "ppo.clip_high"), clip, strict=True):
-            done[key] = value, "actor.eps_clip_low_high"
+    if get("ds.lora.rank"):
+        modules = get("ds.lora.target_modules")
+        done["model.lora.target_modules"] = modules, get.origin("ds.lora.target_modules")
+    else:  # without effect there too
+        names = [get.origin(f"ds.lora.{each}") for each in ("rank", "alpha", "target_modules")]
+        get.idle += [name for name in names if name in get.given]
+        get.used.update(names)
     _set_workers(get, done, gpus="actor.num_gpus_per_node", nodes="actor.num_nodes")
-    return done, []
+    done |= _prompts_of_openrlhf(get, notes)
+    done |= _lengths_of_openrlhf(get, notes)
+    _batches_of_openrlhf(get, notes, done)
+    done |= _schedule_of_openrlhf(get, done)
+    done |= _models_of_openrlhf(get, notes)
+    return done | _logging_of_openrlhf(get), notes
+
+
+def _loss_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
+    """Return the estimator, the clips and the KL."""
+    estimator = get("algo.advantage.estimator")
+    done: Settings = {
+        "ppo.advantage": (_WORDS.get(estimator, estimator), get.origin("algo.advantage.estimator"))
+    }
+    if get("algo.kl.use_loss"):
+        done["ppo.kl.placement"] = "loss", get.origin("algo.kl.use_loss")
+    if get("algo.kl.target"):
+        done["ppo.kl.target"] = get("algo.kl.target"), get.origin("algo.kl.target")
+        done["ppo.kl.controller"] = "adaptive", get.origin("algo.kl.target")
+    clips = [("actor.eps_clip_low_high", ("ppo.clip_low", "ppo.clip_high"))]
+    if estimator in ("gae", "reinforce"):
+        clips.append(("reward.clip_range", ("ppo.shaping.clip_low", "ppo.shaping.clip_high")))
+    for name, keys in clips:
+        bounds = get(name)
+        if isinstance(bounds, list) and len(bounds) == 2:
+            done |= {
+                key: (bound, get.origin(name)) for key, bound in zip(keys, bounds, strict=True)
+            }
+    if get("reward.normalize_enable"):
+        origin = get.origin("reward.normalize_enable")
+        done["ppo.shaping.normalize"] = True, origin
+        notes.append(f"{origin}: ppo.shaping.normalize. {get.rows[origin].note}")
+    return done
+
+
+def _logging_of_openrlhf(get: _Values) -> Settings:
+    """Return the run's name and folder, and the loggers."""
+    done: Settings = {}
+    folder = get("ckpt.output_dir")
+    if (origin := get.origin("ckpt.output_dir")) in get.used:
+        done["name"] = Path(str(folder)).name, origin
+        done["storage_path"] = str(Path(str(folder)).parent), origin
+    if get("logger.wandb.run_name"):
+        done["name"] = get("logger.wandb.run_name"), get.origin("logger.wandb.run_name")
+    keys = [name for name in get.rows["logger.wandb.key"].names if get.given.get(name)]
+    if keys:  # a secret, which is not written
+        get.used.update(keys)
+        done["logging.wandb.project"] = get("logger.wandb.project"), keys[0]
+        if get("logger.wandb.org"):
+            done["logging.wandb.entity"] = get("logger.wandb.org"), get.origin("logger.wandb.org")
+    return done
+
+
+def _prompts_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
+    """Return the sources of prompts."""
+    name, most, split = "data.prompt_dataset", get("data.max_samples"), get("data.prompt_split")
+    most = most if isinstance(most, int | float) else None
+    prompts, origin = get(name), get.origin(name)
+    if not isinstance(prompts, str):
+        return {}
+    paths = prompts.split(",")
+    entries: list[dict[str, Any]] = [{"path": path} for path in paths]
+    is_cut = False
+    for path, entry in zip(paths, entries, strict=True):
+        is_hub_id = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not Path(path).exists()
+        if is_hub_id and not path.lower().endswith(DATA_FILES):
+            is_cut = bool(most) and len(paths) == 1
+            rows = f"{split}[:{most:.0f}]" if is_cut else split
+            entry |= {} if rows == "train" else {"split": rows}
+        elif split != "train":
+            notes.append(f"prompt_split ({split}): data.prompts. {path} is no hub id.")
+    if most and not is_cut:
+        notes.append(f"max_samples ({most:g}): data.prompts is cut by hand, as files are.")
+    if weights := get("data.prompt_probs"):
+        for entry, weight in zip(entries, map(parsed, str(weights).split(",")), strict=False):
+            entry["weight"] = weight
+    sources = [entry if len(entry) > 1 else entry["path"] for entry in entries]
+    return {"data.prompts": (sources, origin)}
+
+
+def _batches_of_openrlhf(get: _Values, notes: list[str], done: Settings) -> None:
+    """Set the sizes of batches, the number of steps, and the intervals."""
+    batch, most = get("rollout.batch_size"), get("data.max_samples")
+    done["rollout.prompts_per_step"] = batch, get.origin("rollout.batch_size")
+    samples, updated = get("rollout.n_samples_per_prompt"), get("train.batch_size")
+    done["rollout.samples_per_prompt"] = samples, get.origin("rollout.n_samples_per_prompt")
+    done["ppo.minibatch_size"] = updated, get.origin("train.batch_size")
+    responses = batch * samples
+    if isinstance(responses, int) and isinstance(updated, int) and responses % max(updated, 1):
+        fits, origin = math.gcd(responses, updated), get.origin("train.batch_size")
+        done["ppo.minibatch_size"] = fits, f"divides {responses} responses, {origin} {updated}"
+        notes.append(
+            f"{origin} ({updated}): ppo.minibatch_size is {fits}. It must divide the {responses} "
+            f"responses of a step."
+        )
+    episodes = get("train.num_episodes")
+    done["num_steps"] = _steps(episodes, get.origin("train.num_episodes"), done, most)
+    for name in ("eval.steps", "ckpt.save_steps"):
+        if (origin := get.origin(name)) in get.given and get(name) == -1:
+            get.idle.append(f"{origin} (-1)")
+        else:
+            get.used.discard(origin)
+
+
+def _lengths_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
+    total, response = get("data.max_len"), get("rollout.max_new_tokens")
+    if response is None:
+        notes.insert(
+            0,
+            f"max_len ({total:g}): data.max_prompt_tokens and rollout.max_new_tokens. OpenRLHF "
+            f"gives a response what its prompt leaves of max_len; raypo has a limit for each.",
+        )
+        return {}
+    done: Settings = {"rollout.max_new_tokens": (response, get.origin("rollout.max_new_tokens"))}
+    if get("data.prompt_max_len") is None:
+        origin = f"{get.origin('data.max_len')} - {get.origin('rollout.max_new_tokens')}"
+        done["data.max_prompt_tokens"] = max(total - response, 1), origin
+    else:
+        get.used.discard(get.origin("data.prompt_max_len"))
+    return done
+
+
+def _schedule_of_openrlhf(get: _Values, done: Settings) -> Settings:
+    """Return the schedule of the learning rates, and the steps that train only the critic."""
+    schedule, kind = Settings(), get("actor.lr_scheduler")
+    origin = get.origin("actor.lr_scheduler")
+    if (name := kind.partition("_with_")[0]) in ("constant", "linear", "cosine"):
+        schedule["learner.lr_schedule"] = name, origin
+    else:
+        get.used.discard(origin)
+    if kind == "cosine_with_min_lr":
+        floor = get.origin("actor.min_lr_ratio")
+        schedule["learner.lr_floor"] = get("actor.min_lr_ratio"), floor
+    ratio, steps = get("actor.lr_warmup_ratio"), done["num_steps"][0]
+    if ratio > 0 and kind != "constant":  # its warm-up has no effect in transformers
+        is_known = isinstance(steps, int)
+        schedule["learner.lr_warmup_steps"] = (
+            math.ceil(ratio * steps) if is_known else _TODO,
+            f"{ratio:g} of num_steps, {get.origin('actor.lr_warmup_ratio')}",
+        )
+    if get("critic.freezing_steps") > 0:
+        frozen = get.origin("critic.freezing_steps")
+        schedule["ppo.critic_warmup_steps"] = get("critic.freezing_steps"), frozen
+    return schedule
+
+
+def _models_of_openrlhf(get: _Values, notes: list[str]) -> Settings:
+    """Return the servers of scores, the data type, the offload and the transport of weights."""
+    done: Settings = {}
+    server = get.origin("reward.remote_url")
+    if str(get.given.get(server)).startswith("http"):
+        done["reward.url"] = get("reward.remote_url").split(","), server
+        notes.append(f"{server}: reward.url. {get.rows[server].note}")
+    if isinstance(models := get("reward.model_name_or_path"), str):
+        done["model.reward"] = models.split(","), get.origin("reward.model_name_or_path")
+    origin = get.origin("ds.param_dtype")  # raypo's own choice is bfloat16 on GPUs, too
+    if get.given.get(origin) in ("bf16", True):
+        get.used.add(origin)
+        done["model.dtype"] = "bfloat16", origin
+    if get("ds.adam_offload"):
+        offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+        done["learner.deepspeed"] = offload, get.origin("ds.adam_offload")
+    backend = get("vllm.sync_backend")
+    if (origin := get.origin("vllm.sync_backend")) in get.given:
+        done["rollout.engine.transport"] = "auto", origin
+        notes.append(
+            f"{origin} ({backend}): rollout.engine.transport is auto: ipc for colocated engines, "
+            f"and nccl for engines on GPUs of their own (placement.mode: dedicated)."
+        )
+    return done
 
 
 def _set_lora(get: _Values, done: Settings, *, rank: str, alpha: str) -> None:
     if get(rank):  # 0 means no LoRA
-        done["model.lora.rank"], done["model.lora.alpha"] = (get(rank), rank), (get(alpha), alpha)
+        done["model.lora.rank"] = get(rank), get.origin(rank)
+        done["model.lora.alpha"] = get(alpha), get.origin(alpha)
 
 
 def _set_workers(get: _Values, done: Settings, *, gpus: str, nodes: str) -> None:
@@ -529,9 +734,11 @@ def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
     while True:
         _set_todo(done, recipe)
         try:
-            values = {key: value for key, (value, _) in done.items()}
-            if values.get("num_steps") == _TODO:
-                del values["num_steps"]
+            values = {
+                key: value
+                for key, (value, _) in done.items()
+                if value != _TODO or key not in _COUNTED
+            }
             return RECIPES[recipe].parse(nested(values))
         except ConfigError as error:
             lines = [line.removeprefix("config: ") for line in str(error).splitlines()]
@@ -550,8 +757,8 @@ def _with_origins(text: str, done: Settings) -> list[str]:
         depth = (len(line) - len(line.lstrip())) // 2
         path[depth:] = [line.strip().partition(":")[0]]
         value, origin = done.get(".".join(path), (None, ""))
-        if value == _TODO and path == ["num_steps"]:
-            line = f"num_steps: {_TODO}"
+        if value == _TODO and ".".join(path) in _COUNTED:
+            line = f"{line.partition(':')[0]}: {_TODO}"
         lines.append(f"{line} # {origin}" if origin and not line.endswith(":") else line)
     return lines
 

@@ -112,8 +112,8 @@ def load_prompts(
     are rendered with the tokenizer's chat template, which writes the special tokens itself.
     `Prompt.index` is the row number over all sources in order, counting skipped rows.
 
-    Each worker that calls this reads every row once. If the prompts are too many for memory, they
-    are stored in a temporary file (`ItemStore`).
+    Each worker that calls this reads every row once. Large sets of prompts are stored in a
+    temporary file (`ItemStore`).
 
     Args:
         section: The sources, their columns and the length limit.

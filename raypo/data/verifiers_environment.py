@@ -31,7 +31,7 @@ def check_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Non
 
     Raises:
         ConfigError: the package is missing or its version is not supported, there is no such
-            environment, or it does not take the arguments.
+            environment, or the environment does not take the arguments.
     """
     _check_version(name, key)
     check_factory(factory_of(name), arguments, key=key)

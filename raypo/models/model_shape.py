@@ -248,6 +248,11 @@ def _folder(path: str, key: str) -> Path:
 
     try:
         return Path(huggingface_hub.hf_hub_download(path, "config.json")).parent
+    except huggingface_hub.errors.LocalEntryNotFoundError:
+        raise ConfigError(
+            f"{key} ({path}): there is no such folder, and the hub was not reached to look for a "
+            f"model of this id. Connect to it, or give a local folder."
+        ) from None
     except Exception as error:  # huggingface_hub raises a dozen unrelated types
         raise ConfigError(
             f"{key} ({path}): its config.json cannot be had: {type(error).__name__}. Give a local "

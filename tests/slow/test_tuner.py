@@ -180,6 +180,7 @@ def test_rays_population_based_training(tmp_path: Path, local_ray: None):
                 perturbation_interval=2,
                 quantile_fraction=0.5,
                 hyperparam_mutations={"learner.lr": tune.loguniform(1e-6, 1e-2)},
+                resample_probability=0.0,  # near the better trial's rate, which learns
                 synch=True,
             ),
         ),
@@ -231,7 +232,8 @@ def test_a_script_that_has_connected_to_ray_itself(task: Path, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, script],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        # Not a Ray that happens to run on this machine.
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "RAY_ADDRESS": "local"},
         capture_output=True,
         text=True,
         timeout=600,

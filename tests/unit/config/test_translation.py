@@ -25,7 +25,8 @@ def command_in(file: str) -> str:
 
 
 def config_of(text: str, tmp_path: Path) -> PPOConfig:
-    (tmp_path / "run.yaml").write_text(text.replace("num_steps: TODO", "num_steps: 40"))
+    text = text.replace("num_steps: TODO", "num_steps: 40")
+    (tmp_path / "run.yaml").write_text(text.replace("warmup_steps: TODO", "warmup_steps: 1"))
     return PPOConfig.load(tmp_path / "run.yaml")
 
 
@@ -126,8 +127,8 @@ def test_counts_of_steps_are_copied_where_an_update_is_a_step(tmp_path: Path):
     config = config_of(trl(counts), tmp_path)
     assert (config.checkpoint.every, config.eval.every) == (20, 5)
     text = trl("logging_steps=1, log_completions=True, eval_strategy='steps', vllm_mode='colocate'")
-    assert "# Needs nothing here: logging_steps (1), log_completions (True)." in text
-    assert "# - Needs nothing here: eval_strategy, vllm_mode.\n" in text
+    (line,) = [each for each in text.splitlines() if "Needs nothing here:" in each]
+    assert "eval_strategy (steps), vllm_mode (colocate), logging_steps (1), log_completions" in line
     assert "# - eval_strategy (epoch): Set `eval.prompts`" in trl("eval_strategy='epoch'")
     assert config.learner.lr_warmup_steps == 7
     text = trl(f"{counts}, num_iterations=2")
@@ -185,7 +186,7 @@ def test_a_value_that_raypo_refuses_is_left_out_with_its_reason():
     flags = "--n_samples_per_prompt 1 --advantage_estimator rloo --eps_clip_low_high 0.2 0.28"
     text = translate("OpenRLHF", read_command(flags, "OpenRLHF"))
     assert "# - n_samples_per_prompt: rollout.samples_per_prompt (1): ppo.advantage: rloo" in text
-    assert "clip_high: 0.28 # actor.eps_clip_low_high" in text
+    assert "clip_high: 0.28 # eps_clip_low_high" in text
     assert "samples_per_prompt: 1" not in text
     assert "policy: TODO # a folder or a hub id" in text
 
@@ -367,3 +368,121 @@ def test_epochs_that_only_the_shell_knows_are_left_to_be_set():
     text = translated("trainer.total_epochs=$E")
     assert "# - trainer.total_epochs ($E): num_steps." in text
     assert "num_steps: TODO # rows / 1024 prompts x trainer.total_epochs\n" in text
+
+
+FLAT = """ray job submit --address="http://127.0.0.1:8265" --runtime-env-json='{"pip": []}' \\
+    -- python3 -m openrlhf.cli.train_ppo_ray --pretrain org/policy --reward_pretrain org/reward \\
+    --save_path /ckpt/first --ckpt_path /ckpt/state --save_hf_ckpt --prompt_data org/prompts \\
+    --prompt_max_len 1024 --generate_max_len 512 --rollout_batch_size 1024 """
+
+
+def openrlhf(flags: str) -> str:
+    return translate("OpenRLHF", read_command(FLAT + flags, "OpenRLHF"))
+
+
+def test_flat_flags_of_openrlhf_are_kept_over_its_defaults(tmp_path: Path):
+    text = openrlhf(
+        "--value_clip 0.2 --seed 7 --temperature 0.7 --l2 0.01 --gamma 0.9 --dual_clip 4 "
+        "--vllm_tensor_parallel_size 2 --vllm_gpu_memory_utilization 0.6 --save_steps 20 "
+        "--lr_scheduler constant --reward_clip_range -5 5 --label_key answer --bf16 "
+        "--save_value_network --kl_target 6 --lora_rank 16 --lora_alpha 16 "
+        "--freezing_actor_steps 5 --actor_num_nodes 2 --actor_num_gpus_per_node 8"
+    )
+    config = config_of(text, tmp_path)
+    ppo, learner, engine = config.ppo, config.learner, config.rollout.engine
+    assert (ppo.value_clip, ppo.gamma, ppo.dual_clip, ppo.critic_warmup_steps) == (0.2, 0.9, 4, 5)
+    assert (config.seed, config.rollout.temperature, learner.weight_decay) == (7, 0.7, 0.01)
+    assert (engine.tensor_parallel, engine.gpu_memory_fraction) == (2, 0.6)
+    assert (config.checkpoint.every, config.data.label_key) == (20, "answer")
+    assert (ppo.shaping.clip_low, ppo.shaping.clip_high) == (-5, 5)
+    assert (learner.lr_schedule, learner.lr_warmup_steps, learner.lr_floor) == ("constant", 0, 0)
+    assert (ppo.kl.controller, ppo.kl.target, learner.save_critic) == ("adaptive", 6, True)
+    assert config.model.lora is not None
+    assert (config.model.lora.rank, config.model.lora.alpha) == (16, 16)
+    assert config.model.dtype == "bfloat16"
+    assert (config.name, config.storage_path) == ("first", "/ckpt")
+    assert "value_clip: 0.2 # value_clip\n" in text
+    assert "TRL" not in text
+    assert "peft" not in text
+
+
+def test_flags_of_openrlhf_that_need_nothing_are_one_line_and_no_secret_is_written():
+    text = openrlhf(
+        "--ref_num_nodes 1 --reward_num_gpus_per_node 8 --critic_num_nodes 1 --packing_samples "
+        "--colocate_all_models --micro_train_batch_size 8 --enforce_eager --vllm_enable_sleep "
+        "--deepspeed_enable_sleep --logging_steps 1 --eval_steps -1 --use_wandb s3cret"
+    )
+    (line,) = [each for each in text.splitlines() if each.startswith("# Needs nothing here:")]
+    for name in ("ref_num_nodes", "reward_num_gpus_per_node", "critic_num_nodes", "enforce_eager"):
+        assert f"{name} (" in line
+    for name in ("eval_steps (-1)", "save_hf_ckpt (True)", "ckpt_path (/ckpt/state)"):
+        assert name in line
+    assert not re.search("address|runtime-env|python3|s3cret", text)
+    assert "project: openrlhf_train_ppo # use_wandb" in text
+    assert "project: mine # use_wandb" in openrlhf("--use_wandb $TOKEN --wandb_project mine")
+
+
+def test_what_only_the_shell_knows_of_openrlhf_is_a_note():
+    text = openrlhf("--rollout_batch_size $B --lr_warmup_ratio $W --max_samples $N --seed $S")
+    for name in ("rollout_batch_size ($B)", "lr_warmup_ratio ($W)", "max_samples ($N)"):
+        assert f"# - {name}: " in text
+    assert "# - num_steps: rows / rollout.prompts_per_step x 1 of train.num_episodes" in text
+    assert "# - lr_warmup_ratio (some): learner.lr" in openrlhf("--lr_warmup_ratio some")
+
+
+def test_defaults_of_openrlhf_that_change_what_is_learned_are_written(tmp_path: Path):
+    text = openrlhf("--max_samples 100000 --num_episodes 2 --adam_offload")
+    config = config_of(text, tmp_path)
+    learner = config.learner
+    assert (config.num_steps, learner.lr_warmup_steps) == (194, 6)
+    assert (learner.lr_schedule, learner.lr_floor) == ("cosine", 0.1)
+    assert (config.ppo.shaping.clip_low, config.ppo.shaping.clip_high) == (-10, 10)
+    assert learner.deepspeed == {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert "split: train[:100000]" in text
+    assert "num_steps: 194 # 100000 rows of max_samples // 1024 prompts x 2 of num_episodes" in text
+    unknown = openrlhf("--lr_warmup_ratio 0.1")
+    assert "# - num_steps: rows / 1024 prompts x 1 of train.num_episodes's default" in unknown
+    assert "# - learner.lr_warmup_steps: 0.1 of num_steps, lr_warmup_ratio" in unknown
+    assert "  lr_warmup_steps: TODO" in unknown
+
+
+def test_several_sources_and_reward_models_of_openrlhf_and_what_follows_the_command(tmp_path: Path):
+    text = openrlhf(
+        "--prompt_data org/a,org/b --prompt_data_probs 0.25,0.75 --reward_pretrain org/r,org/s "
+        "--advantage_estimator rloo --n_samples_per_prompt 4 --reward_clip_range -5 5 "
+        "2>&1 | tee log"
+    )
+    config = config_of(text, tmp_path)
+    assert [getattr(each, "weight", None) for each in config.data.prompts] == [0.25, 0.75]
+    assert [each.path for each in config.model.reward or ()] == ["org/r", "org/s"]
+    assert config.ppo.shaping.clip_high is None
+    assert "# - reward_clip_range ([-5, 5]): ppo.shaping.clip_low and ppo.shaping.clip_high" in text
+    with pytest.raises(ConfigError, match=r"train_dpo\): only commands of train_ppo_ray"):
+        read_command("python3 -m openrlhf.cli.train_dpo --pretrain m", "OpenRLHF")
+
+
+def test_the_rows_of_a_file_limit_max_samples(tmp_path: Path):
+    pq.write_table(pa.table({"input": list("abcdefgh")}), tmp_path / "p.parquet")
+    flags = f"--prompt_data {tmp_path}/p.parquet --rollout_batch_size 2 --max_samples"
+    assert "num_steps: 4 # 8 rows // 2 prompts" in openrlhf(f"{flags} 100")
+    text = openrlhf(f"{flags} 6")
+    assert "# - train.batch_size's default (128): ppo.minibatch_size is 2. It must" in text
+    assert "num_steps: 3 # 6 rows // 2 prompts" in text
+    assert "# - max_samples (6): data.prompts is cut by hand" in text
+
+
+def test_a_transport_of_openrlhf_that_colocated_engines_lack_is_auto(tmp_path: Path):
+    text = openrlhf("--vllm_sync_backend nccl --colocate_all_models")
+    engine = config_of(text, tmp_path).rollout.engine
+    assert engine.resolved_transport(colocated=True, use_gpu=True) == "ipc"
+    assert "transport: auto # vllm_sync_backend" in text
+    assert "# - vllm_sync_backend (nccl): rollout.engine.transport is auto" in text
+
+
+def test_servers_and_the_normalization_of_openrlhf_say_how_they_differ(tmp_path: Path):
+    text = openrlhf("--remote_rm_url http://a:1/score,http://b:1/score --normalize_reward")
+    config = config_of(text, tmp_path)
+    assert config.reward.url == ("http://a:1/score", "http://b:1/score")
+    assert config.ppo.shaping.normalize
+    assert "# - remote_rm_url: reward.url. A server. OpenRLHF posts `query`" in text
+    assert "# - normalize_reward: ppo.shaping.normalize. OpenRLHF subtracts the fixed" in text

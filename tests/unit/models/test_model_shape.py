@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -83,3 +84,17 @@ def test_keys_and_values_of_a_token(tmp_path: Path):
     assert shape.kv_bytes_per_token("bfloat16") == 2 * two_layers_of_two_heads_of_32
     for size in (2, 4):  # a head is on one device, or on each
         assert shape.kv_bytes_per_token("float32", tensor_parallel=size) == 4 * 2 * 2 * 32
+
+
+def test_a_hub_that_is_not_reached_is_not_blamed_on_the_id(monkeypatch: pytest.MonkeyPatch):
+    def unreachable(*_: object) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    with pytest.raises(ConfigError) as error:
+        ModelShape.read("organisation/model")
+    said = str(error.value)
+    assert said.startswith(
+        "model.policy (organisation/model): there is no such folder, and the hub"
+    )
+    assert "correct the hub id" not in said
