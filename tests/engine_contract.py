@@ -1,4 +1,4 @@
-"""What every engine promises, whatever vLLM it holds: the tests of it, for two files to import.
+"""Contract of every engine, on a stand-in and on vLLM: the tests, which two files import.
 
 `tests/unit/serving/test_engine_contract.py` holds the stand-in against it, and
 `tests/integration/test_engine_joins.py` vLLM itself. Each has a fixture `pair`.
@@ -47,9 +47,9 @@ class Pair:
     engine: Engine
     model: Any
     log_probs: Callable[[Any, np.ndarray, np.ndarray, float], np.ndarray]
-    """Of a response under a model: (model, prompt, response, temperature), in nats."""
+    """Log-probs of a response, in nats, by (model, prompt, response, temperature)."""
     has_keys: bool = True
-    """Whether keys and values of old weights would show."""
+    """True if keys and values of old weights would show."""
     version: int = 0
     models: dict[int, Any] = field(default_factory=dict)
     """The model as it was, by the version that was pushed."""
@@ -132,7 +132,7 @@ def sampled(engine: Engine) -> list[int]:
 
 
 def runs(engine: Engine, count: int, tokens: int) -> Callable[[], bool]:
-    """Whether so many requests run that have so many tokens."""
+    """Return a condition: at least `count` requests run with at least `tokens` tokens each."""
     return lambda: sum(number >= tokens for number in sampled(engine)) >= count
 
 
@@ -141,7 +141,7 @@ def results(answers: list[Future[Completion]]) -> list[Completion]:
 
 
 def assert_begins(whole: Completion, part: Completion) -> None:
-    """What was given back is what an undisturbed request samples first."""
+    """Assert that the part is the beginning of an undisturbed request's response."""
     length = len(part.token_ids)
     assert part.token_ids.tolist() == whole.token_ids[:length].tolist()
     np.testing.assert_allclose(part.log_probs, whole.log_probs[:length], atol=1e-4)

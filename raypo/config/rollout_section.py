@@ -47,7 +47,7 @@ class EngineSection(Config):
     push_timeout_s: float = Field(default=300.0, gt=0.0)
     """nccl: timeout of the broadcast of one bucket (256 MB), in seconds."""
     sleep: bool | Literal["auto"] = "auto"
-    """Whether idle colocated models free their GPU memory. true: engine, frozen models and learner
+    """Idle colocated models free their GPU memory. true: engine, frozen models and learner
     use the memory in turns, and idle models are offloaded to the host. false: all stay on the GPU,
     which is faster if they fit. auto: false if they all fit with a margin, else true (`raypo plan`
     shows the choice)."""

@@ -1,4 +1,4 @@
-"""How well policies learn, on several seeds of the quickstart: sampling ahead against sync, the
+"""Learning of policies, on several seeds of the quickstart: sampling ahead against sync, the
 recipes beside each other, and Muon beside AdamW at the same learning rates.
 
     python -m tests.benchmarks.learning modes|constant_rate|recipes|optimizers

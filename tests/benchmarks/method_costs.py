@@ -1,4 +1,4 @@
-"""What a step's update costs with each newer method, beside the same step with its base.
+"""Cost of a step's update with each newer method, beside the same step with its base.
 
     python -m tests.benchmarks.method_costs [--rounds 12] [--only gigpo vespo]
 

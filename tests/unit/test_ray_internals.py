@@ -159,7 +159,7 @@ def test_schedulers_are_handed_what_they_and_raypo_ask_of_tune():
 
 
 class EndedTrial:
-    """What ResultGrid reads of a trial."""
+    """Attributes of a trial that ResultGrid reads."""
 
     status, trial_id, path = Trial.TERMINATED, "id", "path"
 

@@ -1,4 +1,4 @@
-"""What a teacher reads that knows more than the policy."""
+"""Prompts of a teacher that knows more than the policy."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -163,7 +163,7 @@ def test_a_sample_without_a_prompt_for_the_teacher_or_with_a_long_one_is_not_lea
 
 
 def as_own_teacher(workers: Workers) -> dict[Any, str]:
-    """What each worker is handed of the policy's opinions, each of which is what it read."""
+    """Return what each worker gets from the policy as teacher; a reply repeats its prompt."""
     recipe = made(shown(None, teacher_prompt="success"), workers=workers)
     samples = [
         scored(group, number, float(number == 0), response)

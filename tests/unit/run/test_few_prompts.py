@@ -30,7 +30,7 @@ class Said(MonitorClient):
 def loaded(
     tmp_path: Path, num_prompts: int, **changes: dict[str, Any]
 ) -> tuple[OnlineInputs, list[str]]:
-    """What a run loads of so many prompts, four in a step, and what it says of them."""
+    """Load so many prompts, four in a step; return the inputs and the messages."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
         "".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(num_prompts))

@@ -1,4 +1,4 @@
-"""What `raypo serve --ray` and `raypo.llm_config` refuse; a slow test serves a policy."""
+"""Refusals of `raypo serve --ray` and `raypo.llm_config`; a slow test serves a policy."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What `raypo.Tuner` refuses and counts before any trial starts."""
+"""Refusals and counts of `raypo.Tuner` before any trial starts."""
 
 from pathlib import Path
 from typing import Any
