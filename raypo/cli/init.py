@@ -24,7 +24,8 @@ def init(
     Nothing is executed. The top of the file lists everything that could not be translated.
     """
     from raypo.config import ConfigError
-    from raypo.config.translation import read_command, read_script, translate
+    from raypo.translation.reading import read_command, read_script
+    from raypo.translation.run_file import translate
 
     given = {"TRL": from_trl, "verl": from_verl, "OpenRLHF": from_openrlhf}
     chosen = {project: each for project, each in given.items() if each is not None}

@@ -12,7 +12,8 @@ import pytest
 import examples.ports.trl_grpo as port
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.base import nested
-from raypo.config.translation import read_command, read_script, translate
+from raypo.translation.reading import read_command, read_script
+from raypo.translation.run_file import translate
 
 PORTS = Path(__file__).parents[3] / "examples/ports"
 TRL = port.__doc__ or ""

@@ -1,0 +1,104 @@
+"""Arguments of another project, and the keys that are computed alike from them."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from raypo.config.base import parsed
+from raypo.config.migration import Counterpart
+
+Settings = dict[str, tuple[Any, str]]
+"""Dotted key -> its value, and the name of the argument that it comes from."""
+DEFAULT = "'s default"
+TODO = "TODO"
+WORDS = {
+    **{"group_norm": "grpo", "reinforce_plus_plus": "reinforce"},
+    **{"reinforce_plus_plus_baseline": "reinforce_baseline"},
+    **{"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"},
+    **{"seq-mean-token-sum-norm": "constant", "vanilla": "ppo", "geo_mean": "gmpo"},
+    **{"low_var_kl": "k3", "mse": "k2", "kl": "k1"},
+}
+"""Value of verl or OpenRLHF -> value of raypo."""
+
+
+class Arguments:
+    """Lookup of given values, with the other project's defaults. It records the names used.
+
+    A number that is given by an expression is NaN, and so is all that is computed from it.
+    """
+
+    def __init__(self, given: Mapping[str, Any], rows: Mapping[str, Counterpart]) -> None:
+        self.given, self.rows, self.used = given, rows, set[str]()
+        self.idle: list[str] = []
+        """Arguments that need nothing in raypo, with their values, for a note."""
+
+    def __call__(self, name: str, usual: Any = None) -> Any:
+        """Return the value given under a name or one of its older names.
+
+        If none is given, return the other project's default, or `usual` if there is no default.
+        """
+        row = self.rows.get(name)
+        default = parsed(row.default) if row and row.default else usual
+        for each in row.names if row else (name,):
+            if each in self.given:
+                is_number = type(default) in (int, float)
+                value = self.given[each]
+                if isinstance(value, ast.AST) or (is_number and isinstance(value, str)):
+                    return math.nan if is_number else default
+                self.used.add(each)
+                return self.given[each]
+        return default
+
+    def origin(self, name: str) -> str:
+        """Return the name under which a value is given, or say that it is a default."""
+        row = self.rows[name]
+        given = [
+            each
+            for each in row.names
+            if each in self.given and not isinstance(self.given[each], ast.AST)
+        ]
+        return given[0] if given else f"{row.names[0]}{DEFAULT}"
+
+
+def steps_of(epochs: float, name: str, done: Settings, most: Any = None) -> tuple[Any, str]:
+    """Return the number of steps if the rows are known, else TODO.
+
+    Args:
+        epochs: Passes over the rows.
+        name: The argument that gives `epochs`.
+        done: The keys so far. Rows of its parquet files are counted.
+        most: Number of rows that are used at most, and exactly if the rows cannot be counted.
+    """
+    from pyarrow import parquet
+
+    prompts: Any = done.get("rollout.prompts_per_step", ("rollout.prompts_per_step",))[0]
+    files = done.get("data.prompts", ("",))[0]
+    rows, counted = most, "rows of max_samples"
+    with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
+        paths = [Path(each).expanduser() for each in ([files] if isinstance(files, str) else files)]
+        rows = min(sum(parquet.read_metadata(path).num_rows for path in paths), most or math.inf)
+        counted = "rows"
+    with suppress(ValueError, TypeError):  # not known
+        if steps := int(rows // prompts * epochs):
+            return steps, f"{rows} {counted} // {prompts} prompts x {epochs} of {name}"
+    times = name if math.isnan(epochs) else f"{epochs} of {name}"
+    each = "rollout.prompts_per_step" if prompts != prompts else f"{prompts} prompts"  # NaN
+    return TODO, f"rows / {each} x {times}"
+
+
+def set_lora(get: Arguments, done: Settings, *, rank: str, alpha: str) -> None:
+    """Set rank and alpha of an adapter from the arguments with these names."""
+    if get(rank):  # 0 means no LoRA
+        done["model.lora.rank"] = get(rank), get.origin(rank)
+        done["model.lora.alpha"] = get(alpha), get.origin(alpha)
+
+
+def set_workers(get: Arguments, done: Settings, *, gpus: str, nodes: str) -> None:
+    """Set the number of learner workers from GPUs per node and nodes, if GPUs are given."""
+    if any(name in get.given for name in get.rows[gpus].names):
+        done["learner.num_workers"] = get(gpus) * get(nodes, 1), f"{gpus} x {nodes}"
