@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 import ray
 from ray import tune
 from ray.actor import ActorHandle
-from ray.tune import Callback, ResultGrid, Stopper
+from ray.tune import Callback, ResultGrid, ResumeConfig, Stopper
 from ray.tune.experiment import Trial
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
 from ray.tune.stopper import CombinedStopper
@@ -26,6 +27,7 @@ from raypo.cluster.connect import connect
 from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.config import AnyConfig
 from raypo.deployment.reserve import SAY_AFTER_S, waiting_groups
+from raypo.ray_internals import resume_experiment
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.console import Console
 from raypo.trainer.watch import stop_on_signal
@@ -58,6 +60,9 @@ class StopOnRequest(Stopper):
     rule: Any = None
     """`tune.RunConfig.stop`: a mapping, a function, a stopper, or a list of stoppers."""
     is_wanted: bool = False
+    keeps_state: bool = False
+    """True if a request leaves the trials unfinished in Tune's records, so that the experiment can
+    be restored. Otherwise Tune records them as stopped."""
 
     def __post_init__(self) -> None:
         """Combine a list of stoppers into one."""
@@ -72,7 +77,12 @@ class StopOnRequest(Stopper):
 
     def stop_all(self) -> bool:
         """Return True if all trials are to stop."""
-        return self.is_wanted or (isinstance(self.rule, Stopper) and self.rule.stop_all())
+        if self.is_wanted and not self.keeps_state:
+            return True
+        if self.is_wanted:
+            # Tune's own handler ends the loop, as at Ctrl-C, and saves the experiment's state.
+            signal.raise_signal(signal.SIGUSR1)
+        return isinstance(self.rule, Stopper) and self.rule.stop_all()
 
 
 class RoomWatch(Callback):
@@ -145,6 +155,7 @@ def fit_trials(
     tune_config: tune.TuneConfig,
     run_config: tune.RunConfig,
     stop: StopOnRequest,
+    resume: ResumeConfig | None = None,
 ) -> ResultGrid:
     """Start the shared deployments, and run trials with them until Tune ends.
 
@@ -160,6 +171,7 @@ def fit_trials(
         run_config: Tune's own config. The sweep sets its name and storage path, and `stop` replaces
             its stop rule. `RoomWatch` is added to its callbacks.
         stop: Stopper of the experiment.
+        resume: Which trials of the experiment in the folder go on. None begins a new one.
 
     Raises:
         PlacementError: the resources of the shared models were not free in time.
@@ -173,7 +185,7 @@ def fit_trials(
     )
     with _group_gc() as group_gc, sharing as shared:
         setup = replace(setup, group_gc=group_gc, shared=shared)
-        return tune.Tuner(
+        tuner = tune.Tuner(
             tune.with_resources(
                 tune.with_parameters(trainable, setup=setup),
                 tune.PlacementGroupFactory([DRIVER_RESOURCES]),
@@ -195,7 +207,10 @@ def fit_trials(
                 stop=stop,
                 callbacks=[*(run_config.callbacks or ()), RoomWatch()],
             ),
-        ).fit()
+        )
+        if resume is not None:
+            resume_experiment(tuner, resume)
+        return tuner.fit()
 
 
 @contextmanager

@@ -61,12 +61,7 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
     origin = f"{files.location}/config.yaml"
     changes = earlier.differences(sweep, ignore=TRIALS_DO_NOT_DEPEND_ON)
     begun = parse_run_config(earlier_base, origin=origin)
-    changes += [
-        f"{sweep.base}, {change}"
-        for change in begun.differences(
-            decided_as(base, begun.model_dump()), ignore=("name", *NUMBERS_DO_NOT_DEPEND_ON)
-        )
-    ]
+    changes += [f"{sweep.base}, {change}" for change in base_changes(begun, base)]
     if changes:
         lines = "\n  ".join(changes)
         raise ConfigError(
@@ -75,6 +70,12 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
         )
     if read_trials(files):
         check_recorded_inputs(base, files)
+
+
+def base_changes(begun: AnyConfig, base: AnyConfig) -> list[str]:
+    """Return `key: begun -> now` for each key of the base that may not change."""
+    now = decided_as(base, begun.model_dump())
+    return begun.differences(now, ignore=("name", *NUMBERS_DO_NOT_DEPEND_ON))
 
 
 def is_done(sweep: SweepConfig, files: RunFiles) -> bool:

@@ -1,6 +1,6 @@
 """Ray Tune's Tuner for runs of any recipe, with the user's spaces, searchers and schedulers.
 
-`raypo sweep` does the same for a sweep file. It also resumes from its records, and writes a page.
+`raypo sweep` does the same for a sweep file. It also writes a page.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import cloudpickle
 import numpy as np
 import pandas as pd
 from ray import tune
-from ray.tune import ResultGrid, Stopper
+from ray.tune import ResultGrid, ResumeConfig, Stopper
 from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 from ray.tune.search.variant_generator import generate_variants
 
 from raypo.checks.model_checks import check_models
+from raypo.checks.resume_checks import check_recorded_inputs
 from raypo.cluster.placement import lay_out
 from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig, ConfigError, load_run_config, parse_run_config
@@ -33,7 +35,7 @@ from raypo.config.sweep_config import MAX_TEST_POINTS, SharedRole, check_key, wi
 from raypo.inputs import known_digests, record_inputs
 from raypo.ray_internals import with_runs
 from raypo.storage.checkpoints import find_checkpoint
-from raypo.storage.folder import below
+from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.console import Console
 from raypo.trainer import RecipeTrainer, trainer_for
@@ -42,9 +44,11 @@ from raypo.tuning.capacity import plan_trials
 from raypo.tuning.experiment import StopOnRequest, connected, fit_trials, limits_itself
 from raypo.tuning.population import Segment
 from raypo.tuning.record import Point
-from raypo.tuning.sweep_folder import TRIALS_FOLDER
+from raypo.tuning.sweep_folder import TRIALS_FOLDER, base_changes
 from raypo.tuning.trial import TrialSetup, run_point
 
+ARGUMENTS = "tuner.pkl"
+"""File with the arguments of a `Tuner` and its base config, for `Tuner.restore`."""
 RANDOM_POINTS = 20
 """Points of a random space that are validated against the run config before any trial starts."""
 
@@ -90,6 +94,7 @@ class Tuner:
         self._tune_config = tune_config or tune.TuneConfig()
         self._run_config = run_config or tune.RunConfig()
         self._share: Sequence[SharedRole] | Literal["auto"] = share
+        self._resume: ResumeConfig | None = None
         _check_run_config(self._run_config)
         storage = self._run_config.storage_path
         is_default = storage in (None, tune.RunConfig().storage_path)
@@ -99,6 +104,51 @@ class Tuner:
         )
         self.trials = list(self._checked_trials())
         """Run configs that represent all trials: those of a grid, and random draws."""
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | Path,
+        config: AnyConfig | Mapping[str, Any] | str | Path | RecipeTrainer[Any],
+        *,
+        resume_errored: bool = False,
+    ) -> Self:
+        """Return a `Tuner` whose `fit` goes on with an experiment that was stopped or killed.
+
+        Trials that had begun go on from the last checkpoints of their runs, and the searcher from
+        its last result. A scheduler begins anew, as in Ray Tune's own `restore`. Search space,
+        Tune's configs and `share` are those that the experiment began with.
+
+        Args:
+            path: Folder or URI of the experiment: its `location`.
+            config: Config or trainer that the experiment began with.
+            resume_errored: Whether trials that failed are tried again.
+
+        Raises:
+            ConfigError: the folder holds no experiment, or one of another config.
+        """
+        files = RunFiles.at(str(path))
+        written = files.read(ARGUMENTS)
+        if written is None:
+            raise ConfigError(
+                f"path ({path}): holds no experiment of raypo.Tuner, as there is no {ARGUMENTS}. "
+                f"Give the folder <storage_path>/<name> of its RunConfig. (`raypo sweep` goes on "
+                f"with its own folders.)"
+            )
+        base, arguments = cloudpickle.loads(written)
+        storage_path, name = parent_and_name(files.location)
+        moved = replace(arguments["run_config"], storage_path=storage_path, name=name)
+        tuner = cls(config, **{**arguments, "run_config": moved})
+        if changes := base_changes(parse_run_config(base, origin=files.location), tuner._base):
+            lines = "\n  ".join(changes)
+            raise ConfigError(
+                f"config ({tuner._base.name}): {files.location} was begun with another one:\n"
+                f"  {lines}\nChange these keys back to go on, or begin an experiment of its own."
+            )
+        check_recorded_inputs(tuner._base, files, given=tuner._trainer.given_functions)
+        kinds: Any = ResumeConfig.ResumeType  # Ray annotates them as str
+        tuner._resume = ResumeConfig(errored=kinds.RESUME if resume_errored else kinds.SKIP)
+        return tuner
 
     def fit(self) -> ResultGrid:
         """Run all trials.
@@ -116,10 +166,11 @@ class Tuner:
         """
         check_not_started_by_import(self._base)
         check_models(self._base)
-        stop = StopOnRequest(self._run_config.stop)
-        said = f"Stopping all trials; their runs are in {self.location}/{TRIALS_FOLDER}"
+        stop = StopOnRequest(self._run_config.stop, keeps_state=True)
+        said = f"Stopping all trials; Tuner.restore({self.location!r}, ...) goes on with them."
         with self._files.lock(), connected(self._base, stop, said=said):
-            self._check_folder()
+            if self._resume is None:
+                self._check_folder()
             return with_runs(self._fit(stop), self._result)
 
     def _fit(self, stop: StopOnRequest) -> ResultGrid:
@@ -143,7 +194,11 @@ class Tuner:
                 f"at a time, and the cluster has room for {plan.num_slots}. Set its max_concurrent "
                 f"to {plan.num_slots}, or give a searcher without a limit of its own."
             )
-        record_inputs(base, self._files, resumes=False, given=trainer.given_functions)
+        is_resumed, given = self._resume is not None, trainer.given_functions
+        for change in record_inputs(base, self._files, resumes=is_resumed, given=given):
+            Console().message(f"changed input, accepted: {change}")
+        if not is_resumed:
+            self._write_arguments()
         scheduler = self._tune_config.scheduler
         setup = TrialSetup(
             sweep=self._files.name,
@@ -173,6 +228,7 @@ class Tuner:
             tune_config=replace(self._tune_config, trial_name_creator=named),
             run_config=self._run_config,
             stop=stop,
+            resume=self._resume,
         )
 
     @property
@@ -230,13 +286,25 @@ class Tuner:
             trial = with_values(self._values, {**point, "name": self._files.name})
             yield parse_run_config(trial, origin=f"a trial with {words}" if words else "a trial")
 
+    def _write_arguments(self) -> None:
+        """Write what `restore` needs, before Tune changes the searcher and the scheduler."""
+        arguments = {
+            "param_space": self._space,
+            "tune_config": self._tune_config,
+            "run_config": self._run_config,
+            "share": self._share,
+        }
+        base = self._base.model_dump(mode="json")
+        self._files.write(ARGUMENTS, cloudpickle.dumps((base, arguments)))
+        self._files.sync()
+
     def _check_folder(self) -> None:
         taken = self._files.names()
         if taken:
             raise ConfigError(
                 f"RunConfig.name ({self._files.name}): {self._files.location} holds {taken[0]}. "
-                f"Choose another name, or leave it out for one of its own. (`raypo sweep` goes on "
-                f"with a sweep that was stopped.)"
+                f"Choose another name, or leave it out for one of its own. Tuner.restore goes on "
+                f"with an experiment that was stopped."
             )
 
     def _result(self, trial: str, result: Any) -> Any:
