@@ -277,9 +277,9 @@ def test_an_experiment_that_was_stopped_goes_on(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    while len(list(stopped.glob("trials/*"))) < 2 and script.poll() is None:
+    while len(list(stopped.glob("trials/stopped-*"))) < 2 and script.poll() is None:
         time.sleep(0.1)
-    first, second = sorted(stopped.glob("trials/*"), key=lambda each: each.stat().st_ctime)
+    first, second = sorted(stopped.glob("trials/stopped-*"), key=lambda each: each.stat().st_ctime)
     wait_for_steps(second, 30)
     script.send_signal(signal.SIGTERM)
     out, _ = script.communicate(timeout=60)
@@ -297,7 +297,7 @@ def test_an_experiment_that_was_stopped_goes_on(
         for results in (restored, undisturbed)
     ]
     assert by_rate[0].keys() == by_rate[1].keys()
-    assert set(by_rate[0].values()) == set(stopped.glob("trials/*"))
+    assert set(by_rate[0].values()) == set(stopped.glob("trials/stopped-*"))
     for rate, path in by_rate[0].items():
         assert numbers(read_metrics(path)) == numbers(read_metrics(by_rate[1][rate]))
 
