@@ -98,7 +98,11 @@ def serve_on_ray(config: LLMConfig, *, host: str, port: int, ready: Callable[[st
         )
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     try:
-        serve.run(build_openai_app({"llm_configs": [config]}), name="raypo", route_prefix="/")
+        # By default the ingress reserves a core, which a machine of two cores lacks: the engine and
+        # its replica reserve one each. Ray Serve would wait for it without a message.
+        ingress = {"ray_actor_options": {"num_cpus": 0}}
+        app = build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})
+        serve.run(app, name="raypo", route_prefix="/")
         ready(address(host, port))
         threading.Event().wait()
     finally:
