@@ -260,7 +260,7 @@ def elastic() -> dict[str, Any]:
         show(self, text)
 
     def wait_for(text: str, count: int) -> None:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while sum(text in each for each in messages) < count and time.monotonic() < deadline:
             time.sleep(0.1)
 

@@ -9,7 +9,7 @@ from tests.integration.task import on_a_cluster
 
 
 def test_a_run_loses_a_node_gets_one_and_is_told_of_one_that_goes(tmp_path: Path):
-    found = on_a_cluster("elastic", str(tmp_path), timeout_s=600)
+    found = on_a_cluster("elastic", str(tmp_path), timeout_s=1500)
     sizes = [
         int(match[1])
         for each in found["messages"]
