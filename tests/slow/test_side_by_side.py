@@ -10,6 +10,7 @@ import pytest
 import yaml
 from ray.util import list_named_actors, placement_group_table
 
+from raypo import SFTTrainer
 from tests.integration.pipeline import sft_values, write_examples
 from tests.integration.task import numbers, own_ray, raypo, read_metrics, wait_for_steps
 
@@ -56,8 +57,6 @@ def test_they_give_the_numbers_that_they_give_alone_and_leave_nothing(
         time.sleep(0.5)
     assert own_names() == before
 
-    alone = raypo("train", base)
-    out, error = alone.communicate(timeout=300)
-    assert alone.returncode == 0, out + error
+    SFTTrainer(base).fit()
     trial = tmp_path / "runs" / "rates" / "trials" / "rates-00000"
     assert numbers(read_metrics(trial)) == numbers(read_metrics(tmp_path / "runs" / "sft"))
