@@ -1,8 +1,8 @@
 """Clients of engines, reference models and reward models.
 
 `EngineClient` calls vLLM engines: replicas of a deployment, or one in this process for `raypo eval`
-(`local_handle`). Code that samples uses the protocol `Engines`, which `EnginesInFlight` implements
-too.
+(`local_handle`). Code that samples uses the protocol `Engines`. It is implemented by `EngineClient`
+and by `raypo.rollout.in_flight.EnginesInFlight`.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class EngineClient:
                 exclusive batch.
 
         Returns:
-            The completions of each engine. An engine that was just lost is left out. It loads the
-            required pushes before its next request.
+            The completions of each engine. An engine that was just lost is left out: after its
+            restart it loads the required pushes before its first request.
         """
         answers = survivors(self.handle.call_all(Engine.submit, requests, alone=not joins))
         return answers or [self.handle.call(Engine.submit, requests, alone=not joins).result()]

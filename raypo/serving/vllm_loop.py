@@ -145,7 +145,7 @@ class VllmLoop:
     def call(self, function: Callable[[], T], *, is_urgent: bool = False) -> T:
         """Run a function in the thread, between two steps. Blocks until it has run.
 
-        A call from that thread itself runs at once.
+        If the caller is that thread itself, the function runs immediately.
 
         Args:
             function: The function.

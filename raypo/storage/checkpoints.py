@@ -1,4 +1,4 @@
-"""Locate the checkpoints of a run, reading the files of Ray Train without Ray."""
+"""Search, ranking and integrity checks of a run's checkpoints, from Ray Train's files, without Ray."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ def score_of(
     """
     if best_by is None:
         return {}
-    # A step that did not measure the metric gets the lowest score. Left to itself, Ray 2.60 ranks
-    # such a checkpoint as the best under the order `min` and deletes the real best. It also writes
-    # NaN as null; each later resume then fails with a TypeError.
+    # A step that did not measure the metric gets the lowest score. Without a score, Ray 2.60 ranks
+    # such a checkpoint as the best under the order `min` and deletes the real best. With NaN as the
+    # score, Ray writes null, and each later resume fails with a TypeError.
     value = metrics.get(best_by, math.nan) * (1 if best_mode == "max" else -1)
     return {SCORE: value if math.isfinite(value) else -sys.float_info.max}
 
 
 MANIFEST = "manifest.json"
-"""File in a checkpoint with the size and the digest of each other file. It is written last."""
+"""File in a checkpoint with the size and the digest of each other file. Written last."""
 
 
 class DamagedCheckpointError(ConfigError):
-    """All checkpoints of a run are damaged, or the one that the run starts from is."""
+    """All checkpoints of a run are damaged, or the one checkpoint to start from is damaged."""
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
@@ -93,7 +93,7 @@ def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
-    """Compare the files of a checkpoint with its manifest, and return the damage.
+    """Find the files of a checkpoint that are missing or differ from its manifest.
 
     Args:
         directory: Local folder of the checkpoint.
@@ -101,7 +101,7 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
         count: Number of workers.
 
     Returns:
-        A text for each damaged file of this worker's part, or [] if no file is damaged.
+        One message for each such file in this worker's part. Empty if all files are intact.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
@@ -134,9 +134,9 @@ def no_whole_checkpoint(
     """Return the error for a run whose checkpoints are all damaged.
 
     Args:
-        damaged: Checkpoint -> description of its damage. At least one. Ray Train's paths have no
-            scheme.
-        run: The run that has written them.
+        damaged: Description of what is wrong with each checkpoint, by path. At least one. The paths
+            are Ray Train's, which have no scheme.
+        run: The run that has written the checkpoints.
         is_own: True if this is the run that starts. False if `from_checkpoint` names it.
     """
     lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())

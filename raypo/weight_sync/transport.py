@@ -37,8 +37,8 @@ from raypo.weights.store import WeightSnapshot, WeightStore
 
 RETRY_S = 0.2
 REASON_S, POLL_S = 3.0, 0.05
-"""Seconds to wait for an engine's own error after its peers have noticed its loss, and the poll
-interval in seconds."""
+"""Seconds to wait for the error of an engine that failed, after its peers have noticed the failure,
+and the poll interval in seconds."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -119,7 +119,8 @@ class Transport:
         """Send all tensors, and wait until the engines have loaded them. All workers call it.
 
         Returns:
-            The buckets, on rank 0, if they stay available for engines that restart later.
+            The buckets, on rank 0, if they stay available for engines that restart later. Empty
+            otherwise.
         """
         raise NotImplementedError
 
@@ -158,7 +159,7 @@ class PushSession:
         self.pending = ()
 
     def finish(self) -> Manifest:
-        """Compare what was sent with what arrived, on every engine.
+        """End the push on every engine, and compare the tensors that arrived with those sent.
 
         Raises:
             WeightError: an engine received other tensors than were sent.
@@ -240,7 +241,7 @@ def all_or_none(workers: Workers) -> Iterator[None]:
     """Make all workers fail if one of them fails in this context; otherwise the others would wait.
 
     Raises:
-        WeightError: on the workers that did not fail themselves.
+        WeightError: raised on the workers that did not fail themselves.
     """
     failure: Exception | None = None
     try:

@@ -85,9 +85,9 @@ class Manifest:
 def checksums(parts: Sequence[Tensor]) -> list[int]:
     """Return a checksum of each tensor's bytes.
 
-    Host memory uses 64-bit xxHash. GPUs use a sum of 64-bit words. Each word is multiplied by an
-    odd number that depends on its position, so a changed word or two swapped words change the sum.
-    Both sides of a push use the same kind of checksum.
+    In host memory, the checksum is a 64-bit xxHash. On a GPU, it is a sum of 64-bit words
+    (`word_sum`). Each word is multiplied by an odd number that depends on its position, so a
+    changed word or two swapped words change the sum. Both sides of a push use the same kind.
 
     Args:
         parts: Tensors, uint8 [bytes] each, contiguous, aligned to 8 bytes, and all on one device.
