@@ -30,7 +30,7 @@ PING_TIMEOUT_S = 5.0
 
 
 class DeploymentError(RuntimeError):
-    """A deployment could not be started, or does not answer."""
+    """A deployment could not be started, or does not respond."""
 
 
 class ReplicaLost(DeploymentError):
@@ -96,7 +96,7 @@ def is_lost_actor(error: BaseException) -> bool:
 
 
 def is_alive(actor: ActorHandle) -> bool:
-    """Return True if the actor answers a health check. A timeout counts as busy, so as alive."""
+    """Return True if the actor answers a health check, or times out because it may be busy."""
     try:
         ray.get(readiness(actor), timeout=PING_TIMEOUT_S)
     except GetTimeoutError:

@@ -154,7 +154,7 @@ def words(resources: Resources) -> str:
 
 
 def with_labels(selector: Mapping[str, str]) -> str:
-    """Format a label selector, like ` with ray.io/accelerator-type=H100`. Empty if empty."""
+    """Format a label selector, like ` with ray.io/accelerator-type=H100`. No labels give ""."""
     return f" with {', '.join(f'{k}={v}' for k, v in selector.items())}" if selector else ""
 
 
@@ -190,7 +190,7 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
 
 
 def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
-    """Return the bundles of the dedicated group, engines first. Empty if all is colocated.
+    """Return the bundles of the dedicated group, engines first; [] if all roles are colocated.
 
     Replicas with the same label selector share a bundle as long as their GPU shares fit into it. On
     CPU, all frozen models share the cores of the first bundle, but each engine has its own cores.
@@ -426,7 +426,7 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
 def without(
     nodes: Sequence[Resources], bundles: Sequence[Bundle], placed: Mapping[int, int]
 ) -> list[Resources]:
-    """Return the nodes' resources minus those of the placed bundles."""
+    """Return the resources of each node that the placed bundles leave free."""
     left = [copy(node) for node in nodes]
     for index, node in placed.items():
         for name, amount in bundles[index].resources.items():

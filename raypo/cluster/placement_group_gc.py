@@ -115,7 +115,7 @@ def start_placement_group_gc(*, until: ActorHandle | None = None) -> ActorHandle
         num_cpus=0,
         max_concurrency=16,
         lifetime=None if until is None else "detached",
-        # Keep it out of a Tune trial's placement group, whose removal kills every actor in it.
+        # Keep the collector out of a Tune trial's placement group, whose removal kills every actor in it.
         scheduling_strategy="DEFAULT",
     )
     return group_gc.remote(until)

@@ -85,7 +85,7 @@ class Monitor:
     def end_attempt(self) -> tuple[int, PlacementGroup | None]:
         """Return the number of attempts so far, and the placement group of the last attempt.
 
-        The group is None if the workers of the last attempt never started. It is returned once.
+        The group is None if the workers of the last attempt never started.
         """
         group, self._group = self._group, None
         return self._attempts, group

@@ -10,7 +10,7 @@ answer is killed. Its calls then fail, and Ray restarts it.
 
 Retry rule: if a replica is lost, its calls are repeated under the same id on another replica that
 is up. If no other replica is up, they are repeated on the restarted one. The restarted replica
-first makes the call that the handle requires (`DeploymentHandle.require`).
+first makes the call that the handle requires (its prerequisite, see `DeploymentHandle.require`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ is. Called from any thread, possibly twice for one index."""
 
 RETRY_S = 0.2
 REST_S = 4.0
-"""Seconds after the loss of a replica during which calls prefer every other replica. While Ray 2.60
+"""Seconds after a replica was lost during which calls prefer all other replicas. While Ray 2.60
 restarts a replica, each call to it blocks for 2 s."""
 PROBE_TIMEOUT_S = 3.0
 """Seconds after which a replica that does not answer counts as busy or starting."""
@@ -405,7 +405,7 @@ class ReplicaClient:
         """Return the status of the replica, or None if it is not up or reports a problem.
 
         Args:
-            timeout_s: Seconds to wait for its answer. None means no limit.
+            timeout_s: Seconds to wait for the status. None means no limit.
             kills: Whether to kill a replica that does not answer in time. A replica that is
                 starting is killed only after `start_timeout_s`.
         """

@@ -15,7 +15,7 @@ Prerequisite = tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Deployment:
-    """Specification of a plain class that runs as replicas. The terms are those of Ray Serve.
+    """Specification of a plain class that runs as replicas. Field names follow Ray Serve.
 
     The class may have two methods that replicas call. `check_health` raises if the object can no
     longer work. `stalled_s` returns the seconds since the last progress. If either reports a

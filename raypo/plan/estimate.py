@@ -270,7 +270,7 @@ def engine(
     device: Device,
     gpu_bytes: int | None,
 ) -> Memory:
-    """Return the memory of a vLLM engine on one of its devices, or of one of its CPU processes."""
+    """Return the memory that a vLLM engine needs per GPU, or per process on CPU."""
     itemsize = ITEMSIZE[config.model.dtype]
     section, lora = config.rollout.engine, config.model.lora
     sequences = sequences_at_once(section, gpu_bytes)

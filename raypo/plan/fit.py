@@ -44,8 +44,8 @@ USABLE = 0.95
 allocator loses about 5 % of a GPU's memory to fragmentation."""
 SIDE_BY_SIDE = 0.85
 """Share of a GPU that `auto` may fill. The margin covers the error of the predictions, about 15 %.
-It avoids the worse mistake: a run that does not fit fails, but a run whose models take turns on the
-GPU is only slower."""
+If models that were placed side by side do not fit, the run fails. If they take turns on the GPU
+without need, the run is only slower."""
 CHOICES = (
     (0, False, False),
     (1, False, False),
@@ -250,7 +250,7 @@ class Plan:
 
 
 def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
-    """Plan a run on nodes. Reads the models' configs and headers, and starts nothing.
+    """Plan a run on nodes. Reads the models' configs and the headers of their weight files.
 
     Raises:
         ConfigError: a model's sizes cannot be read, learner.use_gpu is true and no node has a GPU,
@@ -414,7 +414,7 @@ def _away(role: Role, moment: str) -> int:
 
 
 def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
-    """Yield the parts of a role's memory that is held between phases.
+    """Yield the parts of the memory that a role holds between phases.
 
     Each part is a tuple of three values. The first is its name in the phase table, or None for the
     runtime of the process, which never leaves the GPU. The second is True if the part moves to RAM
@@ -478,7 +478,7 @@ def _up(number: float) -> float:
 def _remedy(plan: Plan) -> str:
     """Name the keys to change so that the run fits.
 
-    The text names up to three keys as alternatives. If no single key suffices, it names several
+    Up to three keys are named, as alternatives. If no single key suffices, the result names several
     keys to change together.
     """
     one_key, several_keys = _ways(plan.config)

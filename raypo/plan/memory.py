@@ -143,7 +143,7 @@ def logits(
     Args:
         learns: Whether the head's weight has a gradient.
         of_divergence: Whether the logits are used for a divergence from a teacher (distillation).
-            The whole chunk is then processed in float32 at once, with autograd.
+            The whole chunk is then processed in float32 in one piece, with autograd.
     """
     elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS[device])
     if of_divergence:

@@ -9,8 +9,8 @@ a replica (`raypo.deployment.replica`), `replica` for requests and `replica-cont
   `generate` waits for the completions; `submit` waits only while the queue is full.
 - `check_health`, `load`, `stalled_s` and `weight_version` read state without waiting.
 - `raypo-gauges` exports the load to Ray's metrics.
-- With tensor parallelism each GPU has a vLLM worker process. `raypo-vllm` waits for all of their
-  answers to a call (`VllmProcesses`).
+- With tensor parallelism each GPU has a vLLM worker process. `raypo-vllm` calls them and
+  waits until all have replied (`VllmProcesses`).
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Engine:
         _remember(self)
 
     def __repr__(self) -> str:
-        """Return model and state. Ray's dashboard reads it only once, when the actor starts."""
+        """Return model and state. Ray's dashboard only shows the value from the actor's start."""
         serving = self._serving
         if serving.broken is not None:
             state = "broken"

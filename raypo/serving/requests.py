@@ -27,8 +27,8 @@ class SamplingRequest:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the response. The response keeps the stop token as its last token."""
     stop: tuple[str, ...] = ()
-    """Strings that end the response once a token completes one of them. To match
-    them, the engine needs a tokenizer (`reads_text`)."""
+    """Strings that end the response once a token completes one of them. To match them, the
+    engine needs a tokenizer (`reads_text`)."""
     adapter: str | None = None
     """Name of a LoRA adapter that the engine holds. None means the base weights, without an
     adapter."""

@@ -92,11 +92,11 @@ class VllmModel(FrozenModel):
         self._llm.llm_engine.step = step_and_note
 
     def peak_memory(self) -> dict[str, float]:
-        """Return the peak memory of its processes in GB (`VllmProcesses.peak_memory`)."""
+        """Return the peak memory of the model's processes in GB (`VllmProcesses.peak_memory`)."""
         return self._processes.peak_memory()
 
     def check_health(self) -> None:
-        """Raise if the model can never answer again; its replica is then replaced.
+        """Raise if the model can serve no further calls. Its replica is then replaced.
 
         Raises:
             RuntimeError: one of its processes has ended, or the workers are unusable after a

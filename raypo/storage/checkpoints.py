@@ -1,4 +1,4 @@
-"""Search, ranking and integrity checks of a run's checkpoints, from Ray Train's files, without Ray."""
+"""Search, ranking and integrity checks of a run's checkpoints. Needs Ray Train's files, not Ray."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ MANIFEST = "manifest.json"
 
 
 class DamagedCheckpointError(ConfigError):
-    """All checkpoints of a run are damaged, or the one checkpoint to start from is damaged."""
+    """Damage of all checkpoints of a run, or of the checkpoint that a run should start from."""
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
@@ -134,10 +134,10 @@ def no_whole_checkpoint(
     """Return the error for a run whose checkpoints are all damaged.
 
     Args:
-        damaged: Description of what is wrong with each checkpoint, by path. At least one. The paths
-            are Ray Train's, which have no scheme.
+        damaged: Description of the problem of each checkpoint, by its path. At least one entry. The
+            paths come from Ray Train and have no scheme.
         run: The run that has written the checkpoints.
-        is_own: True if this is the run that starts. False if `from_checkpoint` names it.
+        is_own: True if `run` is the run that starts, False if `from_checkpoint` names it.
     """
     lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())
     others = _folders(run) - {parent_and_name(place)[1] for place in damaged}

@@ -35,7 +35,7 @@ _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 _INPUTS = "inputs.json"
 _ROLLOUTS, _LOGS, _TIMELINE = "rollouts", "logs", "timeline"
 BEST = "best"
-"""Folder with the models of the best step (`checkpoint.best_by`) and a file that names this step."""
+"""Folder with the models of the best step by `checkpoint.best_by`, and a file with that step."""
 _MODELS = ("policy", "critic", "adapter", "reward_model", BEST)
 """Folders of trained models."""
 _STAGE = f"{TEMPORARY}checkpoint-"

@@ -53,7 +53,7 @@ def summarize(
 
 
 FATES = ("trained", "filtered", "failed", "dropped")
-"""Outcomes of a sample in the step that takes it, counted by `rollout/samples_<fate>`."""
+"""Possible outcomes of the samples of a step. `rollout/samples_<outcome>` counts each of them."""
 
 
 def sample_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:

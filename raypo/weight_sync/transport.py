@@ -1,6 +1,6 @@
 """Weight transports: the base class, and the transport through Ray's object store.
 
-Rank 0 talks to the engines: `begin_push`, then `load_bucket` for one bucket after the other, and
+Rank 0 calls the engines: `begin_push`, then `load_bucket` for one bucket after the other, and
 finally `finish_push`, which compares the manifest. An engine serves again only after the last call,
 so a push that fails in the middle leaves engines that refuse to sample.
 
@@ -238,7 +238,7 @@ def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]
 
 @contextmanager
 def all_or_none(workers: Workers) -> Iterator[None]:
-    """Make all workers fail if one of them fails in this context; otherwise the others would wait.
+    """Make all workers fail if one of them fails in this context. The rest would wait for it.
 
     Raises:
         WeightError: raised on the workers that did not fail themselves.

@@ -174,5 +174,5 @@ def connect(backend: Any, device: torch.device, timeout_s: float) -> None:
     try:
         connected.result(timeout_s)
     except TimeoutError:
-        Thread(target=backend.abort, daemon=True).start()  # abort may block on the other thread
+        Thread(target=backend.abort, daemon=True).start()  # abort may wait for `connected`
         raise RuntimeError("a member did not connect") from None

@@ -107,7 +107,7 @@ def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
 
     Args:
         part: uint8 [bytes], aligned to 8 bytes.
-        chunk_words: Number of words that are summed at once.
+        chunk_words: Number of words that are summed in one operation.
 
     Returns:
         Scalar int64 on the device of `part`.
@@ -124,6 +124,6 @@ def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
 
 
 def summary(lines: list[str], *, at_most: int = 8) -> str:
-    """Return the first lines as one text, followed by the number of lines left out."""
+    """Join the first lines into one string, followed by the number of lines left out."""
     rest = len(lines) - at_most
     return "; ".join(lines[:at_most]) + (f"; and {rest} more" if rest > 0 else "")
