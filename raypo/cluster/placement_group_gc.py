@@ -115,7 +115,8 @@ def start_placement_group_gc(*, until: ActorHandle | None = None) -> ActorHandle
         num_cpus=0,
         max_concurrency=16,
         lifetime=None if until is None else "detached",
-        # Keep the collector out of a Tune trial's placement group, whose removal kills every actor in it.
+        # Keep the collector out of a Tune trial's placement group: Ray kills every actor in a group
+        # that is removed.
         scheduling_strategy="DEFAULT",
     )
     return group_gc.remote(until)

@@ -33,7 +33,7 @@ class Dedicated:
         """End the deployments and remove the group.
 
         Args:
-            graceful: Whether replicas may finish ongoing calls. If False, they are killed immediately.
+            graceful: Whether replicas may finish ongoing calls. False kills them immediately.
         """
         for handle in self.handles.values():
             handle.shutdown(None if graceful else 0.0)

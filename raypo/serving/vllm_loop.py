@@ -335,7 +335,7 @@ class VllmLoop:
         return is_done
 
     def note_version(self, adapter: str | None, version: int) -> None:
-        """Record that the next token of an adapter's running requests comes from new weights.
+        """Record that running requests under an adapter continue with new weights.
 
         Args:
             adapter: Adapter that was replaced. None means the engine's own weights.

@@ -238,7 +238,9 @@ def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]
 
 @contextmanager
 def all_or_none(workers: Workers) -> Iterator[None]:
-    """Make all workers fail if one of them fails in this context. The rest would wait for it.
+    """Make all workers fail if one of them fails in this context.
+
+    Otherwise the other workers would wait for the failed one.
 
     Raises:
         WeightError: raised on the workers that did not fail themselves.
