@@ -397,14 +397,14 @@ def _ram(
 
 
 def _here(role: Role, moment: str) -> int:
-    """Return the bytes of a role on the GPU at a moment."""
+    """Return the bytes that a role holds on the GPU at a moment of `MOMENTS`."""
     present = (None, *PRESENT[MOMENTS[moment]])
     held = sum(size for part, _, size in _parts(role) if part in present)
     return held + role.memory.added(moment)
 
 
 def _away(role: Role, moment: str) -> int:
-    """Return the bytes of a role in RAM at a moment.
+    """Return the bytes of a role's GPU memory that are in RAM at a moment of `MOMENTS`.
 
     The learner and the frozen models keep their pinned buffers in RAM even while their memory is on
     the GPU. An engine does not.

@@ -21,8 +21,8 @@ from raypo.weights.bucket_size import BUCKET_BYTES
 MASTER = 4
 """Bytes of a master weight, of each AdamW moment and of an accumulated gradient (float32)."""
 SCRATCH_COPIES = 3
-"""Number of float32 tensors of the size of a chunk of logits that `_TokenLogProbs` holds at a time:
-the logits z, exp(z), and a product."""
+"""Number of float32 tensors that `_TokenLogProbs` holds at a time, each as large as a chunk of
+logits: the logits z, exp(z), and a product."""
 
 Bytes = dict[str, int]
 """Bytes by content, such as weights or buckets."""
@@ -134,7 +134,7 @@ def logits(
     learns: bool,
     of_divergence: bool = False,
 ) -> int:
-    """Return the bytes of a chunk of logits and of the temporaries beside it.
+    """Return the bytes of a chunk of logits and of the temporaries that exist beside it.
 
     This follows `raypo.models.token_log_probs`: the gradient of the log-probs overwrites the
     logits. The gradient of the head's weight is computed in the weight's dtype and summed in

@@ -35,7 +35,7 @@ from raypo.weights.store import WeightSnapshot
 
 OnCompletion = Callable[[int, Completion], object]
 Completions = Future[list[Completion]]
-"""Future of one completion for each request, in the order given."""
+"""Future of a list with one completion for each request, in the order given."""
 
 
 class Engines(Protocol):

@@ -101,7 +101,7 @@ def check_version(version: str) -> None:
     """Raise if a vLLM version is not supported.
 
     Args:
-        version: `vllm.__version__`, because the distribution has another name on CPU.
+        version: `vllm.__version__`. The name of the distribution differs between GPU and CPU.
 
     Raises:
         RuntimeError: the version is outside the supported range.

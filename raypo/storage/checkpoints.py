@@ -84,7 +84,7 @@ MANIFEST = "manifest.json"
 
 
 class DamagedCheckpointError(ConfigError):
-    """Damage of all checkpoints of a run, or of the checkpoint that a run should start from."""
+    """Error of a run that has no intact checkpoint to start from."""
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
@@ -131,7 +131,7 @@ def _digest(path: Path) -> str:
 def no_whole_checkpoint(
     damaged: Mapping[str, str], run: RunFiles, *, is_own: bool = True
 ) -> DamagedCheckpointError:
-    """Return the error for a run whose checkpoints are all damaged.
+    """Return the error for a run whose checkpoints are all missing or corrupted.
 
     Args:
         damaged: Description of the problem of each checkpoint, by its path. At least one entry. The
