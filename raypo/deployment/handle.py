@@ -157,7 +157,7 @@ class DeploymentHandle:
         ]
 
     def preferring(self, *indexes: int) -> DeploymentHandle:
-        """Derive a handle that prefers these replicas while they have fewer calls than their limit."""
+        """Derive a handle that prefers these replicas (see the class docstring)."""
         return replace(self, preferred=indexes)
 
     def per_replica(self) -> list[DeploymentHandle]:

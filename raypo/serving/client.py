@@ -92,7 +92,7 @@ class EngineClient:
     def per_engine(self) -> list[EngineClient]:
         """Return one client for each engine of this worker (`preferred`).
 
-        If it prefers no engine, the list has a single client, which calls any engine.
+        If this worker prefers no engine, the list has a single client, which calls any engine.
         """
         return [EngineClient(each) for each in self.handle.per_replica()]
 

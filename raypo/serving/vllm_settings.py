@@ -34,7 +34,7 @@ DEFAULTS = {
 }
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Variables that disable torch.compile. With torch.compile, the first token would wait for a C++
-compiler, which compiles a function of three lines."""
+compiler, only to compile a function of three lines."""
 
 IN_ANOTHER_PROCESS = "in a background process"
 """Part of vLLM's message when one of its workers fails to start. That message names no cause."""

@@ -53,7 +53,7 @@ def rollout_schema() -> pa.Schema:
 
 
 def _episode(pa: Any) -> pa.DataType:
-    """Return the column type of `raypo.types.Episode`. It is null without an environment."""
+    """Return the column type of `raypo.types.Episode`. Cells are null without an environment."""
     use = pa.struct(
         [
             ("name", pa.string()),

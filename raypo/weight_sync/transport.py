@@ -194,7 +194,7 @@ class PushSession:
 
 
 class ObjectTransport(Transport):
-    """Transport by one `ray.put` per bucket. Engines on the same node read it without a copy.
+    """Transport by one `ray.put` per bucket. Engines on the same node read buckets without a copy.
 
     The sender keeps the buckets of a push until the next push starts. An engine that was lost can
     load them again after its restart.
@@ -226,7 +226,7 @@ class ObjectTransport(Transport):
 def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Exhaust the iterator when the context ends, even after an error.
 
-    The other workers gather the same tensors and would otherwise wait.
+    Workers gather the tensors together, so the other workers would otherwise wait for this one.
     """
     tensors = iter(named_tensors)
     try:
