@@ -14,5 +14,5 @@ because each shared prompt costs extra calls."""
 
 
 def repeated_scores(prompt_tokens: int, responses: int) -> int:
-    """Return how many attention scores of a prompt are repeated if each response is a row."""
+    """Return the number of a prompt's attention scores that one row per response would repeat."""
     return max(0, responses - 1) * prompt_tokens**2 // 2

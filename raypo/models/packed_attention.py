@@ -48,8 +48,8 @@ KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 """Options of flex attention. For few tokens torch would choose a decoding kernel. If several heads
 share keys and values, its blocks do not match blocks of size `BLOCK` (pytorch/pytorch#185349)."""
 LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
-"""Head size above which the backward pass of flex attention needs much shared memory, and the bytes
-per multiprocessor that it then needs (pytorch/pytorch#198224)."""
+"""Above the head size `LARGE_HEAD`, the backward pass of flex attention needs
+`LARGE_HEAD_SHARED_BYTES` of a GPU's shared memory per block (pytorch/pytorch#198224)."""
 MAX_COMPILED = 64
 """Maximum number of compiled variants of flex attention in a process. Each combination of
 dtype, heads, window and use of gradients is a variant; lengths make no variants. Further variants
@@ -241,9 +241,16 @@ def packed_inputs(packed: Packed) -> dict[str, Any]:
 
 
 def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
-    """Apply `read` ([n, L] -> [n, L, ...]) to one row per response; return the M requested results.
+    """Evaluate a function on one row per response, and return its results at `packed.states`.
 
     Rows are padded on the right. In a causal model no token attends to that padding.
+
+    Args:
+        read: Function of token ids [n, L] that returns [n, L, ...].
+        packed: The packed rows.
+
+    Returns:
+        results: [M, ...].
     """
     there, back = packed.layout.rows
     return _at(read(packed.input_ids[0][there]).flatten(0, 1), back[packed.states])

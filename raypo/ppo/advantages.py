@@ -319,12 +319,12 @@ def pass_at_k_advantages(
 ) -> Tensor:
     """Return the advantages of training on pass@k, whose score is the best of k samples.
 
-    A choice is any k of the group's valid samples, and all choices are equally likely. The mean
-    score of all choices is subtracted from the mean score of the choices that contain a sample. The
-    sample's advantage is this difference, divided by the standard deviation over all choices. With
-    scores of 0 and 1 these are the paper's equations. With k = 1 this is grpo with the population
-    standard deviation. The sums over choices are in closed form: in ascending order of scores,
-    sample i (from 0) is the best of C(i, k - 1) choices.
+    A choice is a set of k valid samples of the group. Its score is the best of their scores, and
+    all choices are equally likely. A sample's advantage is the mean score of the choices that
+    contain it, minus the mean score of all choices, divided by the standard deviation of the score
+    over all choices. With scores of 0 and 1 these are the paper's equations. With k = 1 this is
+    grpo with the population standard deviation. The sums over choices are in closed form: in
+    ascending order of scores, sample i (from 0) is the best of C(i, k - 1) choices.
 
     Args:
         scores: Score of each sample, 0 where not valid.

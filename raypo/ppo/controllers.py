@@ -1,7 +1,7 @@
 """State of the update from step to step: KL and entropy coefficients, and score moments.
 
-Coefficients follow typed statistics of the step, never its metrics. A metric can therefore be
-renamed or left out without an effect on training.
+Coefficients are updated from typed statistics of the step, never from its metrics. A metric can
+therefore be renamed or left out without an effect on training.
 """
 
 from __future__ import annotations

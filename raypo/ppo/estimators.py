@@ -49,8 +49,8 @@ def with_advantages(
             config needs them.
         ppo: The section `ppo` of the config.
         state: State after the previous step. Its KL coefficient is used in this step.
-        workers: The workers that hold the whole step together.
-        max_new_tokens: Longest response, in tokens.
+        workers: The workers that together hold all rows of the step.
+        max_new_tokens: Longest allowed response, in tokens.
         step: Step number, from 1. The critic's lambda may differ during the critic's warm-up.
 
     Returns:
@@ -58,7 +58,7 @@ def with_advantages(
             `loss_mask` excludes truncated responses. If samples have several rows, `sample_tokens`
             is added.
         metrics: Metrics over all workers.
-        scores: Moments of all scores up to this step.
+        scores: Moments of all scores so far, this step included.
     """
     if ppo.mask_truncated:
         kept = experience.counted & ~experience.truncated.unsqueeze(1)
@@ -98,7 +98,7 @@ def estimate_advantages(
             penalty, and values if the estimator has a critic.
         scores: Shaped score of each row.
         ppo: The section `ppo` of the config.
-        workers: The workers that hold the whole step together.
+        workers: The workers that together hold all rows of the step.
         kl_coef: Weight of the KL penalty in this step, in score per nat.
         step: Step number, from 1. The critic's lambda may differ during the critic's warm-up.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from raypo.ppo.kl import MAX_LOG_RATIO, MIN_LOG_PROB
 
 TINY = 1e-8
-"""Floor of the probability of all other tokens together in `dppo_kl`, as in its public code."""
+"""Floor of 1 - p in `dppo_kl`, where p is the probability of a token, as in the public code."""
 
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Published temperatures of the soft gate: for positive advantages, then for all others."""
@@ -204,9 +204,10 @@ def dppo_tv(tokens: Tokens) -> TokenLoss:
 
     A token with a positive advantage has no loss and no gradient if its probability has risen by
     more than clip_high. A token with a negative advantage has neither if its probability has fallen
-    by more than clip_low. The change is the total variation between two binary distributions, this
-    token against all others, before the update and now. This bounds likely tokens, whose ratio
-    hardly changes, and leaves unlikely tokens free.
+    by more than clip_low. The absolute change of this probability is the total variation between
+    the old and the new distribution over two events: this token, or any other token. In contrast to
+    a clipped ratio, this bound restricts likely tokens, whose ratio hardly changes, and leaves
+    unlikely tokens free.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -219,9 +220,10 @@ def dppo_tv(tokens: Tokens) -> TokenLoss:
 
 
 def dppo_kl(tokens: Tokens) -> TokenLoss:
-    """Compute `dppo_tv` with another distance: KL(old || new) of this token against all others.
+    """Compute `dppo_tv` with another measure of a token's change, in nats.
 
-    clip_low and clip_high are in nats.
+    The measure is KL(old || new) of the distributions over two events: this token, or any other
+    token. clip_low and clip_high bound it, so they are in nats too.
 
     Raises:
         ValueError: `dual_clip` is set.

@@ -25,7 +25,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 MAX_DIGITS = 1000
-"""Most digits, and largest exponent. Larger numbers are not parsed: their cost is unbounded."""
+"""Maximum length of a number in characters, and maximum exponent of 10. Larger numbers are not
+parsed, because the cost would be unbounded."""
 
 # Scripts that write words without spaces between them: their letters do not extend a number.
 _NO_SPACES = (
