@@ -64,7 +64,7 @@ class ModelShape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each linear layer that one token uses in a decoder layer, by name."""
+        """Inputs and outputs of each linear layer that a token uses in a decoder layer, by name."""
         gate = {"gate_proj": (self.hidden, self.intermediate)} if self.gated else {}
         return {
             "q_proj": (self.hidden, self.attention),

@@ -48,8 +48,9 @@ KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 """Options of flex attention. For few tokens torch would choose a decoding kernel. If several heads
 share keys and values, its blocks do not match blocks of size `BLOCK` (pytorch/pytorch#185349)."""
 LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
-"""Above the head size `LARGE_HEAD`, the backward pass of flex attention needs
-`LARGE_HEAD_SHARED_BYTES` of a GPU's shared memory per block (pytorch/pytorch#198224)."""
+"""Largest head size for which the GPU's shared memory is not checked. With larger heads, the
+backward pass of flex attention needs `LARGE_HEAD_SHARED_BYTES` of it per thread block
+(pytorch/pytorch#198224)."""
 MAX_COMPILED = 64
 """Maximum number of compiled variants of flex attention in a process. Each combination of
 dtype, heads, window and use of gradients is a variant; lengths make no variants. Further variants

@@ -41,7 +41,7 @@ class _Retryable(RemoteRewardError):
 
 
 class JsonServers:
-    """Client of HTTP servers that return JSON, with a concurrency limit, retries and load balancing.
+    """Client of HTTP servers that return JSON. It limits concurrency, retries and balances load.
 
     A request goes to the server with the fewest requests in flight. A retry goes to another server
     if there is one.

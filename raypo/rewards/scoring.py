@@ -167,9 +167,9 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
 def _one_by_one(function: RewardFunction, rollouts: list[Rollout]) -> Any:
     """Call a function of verl's form for each response; return the scores, or their awaitable.
 
-    If a row lacks the column of an argument, the argument has another value. For `extra_info` this
-    is an empty dict, as in verl. For `data_source` it is the name of the row's prompt source, and
-    for `reward_model["ground_truth"]` the row's label.
+    If a row lacks a column, the function gets a default: an empty dict for `extra_info` (as in
+    verl), the name of the row's prompt source for `data_source`, and the row's label for
+    `reward_model["ground_truth"]`.
     """
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
