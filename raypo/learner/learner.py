@@ -148,7 +148,7 @@ class Learner:
         found: dict[str, Tensor] = {}
         is_one_update = len(self._minibatches(experience)) <= 1
         if self._ppo.old_log_probs == "engine":
-            known = ~experience.rollout_log_probs.isnan()  # tokens with NaN are not trained
+            known = ~experience.rollout_log_probs.isnan()  # leave other tokens out of the loss
             if not known.all():
                 experience = experience.with_(loss_mask=experience.counted & known)
             old = experience.rollout_log_probs.where(known, 0.0)

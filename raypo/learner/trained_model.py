@@ -132,7 +132,7 @@ class TrainedModel:
         set_learning_rate(self._engine.optimizer.param_groups, learning_rate)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of this worker's part of a loss that is a sum over workers."""
+        """Accumulate the gradients of this worker's loss. A step's loss is the sum over workers."""
         with compiled_only_on_gpus() if self._is_muon else nullcontext():
             self._engine.backward(loss * self._workers.count, scale_wrt_gas=False)
 

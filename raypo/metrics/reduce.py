@@ -60,7 +60,7 @@ class WeightedMeans:
 
 
 def without_lone(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """Return the metrics, without the one that begins with `prefix` if there is only one.
+    """Return the metrics. If exactly one of them begins with `prefix`, leave it out.
 
     A breakdown of a metric into a single part would be redundant.
     """

@@ -107,7 +107,7 @@ def use_packed_attention(model: Any) -> None:
 
 
 def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
-    """Compare packed rows with separate rows under some attention. Return the problem, or None.
+    """Compare packed rows under an attention with separate rows. Return the problem, or None.
 
     Args:
         model: A Hugging Face model. Its own attention is restored.
@@ -429,9 +429,12 @@ def _block_mask(layout: Layout, window: int | None) -> Any:
 
 
 def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
-    """Count the visible (query, key) pairs in each pair of blocks, [query blocks, key blocks] int.
+    """Count, for each block of queries and each block of keys, the pairs that attend.
 
-    A token sees two spans: one in its prompt, and one in its own response up to itself.
+    A token attends to two spans: one in its prompt, and one in its own response up to itself.
+
+    Returns:
+        pairs: [query blocks, key blocks] int.
     """
     groups = np.array([(g.first, g.prompt, g.tokens) for g in layout.groups], np.int32)
     first, prompt = np.repeat(groups[:, :2], groups[:, 2], axis=0).T  # [N] each

@@ -341,8 +341,8 @@ def pass_at_k_advantages(
     count = valid.sum(1, keepdim=True)  # [P, 1]
     number = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)  # [1, n]
     is_sample = number < count
-    # Scores relative to the highest one, so that a tiny share of choices without it is not lost to
-    # rounding.
+    # Use scores relative to the highest one. Only choices without the highest score then add to the
+    # sums, so rounding cannot hide them even if they are few.
     highest = ordered.gather(1, (count - 1).clamp(min=0))
     ordered = keep(ordered - highest, is_sample)
 
@@ -438,7 +438,7 @@ def _discounted_suffix_sums(
     discount ** SCAN_CHUNK. The discount is one number, or a tensor [B] with one for each row.
 
     With `turns` the discount applies between turns only: the recurrence runs over the sums of
-    turns, and the part of a turn before k is subtracted.
+    turns, and the values before k in its own turn are subtracted.
     """
     if turns is not None:
         number = turns.clamp(min=0)

@@ -24,7 +24,8 @@ class ReferenceKL:
     token_mean: float
     """Mean over sampled tokens, in nats."""
     response_mean: float
-    """Mean over responses of their summed KL, in nats. All rows of an episode are one response."""
+    """Mean over responses of the KL that is summed over a response's tokens, in nats. All rows of
+    an episode are one response."""
     responses: float
     """Number of responses."""
     clamped_tokens: float

@@ -213,10 +213,10 @@ def _critic_advantages(
 
 
 def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
-    """Add `sample_tokens`, the number of counted tokens in all rows of each row's sample.
+    """Add `sample_tokens`: for each row, the number of tokens that count in its whole sample.
 
-    The rows of a sample may be on several workers. If every sample has a single row, the experience
-    is returned unchanged.
+    A sample may have several rows, also on other workers. If every sample has a single row, the
+    experience is returned unchanged.
     """
     if all(workers.gather(bool(experience.is_first_row.all()))):
         return experience

@@ -244,7 +244,7 @@ class KLController:
         """Return the controller for the next step.
 
         Args:
-            kl: Mean over the step's responses of their summed KL, in nats per response. NaN leaves
+            kl: Mean KL of the step's responses, each summed over its tokens, in nats. NaN leaves
                 the coefficient unchanged.
             num_responses: Responses of the step, over all workers.
 

@@ -163,7 +163,7 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
         loss: Scalar.
         stats: Sums over sampled tokens: `tokens`, `ratio`, `clipped` (the clip is active),
             `dual_clipped`, `clamped` (log-ratio outside +-`MAX_LOG_RATIO`), `approx_kl`
-            (ratio - 1 - log ratio, the k3 estimate of old against new).
+            (ratio - 1 - log ratio, the k3 estimate of KL(old || new)).
 
     Raises:
         ValueError: `kind` or `aggregation` is unknown, the shapes differ, or a bound is out of

@@ -69,6 +69,8 @@ class TokenLoss:
 def ppo(tokens: Tokens) -> TokenLoss:
     """Compute -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio per token.
 
+    With `dual_clip`, the loss of a token with negative advantage is at most dual_clip * |A|.
+
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Yu et al. 2025, arXiv:2503.14476, eq. 8
         (clip-higher); Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO).
     """
@@ -200,7 +202,7 @@ def kl_cov(tokens: Tokens) -> TokenLoss:
 
 
 def dppo_tv(tokens: Tokens) -> TokenLoss:
-    """Compute -ratio * A, without tokens whose probability has moved too far.
+    """Compute -ratio * A, but 0 for tokens whose probability has moved too far.
 
     A token with a positive advantage has no loss and no gradient if its probability has risen by
     more than clip_high. A token with a negative advantage has neither if its probability has fallen
@@ -286,7 +288,10 @@ def _probabilities(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _masked_surrogate(tokens: Tokens, distance: Tensor) -> TokenLoss:
-    """Compute -ratio * A, without tokens that moved past a bound in their advantage's direction."""
+    """Compute -ratio * A, but 0 for tokens that moved past a bound in their advantage's direction.
+
+    The clip's bounds are applied to `distance`, [B, T].
+    """
     ratio, change = _clamped_exp(tokens.log_ratio), tokens.log_ratio.detach()
     risen = (tokens.advantages > 0) & (change > 0) & (distance > tokens.clip_high)
     fallen = (tokens.advantages < 0) & (change < 0) & (distance > tokens.clip_low)

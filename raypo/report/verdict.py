@@ -85,7 +85,7 @@ _STATUS = {
 def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
     """Return the function that computes `eval/score_mean`.
 
-    The result is None if training uses the same function.
+    The result is None if the score in training comes from this function and no other source.
     """
     reward, evaluation = config.get("reward") or {}, config.get("eval") or {}
     trained, held_out = own_functions(config.get("data") or {}), own_functions(evaluation)
@@ -104,7 +104,7 @@ def own_functions(section: Mapping[str, Any]) -> list[str]:
 
 
 def _judges(config: Mapping[str, Any]) -> str:
-    """Return a text on the graders, if held-out responses are not graded like those in training."""
+    """Name the graders of training and of held-out responses. The text is empty if they agree."""
     held_out = judge_of_held_out(config)
     reward = config.get("reward") or {}
     models = [short_name(each["path"]) for each in (config.get("model") or {}).get("reward") or ()]

@@ -167,7 +167,7 @@ class JsonServers:
 class RemoteReward:
     """Reward function that calls servers.
 
-    If no server scores a sample, the sample gets an exception in place of a score.
+    If the request of a sample fails, the sample gets an exception in place of a score.
     """
 
     def __init__(self, servers: JsonServers, *, batch_size: int) -> None:

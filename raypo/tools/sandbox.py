@@ -66,7 +66,7 @@ _lines: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semap
     WeakValueDictionary()
 )
 """Semaphore for each event loop and concurrency limit. It bounds the tasks that poll `_turns`. An
-entry lives while one of its programs runs or waits."""
+entry exists while one of its programs runs or waits."""
 
 
 class PythonSandbox:

@@ -221,7 +221,7 @@ def prometheus_name(metric: str) -> str:
 
 
 def _remembered(path: Path, new: str) -> str:
-    """Return the content of a file. If there is no such file, write `new` to it, and return that."""
+    """Return a file's content. If there is no such file, write `new` to it, and return `new`."""
     if path.exists():
         return path.read_text().strip()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ def write_hparams(
 
     Args:
         folder: The trial's run folder.
-        point: The trial's values of config keys, by key.
+        point: Config values of the trial, by config key.
         metrics: The last metrics of the trial. Values that are not finite are left out.
         step: The step of these metrics.
     """

@@ -15,7 +15,7 @@ PATIENCE = 3
 MAX_KL_PER_TOKEN = 0.5
 """Limit in nats. Beyond this KL, the reference's likelihoods say little about the responses."""
 MAX_KL_PER_RESPONSE = 50.0
-"""Limit in nats. It is far more than published runs spend on a gain in score (arXiv:2210.10760)."""
+"""Limit in nats. Published runs raised the score with far less KL (arXiv:2210.10760)."""
 MAX_MISMATCH_KL = 0.01
 """Limit in nats per token between engine and learner. bfloat16 rounding stays far below it."""
 MAX_ZERO_VARIANCE = 0.6
@@ -23,8 +23,8 @@ MAX_PHASE_SHARE = 0.75
 MIN_PHASE_S = 1.0
 """Limit in seconds per step. A shorter phase is no problem, however large its share is."""
 MIN_FALL = 0.2
-"""Minimum fall, as a share of the standard deviation of the scores. By chance, the mean score of a
-few hundred responses moves less."""
+"""Minimum fall of the held-out score, as a share of the standard deviation of the scores. By
+chance, the mean score of a few hundred responses moves less."""
 
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "
