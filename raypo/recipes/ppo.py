@@ -16,7 +16,6 @@ from typing import Any
 
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, PPOSection
-from raypo.data.stream import Draw
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
@@ -40,7 +39,7 @@ from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_services
 from raypo.run.utilization import Utilization
 from raypo.run.weight_pusher import WeightPusher
-from raypo.types import Experience, ScoredRollout
+from raypo.types import Experience, Prompt, Rollout
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +87,8 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             else:
                 filling = StepBatch.from_config(config)
                 while filling.num_wanted:  # prompts that `ppo.filter` drops are replaced
-                    draws = inputs.source.draw(filling.num_wanted, workers)
-                    scored = score(draws, clock, workers)
+                    prompts = inputs.source.draw(filling.num_wanted, workers)
+                    scored = score(prompts, clock, workers)
                     inputs.source.learn(inputs.source.outcomes(scored, workers))
                     filling.add(scored, workers)
                 batch = filling.collected(workers)
@@ -155,11 +154,11 @@ def sample_and_score(
     sampler: Sampler,
     scorer: Scorer,
     phases: Phases,
-    draws: Sequence[Draw],
+    prompts: Sequence[Prompt],
     clock: Clock,
     workers: Workers,
-) -> list[ScoredRollout]:
-    """Sample responses to this worker's draws; add their scores and reference log-probs.
+) -> list[Rollout]:
+    """Sample responses to this worker's prompts; add their scores and reference log-probs.
 
     This is called once for a step's prompts, and again to replace groups that `ppo.filter` drops.
     In the asynchronous modes background threads call it, each with its own clock and process group.
@@ -167,7 +166,7 @@ def sample_and_score(
     phases.enter(Phase.GENERATE)
     scoring = scorer.begin()
     rollouts = sampler.sample(
-        draws,
+        prompts,
         workers,
         on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling
     )

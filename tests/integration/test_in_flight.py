@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
 from raypo.config import EngineSection, FilterSection, InFlight, RewardSection
-from raypo.data.stream import Draw, ShuffledStream
+from raypo.data.stream import ShuffledStream
 from raypo.deployment.handle import local_handle
 from raypo.metrics.clock import Clock
 from raypo.rollout.async_rollouts import AsyncRollouts
@@ -30,7 +30,7 @@ from raypo.rollout.prompt_source import PromptSource
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.types import Prompt, Rollout, ScoredRollout
+from raypo.types import Prompt, Rollout
 from tests.integration.test_engine import Pair
 from tests.stand_ins import Lossy
 from tests.tiny import tiny_policy
@@ -103,16 +103,16 @@ class Run:
             batch = self.ahead.take(step, Clock())
             taken, self.counts = batch.trained, self.ahead.counts(batch)
             self.requested += np.array(self.counts[:2])
-            self.trained += [(step, each.rollout) for each in taken]
+            self.trained += [(step, each) for each in taken]
             time.sleep(self.slow_learner_s)
             self.push(step)
         self.last_step = until
 
-    def _scored(self, draws: Sequence[Draw], clock: Clock, workers: Workers) -> list[ScoredRollout]:
+    def _scored(self, draws: Sequence[Prompt], clock: Clock, workers: Workers) -> list[Rollout]:
         rollouts = Sampler(self.engines, Lossy(), SAMPLING).sample(draws)
         time.sleep(self.slow_scorer_s)
         return [
-            ScoredRollout(each, float(each.sample_index * self.passes(each.group_index)), {})
+            replace(each, score=float(each.sample_index * self.passes(each.group_index)))
             for each in rollouts
         ]
 
