@@ -23,10 +23,11 @@ from raypo.ppo.controllers import ReferenceKL, UpdateState
 from raypo.ppo.corrections import mismatch_metrics, with_corrections
 from raypo.ppo.covariance import with_covariant_tokens
 from raypo.ppo.estimators import with_advantages
-from raypo.rollout.async_rollouts import AsyncRollouts
+from raypo.rollout.async_rollouts import AsyncRollouts, SampleAndScore
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler
-from raypo.rollout.dynamic_sampling import StepBatch
+from raypo.rollout.dynamic_sampling import Collected, StepBatch
+from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sharding import shard, to_experience
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
@@ -85,13 +86,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             if ahead:  # 4. rollouts: its threads sample, score and filter ahead of the update
                 batch = ahead.take(step, clock)
             else:
-                filling = StepBatch.from_config(config)
-                while filling.num_wanted:  # prompts that `ppo.filter` drops are replaced
-                    prompts = inputs.source.draw(filling.num_wanted, workers)
-                    scored = score(prompts, clock, workers)
-                    inputs.source.learn(inputs.source.outcomes(scored, workers))
-                    filling.add(scored, workers)
-                batch = filling.collected(workers)
+                batch = fill_batch(config, inputs.source, score, clock, workers)
             dealt = shard(
                 batch.trained,
                 minibatch_size=config.ppo.minibatch_size,
@@ -147,6 +142,22 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         if ahead and records.stopped:
             ahead.tell_unused(run.tell.message, workers)
         return records.finish()
+
+
+def fill_batch(
+    config: PPOConfig,
+    source: PromptSource,
+    score: SampleAndScore,
+    clock: Clock,
+    workers: Workers,
+) -> Collected:
+    """Sample, score and filter a step's rollouts. Prompts that `ppo.filter` drops are replaced."""
+    filling = StepBatch.from_config(config)
+    while filling.num_wanted:
+        scored = score(source.draw(filling.num_wanted, workers), clock, workers)
+        source.learn(source.outcomes(scored, workers))
+        filling.add(scored, workers)
+    return filling.collected(workers)
 
 
 def sample_and_score(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -18,7 +18,6 @@ from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
 from raypo.data.stop_tokens import without_end
-from raypo.data.stream import ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
 from raypo.rollout.dispatch import sample_on_engines
 from raypo.serving.client import Engines
@@ -117,20 +116,6 @@ class Sampling:
             owner=owner,
             episodes=episodes,
         )
-
-
-def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> list[Prompt]:
-    """Return this worker's share of the next prompts.
-
-    All workers hold the same stream, and call this with the same count.
-
-    Args:
-        stream: Prompt stream.
-        count: Number of prompts over all workers.
-        workers: The workers that share the prompts.
-    """
-    share = stream.take(count)[workers.rank :: workers.count]
-    return [replace(prompt, group_index=draw) for draw, prompt in share]
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from raypo.collectives import Workers, as_tensor
 from raypo.data.stream import ShuffledStream
-from raypo.rollout.collect import next_draws
 from raypo.rollout.curriculum import CurriculumStream, Outcome
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.sample_counts import SampleCounts
@@ -27,11 +26,14 @@ class PromptSource:
     def draw(self, num_prompts: int, workers: Workers) -> list[Prompt]:
         """Return this worker's share of the next prompts. All workers call it with the same number.
 
+        All workers hold the same stream. The prompts know their draw (`Prompt.group_index`).
+
         Args:
             num_prompts: Number of prompts over all workers.
             workers: The workers that share the prompts.
         """
-        prompts = next_draws(self.stream, num_prompts, workers)
+        share = self.stream.take(num_prompts)[workers.rank :: workers.count]
+        prompts = [replace(prompt, group_index=draw) for draw, prompt in share]
         self.sample_counts.ask(len(prompts) * self.samples_per_prompt)
         return prompts
 

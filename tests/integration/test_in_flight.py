@@ -23,7 +23,7 @@ from raypo.data.stream import ShuffledStream
 from raypo.deployment.handle import local_handle
 from raypo.metrics.clock import Clock
 from raypo.rollout.async_rollouts import AsyncRollouts
-from raypo.rollout.collect import Sampler, Sampling, next_draws
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.prompt_source import PromptSource
@@ -146,7 +146,8 @@ def of_one_distribution(one: list[int], other: list[int]) -> float:
 def undisturbed(pair: Pair) -> list[int]:
     """Lengths of other samples of the same prompts, none of which any push has met."""
     pair.engine.load_weights(pair.push())
-    draws = next_draws(ShuffledStream(PROMPTS, seed=1), STEPS * PROMPTS_PER_STEP, Workers())
+    source = PromptSource(ShuffledStream(PROMPTS, seed=1), 1)
+    draws = source.draw(STEPS * PROMPTS_PER_STEP, Workers())
     other = Sampling(SAMPLES, LONGEST, 1.0, 1.0, (END,), seed=4)
     engines = EnginesInFlight(EngineClient(local_handle(pair.engine)), Pushes())
     return lengths(Sampler(engines, Lossy(), other).sample(draws))

@@ -11,7 +11,6 @@ from scipy import stats
 from raypo.collectives import Workers
 from raypo.config import CurriculumSection
 from raypo.data.stream import Mix
-from raypo.rollout.collect import next_draws
 from raypo.rollout.curriculum import CurriculumStream, Outcome, few_draws_note
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.prompt_source import PromptSource
@@ -190,7 +189,7 @@ def test_without_a_curriculum_there_is_nothing_to_learn_and_no_metric():
     from raypo.data.stream import ShuffledStream
 
     source = PromptSource(ShuffledStream(prompts(3), seed=0), 2)
-    next_draws(source.stream, 2, Workers())
+    source.draw(2, Workers())
     source.learn(source.outcomes([], Workers()))
     assert source.pass_rates(Collected([], [], 0, {}), Workers()) == {}
     assert source.position() == {"position": 2}

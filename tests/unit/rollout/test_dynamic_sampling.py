@@ -11,8 +11,8 @@ from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.rewards.scoring import RewardError
-from raypo.rollout.collect import next_draws
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
+from raypo.rollout.prompt_source import PromptSource
 from raypo.types import Prompt, Rollout
 from tests.unit.learner.plain import on_workers
 
@@ -50,12 +50,12 @@ def fill(
     stream: ShuffledStream[Prompt] | None = None,
     reward: RewardSection = LENIENT,
 ) -> Collected:
-    workers, stream = workers or Workers(), stream or prompts()
+    workers, source = workers or Workers(), PromptSource(stream or prompts(), 2)
 
     def scored_rollouts(count: int) -> list[Rollout]:
         return [
             replace(rollout(draw.group_index, sample), score=score)
-            for draw in next_draws(stream, count, workers)
+            for draw in source.draw(count, workers)
             for sample, score in enumerate(scores_of(draw.group_index))
         ]
 
