@@ -5,6 +5,7 @@ Dimensions: B responses, P prompt tokens, T response tokens. In every mask, True
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the prompt data, tokenised once."""
+    """One row of the prompt data, tokenised once. A draw of it is a copy with `group_index`."""
 
     index: int
     """Row number over all files of `data.prompts`, in their order."""
@@ -30,6 +31,9 @@ class Prompt:
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the row."""
+    group_index: int = -1
+    """Index of the draw in the run, from 0. The samples of one draw are a group. -1 means that the
+    prompt has not been drawn."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,10 @@ RolloutKey = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Rollout:
-    """One prompt with one response, as reward functions see it. Ragged, without padding."""
+    """One prompt with one response. Ragged, without padding.
+
+    A reward function gets rollouts without score. Callbacks and filters get them with their scores.
+    """
 
     prompt: str
     response: str
@@ -107,6 +114,13 @@ class Rollout:
     later_versions: tuple[tuple[int, int], ...] = ()
     """Weight updates during the response. Each entry has the index of the first token that the new
     weights sampled, and the version of these weights."""
+    score: float = math.nan
+    """Score that PPO trains on, before KL and shaping; NaN before scoring, and if it failed."""
+    scores_by_source: Mapping[str, float] = field(default_factory=dict)
+    ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
+    minibatch: int = 0
+    """Index of the step's minibatch that trains the rollout. It is set when the step's rollouts are
+    sharded."""
 
     @property
     def key(self) -> RolloutKey:
@@ -133,20 +147,6 @@ class Rollout:
     def num_sampled(self) -> int:
         """Number of response tokens that the policy sampled, without the environment's texts."""
         return int(self.response_mask.sum())
-
-
-@dataclass(frozen=True)
-class ScoredRollout:
-    """A rollout with its scores and reference log-probs, as callbacks see it."""
-
-    rollout: Rollout
-    score: float
-    """Score that PPO trains on, before KL and shaping; NaN if scoring failed."""
-    scores_by_source: Mapping[str, float]
-    ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
-    minibatch: int = 0
-    """Index of the step's minibatch that trains the rollout. It is set when the step's rollouts are
-    sharded."""
 
 
 @dataclass(frozen=True)

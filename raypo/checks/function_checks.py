@@ -25,6 +25,10 @@ from raypo.rewards.scoring import WeightedSum
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.types import Rollout
 
+_SET_LATER = ("score", "scores_by_source", "ref_log_probs", "minibatch")
+"""Fields of a rollout that are set after its reward functions were called."""
+_FIELDS = [name for name in Rollout.__dataclass_fields__ if name not in _SET_LATER]
+
 
 def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
     """Refuse a config that scores no responses, or that names missing functions or classes."""
@@ -143,7 +147,7 @@ def check_reward_function(function: Any, *, key: str = "reward.function") -> Non
         called = function if isinstance(function, str) else function_name(function)
         raise ConfigError(
             f"{key} ({called}): line {line} reads {name}.{attribute}, and a rollout has no "
-            f"{attribute}. It has {', '.join(Rollout.__dataclass_fields__)}."
+            f"{attribute}. It has {', '.join(_FIELDS)}."
         )
 
 
@@ -194,12 +198,13 @@ def _unknown_attributes(
         return
     names = {each.id for each in loops if isinstance(each, ast.Name)} - others
     texts = {each.value for each in nodes if isinstance(each, ast.Constant)}  # hasattr(x, "name")
+    known = {*_FIELDS, *dir(Rollout)}.difference(_SET_LATER)
     for each in nodes:
         if (
             isinstance(each, ast.Attribute)
             and isinstance(each.value, ast.Name)
             and each.value.id in names
-            and not (each.attr in Rollout.__dataclass_fields__ or hasattr(Rollout, each.attr))
+            and each.attr not in known
             and each.attr not in texts
         ):
             yield each.lineno, each.value.id, each.attr

@@ -109,7 +109,7 @@ class DistillationSection(Config):
     policy. solution: with the row's label as the solution (OPSD, arXiv:2601.18734; SDFT,
     arXiv:2601.19897); success: with another sample of the prompt that passes, a score of 1 or more
     (SDPO, arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples of a
-    prompt (list[ScoredRollout]) and returns the teacher's prompt for each: a text, chat messages,
+    prompt (list[Rollout]) and returns the teacher's prompt for each: a text, chat messages,
     or None for a sample that is not learned. null means the policy's prompt."""
     max_teacher_prompt_tokens: int = Field(default=1024, ge=1)
     """Maximum length of the teacher's prompt in tokens. Samples with a longer one are not trained

@@ -9,8 +9,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from raypo.types import Prompt
-
 Item = TypeVar("Item")
 Other = TypeVar("Other")
 
@@ -18,15 +16,6 @@ _SEED_WORD = 1
 """First seed word of permutations here. Sharding uses 2, the learner 3, requests 4."""
 _MIX_SEED_WORD = 6
 """First seed word of the order of sources; `ppo.covariance` uses 5."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """One draw from the prompts; its samples form a group."""
-
-    group_index: int
-    """Index of the draw in the run, from 0."""
-    prompt: Prompt
 
 
 @dataclass(frozen=True)

@@ -208,17 +208,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         }
         """Arguments of the trainers of a `Tuner`'s trials: the Python objects that they share."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
-        with self._without_leftovers():
-            resolved = self._with_given(resolved)
-            self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
-            if self._reward_fn is not None:
-                check_reward_function(self._reward_fn, key="reward_funcs")
-                check_columns(resolved, self._reward_fn, key="reward_funcs")
-            self.config: AnyConfig = with_steps_of_epochs(resolved)
+        checked = self._checked(resolved)
+        scaling = scaling_of(checked, scaling_config)
+        self.config: AnyConfig = checked.with_dtype(use_gpu=bool(scaling.use_gpu))
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None
-        scaling = scaling_of(self.config, scaling_config)
-        self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
         if scaling.use_gpu:
             own = torch_trainer_arguments.get("torch_config")
             torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(own)
@@ -286,6 +280,16 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "The config. It is a record and no run file to start: functions of this script are in "
             "it by name, and only this script starts the run"
         )
+
+    def _checked(self, config: Any) -> AnyConfig:
+        """Write what was given in Python, check all inputs, and set the number of steps."""
+        with self._without_leftovers():
+            config = self._with_given(config)
+            self._notes = check_inputs(config, has_reward_fn=self._reward_fn is not None)
+            if self._reward_fn is not None:
+                check_reward_function(self._reward_fn, key="reward_funcs")
+                check_columns(config, self._reward_fn, key="reward_funcs")
+            return with_steps_of_epochs(config)
 
     def _with_given(self, config: AnyConfig) -> AnyConfig:
         """Write rows and models given in Python into the run's folder.
