@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 PATIENCE = timedelta(days=7)
-"""Timeout of the gloo groups. It can be long, because other timeouts limit the work for which
-workers wait. The death of a worker is noticed at once."""
+"""Timeout of the gloo groups. It is long because the work that workers wait for has its own
+timeouts. The death of a worker is noticed at once, without this timeout."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,18 @@ class Workers:
         return cls(dist.get_rank(), dist.get_world_size()).beside()
 
     def beside(self) -> Workers:
-        """Return the same workers in a new process group, for another thread; all must call it."""
+        """Return the same workers with a new process group, for use in another thread.
+
+        All workers must call this method together.
+        """
         if self.count == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=PATIENCE))
 
     def team(self, sizes: Sequence[int]) -> Workers:
-        """Return this worker's team, in a process group of its own; all workers must call it.
+        """Return the team that this worker belongs to, with a new process group per team.
+
+        All workers must call this method together.
 
         Args:
             sizes: Number of workers in each team, in the order of ranks; they add up to `count`.
@@ -138,7 +143,7 @@ class Workers:
         return box[0]
 
     def barrier(self) -> None:
-        """Wait until all workers have called it."""
+        """Wait until all workers have called this method."""
         if self.count > 1:
             dist.barrier(group=self.group)
 

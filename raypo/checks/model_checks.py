@@ -133,7 +133,7 @@ def check_models(config: AnyConfig) -> None:
     """Refuse models that would be loaded wrongly, before Ray starts.
 
     This imports transformers, and reads headers of weight files, configs and tokenizers, but no
-    weights. Of hub ids it reads only configs and tokenizers.
+    weights. For hub ids, it reads only configs and tokenizers.
 
     Raises:
         ConfigError: a folder lacks weights of its model or has unexpected weights; two models that

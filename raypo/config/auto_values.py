@@ -16,7 +16,10 @@ slower, because kernel launches then limit a small model."""
 
 
 def candidates(config: AnyConfig) -> list[Any]:
-    """Return the configs to which `auto` can resolve, fastest first, least memory last."""
+    """Return the configs to which `auto` can resolve.
+
+    The first is the fastest, the last needs the least memory.
+    """
     tokens = config.learner.max_tokens_per_microbatch
     counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
     choices: list[Any] = [config]

@@ -163,8 +163,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.28,
         "kl": {"coef": 0.0},
     },
-    # Qi et al. 2026, arXiv:2602.04879: the total variation, as in the authors' run file for verl,
-    # whose bound for dppo_kl is 0.05. The engine's log-probs are the anchor (section 5.2).
+    # Qi et al. 2026, arXiv:2602.04879: the total variation is bounded, as in the authors' run file
+    # for verl. Their bound for dppo_kl is 0.05. The ratio compares with the engine's log-probs
+    # (section 5.2).
     "dppo": {
         "advantage": "dr_grpo",
         "policy_loss": "dppo_tv",
@@ -185,7 +186,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
 }
-"""Preset -> its keys below `ppo`. Keys that are not listed keep their defaults."""
+"""Keys below `ppo` that each preset sets, by preset. Other keys keep their defaults."""
 
 
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ RANGES = {
     "randint": "[low, high], whole numbers, high left out",
     "quniform": "[low, high, step]",
 }
-"""Kind of range -> form of its values."""
+"""Form of the values of each kind of range, by kind."""
 LISTS = ("choice", "grid")
 MAX_TEST_VALUES = 100
 """Approximate maximum number of values of a stepped range that are validated."""

@@ -13,9 +13,9 @@ Metrics = Mapping[str, float]
 SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
 KL = "kl/ref_response_mean"
 VALUE = "sweep/value"
-"""Key of the number in each report that schedulers compare. Larger is always better."""
+"""Key of the value that schedulers compare, which each report has. Larger is always better."""
 SCORED_STEP = "sweep/scored_step"
-"""Key of the step at which the first metric was last measured. 0 is before the first update."""
+"""Key of the step at which the first metric was last measured. 0 means before the first update."""
 STEP = "step"
 INFEASIBLE = -1e9
 """Upper bound of the value of an infeasible trial. It is below the value of every feasible
