@@ -103,7 +103,10 @@ class Workers:
         return everyone, slice(first, first + len(tensors[0]))
 
     def gather_first(self, value: Any) -> list[Any]:
-        """Return the values of all workers by rank on rank 0, and an empty list elsewhere."""
+        """Gather the values of all workers on rank 0.
+
+        Rank 0 gets them in the order of ranks. All other ranks get an empty list.
+        """
         if self.count == 1:
             return [value]
         gathered: list[Any] = [None] * self.count if self.rank == 0 else []

@@ -77,9 +77,9 @@ def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, s
 def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None) -> list[str]:
     """Return a line like `key (source): file has changed` for each file that differs.
 
-    Sources that only one side has are skipped; the comparison of configs reports them. Callbacks
-    are recorded but not compared: they only watch a run, and users must be able to correct one that
-    failed.
+    Sources that only one of the two mappings has are skipped; the comparison of configs reports
+    them. Callbacks are recorded but not compared: they only watch a run, and users must be able to
+    correct a callback that failed.
 
     Args:
         recorded: Inputs with which the run began.
@@ -307,7 +307,7 @@ def _commit(name: str, kind: str) -> Files:
         try:
             sha = HfApi().repo_info(name, repo_type=kind, timeout=_HUB_TIMEOUT_S).sha
             return {"commit": sha} if sha else {}
-        except Exception:  # depends on the HTTP client; transformers falls back to the cache too
+        except Exception:  # its type depends on the HTTP client; like transformers, try the cache
             pass
     try:
         folder = repo_folder_name(repo_id=name, repo_type=kind)

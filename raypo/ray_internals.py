@@ -111,7 +111,7 @@ def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
 
 
 def check_shared(storage: Any) -> None:
-    """Check that this node sees the files in the run's folder, as Ray Train does.
+    """Run Ray Train's check that this node sees the files in the run's folder.
 
     Raises:
         RuntimeError: this node does not see the folder's files.

@@ -257,7 +257,7 @@ class Experience:
     response_mask: Tensor  # [B, T] bool, True on tokens that the policy sampled
     rollout_log_probs: Tensor  # [B, T] float32, from the engine
     scores: Tensor  # [B] float32, before KL and shaping; NaN if scoring failed
-    group_index: Tensor  # [B] int64, shared by the samples of one draw of a prompt
+    group_index: Tensor  # [B] int64, index of the sample's group in the run
     minibatch: Tensor  # [B] int64, index of the step's minibatch that trains the row
     truncated: Tensor  # [B] bool, the response reached rollout.max_new_tokens
     weight_version: Tensor  # [B] int64, weights that sampled the response's first token
@@ -265,13 +265,13 @@ class Experience:
     turn_rewards: Tensor | None = None  # [B, T] float32, rewards of single turns
     turn_index: Tensor | None = None  # [B, T] int64, turn of the row that sampled the token
     weight_versions: Tensor | None = None  # [B, T] int64; None: as weight_version
-    sample_index: Tensor | None = None  # [B] int64, index within the draw
+    sample_index: Tensor | None = None  # [B] int64, index within the group
     row_index: Tensor | None = None  # [B] int64, index within the sample; None: all 0
     ref_log_probs: Tensor | None = None  # [B, T] float32
     old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
     weights: Tensor | None = None  # [B, T] float32, of rollout correction; None: 1
     loss_mask: Tensor | None = None  # [B, T] bool, tokens that count; None: response_mask
-    sample_tokens: Tensor | None = None  # [B] int64, in all rows of the sample; None: in the row
+    sample_tokens: Tensor | None = None  # [B] int64, tokens of the whole sample; None: of the row
     covariant: Tensor | None = None  # [B, T] bool, tokens of high covariance; None: not used
     values: Tensor | None = None  # [B, T] float32, critic, before the update
     last_values: Tensor | None = None  # [B] float32, critic, after a truncated response

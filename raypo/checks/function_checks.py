@@ -151,9 +151,9 @@ def check_reward_function(function: Any, *, key: str = "reward.function") -> Non
 
 
 def _definition(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the syntax tree of a function or import path. None means that it is unknown.
+    """Return the syntax tree of a function or import path, or None if its source is not found.
 
-    A decorated function counts as unknown, because a decorator may pass other arguments.
+    The result is None for a decorated function too, because a decorator may pass other arguments.
     """
     with suppress(OSError, TypeError, SyntaxError, ValueError, IndexError, AttributeError):
         if isinstance(function, str):

@@ -64,9 +64,9 @@ def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
 def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
     """Return the config with its `auto` values resolved as in an earlier run.
 
-    If the devices of this cluster resolve `model.dtype` differently, the trainer's own check
-    refuses the config. Old runs recorded fixed values, because microbatches and sleep could not be
-    `auto` then.
+    `raypo train` calls this before it knows the devices. If they resolve `model.dtype` differently
+    from the earlier run, the trainer's own check refuses the config later. Runs of old versions
+    recorded fixed values, because microbatches and sleep could not be `auto` then.
 
     Args:
         config: Config to resolve.

@@ -399,7 +399,7 @@ def _endings(key: str) -> list[str]:
 
 
 def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
-    """Return the section classes that a field may hold. With `items`, sections in a list count."""
+    """Return the section classes that a field may hold; with `items`, also those of list items."""
     if get_origin(annotation) is None:
         return [annotation] if _is_section(annotation) else []
     if get_origin(annotation) is tuple and not items:
@@ -468,7 +468,7 @@ def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     by_key: dict[str, list[Any]] = {}
     for detail in details:
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # pydantic left out invalid entries; they have their own errors
+            continue  # pydantic counted only valid entries; the others have errors
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
@@ -514,7 +514,7 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
     message = detail["msg"].removeprefix("Value error, ")
     if not key or isinstance(detail["input"], Mapping):
-        return message  # a rule between keys names its keys itself
+        return message  # the message of a rule between keys names the keys
     return f"{key} ({detail['input']!r}): {message}"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 VERIFIERS = "verifiers:"
-"""Prefix of an environment of the package verifiers. The environment's name or a Python file
-follows. With `//` after the prefix, the environment's data set is meant:
+"""Prefix of an environment from the package verifiers. The environment's name or a Python file
+follows. With `//` after the prefix, the path names the environment's data set:
 `verifiers://NAME?split=eval`."""
 
 

@@ -134,8 +134,8 @@ class PPOSection(Config):
     advantage per token (section 4.3); gmpo: arXiv:2507.20673; cispo: arXiv:2506.13585; sapo:
     arXiv:2511.20347; clip_cov: ppo without the tokens that `covariance` selects; kl_cov: ppo
     without a clip, and with a penalty on these tokens (both arXiv:2505.22617); dppo_tv and dppo_kl:
-    bounds on the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a
-    soft kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
+    bounds on the change of a token's probability instead of a clip of its ratio (arXiv:2602.04879);
+    vespo: a soft kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
     `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).

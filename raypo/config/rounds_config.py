@@ -81,7 +81,7 @@ class DistilledDataSection(DataSection):
     assistant. null means no such responses."""
     max_response_tokens: int = Field(default=1024, ge=1)
     """Maximum length in tokens of a response of `response_key`, including its end of sequence.
-    `too_long` applies to longer ones."""
+    `too_long` applies to longer responses."""
 
 
 class DistillationSection(Config):
@@ -112,8 +112,8 @@ class DistillationSection(Config):
     of a prompt (list[ScoredRollout]) and returns the teacher's prompt for each sample: a string,
     chat messages, or None for a sample that is not trained on. null means the policy's prompt."""
     max_teacher_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of the teacher's prompt in tokens. Samples with a longer one are not trained
-    on, and are counted in selection/prompts_too_long."""
+    """Maximum length of the teacher's prompt in tokens. Samples with a longer teacher prompt are
+    not trained on, and are counted in selection/prompts_too_long."""
 
     def _problems(self) -> Iterator[str]:
         if self.divergence != "jsd":
@@ -313,13 +313,14 @@ class RejectionSamplingConfig(RoundsConfig):
 
 
 class PairingSection(Config):
-    """Pairing of responses: the best of a prompt with its worst."""
+    """Pairing of the best response to a prompt with the worst."""
 
     min_gap: float = Field(default=0.0, ge=0.0)
     """Minimum score difference of a pair. Equal scores are a tie and are always skipped."""
     reference: Literal["round", "start"] = "round"
     """Reference model of the DPO loss. round: the policy at the start of the round; start:
-    model.reference (null: the policy at the start of the run), which is deployed as in PPO."""
+    model.reference, which is deployed as in PPO; if model.reference is null, the policy at the
+    start of the run."""
 
 
 class IterativeDPOConfig(RoundsConfig):

@@ -302,7 +302,7 @@ class JudgeSection(Config):
                 f"{key}.criteria ({', '.join(self.criteria) or 'none'}): the template names "
                 "{criterion} if, and only if, there are criteria. Add what is missing."
             )
-        for name in ("score", "judge_s", "judge_ungraded"):  # of `Judge`
+        for name in ("score", "judge_s", "judge_ungraded"):  # names in every score of `Judge`
             if name in self.criteria:
                 yield f"{key}.criteria ({name}): every score has it already. Give it another name."
         if self.pattern is not None:
@@ -498,7 +498,7 @@ class WorkersSection(Config):
                     f"{key}.{name} ({zero[name]}): is DeepSpeed's former spelling of {new}. Write "
                     f"{new}: {{device: cpu}} in its place."
                 )
-        # DeepSpeed ignores both without a word at lower stages. Swapping to NVMe is not tested.
+        # DeepSpeed silently ignores both at lower stages. Swapping to NVMe is not tested.
         for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
             moved = zero.get(name) or {}
             if not isinstance(moved, dict):

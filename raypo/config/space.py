@@ -105,9 +105,9 @@ class Domain:
 
 
 def flat_space(written: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a space by dotted key, like `{"ppo.kl.coef": {"uniform": [0, 1]}}`.
+    """Return a search space as a flat mapping: `{"ppo.kl.coef": {"uniform": [0, 1]}}`.
 
-    Keys that an override has nested are flattened.
+    Nested keys, as in overrides, become dotted keys.
     """
     flat: dict[str, Any] = {}
     for key, value in written.items():

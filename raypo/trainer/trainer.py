@@ -517,7 +517,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """Config with the lowest number of workers. Its type is Any, for functions of all recipes."""
+        """Config with the lowest number of workers, typed as Any to suit every recipe."""
         config: Any = self.config
         fewest = config.learner.min_workers
         return config if fewest is None else config.with_workers(fewest)
@@ -589,7 +589,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
 
 def _given_files(config: RecipeConfig) -> set[Path]:
-    """Return the run's local folder and the rows and models below it that Python gave."""
+    """Return the run's local folder, and the files of given rows and models below it."""
     if is_uri(config.storage_path):
         return set()
     folder = Path(config.absolute_storage_path, config.name)

@@ -56,7 +56,9 @@ class Arguments:
         return default
 
     def origin(self, name: str) -> str:
-        """Return the name under which a value is given, or say that it is a default."""
+        """Return the name under which a value is given. For a default, `DEFAULT` is appended to the
+        name.
+        """
         row = self.rows[name]
         given = [
             each
@@ -85,11 +87,11 @@ def steps_of(epochs: float, name: str, done: Settings, most: Any = None) -> tupl
         paths = [Path(each).expanduser() for each in ([files] if isinstance(files, str) else files)]
         rows = min(sum(parquet.read_metadata(path).num_rows for path in paths), most or math.inf)
         counted = "rows"
-    with suppress(ValueError, TypeError):  # not known
+    with suppress(ValueError, TypeError):  # a number is not known
         if steps := int(rows // prompts * epochs):
             return steps, f"{rows} {counted} // {prompts} prompts x {epochs} of {name}"
     times = name if math.isnan(epochs) else f"{epochs} of {name}"
-    each = "rollout.prompts_per_step" if prompts != prompts else f"{prompts} prompts"  # NaN
+    each = "rollout.prompts_per_step" if prompts != prompts else f"{prompts} prompts"  # true if NaN
     return TODO, f"rows / {each} x {times}"
 
 

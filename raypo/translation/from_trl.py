@@ -119,7 +119,7 @@ def _correction(get: Arguments, notes: list[str]) -> Settings:
 
 
 def _schedule(get: Arguments, steps: float, updates: float) -> Settings:
-    """Return the keys that count steps.
+    """Return the learning-rate schedule, and the keys whose values are numbers of steps.
 
     Args:
         get: Lookup of TRL's arguments.

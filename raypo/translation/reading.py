@@ -1,4 +1,4 @@
-"""Arguments of a TRL script, and of a verl or OpenRLHF command.
+"""Extraction of the arguments of a TRL script, or of a verl or OpenRLHF command.
 
 The script or command is read, not executed.
 """

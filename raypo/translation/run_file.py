@@ -37,7 +37,9 @@ _COMPUTED: dict[str, Callable[[Arguments, str], tuple[Settings, list[str]]]] = {
 
 
 def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> str:
-    """Return a run file. Comments give the origin of each key, and what was not translated.
+    """Return the text of a run file.
+
+    Its comments give the origin of each key, and list what was not translated.
 
     Args:
         project: TRL, verl or OpenRLHF.
@@ -62,7 +64,7 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
         else:
             why = f"{' and '.join(keys)}. {row.note}" if row else "No counterpart is known."
             notes.append(f"{name} ({shown}): {why.removeprefix('. ').strip()}")
-    done = {key: each for key, each in done.items() if each[0] == each[0]}  # not NaN
+    done = {key: each for key, each in done.items() if each[0] == each[0]}  # drop NaN
     for row in [row for row in rows if row.is_same and row.default]:
         for key in () if given.keys() & row.names else row.keys_in(known):
             is_idle = key.startswith("eval.") and "eval.prompts" not in done

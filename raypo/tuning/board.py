@@ -84,7 +84,7 @@ class Board(Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """Record that a trial failed. The other trials continue."""
-        record = self._record_of(trial)  # a new one if its process never started
+        record = self._record_of(trial)  # a new record if the trial never started
         record.point = dict(trial.config[POINT])
         self._add_time(trials)
         record.status = "interrupted" if self._is_stopping() else "failed"

@@ -21,7 +21,7 @@ INFEASIBLE = -1e9
 """Upper bound of the value of an infeasible trial. It is below the value of every feasible
 trial."""
 UNKNOWN = -1e18
-"""Value of a trial if its score is unknown, or a metric that a constraint bounds."""
+"""Value of a trial whose score, or a metric that a constraint bounds, is unknown."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Goal:
         return INFEASIBLE - worst if math.isfinite(worst) else UNKNOWN
 
     def dominates(self, one: Metrics, other: Metrics) -> bool:
-        """Return True if `one` is no worse than `other` in any metric, and better in some."""
+        """Return True if `one` is at least as good as `other` in every metric, and better in one."""
         pairs = list(zip(self.gains(one), self.gains(other), strict=True))
         return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 

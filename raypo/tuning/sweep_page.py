@@ -1,4 +1,7 @@
-"""HTML page of a sweep: the best trial, all trials, and their cost. Needs no Ray."""
+"""HTML page of a sweep: the best trial, all trials, and their cost.
+
+This module does not import Ray.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ takes longer, Tune fails the next trial."""
 
 @dataclass(frozen=True)
 class TrialSetup:
-    """Settings that all trials of a sweep share; pickled to their processes."""
+    """Settings that all trials of a sweep share. They are pickled to the trials' processes."""
 
     sweep: str
     base: dict[str, Any]
@@ -102,7 +102,7 @@ def run_point(point: Point, setup: TrialSetup) -> None:
     learn_digests(setup.digests)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
     known = known_metrics(files.metrics(), setup.goal)
-    if is_finished(files, run):  # the driver was killed before it could record that
+    if is_finished(files, run):  # the driver was killed before it recorded that
         tune.report(as_report(known, setup.goal))
         return
     segment = None
