@@ -86,7 +86,7 @@ def _local_shape(path: str) -> ModelShape | None:
 
 
 def check_positions(config: Any) -> None:
-    """Refuse a config, as vLLM would, whose prompts and responses may exceed a model's positions."""
+    """Refuse a config, as vLLM would, if prompt plus response may exceed a model's positions."""
     for key, path in models_of(config):
         if key != "model.reward":  # a reward model may use its own tokenizer
             check_positions_of(config, key, path)
@@ -95,7 +95,7 @@ def check_positions(config: Any) -> None:
 
 
 def _check_teacher_prompts(config: DistillationConfig) -> None:
-    """Refuse a config whose teacher prompts plus responses may exceed a teacher's positions."""
+    """Refuse a config if teacher prompt plus response may exceed a teacher's positions."""
     for key, path in models_of(config):
         if not key.startswith("model.teacher") and (key != "model.policy" or config.teacher_of):
             continue
@@ -109,7 +109,7 @@ def _check_teacher_prompts(config: DistillationConfig) -> None:
 
 
 def check_positions_of(config: Any, key: str, path: str) -> None:
-    """Refuse a config whose prompts plus responses may exceed the given model's positions."""
+    """Refuse a config if prompt plus response may exceed the given model's positions."""
     longest, positions = config.max_model_len, _positions(key, path)
     if positions is not None and longest > positions:
         response = config.rollout.length_key

@@ -236,8 +236,9 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def is_refilled(self) -> bool:
-        """True if a step may draw more prompts than `rollout.prompts_per_step`, to replace groups
-        that a filter drops."""
+        """True if a step may sample more prompts than `rollout.prompts_per_step`, to replace groups
+        that a filter drops.
+        """
         return False
 
     @property
@@ -413,7 +414,9 @@ class PPOConfig(OnlineConfig):
 
     @property
     def is_refilled(self) -> bool:
-        """True if `ppo.filter` is enabled: a step then draws prompts to replace dropped groups."""
+        """True if `ppo.filter` is enabled: a step then samples more prompts to replace dropped
+        groups.
+        """
         return self.ppo.filter.enabled
 
     @property

@@ -80,7 +80,7 @@ class Goal:
         return INFEASIBLE - worst if math.isfinite(worst) else UNKNOWN
 
     def dominates(self, one: Metrics, other: Metrics) -> bool:
-        """Return True if `one` is at least as good as `other` in every metric, and better in one."""
+        """Return True if `one` is nowhere worse than `other`, and better in at least one metric."""
         pairs = list(zip(self.gains(one), self.gains(other), strict=True))
         return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
