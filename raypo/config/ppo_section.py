@@ -71,7 +71,7 @@ are False."""
 GROUP_ADVANTAGES = tuple(
     kind for kind, each in ESTIMATORS.items() if each.needs_group and kind not in ("gdpo", "gigpo")
 )
-"""Estimators that compare only the whole scores of a group. gdpo is not among them because it
+"""Estimators that compare only the total scores of a group. gdpo is not among them because it
 compares parts of the score, and gigpo because it compares turns as well."""
 
 

@@ -500,10 +500,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
         """Wait until there is room for the learner workers' placement group.
 
-        A group with the same bundles is reserved, and removed again.
-
-        Ray Train then creates its own group. Unlike Ray Train, this wait reports which bundle waits
-        for which resources.
+        This reserves a group with the same bundles and removes it again, before Ray Train creates
+        its own group. Unlike Ray Train, it reports which bundle waits for which resources.
         """
         group = reserve(
             worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),

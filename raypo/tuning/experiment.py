@@ -78,7 +78,8 @@ class StopOnRequest(Stopper):
 class RoomWatch(Callback):
     """Tune callback that prints which trial waits for resources, and which programs hold them.
 
-    A run prints this itself, but the output of Tune's actors goes to log files.
+    Each trial's run reports this too, but only to a log file, because that is where the output of
+    Tune's actors goes.
     """
 
     def __init__(self) -> None:
@@ -210,5 +211,5 @@ def _group_gc() -> Iterator[ActorHandle]:
 
 
 def limits_itself(searcher: object) -> bool:
-    """Return True if Tune leaves the number of concurrent trials to a search algorithm."""
+    """Return True if a search algorithm, instead of Tune, limits the concurrent trials."""
     return isinstance(searcher, ConcurrencyLimiter | BasicVariantGenerator)

@@ -1,6 +1,6 @@
 """Ray Tune's Tuner for runs of any recipe, with the user's spaces, searchers and schedulers.
 
-`raypo sweep` does the same for a sweep file. It also resumes from its records, and writes a page.
+`raypo sweep` does the same for a sweep file. A sweep can also be resumed, and writes a page.
 """
 
 from __future__ import annotations
