@@ -41,8 +41,8 @@ class KLSection(Config):
     """Place of the penalty. reward: in the token rewards, or in the score of the response if
     ppo.advantage compares the samples of a prompt; loss: a term of the policy loss."""
     importance_weights: bool = False
-    """With `placement: loss`, multiply the KL term of each token by the token's ratio of new to old
-    probability and by its weight from ppo.correction. The term is then unbiased even after the
+    """Multiply the KL term of each token by the token's ratio of new to old probability and by its
+    weight from ppo.correction, for `placement: loss`. The term is then unbiased even after the
     policy has changed, and k3 has the gradient of the KL itself (DeepSeek-V3.2, arXiv:2512.02556).
     """
     controller: Literal["fixed", "adaptive"] = "fixed"
