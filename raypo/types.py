@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the prompt data, tokenised once. A draw of it is a copy with `group_index`."""
+    """One row of the prompt data, tokenised once.
+
+    Each time that it is drawn, a copy with another `group_index` is made.
+    """
 
     index: int
     """Row number over all files of `data.prompts`, in their order."""
@@ -326,7 +329,7 @@ class Experience:
     def blank(self) -> Experience:
         """Return a batch of one row with the same fields.
 
-        The row has one prompt token and one response token, which no loss counts.
+        The row has one prompt token and one response token, which is masked out of every loss.
         """
 
         def row(name: str, value: Tensor) -> Tensor:

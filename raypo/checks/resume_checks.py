@@ -27,12 +27,12 @@ def check_run_folder(
     start_over: str = "--fresh",
     given: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
-    """Refuse to continue in a folder of another config, or with changed inputs.
+    """Refuse to resume a run whose config was another, or whose inputs have changed.
 
     Args:
         config: The whole run config.
         files: The run's folder.
-        start_over: Option or argument that starts over, for messages.
+        start_over: Option or argument that starts the run over, to name in error messages.
         given: Functions passed in Python instead of as import paths, by config key.
 
     Raises:

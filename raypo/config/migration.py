@@ -21,7 +21,7 @@ class Counterpart(NamedTuple):
     """Default in the other project. It is empty if the key is required, or if its default follows
     from other keys."""
     keys: tuple[tuple[str, ...], ...]
-    """Groups of raypo keys that replace it. A recipe uses the first group whose keys it has."""
+    """Alternative groups of raypo keys for it. A recipe uses the first group whose keys it has."""
     note: str
     """Unit or difference. If `keys` is empty, it says why raypo has no counterpart."""
     is_same: bool
@@ -30,7 +30,7 @@ class Counterpart(NamedTuple):
     """True if nothing needs to be set, whatever the value."""
 
     def keys_in(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Return the first group of `keys` that is in `known`, or () if there is no such group."""
+        """Return the first group of `keys` whose keys are all in `known`, or () if there is none."""
         return next((keys for keys in self.keys if set(keys) <= set(known)), ())
 
     def matches(self, key: str) -> int:

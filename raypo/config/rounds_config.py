@@ -171,7 +171,7 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def max_reference_len(self) -> int:
-        """Maximum number of tokens that a teacher reads at once."""
+        """Maximum sequence length of a teacher, in tokens."""
         return self.max_teacher_len if self.distillation.teacher_prompt else self.max_model_len
 
     @property

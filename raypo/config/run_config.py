@@ -193,7 +193,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def max_reference_len(self) -> int:
-        """Maximum number of tokens that a reference model or a teacher reads at once."""
+        """Maximum sequence length of a reference model or a teacher, in tokens."""
         return self.max_model_len
 
     @property

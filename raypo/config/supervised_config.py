@@ -104,8 +104,8 @@ class ExamplesConfig(RecipeConfig):
 
     num_epochs: float | None = Field(default=None, gt=0.0)
     """Passes over the examples, as an alternative to `num_steps`. `num_steps` is then computed when
-    the run starts. An epoch has as many examples as data.prompts has rows. null means that
-    `num_steps` sets the length."""
+    the run starts. The number of examples in an epoch is the number of rows in data.prompts. null
+    means that `num_steps` sets the length."""
     model: TrainedModelSection
     data: ResponsesSection | PairsSection
     learner: ExamplesLearnerSection = ExamplesLearnerSection()

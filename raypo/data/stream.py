@@ -23,7 +23,7 @@ class Mix:
     """Sizes and weights of concatenated sources."""
 
     sizes: tuple[int, ...]
-    """Number of items of each source, at least one."""
+    """Number of items of each source. No source is empty."""
     weights: tuple[float, ...]
     """Sampling weights; only their ratios matter."""
     block: int

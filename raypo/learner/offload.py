@@ -38,7 +38,7 @@ class Offload:
         self._host = HostMemory()
 
     def training_state(self) -> None:
-        """Offload moments, master weights, summed gradients and buckets. Idempotent."""
+        """Offload moments, master weights, accumulated gradients and buckets. Idempotent."""
         self._engine.empty_partition_cache()  # frees weights that ZeRO-3 still keeps gathered
         weights = {each.untyped_storage()._cdata for each in self._weights()}
         state = [t for t in self._training_state() if t.untyped_storage()._cdata not in weights]

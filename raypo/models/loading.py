@@ -144,9 +144,10 @@ def reads_tokens(path: str, policy: str, *, key: str) -> bool:
 
 
 def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence[int]) -> bool:
-    """Return True if the given tokens occur in no row.
+    """Return True if the given tokens cannot occur in tokenised data.
 
-    A prompt that contains the name of such a token as text is not considered.
+    This holds for special tokens that are neither bos, eos, stop tokens nor in the chat template.
+    Whether a prompt spells out the name of such a token is not checked.
     """
     used = {*stop, tokenizer.bos_token_id, tokenizer.eos_token_id}
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
@@ -354,7 +355,7 @@ def _load(
 
 
 def _make_saveable(model: Any) -> None:
-    """Remove sampling values from a generation config with `do_sample` off.
+    """Remove the sampling parameters from a generation config with `do_sample` off.
 
     They have no effect there, and transformers 5 refuses to save such a config: a run would fail at
     its first checkpoint.

@@ -448,13 +448,14 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
     count = -(-len(token) // BLOCK)
 
     def pairs_from(place: np.ndarray) -> np.ndarray:
-        """Count, in each pair of blocks, the pairs whose key is at or after the query's `place`.
+        """Count the (query, key) pairs whose key is at or after the query's `place`.
 
         Args:
             place: Key position for each query, [N].
 
         Returns:
-            [query blocks, key blocks + 1]. The last column is for places after the last key.
+            The count for each query block and key block, [query blocks, key blocks + 1]. The last
+            column counts queries whose `place` is after the last key.
         """
         block, offset = np.divmod(place, BLOCK)
         at, cells = token // BLOCK * (count + 1) + block, count * (count + 1)

@@ -49,7 +49,10 @@ def read_by_teacher(item: Taught) -> np.ndarray:
 
 
 class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
-    """Distillation recipe: the policy learns a teacher's distributions on samples or texts."""
+    """Distillation recipe: the policy learns a teacher's distributions.
+
+    They are computed on the policy's own samples or on given texts.
+    """
 
     def __init__(self, run: Run[DistillationConfig], inputs: OnlineInputs) -> None:
         """Load the given texts, if the config has any."""

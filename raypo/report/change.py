@@ -106,7 +106,7 @@ def unpaired_change(
 
 
 def t_quantile(degrees: float) -> float:
-    """Return the 97.5 % quantile of Student's t, the half-width of a 95 % interval."""
+    """Return the 97.5 % quantile of Student's t: half of a 95 % interval, in standard errors."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, 0.975))

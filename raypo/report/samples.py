@@ -160,7 +160,10 @@ def _cut(text: str) -> str:
 
 
 def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows by sample, in order. An agent's episode may have several conversations (rows)."""
+    """Group rows by sample, in the order in which the samples first appear.
+
+    A sample has several rows if an agent's episode has several conversations.
+    """
     found: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         found.setdefault((row["group_index"], row["sample_index"]), []).append(row)

@@ -79,7 +79,7 @@ def _title(rows: Sample) -> str:
 
 
 def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
-    """Format a sample. Each turn begins with its author, because files and logs have no styles."""
+    """Format a sample. Each turn begins with its author, as colours are lost in files."""
     from rich.console import Group
     from rich.rule import Rule
     from rich.text import Text

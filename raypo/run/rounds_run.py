@@ -81,7 +81,7 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
 
     @property
     def prompts_per_round(self) -> int:
-        """Number of prompts per round that the policy answers, over all workers."""
+        """Number of prompts that the policy answers in each round, over all workers."""
         return self.run.config.rollout.prompts_per_step
 
     def scorer(self, services: Services) -> Scorer:

@@ -57,7 +57,7 @@ class TrialSetup:
     storage_path: str
     """Storage path of the trials' runs."""
     working_dir: str
-    """Working directory of the driver, where relative paths start."""
+    """Working directory of the driver. Relative paths are resolved against it."""
     goal: Goal | None = None
     """Objective whose value is added to reports. None means that no value is added, because Tune's
     own config has the objective."""
