@@ -104,7 +104,7 @@ class Episodes:
         self._waited_s = 0.0
 
     def waited_s(self) -> float:
-        """Return the seconds that training batches have waited for environments since the last call."""
+        """Return the seconds training batches have waited for environments since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
