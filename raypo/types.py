@@ -26,7 +26,7 @@ class Prompt:
     token_ids: np.ndarray  # int32 [P]
     label: Any = None
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt, or None if the row has a text instead."""
+    """Chat messages of the prompt, or None if the prompt is a plain string."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -82,20 +82,21 @@ class Rollout:
     prompt_ids: np.ndarray  # int32 [P]
     response_ids: np.ndarray  # int32 [T], with the end of sequence if it was sampled
     log_probs: np.ndarray  # float32 [T], from the engine, at the sampling temperature
-    response_mask: np.ndarray  # bool [T], False on the environment's texts
+    response_mask: np.ndarray  # bool [T], False on environment tokens
     label: Any
     prompt_index: int
     """Row of the prompt in the data."""
     sample_index: int
-    """Index of the sample among those of its prompt, from 0."""
+    """Index of the sample in its group, from 0."""
     finish_reason: str
     """`stop` or `length`."""
     weight_version: int
     """Version of the weights that sampled the first token."""
     group_index: int = 0
-    """Index of the prompt's draw in the run, from 0. The samples of one draw are a group."""
+    """Index of the rollout's group in the run, from 0. Each time that a prompt is drawn from the
+    data, its samples form a new group."""
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt, or None if the row has a text instead."""
+    """Chat messages of the prompt, or None if the prompt is a plain string."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -145,7 +146,7 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        """Number of response tokens that the policy sampled, without the environment's texts."""
+        """Number of response tokens that the policy sampled, without environment tokens."""
         return int(self.response_mask.sum())
 
 
@@ -252,11 +253,11 @@ class Experience:
     prompt_ids: Tensor  # [B, P] int64
     prompt_mask: Tensor  # [B, P] bool, False on padding
     response_ids: Tensor  # [B, T] int64
-    attention_mask: Tensor  # [B, T] bool, False on padding, True on the environment's texts
+    attention_mask: Tensor  # [B, T] bool, False on padding, True on environment tokens
     response_mask: Tensor  # [B, T] bool, True on tokens that the policy sampled
     rollout_log_probs: Tensor  # [B, T] float32, from the engine
     scores: Tensor  # [B] float32, before KL and shaping; NaN if scoring failed
-    group_index: Tensor  # [B] int64, shared by the samples of one draw of a prompt
+    group_index: Tensor  # [B] int64, index of the sample's group in the run
     minibatch: Tensor  # [B] int64, index of the step's minibatch that trains the row
     truncated: Tensor  # [B] bool, the response reached rollout.max_new_tokens
     weight_version: Tensor  # [B] int64, weights that sampled the response's first token
@@ -264,13 +265,13 @@ class Experience:
     turn_rewards: Tensor | None = None  # [B, T] float32, rewards of single turns
     turn_index: Tensor | None = None  # [B, T] int64, turn of the row that sampled the token
     weight_versions: Tensor | None = None  # [B, T] int64; None: as weight_version
-    sample_index: Tensor | None = None  # [B] int64, index within the draw
+    sample_index: Tensor | None = None  # [B] int64, index within the group
     row_index: Tensor | None = None  # [B] int64, index within the sample; None: all 0
     ref_log_probs: Tensor | None = None  # [B, T] float32
     old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
     weights: Tensor | None = None  # [B, T] float32, of rollout correction; None: 1
     loss_mask: Tensor | None = None  # [B, T] bool, tokens that count; None: response_mask
-    sample_tokens: Tensor | None = None  # [B] int64, over all rows of the sample; None: own
+    sample_tokens: Tensor | None = None  # [B] int64, tokens of the whole sample; None: of the row
     covariant: Tensor | None = None  # [B, T] bool, tokens of high covariance; None: not used
     values: Tensor | None = None  # [B, T] float32, critic, before the update
     last_values: Tensor | None = None  # [B] float32, critic, after a truncated response
