@@ -60,9 +60,6 @@ class StopOnRequest(Stopper):
     rule: Any = None
     """`tune.RunConfig.stop`: a mapping, a function, a stopper, or a list of stoppers."""
     is_wanted: bool = False
-    keeps_state: bool = False
-    """True if a request leaves the trials unfinished in Tune's records, so that the experiment can
-    be restored. Otherwise Tune records them as stopped."""
 
     def __post_init__(self) -> None:
         """Combine a list of stoppers into one."""
@@ -77,12 +74,25 @@ class StopOnRequest(Stopper):
 
     def stop_all(self) -> bool:
         """Return True if all trials are to stop."""
-        if self.is_wanted and not self.keeps_state:
-            return True
+        return self.is_wanted or (isinstance(self.rule, Stopper) and self.rule.stop_all())
+
+
+class Interruption(Callback):
+    """Tune callback that ends Tune's loop on request.
+
+    Tune then saves its state with the trials unfinished, so that the experiment can be restored. A
+    stopper would not do: Tune records its trials as ended, and restores the stopper too.
+    """
+
+    is_wanted = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune pickles callbacks for its own restore
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
+        """End the loop by the signal that Tune handles like Ctrl-C, if this was requested."""
         if self.is_wanted:
-            # Tune's own handler ends the loop, as at Ctrl-C, and saves the experiment's state.
             signal.raise_signal(signal.SIGUSR1)
-        return isinstance(self.rule, Stopper) and self.rule.stop_all()
 
 
 class RoomWatch(Callback):
@@ -117,7 +127,7 @@ class RoomWatch(Callback):
 
 
 @contextmanager
-def connected(base: AnyConfig, stop: StopOnRequest, *, said: str) -> Iterator[None]:
+def connected(base: AnyConfig, stop: StopOnRequest | Interruption, *, said: str) -> Iterator[None]:
     """Connect to Ray, and disconnect at the end if no caller had connected before.
 
     The first Ctrl-C or SIGTERM stops all trials, and the second raises KeyboardInterrupt. A signal
@@ -127,7 +137,7 @@ def connected(base: AnyConfig, stop: StopOnRequest, *, said: str) -> Iterator[No
 
     Args:
         base: Run config of a trial.
-        stop: Stopper of the experiment.
+        stop: Stopper or interruption of the experiment.
         said: Message at the first signal.
     """
     for name, value in TUNE_ENVIRONMENT.items():

@@ -41,7 +41,13 @@ from raypo.tracking.console import Console
 from raypo.trainer import RecipeTrainer, trainer_for
 from raypo.trainer.settings import check_not_started_by_import
 from raypo.tuning.capacity import plan_trials
-from raypo.tuning.experiment import StopOnRequest, connected, fit_trials, limits_itself
+from raypo.tuning.experiment import (
+    Interruption,
+    StopOnRequest,
+    connected,
+    fit_trials,
+    limits_itself,
+)
 from raypo.tuning.population import Segment
 from raypo.tuning.record import Point
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, base_changes
@@ -167,14 +173,14 @@ class Tuner:
         """
         check_not_started_by_import(self._base)
         check_models(self._base)
-        stop = StopOnRequest(self._run_config.stop, keeps_state=True)
+        interruption = Interruption()
         said = f"Stopping all trials; Tuner.restore({self.location!r}, ...) goes on with them."
-        with self._files.lock(), connected(self._base, stop, said=said):
+        with self._files.lock(), connected(self._base, interruption, said=said):
             if self._resume is None:
                 self._check_folder()
-            return with_runs(self._fit(stop), self._result)
+            return with_runs(self._fit(interruption), self._result)
 
-    def _fit(self, stop: StopOnRequest) -> ResultGrid:
+    def _fit(self, interruption: Interruption) -> ResultGrid:
         trainer, base, nodes = self._trainer, self._base, alive_nodes()
         use_gpu, each = bool(trainer.scaling_config.use_gpu), trainer.worker_resources
         lay_out(base, nodes, use_gpu=use_gpu, each_worker=each)
@@ -219,6 +225,7 @@ class Tuner:
         for line in plan.sharing.lines():
             console.message(line)
         named = self._tune_config.trial_name_creator or partial(_name_of, self._files.name)
+        callbacks = [*(self._run_config.callbacks or ()), interruption]
         return fit_trials(
             run_tuned,
             setup,
@@ -227,8 +234,8 @@ class Tuner:
             plan,
             param_space=self._space,
             tune_config=replace(self._tune_config, trial_name_creator=named),
-            run_config=self._run_config,
-            stop=stop,
+            run_config=replace(self._run_config, callbacks=callbacks),
+            stop=StopOnRequest(self._run_config.stop),
             resume=self._resume,
         )
 

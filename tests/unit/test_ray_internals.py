@@ -51,7 +51,7 @@ from raypo.ray_internals import (
     with_runs,
     without_worker_output,
 )
-from raypo.tuning.experiment import StopOnRequest
+from raypo.tuning.experiment import Interruption
 
 
 def private_modules(source: str) -> Iterator[str]:
@@ -178,12 +178,15 @@ def test_a_tuner_is_told_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert given["resume_config"] is resume
 
 
-def test_tunes_loop_ends_at_the_signal_that_a_stop_raises():
+def test_tunes_loop_ends_at_the_signal_of_an_interruption():
     earlier = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGUSR1)}
     interrupted = _setup_signal_catching()
     try:
-        stop = StopOnRequest(is_wanted=True, keeps_state=True)
-        assert not stop.stop_all()
+        stop = Interruption()
+        stop.on_step_end(1, [])
+        assert not interrupted.is_set()
+        stop.is_wanted = True
+        stop.on_step_end(2, [])
         assert interrupted.is_set()
     finally:
         for each, handler in earlier.items():
