@@ -23,8 +23,8 @@ def repetition_note(
         return None
     what = "prompts" if key == "rollout.prompts_per_step" else "examples"
     return (
-        f"a step takes {rows_per_step} {what} ({key}) and data.prompts has {num_rows}, so {what} "
-        f"repeat within a step; give more, or set {key} to at most {num_rows}"
+        f"a step takes {rows_per_step} {what} ({key}) but data.prompts has only {num_rows}, so "
+        f"{what} repeat within a step; give more, or set {key} to at most {num_rows}"
     )
 
 
@@ -48,7 +48,7 @@ def mix_of(section: DataSection, sizes: Sequence[int], block: int) -> Mix | None
             return None
         if not size:
             raise ConfigError(
-                f"data.prompts ({source}): none of its rows can be used, and it has the weight "
+                f"data.prompts ({source}): none of its rows can be used, but it has the weight "
                 f"{weight:g}. Raise data.max_prompt_tokens, or remove it."
             )
         weights.append(weight)

@@ -69,7 +69,7 @@ def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBa
         return value
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"data.prompt_key ({column}): {row.where} has chat messages, and the policy's "
+            f"data.prompt_key ({column}): {row.where} has chat messages, but the policy's "
             "tokenizer has no chat template. Use a chat model, or prompts that are text."
         )
     try:
