@@ -79,8 +79,8 @@ def few_rows_notes(
         share = math.ceil(round(rows_per_step * weight / sum(mix.weights), 6))
         if size < share:
             notes.append(
-                f"{source_name(source)} has {size} rows and {share} of them come in a step (its "
-                f"weight is {weight:g}, {key} {rows_per_step}), so they repeat within a step; give "
-                f"more, or a lower weight"
+                f"{source_name(source)} has {size} rows, but a step takes {share} of them (its "
+                f"weight is {weight:g}, {key} {rows_per_step}), so they repeat within a step; "
+                "give more, or a lower weight"
             )
     return notes

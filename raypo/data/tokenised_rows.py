@@ -111,8 +111,8 @@ def template_error(
                     "or write it into the messages of the user."
                 )
             return RowError(
-                f"{config_key} ({column}): {row.where} begins with one, and {refuses} Write it "
-                "into the first message of the user."
+                f"{config_key} ({column}): {row.where} begins with a system message, but "
+                f"{refuses} Write it into the first message of the user."
             )
     return RowError(
         f"{config_key} ({column}): the tokenizer's chat template refuses {row.where}: "

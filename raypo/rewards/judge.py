@@ -176,8 +176,8 @@ class Judge:
     def _refuse_missing_columns(self, rollout: Rollout) -> None:
         if missing := [each for each in self._section.columns if each not in rollout.row]:
             raise RewardError(
-                f"reward.judge.template: names {{{missing[0]}}}, and row {rollout.prompt_index} "
-                f"has no such column, it has {', '.join(rollout.row) or 'none'}. Add the column, "
+                f"reward.judge.template: names {{{missing[0]}}}, but row {rollout.prompt_index} "
+                f"has no such column. It has {', '.join(rollout.row) or 'none'}. Add the column, "
                 "or correct the template."
             )
 
@@ -192,7 +192,9 @@ class Judge:
             (choice,) = body["choices"]
             text = choice["message"]["content"] if self._section.chat else choice["text"]
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"the answer has not one choice with a text: {body!r:.200}") from None
+            raise ValueError(
+                f"the answer does not have exactly one choice with a text: {body!r:.200}"
+            ) from None
         return text or "", response.elapsed.total_seconds()
 
 

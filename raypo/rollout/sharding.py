@@ -152,7 +152,9 @@ def to_experience(dealt: Sequence[ScoredRollout], *, parts: Sequence[str] = ()) 
     turn_rewards = [r.turn_rewards for r in rollouts if r.turn_rewards is not None]
     turn_index = [r.turn_index for r in rollouts if r.turn_index is not None]
     references = [s.ref_log_probs for s in dealt if s.ref_log_probs is not None]
-    assert len(references) in (0, len(dealt)), "some rollouts have reference log-probs, some do not"
+    assert len(references) in (0, len(dealt)), (
+        "some rollouts have reference log-probs and others have none"
+    )
     return Experience(
         prompt_ids=pad_left([r.prompt_ids for r in rollouts], torch.int64),
         prompt_mask=pad_left([np.ones(len(r.prompt_ids)) for r in rollouts], torch.bool),

@@ -139,9 +139,9 @@ class Tuner:
         searcher = self._tune_config.search_alg
         if limits_itself(searcher) and plan.num_slots < self.max_concurrent:
             raise ConfigError(
-                f"search_alg ({type(searcher).__name__}): would start {self.max_concurrent} trials "
-                f"at a time, and the cluster has room for {plan.num_slots}. Set its max_concurrent "
-                f"to {plan.num_slots}, or give a searcher without a limit of its own."
+                f"search_alg ({type(searcher).__name__}): would start {self.max_concurrent} "
+                f"trials at a time, but the cluster has room for {plan.num_slots}. Set its "
+                f"max_concurrent to {plan.num_slots}, or give a searcher without its own limit."
             )
         record_inputs(base, self._files, resumes=False, given=trainer.given_functions)
         scheduler = self._tune_config.scheduler
@@ -216,15 +216,16 @@ class Tuner:
             if "ppo.preset" in point:
                 raise ConfigError(
                     f"param_space.ppo.preset ({point['ppo.preset']}): the config already has the "
-                    f"values of its own preset, which would hide those of another. Search the keys "
-                    f"themselves, like ppo.advantage, or search the preset by `raypo sweep`."
+                    "values of its own preset, which would override those of another preset. "
+                    "Search the keys themselves, like ppo.advantage, or search the preset by "
+                    "`raypo sweep`."
                 )
             for key in point:
                 check_key(key, type(self._base), space="param_space")
             if "reward.function" in point and self._trainer.given_functions:
                 raise ConfigError(
                     "param_space.reward.function: every trial has the function that the trainer "
-                    "was given in Python. Leave one of them out."
+                    "was given in Python. Leave one of the two out."
                 )
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             trial = with_values(self._values, {**point, "name": self._files.name})
@@ -235,8 +236,8 @@ class Tuner:
         if taken:
             raise ConfigError(
                 f"RunConfig.name ({self._files.name}): {self._files.location} holds {taken[0]}. "
-                f"Choose another name, or leave it out for one of its own. (`raypo sweep` goes on "
-                f"with a sweep that was stopped.)"
+                "Choose another name, or leave it out for a generated name. (`raypo sweep` "
+                "resumes a sweep that was stopped.)"
             )
 
     def _result(self, trial: str, result: Any) -> Any:
@@ -288,7 +289,7 @@ def _check_run_config(run: tune.RunConfig) -> None:
     if run.storage_filesystem is not None:
         raise ConfigError(
             f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): runs write "
-            f"through storage_path. Give it as a URI, like s3://bucket/folder."
+            "to storage_path. Give it as a URI, like s3://bucket/folder."
         )
     rule = run.stop
     are_stoppers = isinstance(rule, list) and all(isinstance(each, Stopper) for each in rule)
