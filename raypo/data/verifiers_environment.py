@@ -67,7 +67,7 @@ def load_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
     if not isinstance(environment, verifiers.Environment):
         raise ConfigError(
             f"{key} (verifiers:{name}): its load_environment returned a "
-            f"{type(environment).__name__}instead of a verifiers.Environment."
+            f"{type(environment).__name__} instead of a verifiers.Environment."
         )
     return environment
 

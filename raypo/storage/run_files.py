@@ -311,7 +311,7 @@ class RunFiles:
         taken = [name for name in self._folder.names() if _WRITTEN.fullmatch(name)]
         if taken and not self.exists():
             raise ConfigError(
-                f"name ({self.name}): {self.location} holds {taken[0]}but no config.yaml, so it "
+                f"name ({self.name}): {self.location} holds {taken[0]}, but no config.yaml, so it "
                 "is not a run's folder and its files could be overwritten. Choose another name "
                 "or storage_path, or move the files away."
             )

@@ -47,8 +47,8 @@ class IpcTransport(Transport):
         writers = set(workers.gather(device_uuid(self._device)))
         if missing := sorted(self._readers - writers):
             raise WeightError(
-                f"engines run on GPU {', '.join(missing)}, but no learner worker does (they run "
-                f"on GPU {', '.join(sorted(writers))}). IPC needs both on one device: set "
+                f"engines run on GPU {', '.join(missing)}, but no learner worker does (they use "
+                f"{', '.join(sorted(writers))}). IPC needs both on one device: set "
                 "rollout.engine.transport to object or nccl."
             )
 

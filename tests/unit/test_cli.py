@@ -244,7 +244,9 @@ def test_status_reads_runs_below_a_folder_or_one_of_them_without_anything_heavy(
     assert "  go on      raypo report runs/first\n" in one[1]
     assert by_uri[1].startswith("first: ppo, finished, step 2 of 12\n")
     assert (none[0], empty[0]) == (2, 2)
-    assert none[2].startswith("raypo: RUN (elsewhere): no run is there, nor a folder of runs.")
+    assert none[2].startswith(
+        "raypo: RUN (elsewhere): there is neither a run nor a folder of runs."
+    )
 
 
 def test_export_copies_the_merged_model_or_the_adapter(
@@ -356,10 +358,10 @@ def test_init_writes_a_run_file_and_keeps_one_that_is_there(
     assert "samples_per_prompt: 5 # actor_rollout_ref.rollout.n" in made.read_text()
     assert f"raypo plan {made} --cluster 8xH100" in capsys.readouterr().out
     assert exit_status(monkeypatch, *given) == 2
-    assert f"--to ({made}): is there already" in capsys.readouterr().err
+    assert f"--to ({made}): this file exists already" in capsys.readouterr().err
     to = ("--to", tmp_path / "other.yaml")
     assert exit_status(monkeypatch, "init", "--from-verl", "ls -l", *to) == 2
-    assert "--from-verl: no argument of verl was found" in capsys.readouterr().err
+    assert "--from-verl: it contains no argument of verl" in capsys.readouterr().err
     assert exit_status(monkeypatch, "init", "--from-verl", "nofile.sh", *to) == 2
     assert "--from-verl (nofile.sh): there is no such file." in capsys.readouterr().err
     longer = " ".join(f"data.key_{number}=1" for number in range(30))  # than a file's name

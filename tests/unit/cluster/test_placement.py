@@ -339,7 +339,7 @@ def test_the_recipes_without_frozen_models_refuse_the_mode():
         "data": {"prompts": "d.jsonl", "response_key": "r"},
         "placement": {"mode": "dedicated"},
     }
-    with pytest.raises(ConfigError, match="the recipe sft has nothing that could live in a group"):
+    with pytest.raises(ConfigError, match="the recipe sft has no role that could have a dedicated"):
         SFTConfig.parse(values)
 
 
@@ -380,13 +380,13 @@ def test_a_frozen_model_in_vllm_may_span_the_gpus_of_a_bundle():
         (
             "colocated",
             {"frozen": {"reward": {"backend": "vllm", "tensor_parallel": 2}}},
-            r"reward\.tensor_parallel \(2\): .* of 2 learner workers, and there are 1 .* or "
+            r"reward\.tensor_parallel \(2\): .* of 2 learner workers, but there are 1 .* or "
             r"placement\.mode to dedicated",
         ),
         (
             "dedicated",
             {"frozen": {"reference": {"backend": "vllm", "tensor_parallel": 2}}},
-            r"placement\.gpus\.reference \(0\.5\): .* takes whole ones\. Set it to 1",
+            r"placement\.gpus\.reference \(0\.5\): .* uses whole GPUs\. Set it to 1",
         ),
     ],
 )
@@ -486,7 +486,10 @@ def test_too_few_nodes_with_the_labels_are_counted_without_the_others():
     ("selector", "message"),
     [
         ({"tier": "gold,silver"}, r"label_selector \(tier: gold,silver\): Ray selects by v, !v"),
-        ({"engine": {"tier": "gold"}}, r"label_selector.engine \(.*\): has no effect, a coloc"),
+        (
+            {"engine": {"tier": "gold"}},
+            r"label_selector.engine \(.*\): has no effect, because a coloc",
+        ),
         ({"critic": {"tier": "gold"}}, "label_selector.critic: must be one of learner, engine"),
         ({"learner": {"tier": ""}}, r"label_selector.learner \(tier: \): Ray selects by"),
     ],

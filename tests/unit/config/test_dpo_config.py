@@ -22,7 +22,7 @@ RUN = {
         ({"data.ref_chosen_key": "c"}, "data.ref_rejected_key.*of both"),
         (
             {"data.ref_chosen_key": "c", "data.ref_rejected_key": "r", "model.reference": "q"},
-            "model.reference.*data.ref_chosen_key has what it says",
+            r"model.reference.*data\.ref_chosen_key gives the reference's log-probs",
         ),
         ({"data.desirable_key": "ok"}, "data.desirable_key.*dpo.loss is sigmoid"),
         (

@@ -57,12 +57,12 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__advantage": "pass_at_k", "ppo__pass_k": 9, "rollout__samples_per_prompt": 8},
-            "ppo.pass_k (9): the best of so many samples counts, and rollout.samples_per_prompt "
-            "is 8. Set ppo.pass_k to at most 8.",
+            "ppo.pass_k (9): the best of this many samples counts, but "
+            "rollout.samples_per_prompt is 8. Set ppo.pass_k to at most 8.",
         ),
         (
             {"ppo__advantage": "grpo", "ppo__pass_k": 2},
-            "ppo.pass_k (2): has no effect, ppo.advantage is grpo.",
+            "ppo.pass_k (2): has no effect, because ppo.advantage is grpo.",
         ),
         (
             {"ppo__advantage": "maxrl", "ppo__kl__coef": 0.1},
@@ -104,7 +104,7 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__advantage": "gigpo", "ppo__kl__coef": 0.1},
-            "ppo.kl.placement (reward): the KL would be in the scores of episodes and not in",
+            "ppo.kl.placement (reward): the KL would enter the scores of episodes but not",
         ),
         (
             {"ppo__filter__enabled": True, "rollout__samples_per_prompt": 1},
@@ -157,48 +157,48 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__correction__kind": "tis", "rollout__top_p": 0.9},
-            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, and "
-            "rollout.top_p (0.9) makes the engine's those of a truncated distribution. Set "
-            "rollout.top_p to 1, or ppo.correction.kind to none.",
+            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, "
+            "but rollout.top_p (0.9) truncates the engine's distribution. Set rollout.top_p to "
+            "1, or ppo.correction.kind to none.",
         ),
         (
             {"ppo__old_log_probs": "engine", "rollout__top_p": 0.9},
-            "ppo.old_log_probs (engine): compares the engine's log-probs with the "
-            "learner's, and rollout.top_p (0.9) makes the engine's those of a truncated "
-            "distribution. Set rollout.top_p to 1, or ppo.old_log_probs to learner.",
+            "ppo.old_log_probs (engine): compares the engine's log-probs with the learner's, "
+            "but rollout.top_p (0.9) truncates the engine's distribution. Set rollout.top_p to "
+            "1, or ppo.old_log_probs to learner.",
         ),
         (
             {"ppo__old_log_probs": "engine", "ppo__correction__kind": "tis"},
-            "ppo.correction.kind (tis): weighs the learner's log-probs before the update "
-            "against the engine's, and ppo.old_log_probs: engine leaves them uncomputed: the ratio "
-            "of the loss corrects already. Set ppo.old_log_probs to learner, or "
-            "ppo.correction.kind to none.",
+            "ppo.correction.kind (tis): compares the learner's log-probs before the update "
+            "with the engine's, but with ppo.old_log_probs: engine they are not computed, "
+            "because the ratio in the loss corrects the difference. Set ppo.old_log_probs to "
+            "learner, or ppo.correction.kind to none.",
         ),
         (
             {"ppo__correction__token_veto": 1e-4, "rollout__top_p": 0.9},
             "ppo.correction.token_veto (0.0001): compares the engine's log-probs with the "
-            "learner's, and rollout.top_p (0.9) makes the engine's those of a truncated "
-            "distribution. Set rollout.top_p to 1, or ppo.correction.token_veto to null.",
+            "learner's, but rollout.top_p (0.9) truncates the engine's distribution. Set "
+            "rollout.top_p to 1, or ppo.correction.token_veto to null.",
         ),
         (
             {"ppo__correction__kind": "tis", "rollout__top_k": 20},
-            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, and "
-            "rollout.top_k (20) makes the engine's those of a truncated distribution. Set "
-            "rollout.top_k to null, or ppo.correction.kind to none.",
+            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, "
+            "but rollout.top_k (20) truncates the engine's distribution. Set rollout.top_k to "
+            "null, or ppo.correction.kind to none.",
         ),
         (
             {"ppo__correction__kind": "mis", "rollout__min_p": 0.1},
-            "ppo.correction.kind (mis): compares the engine's log-probs with the learner's, and "
-            "rollout.min_p (0.1) makes the engine's those of a truncated distribution. Set "
-            "rollout.min_p to 0, or ppo.correction.kind to none.",
+            "ppo.correction.kind (mis): compares the engine's log-probs with the learner's, "
+            "but rollout.min_p (0.1) truncates the engine's distribution. Set rollout.min_p to "
+            "0, or ppo.correction.kind to none.",
         ),
         ({"rollout__top_k": 0}, "rollout.top_k (0): must be greater than or equal to 1."),
         ({"rollout__min_p": 1.1}, "rollout.min_p (1.1): must be less than or equal to 1."),
         ({"rollout__stop": ["Q:", ""]}, "rollout.stop.1 (''): "),
         (
             {"ppo__correction__kind": "tis", "ppo__correction__low": 0.5},
-            "ppo.correction.low (0.5): is used by icepop, mis, not by "
-            "ppo.correction.kind: tis. Remove it, or choose such a kind.",
+            "ppo.correction.low (0.5): is used by icepop, mis, not by ppo.correction.kind: "
+            "tis. Remove it, or choose a kind that uses it.",
         ),
         (
             {"ppo__correction__kind": "sequence_tis", "ppo__correction__high": 2.0},
@@ -329,10 +329,10 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__policy_loss": "kl_cov", "ppo__minibatch_size": 128},
-            "ppo.policy_loss (kl_cov): penalises how log-probs change from update to update of a "
-            "step, and a step has one (ppo.num_epochs 1, ppo.minibatch_size 128 of 128 responses), "
-            "before which nothing has changed. Set ppo.minibatch_size lower, ppo.num_epochs to 2 "
-            "or more, or ppo.policy_loss to clip_cov.",
+            "ppo.policy_loss (kl_cov): penalises changes of log-probs between the updates of a "
+            "step, but a step has only one update (ppo.num_epochs 1, ppo.minibatch_size 128 of "
+            "128 responses), and before it nothing has changed. Set ppo.minibatch_size lower, "
+            "ppo.num_epochs to 2 or more, or ppo.policy_loss to clip_cov.",
         ),
         (
             {"ppo__discount_by": "turn", "ppo__advantage": "grpo"},
@@ -349,7 +349,7 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__discount_by": "turn", "ppo__gae_lambda": "adaptive"},
-            "ppo.gae_lambda (adaptive): follows from the tokens of a response, and "
+            "ppo.gae_lambda (adaptive): depends on the number of tokens of a response, but "
             "ppo.discount_by: turn applies it to turns. Set ppo.gae_lambda to a number, or "
             "ppo.discount_by to token.",
         ),

@@ -394,7 +394,7 @@ def test_null_is_none(file):
 
 @pytest.mark.parametrize("text", ["ppo.kl.coef", "=3", "--fresh"])
 def test_an_override_without_key_and_value(file, text):
-    with pytest.raises(ConfigError, match=f"{text!r} is no override"):
+    with pytest.raises(ConfigError, match=f"{text!r} is not an override"):
         PPOConfig.load(file, [text])
 
 

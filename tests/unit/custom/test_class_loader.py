@@ -37,7 +37,7 @@ WANTED = "rollout.environment (guess.py:Guess): a class with reset(prompt, label
     ("source", "problem"),
     [
         (GOOD.replace("class Guess", "class Guest"), "Did you mean Guest?"),
-        ("def Guess(prompt, label): ...", WANTED + "is wanted, and it is "),
+        ("def Guess(prompt, label): ...", WANTED + "but it is "),
         (GOOD.replace("step", "move"), WANTED + "is wanted, and it has no step."),
         (GOOD.replace("self, prompt, label", "self, prompt"), "its reset has the parameters ("),
         (GOOD.replace("action, *", "action, more, *"), "its step has the parameters ("),

@@ -167,7 +167,7 @@ def test_a_reward_model_is_no_policy_though_its_head_could_be_tied(tmp_path: Pat
     as_reward_model(path)
     as_critic(path)
     with pytest.raises(
-        ConfigError, match=r"score\.weight, for which there is no place.*This is a r"
+        ConfigError, match=r"score\.weight, which the model does not have.*This is a r"
     ):
         as_policy(path)
 
@@ -181,7 +181,7 @@ def test_weights_that_the_config_leaves_no_place_for_are_refused(tmp_path: Path)
     ):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | values))
-        with pytest.raises(ConfigError, match="for which there is no place"):
+        with pytest.raises(ConfigError, match="which the model does not have"):
             as_policy(str(folder))
 
 
@@ -269,7 +269,7 @@ def test_constants_that_were_saved_once_are_no_weights(tmp_path: Path, name: str
         if name != "codegen":  # which has no classifier
             as_new_reward_model(path)
     unknown = changed(tmp_path, with_head(f"{prefix}.0.attn.other.bias", 16))
-    with pytest.raises(ConfigError, match=r"attn\.other\.bias, for which there is no place"):
+    with pytest.raises(ConfigError, match=r"attn\.other\.bias, which the model does not have"):
         as_policy(unknown)
 
 

@@ -251,7 +251,11 @@ def test_experts_are_refused_before_weights_are_read_and_the_remedy_works(
     [
         ("qwen3_moe", ("gate_proj", "up_proj", "down_proj"), "experts is a ParamWrapper, and adap"),
         ("mixtral", ("experts",), "MixtralExperts is no linear layer"),
-        ("phimoe", ("router",), r"mlp\.router is a PhimoeTopKRouter, and adapters go into linear"),
+        (
+            "phimoe",
+            ("router",),
+            r"mlp\.router is a PhimoeTopKRouter, but adapters need plain linear",
+        ),
         ("gpt_oss", ("router",), "GptOssTopKRouter is no linear layer"),
     ],
 )
@@ -266,7 +270,7 @@ def test_targets_in_a_mixture_that_cannot_work_are_refused(
 
 def test_experts_beside_shared_ones_that_learn_are_told(tmp_path: Path):
     section = LoraSection(target_modules=("up_proj",))
-    with pytest.warns(UserWarning, match=r"shared experts get adapters, the others \(model\."):
+    with pytest.warns(UserWarning, match=r"shared experts get adapters, but the others \(model\."):
         check_targets(mixture(tmp_path, "qwen2_moe"), AutoModelForCausalLM, section)
 
 

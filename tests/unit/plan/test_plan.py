@@ -374,7 +374,9 @@ def test_frozen_models_lie_on_every_gpu_or_as_often_as_is_asked(values: dict):
     occupants = [role for bundle in bundles for role in bundle.roles if "reference" in role]
     assert occupants == ["reference:0", "reference:1", "reference:2"]
     values["placement"] = {"frozen": {"reference": {"num_replicas": 9}}}
-    with pytest.raises(ConfigError, match=r"there are 8 .* for 9 of them \(placement\.frozen\.ref"):
+    with pytest.raises(
+        ConfigError, match=r"there are 8 .* for 9 replicas \(placement\.frozen\.ref"
+    ):
         plan(values, "8xGPU80G")
 
 

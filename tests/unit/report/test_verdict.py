@@ -224,7 +224,7 @@ def test_how_a_run_ended_is_told_as_far_as_it_is_known(tmp_path: Path):
     files.write_summary({"status": "failed", "recipe": "ppo", "wall_s": 1.0, "versions": {}})
     assert "The run failed after 11 steps; its" in said(stopped)  # a second is of a part of them
     (stopped / "summary.json").unlink()
-    assert "The run ended without a word after 11 steps: its process is gone, or" in said(stopped)
+    assert "The run ended unexpectedly after 11 steps: its process is gone, or" in said(stopped)
 
 
 def test_several_runs_are_compared_on_the_same_held_out_prompts(tmp_path: Path):
@@ -236,6 +236,6 @@ def test_several_runs_are_compared_on_the_same_held_out_prompts(tmp_path: Path):
     assert "95 % interval of the difference" in words
     assert "Which is best is not decided" in said(good, twin)
     other = write_recorded(tmp_path / "other", PPO, eval={"function": "else.py:judge"})
-    assert "their held-out scores have different judges" in said(good, other)
+    assert "their held-out scores come from different functions" in said(good, other)
     none = write_recorded(tmp_path / "none", PPO, held_out={0: 0})
-    assert "not all have held-out answers" in said(good, none)
+    assert "some have no held-out responses" in said(good, none)

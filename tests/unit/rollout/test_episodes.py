@@ -455,9 +455,10 @@ def test_an_episode_without_room_for_a_turn_has_failed(tokenizer):
     (each,) = played(tokenizer, name="Long", samples=1)
     assert each.episode is not None
     assert each.episode.error == (
-        "EpisodeLimit: after 600 tokens, 0 of them behind its prompt, there is no room for a turn: "
-        "a conversation may have 500 (data.max_prompt_tokens and rollout.max_episode_tokens), and "
-        "400 behind its prompt (rollout.max_episode_tokens)"
+        "EpisodeLimit: after 600 tokens, 0 of them after the prompt, there is no room for "
+        "another turn: a conversation may have 500 tokens (data.max_prompt_tokens and "
+        "rollout.max_episode_tokens), of which 400 after the prompt "
+        "(rollout.max_episode_tokens)"
     )
 
 

@@ -326,9 +326,9 @@ def test_a_stop_string_that_the_agent_leaves_out_is_not_read(tokenizer):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"temperature": 0.5}, "temperature (0.5): a run samples what it trains with rollout.temp"),
-        ({"top_p": 0.5}, "top_p (0.5): a run samples what it trains with rollout.top_p (1.0)"),
-        ({"seed": 3}, "seed (3): each turn of an episode has one of its own"),
+        ({"temperature": 0.5}, "temperature (0.5): training samples are drawn with rollout.temp"),
+        ({"top_p": 0.5}, "top_p (0.5): training samples are drawn with rollout.top_p (1.0)"),
+        ({"seed": 3}, "seed (3): each turn of an episode has its own"),
         ({"top_k": 3}, "top_k: Extra inputs are not permitted"),
         ({"prompt": [SIZE]}, "prompt_ids: 300 is not in the policy's vocabulary (0 to 299)"),
     ],
@@ -344,7 +344,7 @@ def test_what_the_run_fixes_and_a_wrong_key_are_refused(tokenizer, wanted, messa
 
 def test_a_response_that_was_given_back_is_no_answer(tokenizer):
     played(tokenizer, "Wants", GivesBack(), labels=({},))
-    assert told[0] == (503, "the response was given back: timeout")
+    assert told[0] == (503, "the response is incomplete: timeout")
 
 
 def test_evaluation_samples_as_it_is_told_to(tokenizer):

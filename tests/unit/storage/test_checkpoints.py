@@ -44,10 +44,10 @@ def test_a_whole_checkpoint_has_no_damage(checkpoint: Path):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        ("cut short", "has 1000 bytes in place of"),
-        ("empty", "has 0 bytes in place of"),
+        ("cut short", "has 1000 bytes instead of"),
+        ("empty", "has 0 bytes instead of"),
         ("gone", "is missing"),
-        ("one bit", "has other content than was written"),
+        ("one bit", "has different content from what was written"),
     ],
 )
 def test_a_damaged_file_is_named_by_one_worker_of_several(
@@ -73,7 +73,7 @@ def test_without_a_manifest_it_is_not_whole_for_any_worker(checkpoint: Path, dam
     else:
         (checkpoint / MANIFEST).write_bytes((checkpoint / MANIFEST).read_bytes()[:50])
     for rank in range(2):
-        assert damages(checkpoint, rank=rank, count=2) == ["manifest.json is missing or cut short"]
+        assert damages(checkpoint, rank=rank, count=2) == ["manifest.json is missing or truncated"]
 
 
 def test_a_run_without_a_whole_checkpoint_is_told_which_and_what_to_do(tmp_path: Path):
@@ -151,7 +151,7 @@ def test_ray_train_starts_with_what_is_left_of_its_list(tmp_path: Path, damage: 
         shutil.rmtree(tmp_path / "run" / f"checkpoint_{1 if damage == 'the newest is gone' else 2}")
     told = mend_list(files)
     assert told is not None
-    assert f"warning: {CHECKPOINTS} was written anew, because" in told
+    assert f"warning: {CHECKPOINTS} was rewritten, because" in told
     assert mend_list(files) is None
 
     left = CheckpointManager(CheckpointConfig(), storage)  # type: ignore[arg-type]
@@ -163,5 +163,5 @@ def test_ray_train_starts_with_what_is_left_of_its_list(tmp_path: Path, damage: 
 
     for folder in (tmp_path / "run").glob("checkpoint_?"):
         shutil.rmtree(folder)
-    with pytest.raises(DamagedCheckpointError, match="no checkpoint is whole"):
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint is intact:"):
         mend_list(files)
