@@ -191,7 +191,7 @@ def test_a_push_that_is_left_half_done_serves_nothing_until_the_next_one(served:
 
     with pytest.raises(RuntimeError, match=r"refuses to sample: the push .* failed half-way"):
         served.engine.generate([ask(5)])
-    with pytest.raises(WeightError, match="the tensors that arrived are not .*: missing"):
+    with pytest.raises(WeightError, match=r"the tensors that arrived are not .*: missing"):
         served.engine.finish_push(push.manifest)
     with pytest.raises(WeightError, match=f"version {push.version} is arriving"):
         served.engine.finish_push(replace(push.manifest, version=99))

@@ -130,7 +130,7 @@ def connect(section: ClusterSection) -> bool:
     if is_auto:
         Console().message(
             "raypo: using the Ray that runs on this machine "
-            f"({ray.get_runtime_context().gcs_address}); without {source.removesuffix('=auto')} "
+            f"({ray.get_runtime_context().gcs_address}); without {source.removesuffix('=auto')}, "
             "raypo starts a new one"
         )
     _our_job = _job()

@@ -62,8 +62,8 @@ def test_a_started_ray_is_found_by_auto_which_says_so(cluster: StartedCluster):
     done = drive("auto", cluster.env)
     assert done.returncode == 0, done.stderr
     assert re.match(
-        rf"raypo: on the Ray that runs on this machine \({here(cluster)}\); without "
-        "cluster.address one of its own is started\n",
+        rf"raypo: using the Ray that runs on this machine \({here(cluster)}\); without "
+        "cluster.address, raypo starts a new one\n",
         done.stdout,
     )
     assert "which added to 2" in done.stdout
@@ -73,8 +73,8 @@ def test_a_ray_of_ones_own_names_the_key_that_takes_the_started_one(cluster: Sta
     done = drive("", cluster.env)
     assert done.returncode == 0, done.stderr
     assert re.match(
-        "raypo: starting a Ray of its own beside the one that runs on this machine "
-        rf"\({here(cluster)}\); cluster.address=auto takes that one\n",
+        "raypo: starting a new Ray beside the one that runs on this machine "
+        rf"\({here(cluster)}\); cluster.address=auto uses the running one\n",
         done.stdout,
     )
     assert not re.search(f"connected to {here(cluster)}", done.stdout)

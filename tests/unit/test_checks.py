@@ -273,7 +273,7 @@ def test_a_folder_of_somebody_elses_is_not_written_to(values: dict, name: str):
     (files.folder / "train.log").touch()  # `raypo train > runs/run/train.log`
     check_run_folder(config, files)  # a run that died at its start leaves logs
     (files.folder / name).mkdir()
-    with pytest.raises(ConfigError, match=rf"name \(run\): .* holds {name}, and no config\.yaml"):
+    with pytest.raises(ConfigError, match=rf"name \(run\): .* holds {name}, but no config\.yaml"):
         check_run_folder(config, files)
 
 
@@ -385,7 +385,7 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
     with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): no checkpoint is there"):
         beginning(values, checkpoint.parent.parent / "nowhere")
     (checkpoint / "run.json").write_text('{"step": 3')
-    with pytest.raises(ConfigError, match=r"checkpoint_a: run.json is cut short"):
+    with pytest.raises(ConfigError, match=r"checkpoint_a: run.json is truncated"):
         beginning(values, checkpoint)
 
 
@@ -536,18 +536,18 @@ def test_old_samples_without_a_correction_are_told_of(values: dict):
         "placement": {"mode": {"engine": "dedicated"}},
         "rollout": {"mode": "async", "max_staleness": 2},
     }
-    (told,) = [note for note in check_inputs(PPOConfig.parse(values)) if "old samples" in note]
+    (told,) = [note for note in check_inputs(PPOConfig.parse(values)) if "stale samples" in note]
     assert told.startswith("rollout.max_staleness (2): ")
     for ppo in ({"correction": {"kind": "tis"}}, {"old_log_probs": "engine"}):
         notes = check_inputs(PPOConfig.parse(values | {"ppo": ppo}))
-        assert not any("old samples" in note for note in notes)
+        assert not any("stale samples" in note for note in notes)
     for rollout, start in (
         ({"mode": "async"}, "rollout.max_staleness (1): "),
         ({"mode": "one_step_off"}, "rollout.mode (one_step_off): "),
         ({"mode": "async", "max_staleness": 0}, None),
     ):
         notes = check_inputs(PPOConfig.parse(values | {"rollout": rollout}))
-        told = [note for note in notes if "old samples" in note]
+        told = [note for note in notes if "stale samples" in note]
         assert [note.startswith(start or "") for note in told] == [True] * (start is not None)
 
 

@@ -209,7 +209,7 @@ def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
     assert no_model[0] == 2
     assert "model.policy (none/such/folder)" in no_model[2]
     assert no_run[0] == 2
-    assert "no run is there" in no_run[2]
+    assert "there is no run" in no_run[2]
     assert no_key[0] == 2
     assert "Did you mean ppo.kl.coef?" in no_key[2]
     assert fits[0] == 0, fits[2]

@@ -131,13 +131,16 @@ def test_held_out_data_of_dpo_are_pairs(values: dict[str, Any], tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"datasets": {"valid": ROWS}}, "datasets (valid): the keys must be train and eval. The argument rows takes the "
-            "keys of the config: data.prompts, eval.prompts."),
-        ({"datasets": {"train": ROWS}, "rows": {"data.prompts": ROWS}}, "datasets (data.prompts): the rows of this key are given twice. Give them once."),
-        ({"rows": {"data.prompts": iter(ROWS)}}, "data.prompts (builtins.list_iterator): rows must be a ray.data.Dataset, a "
+        ({"datasets": {"valid": ROWS}}, "datasets (valid): the keys must be train and eval. "
+            "The argument rows takes the keys of the config: data.prompts, eval.prompts."),
+        ({"datasets": {"train": ROWS}, "rows": {"data.prompts": ROWS}},
+            "datasets (data.prompts): the rows of this key are given twice. Give them once."),
+        ({"rows": {"data.prompts": iter(ROWS)}},
+            "data.prompts (builtins.list_iterator): rows must be a ray.data.Dataset, a "
             "datasets.Dataset or a list of dicts. Write a streaming data set to files first "
             "(save_to_disk, write_parquet), and name them in data.prompts."),
-        ({"rows": {"data.prompts": [ROWS[1], {"prompt": b"x"}]}}, "data.prompts (given in Python): row 2 cannot be written as JSON: a bytes is in "
+        ({"rows": {"data.prompts": [ROWS[1], {"prompt": b"x"}]}},
+            "data.prompts (given in Python): row 2 cannot be written as JSON: a bytes is in "
             "it. Rows must be mappings that contain texts, numbers, lists and mappings; leave "
             "other columns out."),
         ({"datasets": {"train": []}}, "data.prompts (given in Python): there are no rows. Give at "

@@ -180,7 +180,7 @@ def test_what_is_seldom_meant_is_said_before_anything_starts(
     trainer = PPOTrainer(PPOConfig.parse(values | old_as_new), reward_fn=judge)
     with pytest.raises(ConfigError, match="nothing listens there"):
         trainer.fit()
-    assert "Note: rollout.max_staleness (1): old samples are learned from as if" in (
+    assert "Note: rollout.max_staleness (1): stale samples are trained on as if" in (
         capsys.readouterr().out
     )
 

@@ -281,7 +281,7 @@ def test_a_ray_of_ones_own_says_that_another_one_runs_here(
         connect(ClusterSection())
     assert capsys.readouterr().out == (
         "raypo: starting a new Ray beside the one that runs on this machine "
-        f"({started_address}); cluster.address=auto takes that one\n"
+        f"({started_address}); cluster.address=auto uses the running one\n"
     )
 
 

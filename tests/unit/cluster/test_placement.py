@@ -190,8 +190,8 @@ def test_what_has_no_room_says_what_to_change(strategy: str, count: int, room: i
         lay_out(run, nodes_of("4xGPU80G,2"), use_gpu=True)
     assert str(caught.value) == (
         f"learner.num_workers ({count}): asks for {count} bundles of 1 CPU, 1 GPU, each on one "
-        f"node; the cluster has 8 GPU on 2 nodes, the largest has 4 GPU: under placement.strategy "
-        f"{strategy} there is room for {room}. {remedy}, or use a larger cluster."
+        f"node; the cluster has 8 GPU on 2 nodes, and the largest node has 4 GPU: "
+        f"under placement.strategy {strategy} there is room for {room}. {remedy}, or use a larger cluster."
     )
 
 

@@ -20,12 +20,12 @@ ANSWER = {"role": "assistant", "content": "yo"}
 PARTS = [{"type": "text", "text": "h", "image_url": None}, {"type": "text", "text": "i"}]
 IMAGE = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "x"}}]
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"role": "user", "content": None}, "messages.0.content: must be a text, but this is null"),
-    ({"role": "assistant", "content": None}, "messages.0.content: must be a text, but this is null"),
+    ({"role": "user", "content": None}, "0.content: must be a text, but this is null"),
+    ({"role": "assistant", "content": None}, "0.content: must be a text, but this is null"),
     ({"role": "user", "content": 3}, "messages.0.content: must be a text, but this is int"),
     ({"role": "user", "content": {"a": 1}}, "messages.0.content: must be a text, but this is dict"),
-    ({"role": "user", "content": IMAGE}, "has a part of type image_url, but only text parts are supported"),
-    ({"role": "user", "content": ["hi"]}, "has a part of type None, but only text parts are supported"),
+    ({"role": "user", "content": IMAGE}, "has a part of type image_url, but only text parts"),
+    ({"role": "user", "content": ["hi"]}, "has a part of type None, but only text parts"),
     ({"role": "user", "content": [{"type": "text", "text": 3}]}, "only text parts are supported"),
     ({"role": 3, "content": "hi"}, "messages.0.role: a message must have a role, which is a text"),
     ({"role": "assistant", "content": "", "tool_calls": [{}]}, "these are not tool calls"),

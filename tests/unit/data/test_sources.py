@@ -98,8 +98,8 @@ def test_of_several_splits_one_is_named(tmp_path, tokenizer):
 def test_a_folder_of_one_data_set_has_no_splits(tmp_path):
     entry = SourceEntry(path=save_to_disk(tmp_path / "set", ROWS), split="test")
     assert refused(peek, entry).endswith(
-        "a folder of save_to_disk has no configurations, and this one no splits. Remove what it "
-        "has not."
+        "a folder written by save_to_disk has no configurations, and this one has no splits. "
+        "Remove what it does not have."
     )
 
 
@@ -191,9 +191,9 @@ def test_examples_and_conversations_have_it_too(tmp_path, chat_tokenizer, messag
     ("prompt", "told"),
     [
         ("1+1=", "has a text in data.prompt_key (prompt), to which no chat template applies. Write "
-            "it as [{\"role\": \"user\", \"content\": TEXT}], or remove data.system_prompt."),
-        ([{"role": "system", "content": "x"}, *CHAT], "has its own system message in data.prompt_key (prompt). Remove it there, or "
-            "remove data.system_prompt."),
+            'it as [{"role": "user", "content": TEXT}], or remove data.system_prompt.'),
+        ([{"role": "system", "content": "x"}, *CHAT], "has its own system message in "
+            "data.prompt_key (prompt). Remove it there, or remove data.system_prompt."),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("how", ["peek", "load"])

@@ -139,10 +139,10 @@ def test_a_causal_language_model_judges_nothing(tmp_path: Path):
 def test_heads_of_other_libraries_are_named_with_the_remedy(tmp_path: Path, name: str):
     path = changed(saved(tmp_path), with_head(name, 1, HIDDEN))
     for role in (as_reward_model, as_new_reward_model):
-        with pytest.raises(ConfigError, match=rf"{name}, for which .* to score\.weight in the fil"):
+        with pytest.raises(ConfigError, match=rf"{name}, which .* to score\.weight in the fil"):
             role(path)
     for role in (as_policy, as_critic):
-        with pytest.raises(ConfigError, match=rf"{name}, for which there is no place.*critic's"):
+        with pytest.raises(ConfigError, match=rf"{name}, which the model does not have.*critic's"):
             role(path)
 
     def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -301,7 +301,7 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path):
 
     absent = shutil.copytree(folder, tmp_path / "absent")
     (absent / shards[1].name).unlink()
-    with pytest.raises(ConfigError, match=rf"names {shards[1].name}, and 1 of these"):
+    with pytest.raises(ConfigError, match=rf"names {shards[1].name}, but 1 of its"):
         stored_files(absent, "model.policy")
 
     cut = shutil.copytree(folder, tmp_path / "cut")

@@ -301,7 +301,9 @@ def test_workers_that_share_a_replica_and_lie_apart_are_found(values: dict):
     (problem,) = plan(values, "3xGPU80G,2").problems
     assert problem.startswith("rollout.engine.tensor_parallel (2): learner workers 2 to 3 would")
     values["placement"] = {"strategy": "STRICT_SPREAD"}
-    with pytest.raises(ConfigError, match=r"placement\.strategy \(STRICT_SPREAD\): .* own, and 2"):
+    with pytest.raises(
+        ConfigError, match=r"placement\.strategy \(STRICT_SPREAD\): .* own node, but 2"
+    ):
         plan(values, "3xGPU80G,2")
 
 

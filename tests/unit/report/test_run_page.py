@@ -216,7 +216,7 @@ def test_warnings_stand_on_the_page_with_their_remedy(tmp_path: Path):
 
 
 def test_a_folder_without_a_run_is_wrong_input(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"RUN \(.*\): no run is there.*<storage_path>/<name>"):
+    with pytest.raises(ConfigError, match=r"RUN \(.*\): there is no run.*<storage_path>/<name>"):
         load_run(str(tmp_path / "nothing"))
 
 
