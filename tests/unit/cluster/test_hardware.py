@@ -26,7 +26,7 @@ def test_cores_memory_and_kinds_of_nodes_in_any_order():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("8xGPU", "'8xGPU' is no NxKIND (B200, H200, "),
+        ("8xGPU", "'8xGPU' is not NxKIND (B200, H200, "),
         ("", "'' is not NxKIND"),
         ("2", "'2' does not describe a node"),
         ("4xCPU,2xCPU", "'2xCPU' comes twice"),

@@ -191,7 +191,8 @@ def test_what_has_no_room_says_what_to_change(strategy: str, count: int, room: i
     assert str(caught.value) == (
         f"learner.num_workers ({count}): asks for {count} bundles of 1 CPU, 1 GPU, each on one "
         f"node; the cluster has 8 GPU on 2 nodes, and the largest node has 4 GPU: "
-        f"under placement.strategy {strategy} there is room for {room}. {remedy}, or use a larger cluster."
+        f"under placement.strategy {strategy} there is room for {room}. {remedy}, or use a larger "
+        "cluster."
     )
 
 
@@ -478,7 +479,9 @@ def test_labels_that_no_node_has_are_refused_with_those_that_there_are():
 
 def test_too_few_nodes_with_the_labels_are_counted_without_the_others():
     run = workers(placement={"label_selector": {"tier": "gold"}}, learner={"num_workers": 5})
-    with pytest.raises(PlacementError, match=r"has 4 CPU on 1 node with tier=gold, the largest"):
+    with pytest.raises(
+        PlacementError, match=r"has 4 CPU on 1 node with tier=gold, and the largest"
+    ):
         lay_out(run, LABELLED, use_gpu=False)
 
 

@@ -120,8 +120,8 @@ def test_a_teacher_of_two_sources_is_deployed_once():
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["sums", "x", "words"], "model.teacher .x.: no source .* called sums, products, words"),
-        (["sums", "words"], "model.teacher .sums, words.: the source products .* has none"),
+        (["sums", "x", "words"], "model.teacher .x.: no source .* names are sums, products, words"),
+        (["sums", "words"], "model.teacher .sums, words.: the source products .* has no teacher"),
     ],
 )
 def test_each_source_has_a_teacher(names, told):

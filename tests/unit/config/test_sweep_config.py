@@ -169,7 +169,7 @@ def test_an_override_of_the_base_is_checked_like_the_base(base: Path):
 
 
 def test_a_metric_that_the_base_never_measures_is_refused(base: Path):
-    assert "evaluates nothing" in refused(base, overrides={"eval": {"prompts": None}})
+    assert "has no evaluation" in refused(base, overrides={"eval": {"prompts": None}})
     message = refused(
         base,
         overrides={"ppo.kl.coef": 0.0},

@@ -319,7 +319,7 @@ def test_an_error_whose_text_fails_is_named_by_its_class():
     def fails(rollouts):
         raise Unspeakable
 
-    with pytest.raises(RewardError, match=r"raised Unspeakable: its text cannot be had \("):
+    with pytest.raises(RewardError, match=r"raised Unspeakable: its message is not available \("):
         score(fails, ROLLOUTS)
 
 
