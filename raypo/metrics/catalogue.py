@@ -201,9 +201,7 @@ def reference(rows: Sequence[Row], name: str) -> float | None:
 
 MEANINGS = {
     "eval/score_mean": "the score of held-out prompts, by `eval.function`",
-    "eval/accuracy": (
-        "share of held-out pairs, or of held-out verdicts, that the model predicts correctly"
-    ),
+    "eval/accuracy": "share of held-out pairs, or verdicts, that the model predicts correctly",
     "eval/loss": "the loss of held-out examples",
     "eval/pass_at_<k>": "share of held-out prompts with a correct answer among k samples",
     "rollout/score_mean": "the training score, before KL and shaping",
@@ -243,9 +241,7 @@ MEANINGS = {
     "tools/calls_mean": "mean number of [tool](tools.md) calls in an episode",
     "tools/failures": "number of failed tool calls in a step",
     "train/loss": "the loss of the examples of a step",
-    "train/accuracy": (
-        "share of these pairs, or of these verdicts, that the model predicts correctly"
-    ),
+    "train/accuracy": "share of a step's pairs, or verdicts, that the model predicts correctly",
     "kl/ref_response_mean": (
         "KL to the reference, in nats per response. An agent's whole episode counts as one response"
     ),
@@ -262,7 +258,7 @@ MEANINGS = {
     ),
     "perf/engine_idle_s": "mean seconds that an engine was idle",
     "perf/environment_s_mean": "seconds that an episode waited for its environment",
-    "perf/tools_s_mean": "seconds of these that the tools took",
+    "perf/tools_s_mean": "seconds of that wait that tools took",
     "perf/wait_for_environments_s": (
         "seconds in training without a request in flight, because episodes waited for their "
         "environments, for the worker that waited longest"

@@ -58,7 +58,7 @@ def test_a_judges_template_names_what_the_rows_have(values: dict):
     values["reward"] = {"judge": judge}
     text = "reward.judge.template: names {rubric}, but "
     assert text in (said := refusal(values))
-    assert "prompts.jsonl:1 has no such column, it has prompt, answer." in said
+    assert "prompts.jsonl:1 has no such column. It has prompt, answer." in said
     judge["template"] = '{"grade": 1}? {label} {response} {answer}'
     check_inputs(PPOConfig.parse(values))
     del values["data"]["label_key"]

@@ -80,7 +80,9 @@ def test_empty_responses_are_not_learned_but_counted(tmp_path, tokenizer):
     loaded = load_examples(section_of(ResponsesSection, path), tokenizer, END)
     assert (len(loaded.items), loaded.num_unusable) == (1, 3)
     (told,) = loaded.notes("data.prompts")
-    assert told == ("3 of the 4 rows of data.prompts have equal or empty responses and are skipped")
+    assert told == (
+        "3 of the 4 rows of data.prompts have equal responses or an empty one and are skipped"
+    )
     path = write(tmp_path / "b.jsonl", *rows[1:])
     with pytest.raises(
         ConfigError, match=r"3 rows have equal responses or an empty .* Look at response\."

@@ -277,7 +277,7 @@ def test_tools_are_json_schemas_of_a_chat(tmp_path, tokenizer):
     assert one.text == same.text
     assert one.text.startswith(json.dumps([schema]))
     assert none.text == empty.text
-    for wrong, told in [("{", "is not a JSON"), ([3], "Tools must be a list of JSON schemas")]:
+    for wrong, told in [("{", "is not JSON"), ([3], "Tools must be a list of JSON schemas")]:
         path = write(tmp_path / "b.jsonl", [{"prompt": CHAT, "tools": wrong}])
         assert told in refused(load_prompts, section(path, tools_key="tools"), tokenizer)
     path = write(tmp_path / "c.jsonl", [{"prompt": "q", "tools": [schema]}])
@@ -306,7 +306,7 @@ def test_tools_that_no_row_has_are_the_configs_error(tmp_path, tokenizer):
     row = {"prompt": CHAT, "response": "yo", "chat": [*CHAT, ANSWER], "tool": None}
     path = write(tmp_path / "a.jsonl", [row] * 3)
     told = (
-        f"data.tools_key (tools): {path} has no such column, it has prompt, response, chat, tool. "
+        f"data.tools_key (tools): {path} has no such column. It has prompt, response, chat, tool. "
         "Set data.tools_key to tool."
     )
     assert refused(peek, path, tools_key="tools", on_error="drop") == told

@@ -90,7 +90,7 @@ def test_of_several_splits_one_is_named(tmp_path, tokenizer):
     assert texts(load_prompts(section(path), tokenizer)) == ["train"]
     assert texts(load_prompts(section(SourceEntry(path=path, split="test")), tokenizer)) == ["test"]
     assert refused(peek, SourceEntry(path=path, split="valid")) == (
-        f"data.prompts ({path}, valid): the folder has no split valid, it has train, test. Set "
+        f"data.prompts ({path}, valid): the folder has no split valid. It has train, test. Set "
         f"data.prompts={{path: {path}, split: train}}."
     )
 

@@ -118,14 +118,14 @@ def test_a_json_file_that_is_no_list(tmp_path, check):
 
 def test_a_missing_prompt_key_names_the_columns_and_the_nearest(file, check):
     assert refused(check, file, "promt") == (
-        f"data.prompt_key (promt): {file} has no such column, it has prompt, answer. "
+        f"data.prompt_key (promt): {file} has no such column. It has prompt, answer. "
         "Set data.prompt_key to prompt."
     )
 
 
 def test_a_missing_label_key_names_the_columns(file, check):
     assert refused(check, file, "prompt", "zzz") == (
-        f"data.label_key (zzz): {file} has no such column, it has prompt, answer. "
+        f"data.label_key (zzz): {file} has no such column. It has prompt, answer. "
         "Set data.label_key to one of them."
     )
 
