@@ -514,7 +514,7 @@ class WorkersSection(Config):
                 continue
             device = moved.get("device", "none")
             if device not in ("none", "cpu", None):
-                yield f"{key}.{name}.device ({device}): raypo offloads only to RAM. Set it to cpu."
+                yield f"{key}.{name}.device ({device}): raypo off-loads only to RAM. Set it to cpu."
             elif device == "cpu" and stage in range(lowest):
                 yield (
                     f"{key}.{name}.device (cpu): DeepSpeed does this only from ZeRO stage "

@@ -70,7 +70,7 @@ class Sharding:
             for w, on in (("optimizer", self.offload_optimizer), ("weights", self.offload_param))
             if on
         ]
-        return f"{self.stage}" + (f" + {' and '.join(moved)} offloaded" if moved else "")
+        return f"{self.stage}" + (f" + {' and '.join(moved)} off-loaded" if moved else "")
 
 
 def deepspeed_config(

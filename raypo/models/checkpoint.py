@@ -83,7 +83,7 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
             raise
         what = _KINDS[kind]
         raise ConfigError(
-            f"{key} ({path}): transformers has no {what} of the architecture {config.model_type}. "
+            f"{key} ({path}): transformers has no {what} for the architecture {config.model_type}. "
             f"Give a model that {kind.__name__} loads."
         ) from None
 
@@ -287,5 +287,5 @@ def first_line(error: Exception) -> str:
 _KINDS = {
     AutoModel: "model",
     AutoModelForCausalLM: "causal language model",
-    AutoModelForSequenceClassification: "sequence classifier, so it cannot be a reward model,",
+    AutoModelForSequenceClassification: "sequence classifier (reward model)",
 }

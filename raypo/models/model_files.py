@@ -125,7 +125,7 @@ def weight_files(folder: Path, key: str) -> list[Path]:
     if not files:
         others = sorted(each.name for each in folder.iterdir())[:8]
         raise ConfigError(
-            f"{key} ({folder}): the folder has no weights: neither {' or '.join(SINGLE)} nor an "
+            f"{key} ({folder}): the folder has no weights: no {' or '.join(SINGLE)}, and no "
             f"index of shards. It has {', '.join(others)}. Give a folder written by "
             "save_pretrained."
         )

@@ -87,7 +87,7 @@ def _loads(loads: list[DeviceLoad]) -> Table:
 
 
 def _choices(plan: Plan) -> Table:
-    title = "learner.zero_stage and offloading (learner.deepspeed)"
+    title = "learner.zero_stage and off-loading (learner.deepspeed)"
     table = _table(title, "stage", right="fullest device GB")
     table.add_column("fullest node RAM GB", justify="right")
     table.add_column("")

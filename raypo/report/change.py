@@ -43,7 +43,7 @@ class Change:
     def words(self) -> str:
         """Text on interval and data, like `95 % interval of the change +0.30 to +0.41; ...`."""
         if self.margin is None:
-            return f"{self.basis}, too few for an interval"
+            return f"{self.basis}: too few for an interval"
         if self.num_changed == 0:
             return f"no value changed; {self.basis}"
         gain = self.after - self.before

@@ -80,7 +80,7 @@ def test_another_judge_of_held_out_prompts_gets_an_axis_of_its_own(tmp_path: Pat
     }
     files.write_config((files.config() or {}) | judged)
     html = page_text(folder)
-    assert "It trained on the score of rm/reward_model; some/where.py:exact judges the" in html
+    assert "It trained on the score of rm/reward_model; some/where.py:exact scores the" in html
     assert "Score" not in titles(html)
     held_out, trained = (
         {trace["name"] for trace in chart(html, title)["data"]}

@@ -51,7 +51,7 @@ def test_what_became_of_the_samples_is_said_where_not_all_were_trained(tmp_path:
     some = ran("some", asked=3200, trained=3000, filtered=100, dropped=36, carried=64)
     assert (
         "Of 3,200 samples 3,000 were trained, 100 left out by the filter, 36 dropped as too old, "
-        "64 sampled or begun for a step that never came." in some
+        "64 sampled or in flight for a step that was never trained." in some
     )
     assert "samples" not in ran("all", asked=32, trained=32, carried=0)
 
@@ -137,7 +137,7 @@ def test_a_held_out_score_that_falls_while_training_rises_is_gaming(tmp_path: Pa
     )
     same: dict[str, Any] = {"reward": {"function": "some.py:exact"}, "eval": {}, "model": {}}
     overfit = said(write_recorded(tmp_path / "same", PPO, held_out={0: 40, 40: 0}, **same))
-    assert "It fits its training prompts and no others: the held-out score fell" in overfit
+    assert "It fits only its training prompts: the held-out score fell" in overfit
     assert "games" not in overfit
 
 
@@ -206,7 +206,7 @@ def test_training_loss_that_falls_while_the_held_out_loss_rises(tmp_path: Path):
         row |= {"eval/initial_loss": 2.0} if step == 1 else {}
         files.append_metrics(step, row | ({"eval/loss": 2.0 + step / 40} if not step % 20 else {}))
     words = said(files.folder)
-    assert "It learned its training examples only. The training loss fell" in words
+    assert "It learned only its training examples. The training loss fell" in words
     assert "The held-out loss rose from 2.000 to 3.000." in words
 
 
