@@ -23,7 +23,7 @@ def repetition_note(
         return None
     what = "prompts" if key == "rollout.prompts_per_step" else "examples"
     return (
-        f"a step takes {rows_per_step} {what} ({key}) but data.prompts has only {num_rows}, so "
+        f"a step takes {rows_per_step} {what} ({key}), but data.prompts has only {num_rows}, so "
         f"{what} repeat within a step; give more, or set {key} to at most {num_rows}"
     )
 

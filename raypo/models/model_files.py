@@ -24,7 +24,7 @@ def config_of(folder: Path, key: str) -> dict[str, Any]:
     has_adapter = (folder / "adapter_config.json").is_file()
     if not (folder / "config.json").is_file():
         what, remedy = (
-            ("so it is not a Hugging Face model"),
+            "so it is not a Hugging Face model",
             "Give a folder written by save_pretrained",
         )
         if has_adapter:

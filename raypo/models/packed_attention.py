@@ -131,7 +131,7 @@ def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
     return (
         None
         if gap <= MAX_GAP.get(dtype, EXACT)
-        else (f"its outputs have a relative error of {gap:.2g}")
+        else f"its outputs have a relative error of {gap:.2g}"
     )
 
 

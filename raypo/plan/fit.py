@@ -291,7 +291,7 @@ def decide_for_gpus(config: AnyConfig, gpu_bytes: int) -> tuple[AnyConfig, Seque
     except ConfigError as error:  # the plan cannot read the model; it may still run
         decided, _ = least_memory(config, gpu_bytes)
         return decided, [
-            (f"auto keys are set for the lowest memory use, because there is no plan: {error}")
+            f"auto keys are set for the lowest memory use, because there is no plan: {error}"
         ]
     decided = with_value(plan.config, "learner.use_gpu", config.learner.use_gpu)
     strategy = config.placement.strategy

@@ -159,7 +159,7 @@ def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], st
         return values, "args"
     name = type(given).__name__
     of_trl = (
-        (" docs/migrating.md maps TRL's arguments to config keys.")
+        " docs/migrating.md maps TRL's arguments to config keys."
         if "trl" in type(given).__module__
         else ""
     )

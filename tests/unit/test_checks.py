@@ -457,7 +457,7 @@ def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(row * 3)
     assert notes() == [
-        "a step takes 4 prompts (rollout.prompts_per_step) but data.prompts has only 3, so "
+        "a step takes 4 prompts (rollout.prompts_per_step), but data.prompts has only 3, so "
         "prompts repeat within a step; give more, or set rollout.prompts_per_step to at most 3"
     ]
     values["data"]["prompts"] = [str(prompts), str(prompts)]

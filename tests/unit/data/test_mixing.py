@@ -133,6 +133,6 @@ def test_a_source_that_is_smaller_than_its_share_of_a_step_is_told():
     ]
     assert few_rows_notes(section(3.0, 1.0), (6, 2), 8) == []
     assert few_rows_notes(DataSection(prompts=("a.jsonl",)), (3,), 4, key="learner.batch_size") == [
-        "a step takes 4 examples (learner.batch_size) but data.prompts has only 3, so examples "
+        "a step takes 4 examples (learner.batch_size), but data.prompts has only 3, so examples "
         "repeat within a step; give more, or set learner.batch_size to at most 3"
     ]

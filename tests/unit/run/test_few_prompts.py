@@ -63,7 +63,7 @@ def test_prompts_that_repeat_within_a_step_are_announced(
 ):
     _, messages = loaded(tmp_path, num_prompts)
     expected = (
-        "a step takes 4 prompts (rollout.prompts_per_step) but data.prompts has only 3, so "
+        "a step takes 4 prompts (rollout.prompts_per_step), but data.prompts has only 3, so "
         "prompts repeat within a step; give more, or set rollout.prompts_per_step to at most 3"
     )
     assert messages == ([expected] if said else [])
