@@ -266,7 +266,7 @@ def test_a_teachers_prompt_is_within_the_positions_of_who_reads_it(here: Path, t
     name = "model.teacher (other)" if teacher else "model.policy (policy)"
     assert told == (
         f"distillation.max_teacher_prompt_tokens + rollout.max_new_tokens (513): {name} has "
-        f"positions for 512 tokens. Lower the two by 1 together."
+        f"positions for 512 tokens. Lower their sum by 1."
     )
     shown["max_teacher_prompt_tokens"] = 448
     check_inputs(

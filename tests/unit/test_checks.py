@@ -120,7 +120,7 @@ def test_labels_are_read_by_the_function_of_their_source(values: dict, tmp_path:
     values["data"]["prompts"] = [own]
     check_inputs(PPOConfig.parse(values))
     values["eval"] = {"prompts": own["path"], "function": verifier}
-    assert "prompts.jsonl:1 is no number: 'x^2'" in refusal(values)
+    assert "prompts.jsonl:1 is not a number: 'x^2'" in refusal(values)
     config = PPOConfig.parse(values)
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:1 is no number"):
         check_evaluation(values["model"]["policy"], config)
@@ -382,7 +382,7 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
         ConfigError, match=r"is truncated\. Name one of its folders: checkpoint_a\."
     ):
         beginning(values, checkpoint.parent)
-    with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): no checkpoint is there"):
+    with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): there is no checkpoint"):
         beginning(values, checkpoint.parent.parent / "nowhere")
     (checkpoint / "run.json").write_text('{"step": 3')
     with pytest.raises(ConfigError, match=r"checkpoint_a: run.json is truncated"):

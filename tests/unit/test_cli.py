@@ -329,7 +329,7 @@ def test_config_of_a_wrong_key_names_the_right_one(capsys: pytest.CaptureFixture
     assert "Factor on the log-ratio" in capsys.readouterr().out
     for wrong, remedy in (
         ("ppo.kl.coef.x", "`raypo config ppo.kl.coef` prints ppo.kl.coef."),
-        ("quux", "`raypo config` prints the keys that matter first, and the sections."),
+        ("quux", "`raypo config` prints the most important keys and the sections."),
     ):
         capsys.readouterr()
         with pytest.raises(typer.Exit):
@@ -345,7 +345,9 @@ def test_config_takes_what_an_override_says_and_a_preset(capsys: pytest.CaptureF
     assert capsys.readouterr().out.startswith("ppo.kl.coef ")
     explain("dr_grpo")
     told = capsys.readouterr().out
-    assert told.startswith("ppo.preset: dr_grpo sets below ppo\n  advantage: dr_grpo, ")
+    assert told.startswith(
+        "ppo.preset: dr_grpo sets these keys of the section ppo\n  advantage: dr_grpo, "
+    )
 
 
 def test_init_writes_a_run_file_and_keeps_one_that_is_there(

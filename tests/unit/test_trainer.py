@@ -277,7 +277,7 @@ def test_the_number_of_checkpoints_from_python_is_recorded_and_kept():
     ("reward_fn", "said"),
     [
         (lambda prompt, response: 0.0, "but it has the parameters (prompt, response)"),
-        (AskedWithTwo(), "and it has the parameters (prompt: str, response: str)"),
+        (AskedWithTwo(), "but it has the parameters (prompt: str, response: str)"),
         ([judge], "it is of type list, not a function"),
         (Judge, "it is a class, not a function"),
         ("reward.py:score", "it is of type str, not a function"),

@@ -279,7 +279,7 @@ def test_arguments_of_trl_without_a_counterpart_say_what_to_do(policy: str):
     assert "in reward_funcs" in refusal(lambda: PPOTrainer(model=policy, reward_model=policy))
     said = refusal(lambda: GRPOTrainer(policy, reward_funcs=exact))
     assert said == (
-        f"config ({policy}): is a model's folder. Give the path of a run file, or pass the "
+        f"config ({policy}): this is a model's folder. Give the path of a run file, or pass the "
         f"model as model={policy!r}."
     )
     for weights in ([1.0, None], [1.0, "2"], [float("nan"), 1.0]):
@@ -336,7 +336,7 @@ def test_fit_shows_the_config_that_the_arguments_make(
     trainer = grpo(policy, args={"cluster.address": "127.0.0.1:1", "learner.use_gpu": False})
     with pytest.raises(ConfigError, match="nothing listens there"):
         trainer.fit()
-    shown = capsys.readouterr().out.partition("only this script starts the run:\n\n")[2]
+    shown = capsys.readouterr().out.partition("only this script can start the run:\n\n")[2]
     values = yaml.safe_load(shown.partition("Note:")[0])
     assert values["learner"] == {"use_gpu": False}
     assert values["ppo"] == {"preset": "grpo"}
@@ -364,7 +364,7 @@ def test_habits_of_hugging_face_get_the_counterpart(policy: str):
 
 def test_a_model_and_data_are_asked_for_by_the_names_of_the_arguments(policy: str):
     said = refusal(lambda: GRPOTrainer(model=policy, reward_funcs=exact))
-    assert said == "train_dataset (None): is needed. Give train_dataset, or data.prompts in args."
+    assert said == "train_dataset (None): is required. Give train_dataset, or data.prompts in args."
     assert refusal(lambda: SFTTrainer({"data.prompts": "x"})).startswith(
         "model (None): is required"
     )

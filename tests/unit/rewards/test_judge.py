@@ -322,12 +322,12 @@ def test_a_run_measures_the_grades_and_keeps_the_answers():
             {"criteria": {"judge_s": "b"}, "template": "{response}{criterion}"},
             r"reward\.judge\.criteria \(judge_s\): every score has a part of this name",
         ),
-        ({"grades": [5, 1]}, r"reward\.judge\.grades \(\[5\.0, 1\.0\]\): must rise"),
+        ({"grades": [5, 1]}, r"reward\.judge\.grades \(\[5\.0, 1\.0\]\): must increase"),
         (
             {"grades": {}},
             r"reward\.judge\.grades \(\{\}\): must contain words, and none may be empty",
         ),
-        ({"pattern": "("}, r"reward\.judge\.pattern \(\(\): is no regular expression"),
+        ({"pattern": "("}, r"reward\.judge\.pattern \(\(\): is not a regular expression"),
         ({"model": None}, r"reward\.judge\.model"),
     ],
 )

@@ -386,5 +386,6 @@ def test_the_endpoint_is_where_the_config_says(tokenizer, host):
 def test_an_address_of_no_interface_is_told(tokenizer):
     (error,) = errors(played(tokenizer, "Says", endpoint_host="203.0.113.7"))
     assert (error or "").startswith(
-        "ConfigError: rollout.endpoint_host (203.0.113.7): cannot be listened on here: "
+        "ConfigError: rollout.endpoint_host (203.0.113.7): this machine cannot listen on "
+        "this address: "
     )

@@ -143,8 +143,8 @@ def test_a_waiting_trial_is_told_once_with_who_holds_the_room(
     assert said == [
         "",
         "",
-        "mine-1 waits for room: 4 CPU are not free. Placement groups that hold the rest: "
-        "raypo:mine-0:workers (8 CPU).\n",
+        "mine-1 waits for room: 4 CPU are not free. Placement groups that hold the missing "
+        "resources: raypo:mine-0:workers (8 CPU).\n",
         "",
         "",
         "",
