@@ -122,7 +122,7 @@ def test_labels_are_read_by_the_function_of_their_source(values: dict, tmp_path:
     values["eval"] = {"prompts": own["path"], "function": verifier}
     assert "prompts.jsonl:1 is not a number: 'x^2'" in refusal(values)
     config = PPOConfig.parse(values)
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:1 is no number"):
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:1 is not a number"):
         check_evaluation(values["model"]["policy"], config)
 
 
