@@ -15,22 +15,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
 from raypo.config import CurriculumSection
 from raypo.data.stream import Mix, ShuffledStream
 from raypo.rollout.collect import samples_of
-from raypo.types import Prompt, ScoredRollout
+from raypo.types import Prompt, Rollout
 
 _SEED_WORD = 8
 """First seed word of the rates drawn here; other modules use 1 to 7."""
 _PRIOR = 1.0
 """Both parameters of the Beta prior, which is uniform."""
-
-
 _QUANTILES = (0.1, 0.5, 0.9)
+_DIGESTED = 1000
+"""Maximum number of prompts in the checksum that tells other prompts of the same number apart."""
 
 
 class Outcome(NamedTuple):
@@ -118,14 +120,14 @@ class CurriculumStream(ShuffledStream[Prompt]):
         for draw in [draw for draw in self._open if draw < until]:
             self._outcomes[draw] = self._open.pop(draw), outcomes.get(draw, Outcome(0, 0))
 
-    def outcomes(self, scored: Sequence[ScoredRollout]) -> dict[int, Outcome]:
+    def outcomes(self, scored: Sequence[Rollout]) -> dict[int, Outcome]:
         """Return the outcomes of some samples, by draw. Samples without a score do not count."""
         outcomes: dict[int, Outcome] = {}
         for each in samples_of(list(scored)):
             if math.isfinite(each.score):
-                passed, failed = outcomes.get(each.rollout.group_index, Outcome(0, 0))
+                passed, failed = outcomes.get(each.group_index, Outcome(0, 0))
                 passes = each.score >= self._section.pass_score
-                outcomes[each.rollout.group_index] = Outcome(passed + passes, failed + (not passes))
+                outcomes[each.group_index] = Outcome(passed + passes, failed + (not passes))
         return outcomes
 
     def settled(self, draw: int) -> dict[str, float]:
@@ -165,14 +167,14 @@ class CurriculumStream(ShuffledStream[Prompt]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
-        Estimates from a run with another number of prompts are ignored.
+        Estimates from a run with other prompts are ignored.
         """
         super().load_state_dict(state)
         at = self._settled = self._origin = int(state["position"])
         self._counts = np.full_like(self._counts, _PRIOR)
         self._outcomes, self._open, self._chosen = {}, {}, (-1, [])
         saved = state.get("curriculum")
-        if saved is None or saved["prompts"] != len(self.items):
+        if saved is None or saved["prompts"] != self._prompts_digest:
             return
         for place, *counts in saved["counts"]:
             self._counts[:, place] = counts
@@ -190,7 +192,7 @@ class CurriculumStream(ShuffledStream[Prompt]):
     def _state(self, at: int) -> dict[str, Any]:
         (seen,) = np.nonzero((self._counts != _PRIOR).any(0))
         return {
-            "prompts": len(self.items),
+            "prompts": self._prompts_digest,
             "block": self._block,
             "lag": self._lag,
             "origin": self._origin,
@@ -202,6 +204,13 @@ class CurriculumStream(ShuffledStream[Prompt]):
                 if draw < at
             ],
         }
+
+    @cached_property
+    def _prompts_digest(self) -> list[int]:
+        """Return the number of prompts, and a checksum of some of them, spread over all."""
+        count = len(self.items)
+        some = [self.items[place] for place in range(0, count, -(-count // _DIGESTED))]
+        return [count, crc32(b"".join(prompt.token_ids.tobytes() for prompt in some))]
 
     def _block_of(self, draw: int) -> int:
         """Return the first draw of the block that contains a draw."""

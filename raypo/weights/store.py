@@ -41,7 +41,7 @@ class WeightStoreActor:
         self._pushes: dict[str | None, tuple[str, Any]] = {}
 
     def keep(self, adapter: str | None, id: str, ref: list[Any]) -> None:
-        """Store a push, and drop the previous push."""
+        """Store a push, and drop the previous push of the same adapter or of the weights."""
         self._pushes[adapter] = (id, ref)
 
     def forget(self, adapter: str | None) -> None:
@@ -49,7 +49,7 @@ class WeightStoreActor:
         self._pushes.pop(adapter, None)
 
     def get(self, id: str) -> list[Any] | None:
-        """Return the reference to a push, in a list, or None if the push is no longer kept."""
+        """Return a list with the object reference of a push, or None if it is no longer kept."""
         # Within a list Ray passes a reference on without resolving it.
         return next((ref for kept, ref in self._pushes.values() if kept == id), None)
 

@@ -112,7 +112,7 @@ def test_a_policy_teaches_itself_and_goes_on_to_the_same_numbers(folder: Path):
 
     (folder / "hints.py").write_text(
         "def hint(samples):\n"
-        "    return [None if s.score > 0.9 else '1234 ' + s.rollout.prompt for s in samples]\n"
+        "    return [None if s.score > 0.9 else '1234 ' + s.prompt for s in samples]\n"
     )
     whole = distillation("itself")
     assert all(0 < row["selection/responses"] <= 16 * 4 for row in whole)
