@@ -214,7 +214,7 @@ def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
     assert "Did you mean ppo.kl.coef?" in no_key[2]
     assert fits[0] == 0, fits[2]
     assert "run fits." in fits[1]
-    assert "Note: a step takes 32 prompts (rollout.prompts_per_step) and data" in fits[1]
+    assert "Note: a step takes 32 prompts (rollout.prompts_per_step), but data" in fits[1]
     assert no_memory[0] == 2
     assert "memory (node 0 RAM): needs" in no_memory[2]
     assert no_gpu[0] == 2

@@ -334,7 +334,7 @@ def test_epochs_become_the_steps_that_they_take(values: dict[str, Any], tmp_path
     sft["learner"]["lr_warmup_steps"] = 3
     SFTTrainer(SFTConfig.parse(sft))
     sft["learner"]["lr_warmup_steps"] = 4
-    with pytest.raises(ConfigError, match=r"lr_warmup_steps \(4\): .* in 4 steps \(num_epochs\)"):
+    with pytest.raises(ConfigError, match=r"lr_warmup_steps \(4\): .* 4 steps \(num_epochs\)"):
         SFTTrainer(SFTConfig.parse(sft))
 
 

@@ -136,7 +136,7 @@ def test_columns_of_other_recipes_data(policy: str):
     assert sft.config.data.response_key == "completion"
     assert "reward_funcs (" in refusal(lambda: SFTTrainer(model=policy, reward_funcs=exact))
     chats = [{"messages": [{"role": "user", "content": "a"}]}]
-    assert "it has messages. Set data.messages_key to messages" in refusal(
+    assert "It has messages. Set data.messages_key to messages" in refusal(
         lambda: SFTTrainer(model=policy, train_dataset=chats)
     )
     assert "Set data.prompt_key to one of them" in refusal(

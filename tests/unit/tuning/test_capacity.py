@@ -147,7 +147,7 @@ def test_elastic_trials_are_refused():
 
 
 def test_who_asks_for_too_much_reads_how_the_key_is_called_in_the_sweep_file():
-    with pytest.raises(ConfigError, match=r"base\.yaml: .* overrides\.learner\.num_workers"):
+    with pytest.raises(ConfigError, match=r"base\.yaml; .* overrides\.learner\.num_workers"):
         slots([{"CPU": 2.0}], num_workers=4)
 
 
