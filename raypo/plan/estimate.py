@@ -127,8 +127,14 @@ def _learner(
     for each in learned:
         trained, largest = _trained(config, each)
         frozen = each.weights if config.model.lora else 0
+        is_muon = config.learner.optimizer == "muon"
         held, added, host = memory.trained(
-            trained, largest, sharding, itemsize=itemsize, frozen=frozen
+            trained,
+            largest,
+            sharding,
+            itemsize=itemsize,
+            frozen=frozen,
+            matrices=each.shape.layers * each.shape.layer_weights if is_muon else 0,
         )
         result.held |= {f"{each.name} {what}": size for what, size in held.items()}
         result.host |= {f"{each.name} {what}": size for what, size in host.items()}
