@@ -49,7 +49,7 @@ SET_BY_THE_SWEEP = (
     "learner.use_gpu",
 )
 """Keys and sections of the run config that a search space cannot contain."""
-SharedRole = Literal["reward", "reference", "engine"]
+SharedRole = Literal["reward", "reference", "judge", "engine"]
 MAX_TEST_POINTS = 1000
 """Maximum number of points of the space that are validated against the run config."""
 _NOT_COPIED = ("model.", "learner.optimizer.", "ppo.advantage.", "ppo.preset.")

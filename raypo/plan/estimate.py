@@ -249,13 +249,15 @@ def _frozen(
     device: Device,
     gpu_bytes: int | None,
 ) -> Memory:
-    """Return the memory of a reference model or a reward model (without language-model head)."""
+    """Return the memory of a reference model, a judge, or a reward model (without its LM head)."""
     assert isinstance(config, OnlineConfig)
     assert isinstance(role.section, FrozenSection)
-    itemsize, head = ITEMSIZE[config.model.dtype], role.kind == "reference"
+    itemsize, head = ITEMSIZE[config.model.dtype], role.kind != "reward"
     weights = (shape.parameters if head else shape.backbone_parameters) * itemsize
     if role.section.backend == "vllm":
         length = (config.max_reference_len if head else config.max_model_len) + 1
+        if role.kind == "judge" and config.reward.judge:
+            length = config.reward.judge.max_model_len
         return _in_vllm(role.section, shape, device, gpu_bytes, weights, config.model.dtype, length)
     batch = _batch(config, config.responses_per_step, config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}
