@@ -150,6 +150,12 @@ def held_out_scores(files: RunFiles, step: int) -> dict[Any, float]:
     return scores_by_prompt(files.rollouts(step, held_out=True, columns=columns))
 
 
+def held_out_evaluations(files: RunFiles) -> dict[int, dict[Any, float]]:
+    """Return `held_out_scores` of each saved evaluation by its step, in the order of the steps."""
+    steps = files.rollout_steps(held_out=True)
+    return {step: scores for step in steps if (scores := held_out_scores(files, step))}
+
+
 def lead_words(
     scores: Mapping[str, Mapping[Any, float]],
     *,

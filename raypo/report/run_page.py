@@ -26,7 +26,12 @@ from raypo.metrics.catalogue import (
     reference,
 )
 from raypo.metrics.clock import duration
-from raypo.report.change import held_out_change, held_out_scores, lead_words
+from raypo.report.change import (
+    held_out_change,
+    held_out_evaluations,
+    held_out_scores,
+    lead_words,
+)
 from raypo.report.charts import RowsByRun, bar_chart, line_chart, scatter_chart, stacked_chart
 from raypo.report.page import (
     Chart,
@@ -102,7 +107,7 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         badge=runs[0].status if len(runs) == 1 else "",
     )
     curves = {name: with_the_start(each) for name, each in rows.items()}
-    evaluations = {name: _evaluations(run.files) for name, run in named.items()}
+    evaluations = {name: held_out_evaluations(run.files) for name, run in named.items()}
     _headline(page.section("Result"), named, curves, evaluations)
     _warnings(page.section("Warnings"), named, evaluations)
     if len(runs) == 1 and with_samples:
@@ -157,11 +162,6 @@ def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
 
 Evaluations = Mapping[int, Mapping[Any, float]]
 """Step -> held-out score of each prompt."""
-
-
-def _evaluations(files: RunFiles) -> Evaluations:
-    steps = files.rollout_steps(held_out=True)
-    return {step: scores for step in steps if (scores := held_out_scores(files, step))}
 
 
 def _headline(

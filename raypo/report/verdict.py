@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +18,14 @@ from raypo.metrics.catalogue import (
     reference,
 )
 from raypo.metrics.clock import duration
-from raypo.report.change import Change, change_over_steps, paired_change
+from raypo.report.change import (
+    Change,
+    change_over_steps,
+    held_out_change,
+    held_out_evaluations,
+    paired_change,
+)
+from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import sample_totals
 from raypo.tracking.warnings import seconds_by_phase
 
@@ -52,6 +60,18 @@ def headline(
     parts = [" ".join(filter(None, learning)), _judges(config), _distance(rows), _texts(rows)]
     words += filter(None, [*parts, _samples(rows), _time(rows, wall_s)])
     return words
+
+
+def learned(files: RunFiles) -> str:
+    """Return the report's sentences on learning, for the console.
+
+    The text is empty if no step has ended, or if scipy is missing, which the extra `report` brings.
+    """
+    rows = files.metrics()
+    if not rows or find_spec("scipy") is None:
+        return ""
+    learning = _learning(rows, files.config() or {}, held_out_change(files))
+    return " ".join(filter(None, [learning, _trend(held_out_evaluations(files))]))
 
 
 _STATUS = {

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -28,9 +30,9 @@ _SEED_WORD = 8
 """First seed word of the rates drawn here; other modules use 1 to 7."""
 _PRIOR = 1.0
 """Both parameters of the Beta prior, which is uniform."""
-
-
 _QUANTILES = (0.1, 0.5, 0.9)
+_DIGESTED = 1000
+"""Maximum number of prompts in the checksum that tells other prompts of the same number apart."""
 
 
 class Outcome(NamedTuple):
@@ -164,14 +166,14 @@ class CurriculumStream(ShuffledStream[Prompt]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
-        Estimates from a run with another number of prompts are ignored.
+        Estimates from a run with other prompts are ignored.
         """
         super().load_state_dict(state)
         at = self._settled = self._origin = int(state["position"])
         self._counts = np.full_like(self._counts, _PRIOR)
         self._outcomes, self._open, self._chosen = {}, {}, (-1, [])
         saved = state.get("curriculum")
-        if saved is None or saved["prompts"] != len(self.items):
+        if saved is None or saved["prompts"] != self._prompts_digest:
             return
         for place, *counts in saved["counts"]:
             self._counts[:, place] = counts
@@ -189,7 +191,7 @@ class CurriculumStream(ShuffledStream[Prompt]):
     def _state(self, at: int) -> dict[str, Any]:
         (seen,) = np.nonzero((self._counts != _PRIOR).any(0))
         return {
-            "prompts": len(self.items),
+            "prompts": self._prompts_digest,
             "block": self._block,
             "lag": self._lag,
             "origin": self._origin,
@@ -201,6 +203,13 @@ class CurriculumStream(ShuffledStream[Prompt]):
                 if draw < at
             ],
         }
+
+    @cached_property
+    def _prompts_digest(self) -> list[int]:
+        """Return the number of prompts, and a checksum of some of them, spread over all."""
+        count = len(self.items)
+        some = [self.items[place] for place in range(0, count, -(-count // _DIGESTED))]
+        return [count, crc32(b"".join(prompt.token_ids.tobytes() for prompt in some))]
 
     def _block_of(self, draw: int) -> int:
         """Return the first draw of the block that contains a draw."""

@@ -133,25 +133,31 @@ class Console:
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
-    def close(self, status: str, wall_s: float | None = None) -> None:
+    def close(self, status: str, wall_s: float | None = None, learned: str = "") -> None:
         """Remove the live view and report how the run ended. Idempotent.
 
         Args:
             status: Status with which the run ended, in a word.
             wall_s: Duration from the run's summary, in seconds. None means unknown.
+            learned: Verdict on learning. An empty text means none: then the first and the last
+                value of a score or loss are shown.
         """
         if self._closed:
             return
         self._closed = True
         if self._view is not None:
             self._view.stop()
-        words = [f"{status} after {_count(self._step, 'step')}"]
+        # A resumed run that ends before its first step has the steps of earlier commands.
+        done = max([self._step, *(int(row["step"]) for row in self._rows[-1:])])
+        words = [f"{status} after {_count(done, 'step')}"]
         words += [] if wall_s is None else [f"in {duration(wall_s)}"]
         for name, label in _RESULTS.items():
-            if change := before_and_after(self._rows, name):
+            if not learned and (change := before_and_after(self._rows, name)):
                 words.append(f"({label} {change[0]:+.3f} -> {change[1]:+.3f})")
                 break
         self.message(f"raypo: {' '.join(words)}, files in {self._folder}")
+        if learned:
+            self.message(f"  {learned}")
         if status == "finished":
             self.message(f"  its page: raypo report {self._folder}")
 

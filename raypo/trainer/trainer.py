@@ -54,6 +54,7 @@ from raypo.ray_internals import (
     leave_out_callbacks,
     without_worker_output,
 )
+from raypo.report.verdict import learned
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
@@ -361,7 +362,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             raise
         finally:
             self._write_summary(status, time.monotonic() - started)
-            console.close(status, (self._files.summary() or {}).get("wall_s"))
+            verdict = learned(self._files) if status == "finished" else ""
+            console.close(status, (self._files.summary() or {}).get("wall_s"), verdict)
             ray.kill(monitor)
             dedicated.shutdown(graceful=status == "finished")
 

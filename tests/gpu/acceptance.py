@@ -2,7 +2,8 @@
 
 Run it: python -m tests.gpu.acceptance [PART ...]. Nothing needs to be installed: the checkout and
 the packages in PYTHONPATH are enough. Each running part has a thread of this process, which waits
-for it; a part begins as soon as the GPU memory that it declares is not declared by others.
+for it; a part begins as soon as the GPU memory that it declares is not declared by others, and
+there are cores for it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ REPORT = REPOSITORY / "runs" / "gpu" / "report.md"
 NO_GPU = 2
 """Exit status where there is nothing to run on."""
 COLUMNS = ("planned_gb", "measured_gb", "planned_s", "measured_s")
+CORES = 4
+"""Cores for each part that runs beside others. On 16 cores seven parts at once starved each other:
+four minutes passed before any of their runs had finished a step."""
 LAST_LINES = 3
 """Lines of a failed part's errors that the report shows; its log has all of them."""
 
@@ -95,8 +99,10 @@ def side_by_side(
     gpu_gb: float,
     run: Callable[[str], Outcome],
     on_done: Callable[[Outcome], object],
+    *,
+    most: int = sys.maxsize,
 ) -> list[Outcome]:
-    """Run parts at the same time as long as their GPU memory fits, in the order of their names.
+    """Run parts at the same time as long as they fit, in the order of their names.
 
     A part that does not fit waits, and those behind it that fit go first.
 
@@ -104,6 +110,7 @@ def side_by_side(
         gpu_gb: Memory of the GPU; a part that wants more than all of it runs alone.
         run: Runs a part and waits for it; called in threads.
         on_done: Called with each outcome as it comes.
+        most: Maximum number of parts at the same time.
     """
     waiting = list(parts)
     running: dict[Future[Outcome], float] = {}
@@ -112,7 +119,7 @@ def side_by_side(
         while waiting or running:
             for part in list(waiting):
                 need = min(PARTS[part].gpu_gb, gpu_gb)
-                if sum(running.values()) + need <= gpu_gb:
+                if len(running) < most and sum(running.values()) + need <= gpu_gb:
                     waiting.remove(part)
                     running[pool.submit(run, part)] = need
             done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -181,7 +188,8 @@ def main(asked: Sequence[str]) -> int:
 
     # Next to none where it is not known: then every part wants more, and runs alone.
     memory = (node.gpu_bytes or 1) / 1e9
-    all_of_them = side_by_side(parts, memory, run, done)
+    most = max(1, (os.cpu_count() or 1) // CORES)
+    all_of_them = side_by_side(parts, memory, run, done, most=most)
     REPORT.write_text(report(all_of_them, device, time.perf_counter() - begin))
     print(f"The report is {REPORT.relative_to(REPOSITORY)}; beside it is what each part printed.")
     return 0 if all(each.passed for each in all_of_them) else 1

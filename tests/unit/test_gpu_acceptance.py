@@ -77,7 +77,7 @@ def test_a_part_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path):
 
 
 def at_the_same_time(
-    parts: list[str], gpu_gb: float, *, first: str = "", awaited: str = ""
+    parts: list[str], gpu_gb: float, *, first: str = "", awaited: str = "", most: int = 99
 ) -> list[set[str]]:
     """Return the parts that ran together, each time that one began.
 
@@ -101,7 +101,9 @@ def at_the_same_time(
         return Outcome(part, True, 0.02, "")
 
     told: list[str] = []
-    outcomes = side_by_side(parts, gpu_gb, run, lambda outcome: told.append(outcome.part))
+    outcomes = side_by_side(
+        parts, gpu_gb, run, lambda outcome: told.append(outcome.part), most=most
+    )
     assert [each.part for each in outcomes] == parts
     assert sorted(told) == sorted(parts)
     return seen
@@ -114,6 +116,12 @@ def test_parts_run_together_as_long_as_their_memory_fits():
     assert all(len(each) == 1 for each in seen if "default_run" in each), "it has the GPU alone"
     assert all(sum(PARTS[part].gpu_gb for part in each) <= 80.0 for each in seen[1:])
     assert any({"demo", "run"} <= each for each in seen)
+
+
+def test_no_more_parts_run_together_than_there_are_cores_for():
+    small = ["driver", "packages", "group", "ipc"]
+    seen = at_the_same_time(small, 80.0, most=2, first="driver", awaited="ipc")
+    assert max(len(each) for each in seen) == 2
 
 
 def test_where_the_memory_is_not_known_or_small_parts_run_one_after_the_other():

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from raypo.report import run_page as run_page_module
+from raypo.report import verdict
 from raypo.report.page import Notices, Words
 from raypo.report.run_page import load_run, run_page
+from raypo.report.verdict import learned
 from raypo.storage.rollout_table import rollout_table
 from raypo.storage.run_files import RunFiles
 from tests.recorded_run import write_recorded
@@ -63,6 +65,15 @@ def test_the_quickstart_learned(tmp_path: Path):
         "It learned. The held-out score rose from 0.478 to 0.836 (95 % interval of the change "
         "+0.317 to +0.400; 204 prompts better, 12 worse, of 256)." in words
     )
+
+
+def test_the_console_gets_the_sentences_on_learning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = RunFiles.at(str(write_recorded(tmp_path, PPO)))
+    assert learned(files).startswith("It learned. The held-out score rose from 0.478 to 0.836")
+    monkeypatch.setattr(verdict, "find_spec", lambda name: None)
+    assert learned(files) == ""
 
 
 def test_backwards_it_got_worse(tmp_path: Path):

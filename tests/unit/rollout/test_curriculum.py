@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,12 +130,15 @@ def test_estimates_outlive_a_change_of_the_block_but_not_of_the_data():
     it = stream()
     run(it, 3 * BLOCK, passed)
     state = it.state_dict(3 * BLOCK)
+    others = [replace(each, token_ids=np.array([6], np.int32)) for each in prompts(12)]
+    changed = CurriculumStream(others, CurriculumSection(), seed=3, block=BLOCK)
     known, new = stream(block=5), stream(13)
-    for other in (known, new):
+    for other in (known, new, changed):
         other.load_state_dict(state)
         assert other.take(2)[0][0] == 3 * BLOCK
     assert known.settled(3 * BLOCK) == it.settled(3 * BLOCK)
-    assert new.settled(3 * BLOCK) == {"curriculum/seen_fraction": 0.0}
+    for other in (new, changed):
+        assert other.settled(3 * BLOCK) == {"curriculum/seen_fraction": 0.0}
 
 
 def test_a_checkpoint_without_a_curriculum_begins_with_the_prior():

@@ -138,6 +138,24 @@ def resumed(**options):
     return stream.getvalue()
 
 
+def test_a_resumed_run_that_ends_before_its_first_step_has_the_steps_of_the_command_before():
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 8, None, "runs/r", rows=[{"step": 1}, {"step": 2}])
+    console.close("interrupted")
+    assert "interrupted after 2 steps" in stream.getvalue()
+
+
+def test_the_verdict_stands_below_the_last_line_in_place_of_two_scores():
+    stream = io.StringIO()
+    console = Console(stream)
+    console.start("r", 1, None, "runs/r")
+    console.step({"eval/initial_score_mean": 0.1, "eval/score_mean": 0.5})
+    console.close("finished", learned="It learned.")
+    last = stream.getvalue().splitlines()[-3:]
+    assert last[:2] == ["raypo: finished after 1 step, files in runs/r", "  It learned."]
+
+
 def test_a_resumed_run_ends_with_what_it_gained_since_its_own_first_step():
     first = metrics(1)["eval/initial_score_mean"]
     assert f"finished after 8 steps (held-out score {first:+.3f} -> " in resumed()
