@@ -30,15 +30,15 @@ PING_TIMEOUT_S = 5.0
 
 
 class DeploymentError(RuntimeError):
-    """A deployment could not be started, or does not answer."""
+    """A deployment could not be started, or does not respond."""
 
 
 class ReplicaLost(DeploymentError):
-    """A replica ended before it answered, or was restarted in the middle of a push."""
+    """A replica ended before it replied to a call, or was restarted during a weight push."""
 
 
 class NoReplicaLeft(DeploymentError):
-    """No replica can serve the call, and none will until the caller intervenes."""
+    """No replica can serve the call until the caller acts, for example pushes the weights again."""
 
 
 def survivors(
@@ -90,13 +90,13 @@ def is_lost_actor(error: BaseException) -> bool:
     # Ray 2.60 has separate errors for actors killed by its memory monitor, and for actors whose
     # node is gone.
     lost = (RayActorError, OutOfMemoryError, ActorUnschedulableError)
-    # A RayTaskError of these types comes from inside the method: another actor that it calls is
-    # dead.
+    # A RayTaskError that also has such a type was raised inside the method: this actor lives, but
+    # an actor that the method called is dead.
     return isinstance(error, lost) and not isinstance(error, RayTaskError)
 
 
 def is_alive(actor: ActorHandle) -> bool:
-    """Return True if the actor answers a health check, or is busy."""
+    """Return True if the actor answers a health check, or times out because it may be busy."""
     try:
         ray.get(readiness(actor), timeout=PING_TIMEOUT_S)
     except GetTimeoutError:

@@ -36,9 +36,10 @@ _WORKER_DEFAULTS = {
     # Hide GPUs from workers that request none, as Ray did before 2.60. Otherwise they would use
     # one.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
-    # Learner, engine and reference model take turns on the same cores. OpenMP threads that spin
-    # while idle block the other processes (sampling was 20 times slower). But a pass of thousands
-    # of small matmuls is slow if threads sleep at once, so they spin briefly first.
+    # On CPU, the processes of learner, engine and reference model share cores. By default, idle
+    # OpenMP threads spin and block the other processes (sampling was 20 times slower). PASSIVE
+    # makes idle threads sleep. GOMP_SPINCOUNT lets them spin briefly first, because a forward pass
+    # of thousands of small matmuls is slow if it has to wake its threads for each one.
     "OMP_WAIT_POLICY": "PASSIVE",
     "GOMP_SPINCOUNT": "20000",
 }
@@ -48,21 +49,22 @@ _OF_ONE_NODE = {"VLLM_HOST_IP", "VLLM_HOST_PORT", "HF_TOKEN"}
 """Variables that are not passed although they match `_PASSED`. Addresses differ between nodes. A
 token must not be among a job's variables, because these are public."""
 _LOCAL_DEFAULTS = {
-    # The watcher is a process that imports ray.train, which takes seconds on a small machine. A
-    # local machine is not preempted.
+    # A local machine is never preempted, and the watcher is a process that imports ray.train,
+    # which takes seconds on a small machine.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 _DRIVER_DEFAULTS = {
     # Show runs and their workers under /api/train/v2/runs/v1 of Ray's dashboard.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-    # A report blocks until the controller has polled the previous one, so a step takes at least
-    # this long. Ray's default is 2 s; a poll costs about a millisecond.
+    # `ray.train.report` blocks until the controller has polled the previous report, so a step takes
+    # at least this interval. Ray's default is 2 s. A poll costs about a millisecond.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
 }
 
 
 _our_job = ""
-"""Ray job that `connect` has started in this process, which passes raypo's variables."""
+"""Identity (`_job`) of the Ray job that `connect` has started in this process. Such a job passes
+raypo's variables to its workers. Empty if `connect` has started none."""
 
 
 class ClusterError(RuntimeError):
@@ -72,7 +74,8 @@ class ClusterError(RuntimeError):
 def connect(section: ClusterSection) -> bool:
     """Connect to Ray: reuse the current connection, else join the address, else start a local Ray.
 
-    If `ray start` has started a Ray on this machine, a printed line says which Ray is used.
+    A line is printed if the address is `auto`, or if a local Ray is started although another Ray
+    already runs on this machine.
 
     Returns:
         True if this call connected, so that the caller has to disconnect.
@@ -222,7 +225,7 @@ def _beside_the_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def dashboard_token() -> str | None:
-    """Return the token of Ray's dashboard. None means that it needs none, or that it is unknown."""
+    """Return the token of Ray's dashboard. None means that it needs no token, or none was found."""
     return _token() if os.environ.get("RAY_AUTH_MODE") == "token" else None
 
 
@@ -274,7 +277,8 @@ def refusal(address: str) -> OSError | None:
 def _authenticate(address: str, source: str) -> None:
     """Enable Ray's token mode if the cluster asks for a token.
 
-    Ray enables it only for `auto`; with host:port it would try without a token for 20 s.
+    Ray enables this mode by itself only for the address `auto`. For host:port, it would retry
+    without a token for 20 s.
     """
     if os.environ.get("RAY_USE_TLS", "0") != "0" or "RAY_ENABLE_K8S_TOKEN_AUTH" in os.environ:
         return  # the probe below speaks neither TLS nor Kubernetes tokens
@@ -301,7 +305,10 @@ def _authenticate(address: str, source: str) -> None:
 
 
 def _answer(address: str, source: str, *, token: str | None) -> bool:
-    """Return True if a Ray head accepts this token. This uses gRPC, because Ray would retry."""
+    """Return True if the Ray head at an address accepts a token. None means no token.
+
+    This calls gRPC directly, because Ray's own client would retry.
+    """
     import grpc
 
     told = [("authorization", f"Bearer {token}")] if token else []

@@ -1,4 +1,7 @@
-"""Visible devices of a process. Ray sets them, unless the user does so with a NOSET flag."""
+"""Environment variables that make devices visible to a process.
+
+Ray sets them in each worker. If the user sets a NOSET flag, Ray leaves the user's value in place.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ NOSET = {
     "ROCR_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES": "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
 }
-"""Variable of visible devices -> flag that keeps Ray from setting it."""
+"""Maps each variable of visible devices to the flag that keeps Ray from setting the variable."""
 
 
 def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the NOSET flags that the user has set, with their variables, for the workers."""
+    """Return the NOSET flags that the user has set, and the variables that they protect."""
     chosen = {}
     for variable, flag in NOSET.items():
         if _is_set(environ, flag):
@@ -55,7 +58,7 @@ def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this 
     Args:
         gpus: Number of GPUs that nvidia-smi or Ray finds.
         use_gpu: `learner.use_gpu`. With auto, a CPU build of torch is accepted: it counts as the
-            user's choice.
+            user's choice to run on CPUs.
         where: Name of the machine, for the message.
 
     Raises:
@@ -94,7 +97,7 @@ def check_granted() -> None:
 
 
 def check_capability(dtype: str) -> None:
-    """Refuse a GPU without bfloat16. Call this in a process that will use the GPU.
+    """Refuse a GPU without bfloat16 if `dtype` is bfloat16. Call this in a process with the GPU.
 
     Raises:
         ConfigError: the GPU's compute capability is too low.
@@ -145,11 +148,14 @@ def shown(ids: list[str], *, is_rocm: bool = False) -> dict[str, str]:
 
 
 def narrowed(ids: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment that narrows visible devices to this process's own under a NOSET flag.
+    """Return variables that hide all devices except those that Ray has reserved for this process.
+
+    Only variables with a NOSET flag are returned. Without the flag, Ray has set the variable
+    itself. With the flag, the variable still lists all devices of the node.
 
     Args:
-        ids: Devices that Ray has reserved for the process. Without ids the environment is empty,
-            because the process shares devices that it was given explicitly.
+        ids: Devices that Ray has reserved for the process. If there are none, nothing is returned:
+            the process shares a learner worker's devices, which it was given explicitly.
         environ: Environment variables.
     """
     return {

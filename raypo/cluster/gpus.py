@@ -1,4 +1,4 @@
-"""Data-sheet figures of GPUs: rates without sparsity, links in one direction."""
+"""Data-sheet figures of GPUs: FLOP/s without sparsity, link bandwidths in one direction."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ GPUS = (
     Gpu("L4", 24, 121.0, 30.3, 300, 12, 12, 6),
     Gpu("A10G", 24, 70.0, 31.2, 600, 25, 25, 6),
 )
-"""Known GPUs. A longer name stands before a shorter name that it contains (H100-NVL before H100).
-If a GPU is sold with two memory sizes under one name, the smaller size is listed. GPUs without
-bfloat16, like V100 and T4, are refused (`cluster.devices`)."""
+"""Known GPUs. `gpu_of` returns the first match, so H100-NVL, for example, stands before H100. If a
+GPU is sold with two memory sizes under one name, the smaller size is listed. GPUs without bfloat16,
+like V100 and T4, are refused (`cluster.devices`)."""
 
 
 def gpu_of(name: str) -> Gpu | None:

@@ -1,6 +1,8 @@
-"""Nodes for a plan: parsed from a text (`--cluster`), or detected on this machine.
+"""Nodes for a plan: parsed from the option `--cluster`, or detected on this machine.
 
-    text  = group *("+" group)        8xGPU80G,2 + 64xCPU,256G
+Grammar of the option:
+
+    nodes = group *("+" group)        8xGPU80G,2 + 64xCPU,256G
     group = item *("," item)
     item  = N "x" KIND                N GPUs of a kind, like 8xH100 or 8xA100-80G, on a node
           | N "xGPU" M "G"            N GPUs of M GB each; without their kind no times are predicted
@@ -9,7 +11,7 @@
           | M "Gbit"                  M Gbit/s from a node to others; default: typical for the GPU
           | N                         N nodes of this kind; default 1
 
-A GB is 1e9 bytes, as in data sheets. Resources that the text leaves out are not checked.
+A GB is 1e9 bytes, as in data sheets. Resources that are left out are not checked.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Node:
 
     @property
     def resources(self) -> Resources:
-        """Resources as Ray counts them; unknown CPUs are unlimited."""
+        """Resources as Ray counts them. An unknown number of CPUs counts as unlimited."""
         known: Resources = {
             "CPU": math.inf if self.cpus is None else self.cpus,
             "GPU": self.gpus,
@@ -77,7 +79,7 @@ class Node:
 
 
 def parse_cluster(text: str) -> list[Node]:
-    """Parse a text like `8xGPU80G,2` into nodes; this module's docstring has the grammar.
+    """Parse nodes from a string like `8xGPU80G,2`. The grammar is in this module's docstring.
 
     Raises:
         ConfigError: an item is unknown, given twice, or zero.

@@ -70,8 +70,8 @@ class ServedRole:
     gpu_share: float
     """Share of a GPU. A dedicated replica reserves this share on each GPU that it uses."""
     on_every_device: bool = False
-    """Location of colocated replicas if their number is "auto". True puts them on the devices of
-    all learner workers, False on those of the first worker of each node."""
+    """Location of colocated replicas if their number is "auto". True places replicas beside all
+    learner workers, False only beside the first worker of each node."""
 
     @property
     def num_devices(self) -> int:
@@ -154,7 +154,7 @@ def words(resources: Resources) -> str:
 
 
 def with_labels(selector: Mapping[str, str]) -> str:
-    """Format a label selector, like ` with ray.io/accelerator-type=H100`. An empty one gives ""."""
+    """Format a label selector, like ` with ray.io/accelerator-type=H100`. No labels give ""."""
     return f" with {', '.join(f'{k}={v}' for k, v in selector.items())}" if selector else ""
 
 
@@ -192,7 +192,7 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
 
 
 def dedicated_bundles(config: AnyConfig, *, use_gpu: bool) -> list[Bundle]:
-    """Return the bundles of the dedicated group, engines first. It is empty if all is colocated.
+    """Return the bundles of the dedicated group, engines first; [] if all roles are colocated.
 
     Replicas with the same label selector share a bundle as long as their GPU shares fit into it. On
     CPU, all frozen models share the cores of the first bundle, but each engine has its own cores.
@@ -269,9 +269,9 @@ def with_dedicated(config: OnlineConfig, roles: Iterable[str]) -> OnlineConfig:
 def workers_beside(role: ServedRole, nodes: Sequence[Hashable]) -> list[range]:
     """Return, for each colocated replica of a role, the ranks of the workers whose bundles it uses.
 
-    Engines are placed beside the first workers. Frozen models are placed on every device; on CPU,
-    they are placed beside the first worker of each node. A tensor-parallel replica spans as many
-    consecutive workers as it has devices.
+    A fixed number of engines is placed beside the first workers. All other replicas are placed as
+    `first_workers` says. A tensor-parallel replica spans as many consecutive workers as it has
+    devices.
 
     Args:
         nodes: Node of each worker, in the order of ranks.
@@ -285,9 +285,10 @@ def workers_beside(role: ServedRole, nodes: Sequence[Hashable]) -> list[range]:
 
 
 def first_workers(role: ServedRole, nodes: Sequence[Hashable]) -> list[int]:
-    """Return, for each replica of a frozen model, the rank of the first worker that it serves.
+    """Return, for each replica of a role, the rank of the first worker that it serves.
 
-    A fixed number of replicas is spread evenly over the workers.
+    A fixed number of replicas is spread evenly over the workers. If the number is "auto", see
+    `ServedRole.on_every_device`.
 
     Args:
         nodes: Node of each worker, in the order of ranks.
@@ -384,7 +385,9 @@ def lay_out(
 
 
 def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) -> dict[int, int]:
-    """Map a group's bundles to nodes as Ray does, by index. Bundles that do not fit are left out.
+    """Return the index of the node on which Ray would place each bundle, by the bundle's index.
+
+    Bundles that do not fit are left out.
 
     Ray places the largest bundles first and prefers the node with the most room. PACK fills a node
     before it starts another; SPREAD takes the node with the fewest bundles of the group.
@@ -400,7 +403,7 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
         (bool(bundle.labels), bundle.gpus, bundle.resources.get("CPU", 0.0)) for bundle in bundles
     ]
     opened: dict[int, int] = {}
-    """Node -> its place in the order in which nodes were first used, from 0."""
+    """Maps the index of each node in use to its position in the order of first use, from 0."""
     for index in sorted(range(len(bundles)), key=lambda index: sizes[index], reverse=True):
         rooms = [_room(bundles[index], node) for node in left]
         fitting = [node for node, room in enumerate(rooms) if room]
@@ -422,7 +425,7 @@ def place(bundles: Sequence[Bundle], nodes: Sequence[Resources], strategy: str) 
 def without(
     nodes: Sequence[Resources], bundles: Sequence[Bundle], placed: Mapping[int, int]
 ) -> list[Resources]:
-    """Return the nodes' resources minus those of the placed bundles."""
+    """Return the resources of each node that the placed bundles leave free."""
     left = [copy(node) for node in nodes]
     for index, node in placed.items():
         for name, amount in bundles[index].resources.items():
@@ -433,7 +436,7 @@ def without(
 def groups_side_by_side(
     groups: Sequence[Sequence[Bundle]], nodes: Sequence[Resources], strategy: str, *, at_most: int
 ) -> int:
-    """Return how many copies of these groups fit at the same time."""
+    """Return how many copies of these groups fit at the same time, up to `at_most`."""
     left = list(nodes)
     for count in range(at_most):
         for bundles in groups:
@@ -474,7 +477,7 @@ def _refusal(
     nodes: Sequence[Resources],
     strategy: str,
 ) -> str:
-    """Return the refusal of a run that does not fit.
+    """Return the error message for a run that does not fit.
 
     It is one sentence if no node matches a label selector, or if the learner workers alone are too
     large. Otherwise it is a table of all groups.
@@ -530,7 +533,7 @@ def _refusal(
 
 
 def _no_such_labels(bundle: Bundle, nodes: Sequence[Resources]) -> str:
-    """Return the refusal of a bundle whose label selector no node matches."""
+    """Return the error message for a bundle whose label selector no node matches."""
     has = {key for node in nodes for key in getattr(node, "labels", ()) if key != NODE_ID_LABEL}
     found = Counter(
         with_labels({key: node.labels[key] for key in sorted(has & node.labels.keys())})

@@ -1,9 +1,10 @@
 """Garbage collection of placement groups of runs that share a cluster, like trials of a sweep.
 
-The collector removes the groups whose holder has died. Ray keeps a group that an actor created
-until the job ends, and a trial that Ray Tune kills cannot remove its own groups. The collector also
-serialises reservations. Otherwise two runs could deadlock, if each held one group and waited for
-its second group.
+A run registers its groups under a lease, an actor that dies with the run's process. The collector
+removes groups whose lease is dead. Ray itself keeps a group that an actor created until the job
+ends, and a trial that Ray Tune kills cannot remove its own groups. The collector also lets only one
+run reserve at a time. Otherwise two runs could deadlock, if each held one group and waited for its
+second group.
 
 A sweep has one collector for all trials, owned by its driver. Every other run that a Ray task or
 actor starts has its own collector, which is detached and ends itself after the run. Ray Train's
@@ -31,14 +32,14 @@ LOOK_EVERY_S = 1.0
 
 
 class PlacementGroupGC:
-    """Zero-CPU actor that watches leases. A lease is an actor that dies with its run's process."""
+    """Zero-CPU actor that watches leases and removes the placement groups of dead leases."""
 
     def __init__(self, until: ActorHandle | None = None) -> None:
         """Start the thread that watches leases.
 
         Args:
-            until: Lease whose death ends the collector's process. None means that it does not end
-                by itself.
+            until: Lease whose death ends the collector's process. None means that the collector
+                does not end by itself.
         """
         self._until = until
         self._held: list[tuple[ActorHandle, PlacementGroup]] = []
@@ -48,7 +49,7 @@ class PlacementGroupGC:
         threading.Thread(target=self._watch, name="raypo-group-gc", daemon=True).start()
 
     def hold(self, lease: ActorHandle, group: PlacementGroup) -> None:
-        """Remove the group once the lease is dead."""
+        """Register a group, which is removed once its lease is dead."""
         with self._lock:
             self._held.append((lease, group))
 
@@ -114,7 +115,8 @@ def start_placement_group_gc(*, until: ActorHandle | None = None) -> ActorHandle
         num_cpus=0,
         max_concurrency=16,
         lifetime=None if until is None else "detached",
-        # Keep it out of a Tune trial's placement group, whose removal kills every actor in it.
+        # Keep the collector out of a Tune trial's placement group: Ray kills every actor in a group
+        # that is removed.
         scheduling_strategy="DEFAULT",
     )
     return group_gc.remote(until)

@@ -35,7 +35,7 @@ def cluster_nodes(section: ClusterSection) -> list[Node]:
 
 
 def describe(name: str, resources: Resources) -> Node:
-    """Convert a node's Ray resources; its RAM is Ray's `memory` plus the object store."""
+    """Convert Ray's resources of a node. RAM is the sum of Ray's `memory` and the object store."""
     kinds = [key.split(":")[1] for key in resources if key.startswith("accelerator_type:")]
     gpu = next(filter(None, map(gpu_of, kinds)), None)
     ram = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)

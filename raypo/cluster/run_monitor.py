@@ -51,7 +51,7 @@ class Monitor:
         return {**self._about, "metrics": self._metrics, "changed_at": self._changed_at}
 
     def drain(self, memory: dict[str, float]) -> list[tuple[str, Any]]:
-        """Return the events since the last call, in order.
+        """Record the driver's memory, and return the events since the last call, in order.
 
         Args:
             memory: Memory of the driver, from `raypo.metrics.process_memory`.
@@ -83,7 +83,10 @@ class Monitor:
         return waited_s
 
     def end_attempt(self) -> tuple[int, PlacementGroup | None]:
-        """Return the number of attempts, and the group of the last, or None if it never started."""
+        """Return the number of attempts so far, and the placement group of the last attempt.
+
+        The group is None if the workers of the last attempt never started.
+        """
         group, self._group = self._group, None
         return self._attempts, group
 
@@ -135,7 +138,7 @@ def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
 
 
 class MonitorClient:
-    """Worker's client of the monitor. It does nothing without a monitor, as on ranks above 0."""
+    """Worker's client of the monitor. On ranks above 0 it has no monitor and does nothing."""
 
     def __init__(self, monitor: ActorHandle | None) -> None:
         self._monitor = monitor

@@ -16,7 +16,7 @@ _Usual: Any = TorchConfig().backend_cls
 
 
 class CheckedBackend(_Usual):
-    """Backend that explains why torch cannot use a GPU. NCCL would only say it finds none."""
+    """Backend that explains why torch cannot use a GPU. NCCL would only report none."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         """Check the GPUs of all workers, before the controller connects them."""
@@ -29,7 +29,12 @@ class CheckedTorchConfig(TorchConfig):
 
     @classmethod
     def of(cls, given: TorchConfig | None) -> TorchConfig:
-        """Copy the values of a TorchConfig. A subclass of it is returned unchanged."""
+        """Return the config with the check added.
+
+        Args:
+            given: Values of the config. None means the defaults. An instance of a subclass is
+                returned unchanged, without the check.
+        """
         if given is None:
             return cls()
         return cls(**asdict(given)) if type(given) is TorchConfig else given

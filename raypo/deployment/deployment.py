@@ -1,8 +1,8 @@
 """Replicas of a plain class behind one handle: Ray actors pinned to bundles of a placement group.
 
 Ray restarts a replica whose process has ended, in the same bundle, with the same name and
-environment. A deployment has no controller, so none can be lost. Instead, callers check the health
-of a replica while they wait for it, and kill it if it hangs.
+environment. A deployment has no controller process that could be lost. Instead, callers check the
+health of a replica while they wait for it, and kill it if it hangs.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ def export_gauges(
 ) -> None:
     """Start a thread that exports a gauge `raypo_<kind>_<key>` for each value.
 
-    The label <kind> is the name of the actor. Outside of a named actor nothing is exported.
+    Each gauge has a label <kind> with the name of the actor. Outside of a named actor nothing is
+    exported.
 
     Args:
         kind: engine or replica.

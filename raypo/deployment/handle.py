@@ -10,7 +10,7 @@ answer is killed. Its calls then fail, and Ray restarts it.
 
 Retry rule: if a replica is lost, its calls are repeated under the same id on another replica that
 is up. If no other replica is up, they are repeated on the restarted one. The restarted replica
-first makes the call that the handle requires (`DeploymentHandle.require`).
+first makes the call that the handle requires (its prerequisite, see `DeploymentHandle.require`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ is. Called from any thread, possibly twice for one index."""
 
 RETRY_S = 0.2
 REST_S = 4.0
-"""Seconds after the loss of a replica during which calls prefer every other replica. While Ray 2.60
+"""Seconds after a replica was lost during which calls prefer all other replicas. While Ray 2.60
 restarts a replica, each call to it blocks for 2 s."""
 PROBE_TIMEOUT_S = 3.0
 """Seconds after which a replica that does not answer counts as busy or starting."""
@@ -74,10 +74,10 @@ class _SharedPrerequisite:
 
 @dataclass(eq=False)
 class DeploymentHandle:
-    """Calls the replicas of a deployment; can be pickled and used anywhere in the cluster.
+    """Client of a deployment's replicas. It can be pickled and used anywhere in the cluster.
 
-    A call goes to a preferred replica that has room. If none has room, it goes to the replica with
-    the fewest waiting calls of this process.
+    A call goes to a preferred replica with fewer than `max_ongoing_requests` waiting calls of this
+    process. If there is none, the call goes to the replica with the fewest such calls.
     """
 
     limits: Deployment
@@ -117,8 +117,8 @@ class DeploymentHandle:
         """Call a method on one replica.
 
         Raises:
-            NoReplicaLeft: raised by the future: replicas are left, but none can serve the call,
-                because its prerequisite (such as loading the weights) failed on each.
+            NoReplicaLeft: raised by the future: replicas are left, but the call's prerequisite
+                (such as loading the weights) failed on each of them.
             DeploymentError: raised by the future: the call timed out, all replicas are permanently
                 lost, or none that could serve the call restarted in time.
         """
@@ -136,7 +136,7 @@ class DeploymentHandle:
         self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[T]]: ...
     def call_all(self, method: Any, /, *args: Any, **kwargs: Any) -> list[Future[Any]]:
-        """Call a method on every replica, ahead of its queued calls. The call is never retried.
+        """Call a method on every replica, ahead of queued calls. These calls are never retried.
 
         Raises:
             ReplicaLost: raised by a future: its replica is down or cannot serve the call.
@@ -150,20 +150,20 @@ class DeploymentHandle:
     def control(
         self, method: Method[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[T]]:
-        """Call a method on every replica as `call_all` does, without the prerequisite."""
+        """Call a method on every replica like `call_all`, but do not run the prerequisite first."""
         return [
             background_future(self._answer(Call(method.__name__, args, kwargs, None, True), each))
             for each in self.replicas
         ]
 
     def preferring(self, *indexes: int) -> DeploymentHandle:
-        """Derive a handle that tries these replicas first, as long as one of them has room."""
+        """Derive a handle that prefers these replicas (see the class docstring)."""
         return replace(self, preferred=indexes)
 
     def per_replica(self) -> list[DeploymentHandle]:
-        """Derive a handle for each preferred replica, or return this one if none is preferred.
+        """Return one handle for each preferred replica, or only this handle if none is preferred.
 
-        Each handle keeps to its replica while the replica is up, however long its queue is.
+        Such a handle calls its replica while the replica is up, however many calls wait there.
         """
         if not self.preferred:
             return [self]
@@ -182,16 +182,17 @@ class DeploymentHandle:
         return replace(self, _on_entry=on_entry, _shared=shared)
 
     def require(self, method: Callable[..., Any] | None, /, *args: Any) -> None:
-        """Set the call that every replica makes to itself before each call. None means no call.
+        """Set the prerequisite, a method that every replica runs before it serves a call.
 
-        A restarted replica thereby catches up when it is first called. The call must be cheap if
-        nothing has changed. The setting applies to all derived handles of this process.
+        A restarted replica thereby restores its state when it is first called. The method must be
+        cheap if the state is current. None removes the prerequisite. The setting applies to all
+        derived handles of this process.
         """
         self._prerequisite.call = (method.__name__, args) if method else None
 
     @property
     def required(self) -> tuple[Any, ...]:
-        """The arguments of the required call."""
+        """Arguments of the prerequisite. Empty if there is none."""
         return self._prerequisite.call[1] if self._prerequisite.call else ()
 
     def up(self) -> DeploymentHandle:
@@ -248,7 +249,10 @@ class DeploymentHandle:
         background_future(all_of_them()).result()
 
     async def _answer(self, call: Call, only: ReplicaClient | None = None) -> Any:
-        """Send a call to `only`, or to one replica after the other until it is answered."""
+        """Send a call to one replica after another until one replies.
+
+        If `only` is given, the call is sent to this replica and not retried.
+        """
         unprepared: dict[int, str] = {}
         limit = asyncio.timeout(self.limits.request_timeout_s)
         try:
@@ -273,7 +277,7 @@ class DeploymentHandle:
             ) from None
 
     def _choose(self, unprepared: Mapping[int, str]) -> ReplicaClient:
-        """Return the replica to call next. A lost one is chosen only if no other is left."""
+        """Return the replica to call next, if possible one that was not lost a moment ago."""
         left = [replica for replica in self.replicas if replica.gone is None]
         if not left:
             last = self.replicas[-1]
@@ -336,8 +340,8 @@ class ReplicaClient:
         self.gone: Exception | None = None
         """Error of a replica that Ray does not restart."""
         self.has_answered = False
-        """False while the replica is starting. It may then take long to answer, and must not be
-        killed for that."""
+        """False while the replica is starting. It may then take long to answer a health check, and
+        is killed only after `start_timeout_s`."""
         self._actor: ActorHandle | None = None
         self._lost_at: float | None = None
         self._down_since: float | None = None
@@ -401,7 +405,7 @@ class ReplicaClient:
         """Return the status of the replica, or None if it is not up or reports a problem.
 
         Args:
-            timeout_s: Seconds to wait for its answer. None means no limit.
+            timeout_s: Seconds to wait for the status. None means no limit.
             kills: Whether to kill a replica that does not answer in time. A replica that is
                 starting is killed only after `start_timeout_s`.
         """
@@ -458,7 +462,7 @@ class ReplicaClient:
         self.has_answered, self._lost_at, self._down_since = True, None, None
 
     def _note_lost(self, error: Exception) -> str:
-        """Note that the replica is restarting, or gone for good; raise any other error."""
+        """Record that the replica is restarting or gone for good. Raise any other error."""
         if not is_lost_actor(error):
             raise error
         if not isinstance(error, ActorUnavailableError):
@@ -474,7 +478,7 @@ class ReplicaClient:
         logger.warning(
             "%s: %s (health_check_timeout_s); it is killed, and Ray restarts it", self.name, why
         )
-        self.has_answered = False  # its next process has to be up before it can hang
+        self.has_answered = False  # its next process counts as starting, not as hung
         ray.kill(self._remote(), no_restart=False)
 
 

@@ -44,14 +44,17 @@ ENTRIES_WAIT_S, ENTRIES_POLL_S = 1.0, 0.05
 KEPT_RESULTS = 32
 """Number of finished calls whose value is kept, for callers that retry."""
 EXIT_DELAY_S = 0.2
-"""Seconds in which a replica that ends itself can still send its replies."""
+"""Seconds before a replica ends its own process, so that its last replies are sent."""
 
 
 class Replica:
     """One replica. It runs each call id once, and reports its health."""
 
     def __init__(self, deployment: Deployment, index: int, bundle: int = 0) -> None:
-        """Build the object, unless a restarted replica has to wait for its turn."""
+        """Build the object.
+
+        A restarted replica of a deployment with `takes_turns` builds it at the first call instead.
+        """
         self._deployment, self._index, self._bundle = deployment, index, bundle
         self._target: Any = None  # set first: Ray calls `repr` even if the constructor fails
         self._calls: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
@@ -128,7 +131,7 @@ class Replica:
         return len(ready), new
 
     async def status(self) -> Status:
-        """Return the location of this process, its load, and its problem, if any."""
+        """Return location, load and problem of this process. A process with a problem then ends."""
         problem = self._problem()
         if problem is not None:
             self._end_soon()
@@ -136,7 +139,7 @@ class Replica:
         return Status(node_id, os.getpid(), self._bundle, self._num_calls(), problem)
 
     async def drain(self) -> None:
-        """Return when the last ongoing call has ended."""
+        """Wait until all ongoing calls have ended."""
         ongoing = [each for each in self._calls.values() if not each.done()]
         await asyncio.gather(*ongoing, return_exceptions=True)
 

@@ -33,7 +33,7 @@ class Dedicated:
         """End the deployments and remove the group.
 
         Args:
-            graceful: Whether replicas may finish ongoing calls. If False, they are killed at once.
+            graceful: Whether replicas may finish ongoing calls. False kills them immediately.
         """
         for handle in self.handles.values():
             handle.shutdown(None if graceful else 0.0)
@@ -102,7 +102,10 @@ def nodes_of(group: PlacementGroup) -> list[str]:
 
 
 def waiting_groups() -> dict[str, str]:
-    """Return, for each waiting group by name, a text on the missing resources and their holders."""
+    """Describe why each waiting placement group waits, by the group's name.
+
+    The description names the missing resources, and the groups that hold resources.
+    """
     return {
         info["name"]: f"{words(_held(info))} are not free. {_holders(info['placement_group_id'])}"
         for info in placement_group_table().values()
@@ -127,7 +130,7 @@ def _why_it_waits(
 
 
 def _holders(waiting: str) -> str:
-    """Return a sentence on the placement groups other than `waiting` and their resources."""
+    """Name, in a sentence, the placed groups other than `waiting` and their resources."""
     names = []
     for info in placement_group_table().values():
         if info["state"] == "CREATED" and info["placement_group_id"] != waiting:

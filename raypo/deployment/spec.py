@@ -15,11 +15,11 @@ Prerequisite = tuple[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Deployment:
-    """Specification of a plain class that runs as replicas. The terms are those of Ray Serve.
+    """Specification of a plain class that runs as replicas. Field names follow Ray Serve.
 
-    If the class has a method `check_health`, it raises when the object cannot go on. If it has a
-    method `stalled_s`, it returns the seconds since the last progress. A replica with a problem
-    ends its process, and Ray restarts it.
+    The class may have two methods that replicas call. `check_health` raises if the object can no
+    longer work. `stalled_s` returns the seconds since the last progress. If either reports a
+    problem, the replica ends its process, and Ray restarts it.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Deployment:
     max_restarts: int = 3
     """Maximum number of times that Ray restarts each replica."""
     takes_turns: bool = False
-    """True if a restarted replica takes memory only once it gets its first call. Until then another
-    process may be using this memory."""
+    """True if a restarted replica allocates memory only once it gets its first call. Until then,
+    another process may be using this memory."""
 
     @property
     def role(self) -> str:

@@ -1,8 +1,9 @@
 """HTTP server for the agents of one worker. An API key identifies an episode.
 
-Concurrency. A worker has at most one server, in a daemon thread with its own event loop. The server
-receives a request and awaits its answer in this loop. The answer itself is computed in the event
-loop that opened the episode. It is cancelled if the client disconnects or the episode ends.
+Concurrency. A worker has at most one server, in a daemon thread with its own event loop. This loop
+receives requests and sends HTTP responses. Each request is handled by a coroutine in the event loop
+of the caller that opened the episode. The coroutine is cancelled if the client disconnects or the
+episode ends.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class AgentEndpoint:
         """
         self._host, self._max_model_len = host, max_model_len
         self._episodes: dict[str, Answering] = {}
-        """Maps the API key of each open episode to the function that answers its requests."""
+        """Maps the API key of each open episode to the function that handles its requests."""
         self._server: uvicorn.Server | None = None
         self._starting = threading.Lock()
         self._base_url = ""
 
     @contextmanager
     def open(self, answering: Answering) -> Iterator[str]:
-        """Serve an episode within this context. `answering` runs in the caller's event loop.
+        """Serve an episode within this context, by calls of `answering` in the caller's event loop.
 
         Yields:
             The API key of the episode.

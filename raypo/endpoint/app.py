@@ -32,8 +32,8 @@ def app_of(episode: Callable[[str], Answering | None], max_model_len: int) -> St
     """Return the application: POST /v1/chat/completions and /v1/completions, GET /v1/models.
 
     Args:
-        episode: Function that returns the answering function for an API key, or None if the key is
-            wrong.
+        episode: Function that looks up an API key. It returns the function that handles requests of
+            the key's episode, or None if the key is wrong.
         max_model_len: Maximum number of prompt and response tokens together.
     """
 
@@ -82,7 +82,10 @@ def _refused(_: Request, error: Exception) -> Response:
 
 
 def _events(answer: dict[str, Any], *, with_usage: bool) -> Iterator[str]:
-    """Yield an answer as server-sent events: one per response, because responses are complete."""
+    """Yield the body of a response as server-sent events.
+
+    Each choice is a single event, because it was sampled completely before.
+    """
     choices, usage = answer.pop("choices"), answer.pop("usage")
     answer["object"] = answer["object"].replace("chat.completion", "chat.completion.chunk")
     for choice in choices:

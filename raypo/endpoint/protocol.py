@@ -1,4 +1,4 @@
-"""Requests and answers of the supported part of OpenAI's API.
+"""Requests and HTTP responses of the supported part of OpenAI's API.
 
 Unsupported fields are rejected by name. As in vLLM, `return_token_ids` requests the token ids of
 prompt and response, which OpenAI's API does not return.
@@ -45,7 +45,7 @@ class _Wanted(BaseModel):
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] | None = None
     return_token_ids: bool = False
-    # Fields that clients send and that have no effect.
+    # Accepted because clients send them; they have no effect.
     user: str | None = None
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
@@ -59,7 +59,7 @@ class _Wanted(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """True if a stream ends with the token counts."""
+        """True if the client asks for token counts at the end of a stream."""
         return bool(self.stream_options and self.stream_options.get("include_usage"))
 
 
@@ -147,7 +147,7 @@ def read(kind: type[ChatRequest] | type[CompletionRequest], body: bytes) -> Want
 
 @dataclass(frozen=True)
 class Answered:
-    """A response to be returned to the client."""
+    """A sampled response, which becomes one choice of the HTTP response."""
 
     text: str
     """Text of the response, as the client sees it."""
@@ -158,9 +158,11 @@ class Answered:
 
 
 Answer = tuple[list[list[int]], list[Answered]]
-"""Token ids of a request's prompts, and the responses: `n` to each prompt, in order."""
+"""Result of a request: token ids of each prompt, and sampled responses, `n` to each prompt in
+order."""
 Answering = Callable[[Wanted], Coroutine[Any, Any, Answer]]
-"""Function that answers the requests of one episode. Cancelling it aborts the request."""
+"""Coroutine function that computes the result of a request of one episode. Cancelling the coroutine
+aborts the request."""
 
 
 def text_and_calls(
@@ -194,7 +196,7 @@ def text_and_calls(
 def answer_of(
     request: Wanted, prompts_ids: Sequence[list[int]], answered: Sequence[Answered]
 ) -> dict[str, Any]:
-    """Return the body of an answer, without its id and the model's name.
+    """Return the JSON body of an HTTP response. The caller adds id, time and name of the model.
 
     Args:
         request: The request.

@@ -1,8 +1,8 @@
 """Benchmark of this machine's CPU on a few layers of a run's model, for time estimates.
 
-The time of a model is that of its layers plus its head. Models of one and two layers are timed on
-packed rows of the run's sizes, and the difference is one layer. The head is timed on a chunk of
-tokens.
+The time of a model is the time of its layers plus the time of its head. Models with one layer and
+with two layers are timed on a packed micro-batch with the run's lengths. The difference of the two
+times is the time of a layer. The head is timed on a chunk of tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from raypo.plan.fit import Plan
 from raypo.plan.times import Rates, Reached, microbatch_of, sampled_of
 
 BUDGET_S = 1.0
-"""Time budget of a layer's forward and backward pass, in seconds. Rows that take longer are cut."""
+"""Time budget of a layer's forward and backward pass, in seconds. The timed micro-batch is cut to
+fit this budget."""
 VOCABULARY = 1 << 15
 """Largest vocabulary of the timed head. Its time is scaled up to the model's vocabulary."""
 REPEATS = 2
@@ -38,7 +39,11 @@ REPEATS = 2
 
 
 def rates_here(plan: Plan) -> Callable[[Plan], Rates | None]:
-    """Measure this machine, and return a function that maps a similar ppo plan to its rates."""
+    """Measure the rates of this machine's cores on the model of a ppo plan.
+
+    Returns:
+        Function that computes the rates of this plan, or of a variant of it with other settings.
+    """
     config, learner = plan.config, plan.config.learner
     assert isinstance(config, PPOConfig)
     threads = min(plan.nodes[0].cpus or 1, learner.total_workers * learner.cpus_per_worker)
@@ -121,7 +126,7 @@ def _read(model: Any, packed: Packed, *, learns: bool) -> None:
 
 
 def _predict(head: Any, rows: int, *, learns: bool) -> None:
-    """Compute the log-prob of a token at `rows` states. If `learns`, compute the gradients too."""
+    """Run the head on `rows` states to get log-probs. If `learns`, run a backward pass too."""
     states = torch.ones(rows, head.weight.shape[1], dtype=head.weight.dtype, requires_grad=learns)
     ids = torch.zeros(rows, dtype=torch.int64)
     with torch.set_grad_enabled(learns):
@@ -131,7 +136,10 @@ def _predict(head: Any, rows: int, *, learns: bool) -> None:
 
 
 def _decode_flops(shape: ModelShape, sequences: int, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a layer for one token per sequence, with weights read from RAM."""
+    """Return the FLOP/s of a layer's matmuls for one token per sequence, as in decoding.
+
+    Enough copies of the layer are timed that its weights are read from RAM, not from CPU caches.
+    """
     count = max(1, READ_BYTES // (shape.layer_weights * dtype.itemsize))
     sizes = list(shape.linears.values()) * count
     layers = nn.ModuleList(nn.Linear(*size, bias=False, dtype=dtype) for size in sizes)

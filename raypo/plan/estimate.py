@@ -35,8 +35,8 @@ RUNTIME = {
 workspaces on GPU. The CPU numbers are measured with a tiny model (learner worker 0.71 GB, reference
 model 0.56 GB; tests/benchmarks/test_memory.py); the GPU numbers are typical values."""
 SEVERAL_ON_CPU = {"worker": 900 * 10**6, "client": 750 * 10**6}
-"""Measured bytes of vLLM with several processes on CPU: of each worker process, and of the client
-process that sends requests to the workers."""
+"""Measured bytes of vLLM's processes on CPU, if there are several. The client is the process that
+sends requests to the workers."""
 HOST_RUNTIME = 2 * 10**9
 """RAM of a process that uses a GPU: imports and CUDA's libraries."""
 RAY_BYTES = 10**9
@@ -85,7 +85,10 @@ def roles_of(
 def _learners(
     config: AnyConfig, models: Models, sharding: Sharding, device: Device
 ) -> Iterator[tuple[str, Memory]]:
-    """Yield the kinds of learner workers: one for both models, or one for each."""
+    """Yield each kind of learner worker, with its memory.
+
+    If the critic has its own workers, there are two kinds. Otherwise one kind trains all models.
+    """
     policy, critic = models.policy, models.critic
     weights = policy.parameters
     if isinstance(config, RewardModelConfig):
@@ -177,7 +180,7 @@ def _learner(
 def _loaded_whole(
     config: AnyConfig, learned: Sequence[Learned], sharding: Sharding, held: Bytes
 ) -> int:
-    """Return the extra bytes while the largest model is loaded, beyond those held afterwards.
+    """Return how many more bytes are in use while the largest model loads than afterwards.
 
     Before stage 3 shards a model, DeepSpeed moves the whole model to the device. Models that
     `learner.trained_model.in_shares` loads in shards are the exception.
@@ -234,7 +237,7 @@ def _trained(config: AnyConfig, model: Learned) -> tuple[int, int]:
 def adapter_weights(lora: LoraSection, shape: ModelShape) -> int:
     """Return the number of weights of a LoRA adapter: rank * (in + out) for each adapted layer.
 
-    If the config names layers that are not in `linears`, all linear layers count as adapted.
+    If the config names a layer that is not in `shape.linears`, all linear layers count as adapted.
     """
     linears, targets = shape.linears, lora.target_modules
     if targets != "all-linear" and linears.keys() >= set(targets):
@@ -249,7 +252,7 @@ def _frozen(
     device: Device,
     gpu_bytes: int | None,
 ) -> Memory:
-    """Return the memory of a reference model, a judge, or a reward model (without its LM head)."""
+    """Return the memory of a reference model or a judge, or of a reward model without LM head."""
     assert isinstance(config, OnlineConfig)
     assert isinstance(role.section, FrozenSection)
     itemsize, head = ITEMSIZE[config.model.dtype], role.kind != "reward"
@@ -275,7 +278,7 @@ def engine(
     device: Device,
     gpu_bytes: int | None,
 ) -> Memory:
-    """Return the memory of a vLLM engine on one of its devices, or of one of its CPU processes."""
+    """Return the memory that a vLLM engine needs per GPU, or per process on CPU."""
     itemsize = ITEMSIZE[config.model.dtype]
     section, lora = config.rollout.engine, config.model.lora
     sequences = sequences_at_once(section, gpu_bytes)
@@ -312,7 +315,7 @@ def _in_vllm(
     max_model_len: int,
     more: Bytes | None = None,
 ) -> Memory:
-    """Return the memory of vLLM. On a GPU, the KV cache fills it up to `gpu_memory_fraction`."""
+    """Return the memory of vLLM. On a GPU, the KV cache takes the rest of `gpu_memory_fraction`."""
     size = section.tensor_parallel
     runtime = RUNTIME[device]["engine"]
     if device == "cpu" and size > 1:  # add each process's share of the client
@@ -337,7 +340,7 @@ def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bo
     """
     lora = config.model.lora
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
-        return True  # the base model, in addition to the adapters
+        return True  # also for the base weights, which are pushed once
     transport = config.rollout.engine.resolved_transport(
         colocated=config.placement.group_of("engine") == "colocated",
         use_gpu=device == "cuda",

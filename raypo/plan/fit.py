@@ -44,8 +44,8 @@ USABLE = 0.95
 allocator loses about 5 % of a GPU's memory to fragmentation."""
 SIDE_BY_SIDE = 0.85
 """Share of a GPU that `auto` may fill. The margin covers the error of the predictions, about 15 %.
-It avoids the worse mistake: a run that does not fit fails, but a run whose models take turns on the
-GPU is only slower."""
+If models that were placed side by side do not fit, the run fails. If they take turns on the GPU
+without need, the run is only slower."""
 CHOICES = (
     (0, False, False),
     (1, False, False),
@@ -55,7 +55,8 @@ CHOICES = (
     (3, True, False),
     (3, True, True),
 )
-"""Tuples (ZeRO stage, optimizer off-loaded, weights off-loaded)."""
+"""Ways to shard the learner's models: ZeRO stage, whether the optimizer is off-loaded, whether the
+weights are off-loaded."""
 OFF_LOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 """Values of `learner.deepspeed` that off-load the optimizer to RAM."""
 MAX_REMEDIES = 3
@@ -64,7 +65,7 @@ MOMENTS = {phase.value: phase for phase in Phase if phase != Phase.LEARN} | {
     "log_probs": Phase.LEARN,
     "update": Phase.LEARN,
 }
-"""Moment of which the memory is predicted -> the phase of a step that contains the moment."""
+"""Maps each moment for which memory is predicted to the phase of a step that contains it."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ class Plan:
 
 
 def make_plan(config: AnyConfig, nodes: Sequence[Node]) -> Plan:
-    """Plan a run on nodes. Reads the models' configs and headers, and starts nothing.
+    """Plan a run on nodes. Reads the models' configs and the headers of their weight files.
 
     Raises:
         ConfigError: a model's sizes cannot be read, learner.use_gpu is true and no node has a GPU,
@@ -297,9 +298,9 @@ def decided(plan: Plan) -> Plan:
     """Decide `learner.max_tokens_per_microbatch: auto` and `rollout.engine.sleep: auto` on GPUs.
 
     The first choice that fills GPUs to at most `SIDE_BY_SIDE` is taken. Choices in which the models
-    share the GPU side by side are tried before choices in which they take turns. Among these, more
-    tokens are tried before fewer. If no choice fits, the one with the least memory is taken, and
-    the plan's problems say what is missing. Values other than auto are kept.
+    share the GPU side by side are tried before choices in which they take turns. Within each of the
+    two kinds, more tokens are tried before fewer. If no choice fits, the one with the least memory
+    is taken, and the plan's problems say what is missing. Values other than auto are kept.
     """
     choices = candidates(plan.config)
     if choices == [plan.config]:
@@ -333,7 +334,12 @@ def _because(plan: Plan) -> str:
 
 
 def tried(plan: Plan, changes: Mapping[str, Any]) -> Plan | None:
-    """Plan the run with some values changed, by dotted key. None means that they are invalid."""
+    """Return the plan of the run with some values changed, or None if the changes are invalid.
+
+    Args:
+        plan: The plan to change.
+        changes: New values, by dotted config key.
+    """
     try:
         config = plan.config.parse(with_values(plan.config.model_dump(), changes))
         return make_plan(config, plan.nodes)
@@ -391,27 +397,29 @@ def _ram(
 
 
 def _here(role: Role, moment: str) -> int:
-    """Return the bytes of a role on the GPU at a moment."""
+    """Return the bytes that a role holds on the GPU at a moment of `MOMENTS`."""
     present = (None, *PRESENT[MOMENTS[moment]])
     held = sum(size for part, _, size in _parts(role) if part in present)
     return held + role.memory.added(moment)
 
 
 def _away(role: Role, moment: str) -> int:
-    """Return the bytes of a role in RAM at a moment.
+    """Return the bytes of a role's GPU memory that are in RAM at a moment of `MOMENTS`.
 
-    The learner and the frozen models keep their pinned buffers while they are on the GPU. An engine
-    does not.
+    The learner and the frozen models keep their pinned buffers in RAM even while their memory is on
+    the GPU. An engine does not.
     """
     stays, present = role.name != "engine", PRESENT[MOMENTS[moment]]
     return sum(size for part, kept, size in _parts(role) if kept and (stays or part not in present))
 
 
 def _parts(role: Role) -> Iterator[tuple[str | None, bool, int]]:
-    """Yield the memory that a role always holds, by content: (name, is kept in RAM, bytes).
+    """Yield the parts of the memory that a role holds between phases.
 
-    Names are those of the phase table. The runtime of a process has the name None and stays on the
-    GPU. The KV cache is discarded, not moved to RAM.
+    Each part is a tuple of three values. The first is its name in the phase table, or None for the
+    runtime of the process, which never leaves the GPU. The second is True if the part moves to RAM
+    when it leaves the GPU, and False if it is discarded, like a KV cache. The third is its size in
+    bytes.
     """
     for what, size in role.memory.held.items():
         if what == "runtime":
@@ -470,7 +478,7 @@ def _up(number: float) -> float:
 def _remedy(plan: Plan) -> str:
     """Name the keys to change so that the run fits.
 
-    The text names up to three keys as alternatives. If no single key suffices, it names several
+    Up to three keys are named, as alternatives. If no single key suffices, the result names several
     keys to change together.
     """
     one_key, several_keys = _ways(plan.config)
@@ -482,11 +490,11 @@ def _remedy(plan: Plan) -> str:
 
 
 Way = list[dict[str, Any]]
-"""One remedy: alternative changes from mild to severe, each a dict of dotted key -> value."""
+"""One remedy: alternative changes from mild to severe, each a dict of new values by dotted key."""
 
 
 def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
-    """Return the remedies that change one key, and those that change several, in order."""
+    """Return the remedies that change one key, and then those that change several keys."""
     learner, sampled = config.learner, engine_config(config)
     fraction = sampled.rollout.engine.gpu_memory_fraction if sampled else 0.0
     halves = [learner.microbatch_tokens // 2**n for n in range(1, 32)]

@@ -21,11 +21,11 @@ from raypo.weights.bucket_size import BUCKET_BYTES
 MASTER = 4
 """Bytes of a master weight, of each AdamW moment and of an accumulated gradient (float32)."""
 SCRATCH_COPIES = 3
-"""Number of float32 chunks of logits that `_TokenLogProbs` holds at a time: z, exp(z), a
-product."""
+"""Number of float32 tensors that `_TokenLogProbs` holds at a time, each as large as a chunk of
+logits: the logits z, exp(z), and a product."""
 
 Bytes = dict[str, int]
-"""Name of a content (weights, buckets, ...) -> bytes."""
+"""Bytes by content, such as weights or buckets."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Memory:
 
     held: Bytes = field(default_factory=dict)
     phases: dict[str, Bytes] = field(default_factory=dict)
-    """Phase -> memory that the phase adds at its peak."""
+    """Memory that each phase adds at its peak, by phase."""
     host: Bytes = field(default_factory=dict)
     """Off-loaded parts in the node's RAM, if the process uses a GPU."""
 
@@ -71,13 +71,14 @@ def worst_batch(
 ) -> Batch:
     """Return the micro-batch with the most memory that a token budget allows.
 
-    The micro-batch is full if the worker's share has enough tokens. Its prompts and responses have
-    maximum length (compare `batches_by_tokens`). On CPU, many short responses to a long prompt may
-    take more memory, because each response has a copy of the prompt's keys and values.
+    Its prompts and responses have maximum length, and it uses the whole budget if the worker has
+    enough responses (compare `batches_by_tokens`). On CPU, a micro-batch with many short responses
+    to a long prompt may take even more memory, because each response has a copy of the prompt's
+    keys and values.
 
     Args:
         max_tokens: Token budget; one prompt with one response may exceed it.
-        max_rows: Responses of a worker's share.
+        max_rows: Number of responses that the worker processes.
         samples: Responses to each prompt.
         prompt_tokens: Maximum tokens of a prompt.
         response_tokens: Maximum tokens of a response.
@@ -99,8 +100,8 @@ def activations(
 
     Bytes per token, for transformers' Llama with packed attention:
     - norm: input in float32, normalised input and output (4h + 2bh);
-    - attention: queries, keys, values, its output (4ba), and the outputs of each token (ba). On
-      CPUs with short prompts, the first four have one row per response, which repeats the prompt;
+    - attention: queries, keys, values and outputs (4ba), and the outputs with one row per token
+      (ba). On CPUs with short prompts, the 4ba count a prompt once for each of its responses;
     - MLP: gate, silu(gate), up and their product (4bi); 2bi without a gate.
 
     Paper: compare Korthikanti et al. 2022, arXiv:2205.05198, section 4.
@@ -133,7 +134,7 @@ def logits(
     learns: bool,
     of_divergence: bool = False,
 ) -> int:
-    """Return the bytes of a chunk of logits and of the temporaries beside it.
+    """Return the bytes of a chunk of logits and of the temporaries that exist beside it.
 
     This follows `raypo.models.token_log_probs`: the gradient of the log-probs overwrites the
     logits. The gradient of the head's weight is computed in the weight's dtype and summed in
@@ -142,7 +143,7 @@ def logits(
     Args:
         learns: Whether the head's weight has a gradient.
         of_divergence: Whether the logits are used for a divergence from a teacher (distillation).
-            The whole chunk is then processed in float32 at once, with autograd.
+            The whole chunk is then processed in float32 in one piece, with autograd.
     """
     elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS[device])
     if of_divergence:

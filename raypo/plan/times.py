@@ -2,9 +2,9 @@
 
 Some parts of a phase run concurrently (arithmetic, memory, links); the slowest of them counts. The
 times of the parts that follow are added. On GPUs, rates are data-sheet values times the share that
-such programs reach. These rates are rough: trust comparisons of two configs more than absolute
-times. On CPUs rates are measured on the machine that makes the plan. All responses are assumed to
-have maximum length.
+training and sampling typically reach. These rates are rough: trust comparisons of two configs more
+than absolute times. On CPUs, rates are measured on the machine that makes the plan. All responses
+are assumed to have maximum length.
 """
 
 from __future__ import annotations
@@ -233,7 +233,12 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
 def faster(
     plan: Plan, rates_of: Callable[[Plan], Rates | None] = Rates.of
 ) -> list[tuple[str, float]]:
-    """Return changes of one key that shorten the step and fit, with the new seconds, best first."""
+    """Return the changes of a single key that shorten the step most, best first.
+
+    Returns:
+        Text of each change, like `learner.zero_stage=1`, and predicted seconds of the changed step.
+        The changed run fits its devices.
+    """
     rates = rates_of(plan)
     if rates is None or not isinstance(plan.config, PPOConfig):
         return []
@@ -303,7 +308,7 @@ class _Work:
         self._memory = {role.name: role.memory for role in plan.roles}
 
     def generate(self) -> PhaseTime:
-        """Predict sampling. Each engine step reads all weights and its sequences' KV cache."""
+        """Predict sampling. An engine step reads all weights, and the KV cache of its sequences."""
         config, rates, shape = self.config, self._rates, self._plan.models.policy
         size, engines = self._devices["engine"], self._replicas["engine"]
         prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
@@ -450,8 +455,8 @@ class _Work:
         )
         held = {name: memory.held.get("weights", 0) for name, memory in self._memory.items()}
         frozen = sum(size for name, size in held.items() if name not in (LEARNER, "engine"))
-        # An engine that sleeps before a push discards its weights. In these two cases it moves them
-        # to RAM, because it needs them again.
+        # An engine usually sleeps before a push of all weights, so it discards its own weights. It
+        # moves them to RAM if only an adapter is pushed, or if the same step may sample again.
         is_kept = config.pushes_adapter or config.is_refilled
         moved = 2.0 * learner + 2.0 * is_kept * held["engine"] + frozen
         return PhaseTime("take turns", after={"PCIe": moved / self._rates.host}, moved=moved)

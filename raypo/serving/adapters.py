@@ -49,9 +49,9 @@ class Adapters:
     """Registry of the adapters in vLLM, by name. vLLM reads each from a temporary folder.
 
     vLLM identifies an adapter by number, name and path. Each of raypo's names keeps its number, so
-    a new version replaces the old one. vLLM's name and path contain a load counter, so prefix cache
-    entries never match other weights. The version cannot replace this counter: a run that resumes
-    from a checkpoint pushes other weights under a version that existed before.
+    a new version replaces the old one. vLLM's name and path contain a load counter, so a request
+    never reuses prefix cache entries of earlier weights. The version cannot replace this counter: a
+    run that resumes from a checkpoint pushes other weights under a version that existed before.
     """
 
     def __init__(self, known: dict[str, tuple[int, ...]], *, most: int) -> None:

@@ -1,8 +1,8 @@
 """Clients of engines, reference models and reward models.
 
 `EngineClient` calls vLLM engines: replicas of a deployment, or one in this process for `raypo eval`
-(`local_handle`). Code that samples uses the protocol `Engines`, which `EnginesInFlight` implements
-too.
+(`local_handle`). Code that samples uses the protocol `Engines`. It is implemented by `EngineClient`
+and by `raypo.rollout.in_flight.EnginesInFlight`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from raypo.weights.store import WeightSnapshot
 
 OnCompletion = Callable[[int, Completion], object]
 Completions = Future[list[Completion]]
-"""Future of one completion for each request, in the order given."""
+"""Future of a list with one completion for each request, in the order given."""
 
 
 class Engines(Protocol):
@@ -93,7 +93,7 @@ class EngineClient:
     def per_engine(self) -> list[EngineClient]:
         """Return one client for each engine of this worker (`preferred`).
 
-        If it prefers no engine, the list has a single client, which calls any engine.
+        If this worker prefers no engine, the list has a single client, which calls any engine.
         """
         return [EngineClient(each) for each in self.handle.per_replica()]
 
@@ -124,8 +124,8 @@ class EngineClient:
                 exclusive batch.
 
         Returns:
-            The completions of each engine. An engine that was just lost is left out. It loads the
-            required pushes before its next request.
+            The completions of each engine. An engine that was just lost is left out: after its
+            restart it loads the required pushes before its first request.
         """
         answers = survivors(self.handle.call_all(Engine.submit, requests, alone=not joins))
         return answers or [self.handle.call(Engine.submit, requests, alone=not joins).result()]

@@ -9,8 +9,8 @@ a replica (`raypo.deployment.replica`), `replica` for requests and `replica-cont
   `generate` waits for the completions; `submit` waits only while the queue is full.
 - `check_health`, `load`, `stalled_s` and `weight_version` read state without waiting.
 - `raypo-gauges` exports the load to Ray's metrics.
-- With tensor parallelism each GPU has a vLLM worker process. `raypo-vllm` waits for all of their
-  answers to a call (`VllmProcesses`).
+- With tensor parallelism each GPU has a vLLM worker process. `raypo-vllm` calls them and
+  waits until all have replied (`VllmProcesses`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Engine:
         reads_text: bool = False,
         probes: int = 0,
     ) -> None:
-        """Start vLLM, which takes seconds; `load_weights` or a push brings the weights.
+        """Start vLLM, which takes seconds. `load_weights` or a push then loads the weights.
 
         Args:
             model: Folder or hub id. Only its config is read, unless `reads_weights`.
@@ -131,11 +131,11 @@ class Engine:
             device: None means cuda if available.
             lora: Shape of the adapters that `load_adapter` accepts. None disables adapters.
             max_adapters: Maximum number of adapters held at a time; one batch may use all of them.
-            reads_weights: Serve the model's own weights from the start, as version 0; then only
-                adapters are pushed.
-            reads_text: Load the tokenizer, so that requests may have stop strings.
-            probes: Slots beyond `max_num_seqs` that only requests with negative priority may use,
-                so that they start even if all other slots are taken.
+            reads_weights: Whether to load the model's own weights at the start, as version 0. Only
+                adapters are pushed to such an engine.
+            reads_text: Whether to load the tokenizer, which vLLM needs to match stop strings.
+            probes: Slots beyond `max_num_seqs` that only requests with negative priority may use.
+                These requests start even if all other slots are taken.
 
         Raises:
             ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -149,7 +149,7 @@ class Engine:
         self._paused_by: str | None = None
         """Id of the push that paused the engine."""
         self._held: dict[str | None, str] = {}
-        """Adapter name -> id of the push that it came from. The base weights have the key None."""
+        """Id of the push that each adapter came from, by name. The key None is the base weights."""
         self._replaced: set[str] = set()
         """Ids of pushes that newer ones have replaced."""
         self._arrived: list[TensorSpec] = []
@@ -196,7 +196,7 @@ class Engine:
         _remember(self)
 
     def __repr__(self) -> str:
-        """Return model and state. Ray's dashboard keeps the text that it reads at the start."""
+        """Return model and state. Ray's dashboard only shows the value from the actor's start."""
         serving = self._serving
         if serving.broken is not None:
             state = "broken"
@@ -266,14 +266,14 @@ class Engine:
         """Queue requests that join the running batch one by one, as soon as there is room.
 
         Blocks while `rollout.engine.max_waiting` requests are queued. Cancelling a future aborts
-        its request. An aborted request is answered with its tokens so far, and the finish reason is
-        cancelled, timeout or paused. Callbacks of the futures delay sampling and must not submit
-        requests.
+        its request. The completion of an aborted request has the tokens sampled so far, and the
+        finish reason cancelled, timeout or paused. Callbacks of the futures delay sampling and must
+        not submit requests.
 
         Args:
             requests: The requests.
-            alone: Whether they form an exclusive batch, as in `generate`. It bypasses the queue
-                limit.
+            alone: Whether they form an exclusive batch, as in `generate`. Such a batch bypasses
+                the queue limit.
 
         Returns:
             A future for each completion, in the order given.
@@ -455,7 +455,8 @@ class Engine:
         to sample until `wake_up`.
 
         Args:
-            before_push: Drop the weights as well, because a push comes before the next request.
+            before_push: Whether to drop the weights instead of offloading them, because a push
+                comes before the next request.
 
         Raises:
             RuntimeError: the engine is broken.
@@ -500,7 +501,7 @@ class Engine:
 
         Args:
             push: The adapter.
-            in_flight: Policy for requests that run under it. None means `recompute`.
+            in_flight: Policy for requests that run under the adapter. None means `recompute`.
 
         Raises:
             WeightError: the push arrived corrupted, does not fit this model, or no slot is free.
@@ -544,7 +545,7 @@ class Engine:
         if found:
             self._load_all(found, in_flight)
         if self._paused_by in {kept.id for kept in pushes}:
-            self.resume()  # this push has ended; its `resume` may be lost
+            self.resume()  # the push that paused it has ended; its call of `resume` may be lost
 
     @_between_steps
     def _load_all(

@@ -106,12 +106,12 @@ class TorchModel(FrozenModel):
         sequences: Sequence[tuple[np.ndarray, np.ndarray]],
         compute: Callable[[Rows, Rows], Callable[[], Sequence[T]]],
     ) -> list[T]:
-        """Compute an answer for each sequence, in the order given.
+        """Compute a result for each sequence, in the order given.
 
         Args:
             sequences: Prompt and response of each sequence.
             compute: Function `(prompts, responses)` that starts one forward pass. It returns a
-                function that waits for the answers.
+                function that waits for the results.
         """
         answers: dict[int, T] = {}
         batches = batches_by_tokens(
@@ -123,8 +123,8 @@ class TorchModel(FrozenModel):
         )
         earlier: list[int] = []
         answers_of_earlier: Callable[[], Sequence[T]] = list
-        # Read a batch's answers after the next pass is queued, so that the GPU does not idle while
-        # the next batch is packed. The last batch is empty: it only reads the answers before it.
+        # Read a batch's results after the next pass is queued, so that the GPU does not idle while
+        # the next batch is packed. The empty batch at the end only reads the last results.
         for rows in [*batches, []]:
             with frozen_memory_advice(self._name), self._progress.at_work():
                 started: Callable[[], Sequence[T]] = list

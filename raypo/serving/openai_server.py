@@ -158,7 +158,7 @@ class RequireKey:
         self._app, self._key = app, os.environ[KEY_VARIABLE]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request, or answer 401 in OpenAI's error format."""
+        """Forward a request, or refuse it with status 401 in OpenAI's error format."""
         is_request = scope["type"] in ("http", "websocket") and scope.get("method") != "OPTIONS"
         is_open = not is_request or scope["path"] == "/health"
         if is_open or has_token(Headers(scope=scope), self._key):

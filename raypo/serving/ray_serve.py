@@ -81,7 +81,7 @@ def serve_on_ray(config: LLMConfig, *, host: str, port: int, ready: Callable[[st
         config: Config of the model.
         host: Interface to listen on.
         port: Port to listen on.
-        ready: Callback `(address)`, called once the model answers.
+        ready: Callback `(address)`, called once the server is ready.
 
     Raises:
         ConfigError: Ray Serve runs on the cluster already, with its own addresses.

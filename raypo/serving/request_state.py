@@ -1,4 +1,4 @@
-"""State of a request inside an engine, from its arrival to its answer."""
+"""State of a request inside an engine, from its arrival to its completion."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RequestState(Future[Completion]):
         self.versions: list[tuple[int, int]] = []
         """One pair (index of the first token, version) for each weight version it ran under."""
         self.scheduled: Any = None
-        """The scheduler's request object. Its `num_preemptions` stays readable after the end."""
+        """The scheduler's request object, kept to read `num_preemptions` after the request ends."""
         self.num_preemptions = 0
         """Preemptions that are already added to the engine's count."""
         self._give_back = give_back

@@ -27,7 +27,8 @@ class SamplingRequest:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the response. The response keeps the stop token as its last token."""
     stop: tuple[str, ...] = ()
-    """Strings that end the response once a token completes one of them. Needs `reads_text`."""
+    """Strings that end the response once a token completes one of them. To match them, the
+    engine needs a tokenizer (`reads_text`)."""
     adapter: str | None = None
     """Name of a LoRA adapter that the engine holds. None means the base weights, without an
     adapter."""
@@ -38,7 +39,7 @@ class SamplingRequest:
     cache_salt: str = ""
     """Prefix cache salt, as in vLLM: only requests with equal salts share cached prefixes."""
     timeout_s: float | None = None
-    """Seconds after which the request is answered with its tokens so far. None means no limit."""
+    """Seconds after which the request ends with the tokens sampled so far. None means no limit."""
 
 
 @dataclass(frozen=True)

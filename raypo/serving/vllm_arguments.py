@@ -24,12 +24,13 @@ SET_BY = {
     "seed": "seed",
     "tensor_parallel_size": "rollout.engine.tensor_parallel",
 }
-"""Engine argument of vLLM -> the config keys that set it."""
+"""Config keys that set an engine argument of vLLM, by the name of the argument."""
 SAID_BY_REQUESTS = {
     "max_tokens": "rollout.max_new_tokens",
     **{name: f"rollout.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
 }
-"""Sampling parameter of vLLM, which is not an engine argument -> the config key that sets it."""
+"""Config key that sets a sampling parameter of vLLM, by the name of the parameter. Sampling
+parameters are not engine arguments."""
 FIXED = {
     "distributed_executor_backend": "weights are pushed into processes that raypo knows",
     "generation_config": "sampling follows the rollout section alone",
@@ -39,7 +40,7 @@ FIXED = {
     "skip_tokenizer_init": "prompts and responses are token ids",
     "worker_extension_cls": "the weights come by raypo's own",
 }
-"""Engine argument of vLLM -> why users cannot set it."""
+"""Engine arguments of vLLM that users cannot set, each with the reason."""
 
 
 def check_extra(section: EngineSection) -> None:

@@ -95,11 +95,11 @@ class VllmModel(FrozenModel):
         self._llm.llm_engine.step = step_and_note
 
     def peak_memory(self) -> dict[str, float]:
-        """Return the peak memory of its processes in GB (`VllmProcesses.peak_memory`)."""
+        """Return the peak memory of the model's processes in GB (`VllmProcesses.peak_memory`)."""
         return self._processes.peak_memory()
 
     def check_health(self) -> None:
-        """Raise if the model can never answer again; its replica is then replaced.
+        """Raise if the model can serve no further calls. Its replica is then replaced.
 
         Raises:
             RuntimeError: one of its processes has ended, or the workers are unusable after a
@@ -189,7 +189,7 @@ class VllmReference(VllmModel):
         ]
 
     def _at_responses(self, sequences: Sequence[Ids], count: int) -> list[TopTokens]:
-        """Return log-probs and ids, [T, 1 + count] each, at each response position.
+        """Return log-probs and token ids of each sequence's response, [T, 1 + count] each.
 
         The first column is the response's own token. The other columns are the likeliest tokens,
         best first.
@@ -224,7 +224,17 @@ class VllmReference(VllmModel):
 def _without_padding(
     log_probs: np.ndarray, ids: np.ndarray, count: int, vocabulary: int
 ) -> TopTokens:
-    """Keep each row's first `count` tokens with ids below `vocabulary`, [T, N] -> [T, count]."""
+    """Remove padding tokens (ids from `vocabulary` on) and renormalise the log-probs.
+
+    Args:
+        log_probs: Log-probs of the likeliest tokens, best first, [T, N].
+        ids: Their token ids, [T, N].
+        count: Number of tokens to keep per row.
+        vocabulary: Size of the vocabulary without padding.
+
+    Returns:
+        Log-probs and ids of the first `count` tokens of each row, [T, count] each.
+    """
     is_padding = ids >= vocabulary
     padded = np.where(is_padding, np.exp(log_probs), 0.0).sum(1, keepdims=True)
     places = np.argsort(is_padding, axis=1, kind="stable")[:, :count]
@@ -251,8 +261,9 @@ class VllmRewardModel(VllmModel):
             model: Folder or hub id.
             section: Devices and memory.
             dtype: float32 or bfloat16.
-            max_model_len: Maximum number of tokens of a rollout. It is doubled if the text is
-                encoded with the reward model's own tokenizer.
+            max_model_len: Maximum number of tokens of a rollout. It is doubled, as far as the model
+                has positions, if the reward model's own tokenizer encodes the text, because the
+                text may then have more tokens.
             policy: Folder or hub id of the policy, to compare vocabularies. None means always
                 encode the text.
             num_threads: CPU threads for tensor operations. None keeps the current number.

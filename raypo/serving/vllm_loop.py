@@ -145,7 +145,7 @@ class VllmLoop:
     def call(self, function: Callable[[], T], *, is_urgent: bool = False) -> T:
         """Run a function in the thread, between two steps. Blocks until it has run.
 
-        A call from that thread itself runs at once.
+        If the caller is that thread itself, the function runs immediately.
 
         Args:
             function: The function.
@@ -167,7 +167,7 @@ class VllmLoop:
         """Queue requests. Blocks while the queue is full.
 
         Requests with negative priority and exclusive batches bypass the queue limit. A request
-        whose timeout passes before it gets a slot is answered with finish reason `timeout`.
+        whose timeout passes before it gets a slot ends with finish reason `timeout`.
 
         Args:
             requests: Validated requests.
@@ -269,7 +269,7 @@ class VllmLoop:
             raise RuntimeError(self.serving.refusal())
 
     def give_back(self, are_meant: Callable[[RequestState], bool], reason: str) -> int:
-        """Abort queued and running requests; each is answered with its tokens so far.
+        """Abort queued and running requests. Each future gets the tokens sampled so far.
 
         Args:
             are_meant: Predicate that selects the requests.
@@ -286,7 +286,7 @@ class VllmLoop:
         return len(meant)
 
     def give_back_running(self, *, adapters: Collection[str | None] | None = None) -> None:
-        """Abort running requests; each is answered with its tokens so far, reason `paused`.
+        """Abort running requests, with finish reason `paused` and the tokens sampled so far.
 
         Args:
             adapters: Adapters whose requests are aborted. An element None stands for requests
@@ -335,7 +335,7 @@ class VllmLoop:
         return is_done
 
     def note_version(self, adapter: str | None, version: int) -> None:
-        """Record that the next token of an adapter's running requests comes from new weights.
+        """Record that running requests under an adapter continue with new weights.
 
         Args:
             adapter: Adapter that was replaced. None means the engine's own weights.
@@ -471,7 +471,7 @@ class VllmLoop:
         self._runs_alone = batch[0].alone
 
     def _step(self) -> bool:
-        """Run one forward pass and answer finished requests; return False if vLLM failed."""
+        """Run one engine step and resolve finished requests. Return False if vLLM failed."""
         begin = time.perf_counter()
         try:
             with memory_advice("the engine", ENGINE_REMEDY):

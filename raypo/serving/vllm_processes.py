@@ -45,8 +45,8 @@ class VllmProcesses:
 
     vLLM (0.32) raises the first failure that it reads from a worker. It does not read the failures
     of the other workers, and mistakes them for replies to the next call. Methods of
-    `WorkerExtension` therefore return a failure as a value. vLLM's own methods do not. If one of
-    them fails, the workers are unusable if there are several, or if requests are unfinished.
+    `WorkerExtension` therefore return a failure as a value. vLLM's own methods raise. After such an
+    error, the workers count as unusable if there are several, or if requests are unfinished.
     """
 
     def __init__(self, llm: Any) -> None:

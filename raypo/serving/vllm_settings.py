@@ -34,7 +34,7 @@ DEFAULTS = {
 }
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Variables that disable torch.compile. With torch.compile, the first token would wait for a C++
-compiler, which compiles a function of three lines."""
+compiler, only to compile a function of three lines."""
 
 IN_ANOTHER_PROCESS = "in a background process"
 """Part of vLLM's message when one of its workers fails to start. That message names no cause."""
@@ -101,7 +101,7 @@ def check_version(version: str) -> None:
     """Raise if a vLLM version is not supported.
 
     Args:
-        version: `vllm.__version__`, because the distribution has another name on CPU.
+        version: `vllm.__version__`. The name of the distribution differs between GPU and CPU.
 
     Raises:
         RuntimeError: the version is outside the supported range.
@@ -138,8 +138,8 @@ def engine_arguments(
             choice.
         seed: vLLM's own seed.
         device: cpu or cuda.
-        reads_text: Load the model's tokenizer, which stop strings need.
-        probes: Slots to add to `max_num_seqs`, also if `section.extra` sets it.
+        reads_text: Whether to load the model's tokenizer, which vLLM needs to match stop strings.
+        probes: Slots to add to `max_num_seqs`, even if `section.extra` sets that argument.
 
     Raises:
         ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -195,8 +195,8 @@ def device_memory(extra: dict[str, Any]) -> int:
     import_vllm()
     from vllm.platforms import current_platform
 
-    # torch would create a CUDA context in this process, which needs none with tensor parallelism:
-    # it costs 0.5 GB of the first GPU, and vLLM could no longer fork its workers.
+    # Do not ask torch: it would create a CUDA context in this process. With tensor parallelism only
+    # the workers need one. It would cost 0.5 GB of the first GPU, and vLLM could not fork workers.
     return current_platform.get_device_total_memory()
 
 

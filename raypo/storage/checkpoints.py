@@ -1,4 +1,4 @@
-"""Locate the checkpoints of a run, reading the files of Ray Train without Ray."""
+"""Search, ranking and integrity checks of a run's checkpoints. Needs Ray Train's files, not Ray."""
 
 from __future__ import annotations
 
@@ -72,19 +72,19 @@ def score_of(
     """
     if best_by is None:
         return {}
-    # A step that did not measure the metric gets the lowest score. Left to itself, Ray 2.60 ranks
-    # such a checkpoint as the best under the order `min` and deletes the real best. It also writes
-    # NaN as null; each later resume then fails with a TypeError.
+    # A step that did not measure the metric gets the lowest score. Without a score, Ray 2.60 ranks
+    # such a checkpoint as the best under the order `min` and deletes the real best. With NaN as the
+    # score, Ray writes null, and each later resume fails with a TypeError.
     value = metrics.get(best_by, math.nan) * (1 if best_mode == "max" else -1)
     return {SCORE: value if math.isfinite(value) else -sys.float_info.max}
 
 
 MANIFEST = "manifest.json"
-"""File in a checkpoint with the size and the digest of each other file. It is written last."""
+"""File in a checkpoint with the size and the digest of each other file. Written last."""
 
 
 class DamagedCheckpointError(ConfigError):
-    """All checkpoints of a run are damaged, or the one that the run starts from is."""
+    """Error of a run that has no intact checkpoint to start from."""
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
@@ -93,7 +93,7 @@ def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
-    """Compare the files of a checkpoint with its manifest, and return the damage.
+    """Find the files of a checkpoint that are missing or differ from its manifest.
 
     Args:
         directory: Local folder of the checkpoint.
@@ -101,7 +101,7 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
         count: Number of workers.
 
     Returns:
-        A text for each damaged file of this worker's part, or [] if no file is damaged.
+        One message for each such file in this worker's part. Empty if all files are intact.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
@@ -131,13 +131,13 @@ def _digest(path: Path) -> str:
 def no_whole_checkpoint(
     damaged: Mapping[str, str], run: RunFiles, *, is_own: bool = True
 ) -> DamagedCheckpointError:
-    """Return the error for a run whose checkpoints are all damaged.
+    """Return the error for a run whose checkpoints are all missing or corrupted.
 
     Args:
-        damaged: Checkpoint -> description of its damage. At least one. Ray Train's paths have no
-            scheme.
-        run: The run that has written them.
-        is_own: True if this is the run that starts. False if `from_checkpoint` names it.
+        damaged: Description of the problem of each checkpoint, by its path. At least one entry. The
+            paths come from Ray Train and have no scheme.
+        run: The run that has written the checkpoints.
+        is_own: True if `run` is the run that starts, False if `from_checkpoint` names it.
     """
     lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())
     others = _folders(run) - {parent_and_name(place)[1] for place in damaged}

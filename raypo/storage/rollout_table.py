@@ -53,7 +53,7 @@ def rollout_schema() -> pa.Schema:
 
 
 def _episode(pa: Any) -> pa.DataType:
-    """Return the column type of `raypo.types.Episode`. It is null without an environment."""
+    """Return the column type of `raypo.types.Episode`. Cells are null without an environment."""
     use = pa.struct(
         [
             ("name", pa.string()),
@@ -123,7 +123,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_utf_8(value: Any) -> Any:
-    """Replace lone surrogates, which UTF-8 lacks, by question marks in all texts of a value."""
+    """Replace lone surrogates, which UTF-8 lacks, with question marks in all strings of a value."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, Mapping):

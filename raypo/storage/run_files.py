@@ -35,7 +35,7 @@ _METRICS, _CONFIG, _SUMMARY = "metrics.jsonl", "config.yaml", "summary.json"
 _INPUTS = "inputs.json"
 _ROLLOUTS, _LOGS, _TIMELINE = "rollouts", "logs", "timeline"
 BEST = "best"
-"""Folder of the models of the best step by `checkpoint.best_by`, with a note of that step."""
+"""Folder with the models of the best step by `checkpoint.best_by`, and a file with that step."""
 _MODELS = ("policy", "critic", "adapter", "reward_model", BEST)
 """Folders of trained models."""
 _STAGE = f"{TEMPORARY}checkpoint-"
@@ -46,7 +46,7 @@ GIVEN_MODELS = "given_models"
 _BEFORE_CONFIG = re.compile(
     rf"{_LOGS}|{GIVEN_ROWS}|{GIVEN_MODELS}|\.validate_storage_marker|{re.escape(TEMPORARY)}.*"
 )
-"""Files that a run may leave if it dies before it writes its config. Ray Train makes the marker."""
+"""Files that a run may leave if it dies before it writes its config. The marker is Ray Train's."""
 _WRITTEN = re.compile(
     rf"{_METRICS}|{_CONFIG}|{_SUMMARY}|{_INPUTS}|{_ROLLOUTS}|{_TIMELINE}|checkpoint_.*|"
     rf"{'|'.join(_MODELS)}"
@@ -61,7 +61,7 @@ def is_given(path: str) -> bool:
 
 
 class RunFiles:
-    """Reads and writes the files of one run.
+    """Reader and writer of the files of one run.
 
     In a local folder writes are immediate. With a URI (s3://, gs://, file://), writes go to a
     temporary local folder, and `sync` copies the changed files. Reads return the content that this
@@ -268,7 +268,7 @@ class RunFiles:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`. Values that are not finite become null.
 
-        The summary also gets the changed inputs that the run has accepted.
+        Changed input files that the run has accepted are added as `accepted_inputs`.
         """
         if accepted := (self.inputs() or {}).get("accepted"):
             summary = {**summary, "accepted_inputs": accepted}
@@ -303,7 +303,7 @@ class RunFiles:
         self._folder.remove()
 
     def check_unused(self) -> None:
-        """Refuse a folder that has no config but holds files other than those of a run.
+        """Refuse a folder that has no config but holds files under names that a run writes.
 
         Raises:
             ConfigError: the folder has such files. A run could overwrite them.
@@ -338,8 +338,8 @@ class RunFiles:
         """Hold the run's lock. A no-op for a URI, which has no lock.
 
         Args:
-            timeout_s: Seconds to wait for it: `is_running`, which `raypo monitor` calls every few
-                seconds, holds it for an instant.
+            timeout_s: Seconds to wait for the lock. The default is above 0 because `is_running`
+                holds the lock for an instant, and `raypo monitor` calls that every few seconds.
 
         Raises:
             ConfigError: another process holds the lock.

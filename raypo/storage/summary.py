@@ -53,7 +53,7 @@ def summarize(
 
 
 FATES = ("trained", "filtered", "failed", "dropped")
-"""Outcomes of a sample in the step that takes it, counted by `rollout/samples_<fate>`."""
+"""Possible outcomes of the samples of a step. `rollout/samples_<outcome>` counts each of them."""
 
 
 def sample_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -61,15 +61,15 @@ def sample_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
     `sampled` is the sum of all other counts except `asked_again`. `carried` samples were requested
     but not used by any step, because the run stopped first. If the run began with a checkpoint of
-    an earlier run, the samples carried over from the earlier run count. All other samples of the
-    earlier run do not.
+    an earlier run, `sampled` includes the samples that were carried over from that run, but no
+    other samples of that run.
     """
     rows = [row for row in rows if "rollout/samples_asked" in row]
     if not rows:
         return {}
     carried = rows[-1]["rollout/samples_carried"]
     begins_with = 0
-    if rows[0]["step"] > 1:  # last step of the earlier run
+    if rows[0]["step"] > 1:  # the first row is the last step of the earlier run
         begins_with, rows = rows[0]["rollout/samples_carried"], rows[1:]
     totals = {
         name: sum(row.get(f"rollout/samples_{name}", 0) for row in rows)

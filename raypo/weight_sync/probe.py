@@ -73,7 +73,7 @@ class Probe:
     adapter: str | None = None
     """Name of the adapter to sample with. None means the engines' own weights."""
     joins: bool = False
-    """True if the probe joins running batches of the engines, instead of being its own batch."""
+    """True if the probe joins the engines' running batches. False makes it an exclusive batch."""
 
     @classmethod
     def of(

@@ -102,7 +102,7 @@ def push_adapter(
         engine: The engines.
         name: Name of the adapter on the engines.
         version: Version of the adapter.
-        transport: Carries the base weights, and keeps base and adapter for restarted engines.
+        transport: Sends the base weights. Its store keeps both pushes for restarted engines.
         engines_have_base: Whether every engine loads the base weights by itself.
         workers: The workers that train the policy.
 

@@ -1,6 +1,6 @@
 """Weight transports: the base class, and the transport through Ray's object store.
 
-Rank 0 talks to the engines: `begin_push`, then `load_bucket` for one bucket after the other, and
+Rank 0 calls the engines: `begin_push`, then `load_bucket` for one bucket after the other, and
 finally `finish_push`, which compares the manifest. An engine serves again only after the last call,
 so a push that fails in the middle leaves engines that refuse to sample.
 
@@ -37,8 +37,8 @@ from raypo.weights.store import WeightSnapshot, WeightStore
 
 RETRY_S = 0.2
 REASON_S, POLL_S = 3.0, 0.05
-"""Seconds to wait for an engine's own error after its peers have noticed its loss, and the poll
-interval in seconds."""
+"""Seconds to wait for the error of an engine that failed, after its peers have noticed the failure,
+and the poll interval in seconds."""
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -119,7 +119,8 @@ class Transport:
         """Send all tensors, and wait until the engines have loaded them. All workers call it.
 
         Returns:
-            The buckets, on rank 0, if they stay available for engines that restart later.
+            The buckets, on rank 0, if they stay available for engines that restart later. Empty
+            otherwise.
         """
         raise NotImplementedError
 
@@ -158,7 +159,7 @@ class PushSession:
         self.pending = ()
 
     def finish(self) -> Manifest:
-        """Compare what was sent with what arrived, on every engine.
+        """End the push on every engine, and compare the tensors that arrived with those sent.
 
         Raises:
             WeightError: an engine received other tensors than were sent.
@@ -193,7 +194,7 @@ class PushSession:
 
 
 class ObjectTransport(Transport):
-    """Transport by one `ray.put` per bucket. Engines on the same node read it without a copy.
+    """Transport by one `ray.put` per bucket. Engines on the same node read buckets without a copy.
 
     The sender keeps the buckets of a push until the next push starts. An engine that was lost can
     load them again after its restart.
@@ -225,7 +226,7 @@ class ObjectTransport(Transport):
 def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Exhaust the iterator when the context ends, even after an error.
 
-    The other workers gather the same tensors and would otherwise wait.
+    Workers gather the tensors together, so the other workers would otherwise wait for this one.
     """
     tensors = iter(named_tensors)
     try:
@@ -237,10 +238,12 @@ def drained(named_tensors: NamedTensors) -> Iterator[Iterator[tuple[str, Tensor]
 
 @contextmanager
 def all_or_none(workers: Workers) -> Iterator[None]:
-    """Make all workers fail if one of them fails in this context; otherwise the others would wait.
+    """Make all workers fail if one of them fails in this context.
+
+    Otherwise the other workers would wait for the failed one.
 
     Raises:
-        WeightError: on the workers that did not fail themselves.
+        WeightError: raised on the workers that did not fail themselves.
     """
     failure: Exception | None = None
     try:

@@ -132,7 +132,7 @@ def _key(rendezvous: Rendezvous, name: str) -> str:
 
 
 def _backend(rendezvous: Rendezvous, rank: int, store: Any, device: torch.device) -> Any:
-    """Create a process group that torch.distributed's default group does not know."""
+    """Create a process group that is independent of torch.distributed's default group."""
     prefixed = PrefixStore(_key(rendezvous, rendezvous.backend), store)
     limit = timedelta(seconds=rendezvous.timeout_s)
     if rendezvous.backend == "gloo":
@@ -163,7 +163,7 @@ def _reporting_lost_peers() -> Iterator[None]:
 
 
 def connect(backend: Any, device: torch.device, timeout_s: float) -> None:
-    """Make NCCL connect to all members now, with a time limit, which NCCL itself does not have.
+    """Make NCCL connect to all members now. NCCL itself has no time limit for this.
 
     Raises:
         RuntimeError: a member did not connect in time, or NCCL raised an error.
@@ -174,5 +174,5 @@ def connect(backend: Any, device: torch.device, timeout_s: float) -> None:
     try:
         connected.result(timeout_s)
     except TimeoutError:
-        Thread(target=backend.abort, daemon=True).start()  # abort may block on the other thread
+        Thread(target=backend.abort, daemon=True).start()  # abort may wait for `connected`
         raise RuntimeError("a member did not connect") from None

@@ -85,9 +85,9 @@ class Manifest:
 def checksums(parts: Sequence[Tensor]) -> list[int]:
     """Return a checksum of each tensor's bytes.
 
-    Host memory uses 64-bit xxHash. GPUs use a sum of 64-bit words. Each word is multiplied by an
-    odd number that depends on its position, so a changed word or two swapped words change the sum.
-    Both sides of a push use the same kind of checksum.
+    In host memory, the checksum is a 64-bit xxHash. On a GPU, it is a sum of 64-bit words
+    (`word_sum`). Each word is multiplied by an odd number that depends on its position, so a
+    changed word or two swapped words change the sum. Both sides of a push use the same kind.
 
     Args:
         parts: Tensors, uint8 [bytes] each, contiguous, aligned to 8 bytes, and all on one device.
@@ -107,7 +107,7 @@ def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
 
     Args:
         part: uint8 [bytes], aligned to 8 bytes.
-        chunk_words: Number of words that are summed at once.
+        chunk_words: Number of words that are summed in one operation.
 
     Returns:
         Scalar int64 on the device of `part`.
@@ -124,6 +124,6 @@ def word_sum(part: Tensor, *, chunk_words: int = 1 << 22) -> Tensor:
 
 
 def summary(lines: list[str], *, at_most: int = 8) -> str:
-    """Return the first lines as one text, followed by the number of lines left out."""
+    """Join the first lines into one string, followed by the number of lines left out."""
     rest = len(lines) - at_most
     return "; ".join(lines[:at_most]) + (f"; and {rest} more" if rest > 0 else "")

@@ -44,10 +44,10 @@ class CudaHandle:
     first_byte: int
     """Offset of the storage within the allocation, in bytes."""
     counter: bytes
-    """Handle of the sender's reference counter."""
+    """Handle of the shared memory in which torch counts the references to the bucket."""
     counter_place: int
     event: bytes
-    """Handle of the CUDA event that marks that the bytes are written."""
+    """IPC handle of a CUDA event that completes once the sender has written the bytes."""
     event_is_needed: bool
 
     @classmethod
@@ -89,7 +89,8 @@ class IpcBucket:
 
     def read(self, uuid: str, device: torch.device) -> Staged:
         """Return a copy of the bucket on a device. The sender may refill its bucket afterwards."""
-        # A copy, because vLLM keeps tensors until a layer is complete.
+        # Copy the bucket: vLLM keeps its tensors until all tensors of a layer have arrived, but the
+        # sender refills it before that.
         shared = self.handles[uuid].open(device)
         own = shared.clone()
         torch.cuda.synchronize(device)
@@ -132,8 +133,8 @@ class PushStart:
     id: str = ""
     """Identity of this push (`WeightSnapshot.id`)."""
     in_flight: InFlight | None = None
-    """Policy for requests in flight. The engines then pause until `resume`, and new requests wait.
-    None means that no request should be in flight, and that new requests are refused."""
+    """Policy for requests in flight. With a policy, the engines pause until `resume`, and new
+    requests wait. None means that no request should be in flight, and new requests are refused."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +144,13 @@ class Ready:
     num_workers: int
     """Number of vLLM workers; more than one if the engine is tensor parallel."""
     epoch: int | None
-    """Number of the broadcast group that all workers are in, or None if there is none."""
+    """Number of the broadcast group that all workers are in, or None if they share no group."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs that the workers run on."""
 
     @classmethod
     def merged(cls, workers: Sequence[Ready]) -> Ready:
-        """Merge the replies of an engine's vLLM workers."""
+        """Return the engine's reply, merged from the replies of its vLLM workers."""
         epochs = {worker.epoch for worker in workers}
         return cls(
             len(workers),

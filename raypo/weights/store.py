@@ -41,7 +41,7 @@ class WeightStoreActor:
         self._pushes: dict[str | None, tuple[str, Any]] = {}
 
     def keep(self, adapter: str | None, id: str, ref: list[Any]) -> None:
-        """Store a push, and drop the previous push."""
+        """Store a push, and drop the previous push of the same adapter or of the weights."""
         self._pushes[adapter] = (id, ref)
 
     def forget(self, adapter: str | None) -> None:
