@@ -54,7 +54,7 @@ __all__ = [*_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are used: `import raypo` loads nothing heavy."""
+    """Import a public name on first use, so that `import raypo` loads nothing heavy."""
     if name not in _HOME_OF:
         raise AttributeError(f"module 'raypo' has no attribute {name!r}")
     return getattr(import_module(_HOME_OF[name]), name)

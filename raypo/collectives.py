@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 PATIENCE = timedelta(days=7)
-"""Timeout of the gloo groups. It can be long, because other timeouts limit the work for which
-workers wait. The death of a worker is noticed at once."""
+"""Timeout of the gloo groups. It is long because the work that workers wait for has its own
+timeouts. The death of a worker is noticed at once, without this timeout."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,18 @@ class Workers:
         return cls(dist.get_rank(), dist.get_world_size()).beside()
 
     def beside(self) -> Workers:
-        """Return the same workers in a new process group, for another thread; all must call it."""
+        """Return the same workers with a new process group, for use in another thread.
+
+        All workers must call this method together.
+        """
         if self.count == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=PATIENCE))
 
     def team(self, sizes: Sequence[int]) -> Workers:
-        """Return this worker's team, in a process group of its own; all workers must call it.
+        """Return the team that this worker belongs to, with a new process group per team.
+
+        All workers must call this method together.
 
         Args:
             sizes: Number of workers in each team, in the order of ranks; they add up to `count`.
@@ -98,7 +103,10 @@ class Workers:
         return everyone, slice(first, first + len(tensors[0]))
 
     def gather_first(self, value: Any) -> list[Any]:
-        """Return the values of all workers by rank on rank 0, and an empty list elsewhere."""
+        """Gather the values of all workers on rank 0.
+
+        Rank 0 gets them in the order of ranks. All other ranks get an empty list.
+        """
         if self.count == 1:
             return [value]
         gathered: list[Any] = [None] * self.count if self.rank == 0 else []
@@ -138,7 +146,7 @@ class Workers:
         return box[0]
 
     def barrier(self) -> None:
-        """Wait until all workers have called it."""
+        """Wait until all workers have called this method."""
         if self.count > 1:
             dist.barrier(group=self.group)
 

@@ -23,8 +23,8 @@ T = TypeVar("T")
 def daemon_future(function: Callable[[], T], *, name: str) -> Future[T]:
     """Call a function in a daemon thread and return a future for its result.
 
-    The function runs in a copy of the caller's context (`contextvars`). An executor
-    is not used: Python joins an executor's threads at exit, so a call that hangs would block it.
+    The function runs in a copy of the caller's context (`contextvars`). An executor is not used:
+    Python joins an executor's threads at exit, so a call that hangs would block the exit.
 
     Args:
         function: The function, without arguments.
@@ -52,7 +52,10 @@ def settle(answer: Future[T], function: Callable[[], T]) -> None:
 
 
 def background_future(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine on this process's background event loop. Cancelling the future cancels it."""
+    """Run a coroutine on this process's background event loop and return a future for its result.
+
+    Cancelling the future cancels the coroutine.
+    """
     with _starting:  # `cache` alone would start a loop for each thread that calls it first
         loop = _background_loop()
     return asyncio.run_coroutine_threadsafe(coroutine, loop)

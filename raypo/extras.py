@@ -13,7 +13,7 @@ EXTRAS = {
     "sweep": ("optuna", *_REPORT),  # a sweep writes its report page at the end
     "verifiers": ("verifiers", "openai"),
 }
-"""Extra -> the packages that it adds. Environments of verifiers also need the extra serve, for
+"""Packages that each extra adds, by extra. Verifiers environments also need the extra serve, for
 their endpoint."""
 
 
@@ -22,7 +22,8 @@ def require(extra: str, use: str) -> None:
 
     Args:
         extra: A key of `EXTRAS`.
-        use: Config key with its value, or command, that needs the extra, for the message.
+        use: Config key with its value, or command, that needs the extra. The message begins with
+            it.
 
     Raises:
         ConfigError: a package is missing.

@@ -15,12 +15,12 @@ from raypo.config import ConfigError
 
 
 def has_token(headers: Headers, token: str) -> bool:
-    """Return True if a request's Authorization header has the bearer token."""
+    """Return True if a request's Authorization header carries `token` as its bearer token."""
     return is_secret(headers.get("Authorization", "").removeprefix("Bearer "), token)
 
 
 def is_secret(given: str, secret: str) -> bool:
-    """Return True if a text equals the secret. The comparison takes constant time."""
+    """Return True if a string equals the secret. The comparison takes constant time."""
     return hmac.compare_digest(given.encode(), secret.encode())
 
 

@@ -2,9 +2,9 @@
 
 A run records them in `inputs.json` when it starts, and a resume compares them before anything is
 loaded. Files up to `LARGE_BYTES` are hashed whole, and so are local data files, which the run reads
-whole anyway. Larger files are sampled: the digest covers the size and evenly spread blocks. 16 MB
-of a 15 GB model take less than a second; reading all of it took 12 s from a local disk and would
-take more than a minute over a network.
+whole anyway. Larger files are sampled: the digest covers the size and evenly spread blocks. The
+blocks of one file are 16 MB in total, which are read in less than a second. Reading the whole of a
+15 GB model took 12 s from a local disk, and would take more than a minute over a network.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from raypo.storage.folder import open_storage
 from raypo.storage.run_files import RunFiles, is_given
 
 Files = dict[str, str]
-"""File name -> digest. The mapping is empty if the files are unknown."""
+"""Digests of a source's files, by file name. The mapping is empty if the files are unknown."""
 Inputs = dict[str, dict[str, Files]]
-"""Config key -> source as the config names it -> its files."""
+"""File digests of each source, by config key and by the source as the config names it."""
 
 GIVEN = "given in Python"
-"""Name that stands for rows which were passed to a trainer."""
+"""Source name of rows that were passed to a trainer in Python."""
 LARGE_BYTES = 64 << 20
 _BLOCKS, _BLOCK_BYTES = 256, 64 << 10
 _HUB_TIMEOUT_S = 5.0
 _MISSING = "missing"
 
 _known: dict[tuple[str, int, int, int], str] = {}
-"""(path, size, mtime, ctime) -> digest, of files that this process has hashed."""
+"""Digests of the files that this process has hashed, by (path, size, mtime, ctime)."""
 
 
 def inputs_of(
@@ -53,7 +53,7 @@ def inputs_of(
 
     Args:
         config: Config of any recipe. Relative paths are resolved against the current folder.
-        given: Config key -> function passed in Python instead of a file.
+        given: Functions passed in Python instead of as import paths, by config key.
     """
     found: Inputs = {}
     for key in config.paths:
@@ -68,7 +68,7 @@ def inputs_of(
 
 
 def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, str]]:
-    """Yield config key and import path of every function and class that the config names."""
+    """Yield the config key and the import path of each function and class that the config names."""
     for key in ("callbacks", *config.functions):
         for spec in _values(config, key):
             if is_import_path(spec):
@@ -76,11 +76,11 @@ def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, s
 
 
 def changes(recorded: Inputs, now: Inputs, *, keys: Sequence[str] | None = None) -> list[str]:
-    """Return `key (source): file has changed` for each file that differs.
+    """Return a line like `key (source): file has changed` for each file that differs.
 
-    Sources that only one side has are skipped; the comparison of configs reports them. Callbacks
-    are recorded but not compared: they only watch a run, and users must be able to correct one that
-    failed.
+    Sources that only one of the two mappings has are skipped; the comparison of configs reports
+    them. Callbacks are recorded but not compared: they only watch a run, and users must be able to
+    correct a callback that failed.
 
     Args:
         recorded: Inputs with which the run began.
@@ -112,12 +112,16 @@ def record_inputs(
     resumes: bool,
     given: Mapping[str, Callable[..., Any]] | None = None,
 ) -> list[str]:
-    """Write `inputs.json`. Return the changed inputs that `checkpoint.changed_inputs` accepts.
+    """Write the config's inputs to `inputs.json` and return the changes since the last record.
+
+    The resume checks have already refused changes that `checkpoint.changed_inputs` does not accept.
+    The file records the accepted changes too.
 
     Args:
         config: Config of any recipe.
         files: Folder of the run or sweep.
-        resumes: Whether the run continues after earlier steps. If not, an old record is dropped.
+        resumes: Whether the run continues after earlier steps. If False, the record of an earlier
+            run in the folder is overwritten.
         given: See `inputs_of`.
     """
     now, record = inputs_of(config, given), (files.inputs() or {}) if resumes else {}
@@ -134,7 +138,7 @@ def record_inputs(
 
 
 def known_digests() -> dict[tuple[str, int, int, int], str]:
-    """Return the digests that this process knows, for `learn_digests` in other processes."""
+    """Return the digests that this process has cached, for `learn_digests` in other processes."""
     return dict(_known)
 
 
@@ -231,7 +235,7 @@ def _python_files(spec: str) -> Files:
 
 
 def _source(function: Callable[..., Any]) -> Files:
-    """Digest the source of a function. The rest of its script may change, like a `num_steps`.
+    """Digest only the source of a function. The rest of its script may change between runs.
 
     For a weighted sum, digest the source of each function, and the weights.
     """
@@ -304,7 +308,7 @@ def _commit(name: str, kind: str) -> Files:
         try:
             sha = HfApi().repo_info(name, repo_type=kind, timeout=_HUB_TIMEOUT_S).sha
             return {"commit": sha} if sha else {}
-        except Exception:  # depends on the HTTP client; transformers falls back to the cache too
+        except Exception:  # its type depends on the HTTP client; like transformers, try the cache
             pass
     try:
         folder = repo_folder_name(repo_id=name, repo_type=kind)

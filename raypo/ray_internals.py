@@ -29,7 +29,7 @@ CHECKPOINTS = "checkpoint_manager_snapshot.json"
 JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable in which `ray job submit` passes its runtime environment to the driver."""
 CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-"""gRPC method that a Ray head answers to every client that may connect."""
+"""gRPC method that a Ray head node answers if the client's token is valid."""
 
 
 def address_file() -> Path:
@@ -64,7 +64,7 @@ def failed_to_start(failure: BaseException) -> bool:
 
 
 def kept_runs(storage: Any) -> tuple[FileSystem, str]:
-    """Return where Ray Train stores runs: a file system, and the path of their folder on it.
+    """Return the file system on which Ray Train stores runs, and the path of their folder.
 
     Args:
         storage: `ray.train.get_context().get_storage()`.
@@ -111,7 +111,7 @@ def checkpoint_list(kept: Iterable[tuple[str, Mapping[str, Any]]]) -> bytes:
 
 
 def check_shared(storage: Any) -> None:
-    """Check that this node sees the files in the run's folder, as Ray Train does.
+    """Run Ray Train's check that this node sees the files in the run's folder.
 
     Raises:
         RuntimeError: this node does not see the folder's files.
@@ -232,11 +232,13 @@ class PastTrial:
 
 
 def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str, float]]]) -> None:
-    """Replay the reports of an earlier attempt's trials, so that new trials are compared with them.
+    """Replay the reports of an earlier attempt's trials into a scheduler.
+
+    The scheduler then compares new trials with the earlier ones.
 
     Args:
         scheduler: Tune scheduler.
-        past: Name of each ended trial -> its reports in order.
+        past: Reports of each ended trial in order, by the trial's name.
     """
     controller: Any = SimpleNamespace(get_live_trials=list)  # a stand-in without live trials
     for name, reports in past.items():
@@ -246,6 +248,7 @@ def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str
         for last in reports:
             scheduler.on_trial_result(controller, trial, dict(last))
             # The median stopping rule refuses reports of trials that it stopped. The order of this
-            # replay differs from the original one, so the rule may stop a trial that then went on.
+            # replay differs from the original order, so the rule may stop a trial that continued in
+            # the earlier attempt.
             getattr(scheduler, "_stopped_trials", set()).discard(trial)
         scheduler.on_trial_complete(controller, trial, dict(last))

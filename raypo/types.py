@@ -5,6 +5,7 @@ Dimensions: B responses, P prompt tokens, T response tokens. In every mask, True
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the prompt data, tokenised once."""
+    """One row of the prompt data, tokenised once.
+
+    Each time that it is drawn, a copy with another `group_index` is made.
+    """
 
     index: int
     """Row number over all files of `data.prompts`, in their order."""
@@ -25,11 +29,14 @@ class Prompt:
     token_ids: np.ndarray  # int32 [P]
     label: Any = None
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt, or None if the row has a text instead."""
+    """Chat messages of the prompt, or None if the prompt is a plain string."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """All columns of the row."""
+    group_index: int = -1
+    """Index of the draw in the run, from 0. The samples of one draw are a group. -1 means that the
+    prompt has not been drawn."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,10 @@ RolloutKey = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Rollout:
-    """One prompt with one response, as reward functions see it. Ragged, without padding."""
+    """One prompt with one response. Ragged, without padding.
+
+    A reward function gets rollouts without score. Callbacks and filters get them with their scores.
+    """
 
     prompt: str
     response: str
@@ -75,20 +85,21 @@ class Rollout:
     prompt_ids: np.ndarray  # int32 [P]
     response_ids: np.ndarray  # int32 [T], with the end of sequence if it was sampled
     log_probs: np.ndarray  # float32 [T], from the engine, at the sampling temperature
-    response_mask: np.ndarray  # bool [T], False on the environment's texts
+    response_mask: np.ndarray  # bool [T], False on environment tokens
     label: Any
     prompt_index: int
     """Row of the prompt in the data."""
     sample_index: int
-    """Index of the sample among those of its prompt, from 0."""
+    """Index of the sample in its group, from 0."""
     finish_reason: str
     """`stop` or `length`."""
     weight_version: int
     """Version of the weights that sampled the first token."""
     group_index: int = 0
-    """Index of the prompt's draw in the run, from 0. The samples of one draw are a group."""
+    """Index of the rollout's group in the run, from 0. Each time that a prompt is drawn from the
+    data, its samples form a new group."""
     messages: list[dict[str, Any]] | None = None
-    """Chat messages of the prompt, or None if the row has a text instead."""
+    """Chat messages of the prompt, or None if the prompt is a plain string."""
     data_source: str | None = None
     """Name of the prompt's source in `data.prompts`."""
     row: Mapping[str, Any] = field(default_factory=dict)
@@ -107,6 +118,13 @@ class Rollout:
     later_versions: tuple[tuple[int, int], ...] = ()
     """Weight updates during the response. Each entry has the index of the first token that the new
     weights sampled, and the version of these weights."""
+    score: float = math.nan
+    """Score that PPO trains on, before KL and shaping; NaN before scoring, and if it failed."""
+    scores_by_source: Mapping[str, float] = field(default_factory=dict)
+    ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
+    minibatch: int = 0
+    """Index of the step's minibatch that trains the rollout. It is set when the step's rollouts are
+    sharded."""
 
     @property
     def key(self) -> RolloutKey:
@@ -131,22 +149,8 @@ class Rollout:
 
     @property
     def num_sampled(self) -> int:
-        """Number of response tokens that the policy sampled, without the environment's texts."""
+        """Number of response tokens that the policy sampled, without environment tokens."""
         return int(self.response_mask.sum())
-
-
-@dataclass(frozen=True)
-class ScoredRollout:
-    """A rollout with its scores and reference log-probs, as callbacks see it."""
-
-    rollout: Rollout
-    score: float
-    """Score that PPO trains on, before KL and shaping; NaN if scoring failed."""
-    scores_by_source: Mapping[str, float]
-    ref_log_probs: np.ndarray | None = None  # float32 [T]; None without a reference
-    minibatch: int = 0
-    """Index of the step's minibatch that trains the rollout. It is set when the step's rollouts are
-    sharded."""
 
 
 @dataclass(frozen=True)
@@ -252,11 +256,11 @@ class Experience:
     prompt_ids: Tensor  # [B, P] int64
     prompt_mask: Tensor  # [B, P] bool, False on padding
     response_ids: Tensor  # [B, T] int64
-    attention_mask: Tensor  # [B, T] bool, False on padding, True on the environment's texts
+    attention_mask: Tensor  # [B, T] bool, False on padding, True on environment tokens
     response_mask: Tensor  # [B, T] bool, True on tokens that the policy sampled
     rollout_log_probs: Tensor  # [B, T] float32, from the engine
     scores: Tensor  # [B] float32, before KL and shaping; NaN if scoring failed
-    group_index: Tensor  # [B] int64, shared by the samples of one draw of a prompt
+    group_index: Tensor  # [B] int64, index of the sample's group in the run
     minibatch: Tensor  # [B] int64, index of the step's minibatch that trains the row
     truncated: Tensor  # [B] bool, the response reached rollout.max_new_tokens
     weight_version: Tensor  # [B] int64, weights that sampled the response's first token
@@ -264,13 +268,13 @@ class Experience:
     turn_rewards: Tensor | None = None  # [B, T] float32, rewards of single turns
     turn_index: Tensor | None = None  # [B, T] int64, turn of the row that sampled the token
     weight_versions: Tensor | None = None  # [B, T] int64; None: as weight_version
-    sample_index: Tensor | None = None  # [B] int64, index within the draw
+    sample_index: Tensor | None = None  # [B] int64, index within the group
     row_index: Tensor | None = None  # [B] int64, index within the sample; None: all 0
     ref_log_probs: Tensor | None = None  # [B, T] float32
     old_log_probs: Tensor | None = None  # [B, T] float32, learner, before the update
     weights: Tensor | None = None  # [B, T] float32, of rollout correction; None: 1
     loss_mask: Tensor | None = None  # [B, T] bool, tokens that count; None: response_mask
-    sample_tokens: Tensor | None = None  # [B] int64, over all rows of the sample; None: own
+    sample_tokens: Tensor | None = None  # [B] int64, tokens of the whole sample; None: of the row
     covariant: Tensor | None = None  # [B, T] bool, tokens of high covariance; None: not used
     values: Tensor | None = None  # [B, T] float32, critic, before the update
     last_values: Tensor | None = None  # [B] float32, critic, after a truncated response
@@ -325,7 +329,7 @@ class Experience:
     def blank(self) -> Experience:
         """Return a batch of one row with the same fields.
 
-        The row has one prompt token and one response token, which no loss counts.
+        The row has one prompt token and one response token, which is masked out of every loss.
         """
 
         def row(name: str, value: Tensor) -> Tensor:

@@ -50,5 +50,5 @@ def ranks(step: StepScores) -> Tensor:
 
 def distinct(step: StepView) -> dict[str, float]:
     """The share of responses that are unlike all others of the step."""
-    responses = [each.rollout.response for each in step.rollouts]
+    responses = [each.response for each in step.rollouts]
     return {"mine/distinct": len(set(responses)) / len(responses)}

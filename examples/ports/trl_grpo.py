@@ -33,7 +33,7 @@ def brevity(completions: list[str], **columns: Any) -> list[float]:
 
 
 def longest(step: StepView) -> dict[str, float]:
-    return {"mine/longest": max(len(each.rollout.response) for each in step.rollouts)}
+    return {"mine/longest": max(len(each.response) for each in step.rollouts)}
 
 
 def main() -> None:

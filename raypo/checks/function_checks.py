@@ -25,6 +25,10 @@ from raypo.rewards.scoring import WeightedSum
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.types import Rollout
 
+_SET_LATER = ("score", "scores_by_source", "ref_log_probs", "minibatch")
+"""Fields of a rollout that are set after its reward functions were called."""
+_FIELDS = [name for name in Rollout.__dataclass_fields__ if name not in _SET_LATER]
+
 
 def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
     """Refuse a config that scores no responses, or that names missing functions or classes."""
@@ -84,11 +88,14 @@ def _check_judged(config: OnlineConfig) -> None:
 def check_functions(
     config: OnlineConfig | PolicyExamplesConfig, *, common: str | bool | None
 ) -> None:
-    """Check the reward functions of sources and of evaluation, and refuse a source without one.
+    """Check the reward functions of sources and of evaluation.
+
+    If some sources have reward functions, a source without one is refused unless `common` or
+    `eval.function` applies to it.
 
     Args:
         config: The whole run config.
-        common: Reward function of the sources that name no other; falsy if there is none.
+        common: Reward function of sources without one of their own; falsy if there is none.
     """
     trained, held_out = functions_of(config.data.prompts), functions_of(config.eval.prompts)
     for key, functions in (("data.prompts", trained), ("eval.prompts", held_out)):
@@ -143,14 +150,14 @@ def check_reward_function(function: Any, *, key: str = "reward.function") -> Non
         called = function if isinstance(function, str) else function_name(function)
         raise ConfigError(
             f"{key} ({called}): line {line} reads {name}.{attribute}, and a rollout has no "
-            f"{attribute}. It has {', '.join(Rollout.__dataclass_fields__)}."
+            f"{attribute}. It has {', '.join(_FIELDS)}."
         )
 
 
 def _definition(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the syntax tree of a function or import path. None means that it is unknown.
+    """Return the syntax tree of a function or import path, or None if its source is not found.
 
-    A decorated function counts as unknown, because a decorator may pass other arguments.
+    The result is None for a decorated function too, because a decorator may pass other arguments.
     """
     with suppress(OSError, TypeError, SyntaxError, ValueError, IndexError, AttributeError):
         if isinstance(function, str):
@@ -193,13 +200,15 @@ def _unknown_attributes(
     if arguments[0].arg in others:
         return
     names = {each.id for each in loops if isinstance(each, ast.Name)} - others
-    texts = {each.value for each in nodes if isinstance(each, ast.Constant)}  # hasattr(x, "name")
+    # An attribute whose name is also a string constant may be guarded: hasattr(rollout, "name").
+    texts = {each.value for each in nodes if isinstance(each, ast.Constant)}
+    known = {*_FIELDS, *dir(Rollout)}.difference(_SET_LATER)
     for each in nodes:
         if (
             isinstance(each, ast.Attribute)
             and isinstance(each.value, ast.Name)
             and each.value.id in names
-            and not (each.attr in Rollout.__dataclass_fields__ or hasattr(Rollout, each.attr))
+            and each.attr not in known
             and each.attr not in texts
         ):
             yield each.lineno, each.value.id, each.attr

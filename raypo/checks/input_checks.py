@@ -120,7 +120,7 @@ def check_evaluation(model: str, config: OnlineConfig | PolicyExamplesConfig) ->
 
 
 def _notes_on_ppo(config: PPOConfig) -> list[str]:
-    """Return notes on unused models and on stale samples.
+    """Return notes on unused models, and on stale samples that the loss does not account for.
 
     Unused models are not refused, because a sweep may turn them on.
     """

@@ -91,7 +91,7 @@ def _local_shape(path: str) -> ModelShape | None:
 
 
 def check_positions(config: Any) -> None:
-    """Refuse prompts plus responses that exceed the positions of a model, as vLLM would."""
+    """Refuse a config, as vLLM would, if prompt plus response may exceed a model's positions."""
     for key, path in models_of(config):
         if key == JUDGE:
             _check_positions_of_judge(config, path)
@@ -102,7 +102,7 @@ def check_positions(config: Any) -> None:
 
 
 def _check_teacher_prompts(config: DistillationConfig) -> None:
-    """Refuse teacher prompts plus responses that exceed the positions of a teacher."""
+    """Refuse a config if teacher prompt plus response may exceed a teacher's positions."""
     for key, path in models_of(config):
         if not key.startswith("model.teacher") and (key != "model.policy" or config.teacher_of):
             continue
@@ -128,7 +128,7 @@ def _check_positions_of_judge(config: OnlineConfig, path: str) -> None:
 
 
 def check_positions_of(config: Any, key: str, path: str) -> None:
-    """Refuse prompts plus responses that exceed the positions of the given model."""
+    """Refuse a config if prompt plus response may exceed the given model's positions."""
     longest, positions = config.max_model_len, _positions(key, path)
     if positions is not None and longest > positions:
         response = config.rollout.length_key
@@ -152,7 +152,7 @@ def check_models(config: AnyConfig) -> None:
     """Refuse models that would be loaded wrongly, before Ray starts.
 
     This imports transformers, and reads headers of weight files, configs and tokenizers, but no
-    weights. Of hub ids it reads only configs and tokenizers.
+    weights. For hub ids, it reads only configs and tokenizers.
 
     Raises:
         ConfigError: a folder lacks weights of its model or has unexpected weights; two models that
@@ -204,8 +204,8 @@ def _check_tokenizer(config: Any, key: str, path: str) -> None:
 def check_evaluated(model: str) -> None:
     """Refuse a model for `raypo eval` whose special tokens have no row in its embedding.
 
-    Its responses could never end. vLLM checks the weights itself: it loads more architectures than
-    raypo trains, and reports what a folder lacks.
+    The responses of such a model could never end. vLLM checks the weights itself: it loads more
+    architectures than raypo trains, and reports what a folder lacks.
 
     Raises:
         ConfigError: the tokenizer's first or last token, or a stop token, has no row in the

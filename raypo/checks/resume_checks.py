@@ -27,13 +27,13 @@ def check_run_folder(
     start_over: str = "--fresh",
     given: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
-    """Refuse to continue in a folder of another config, or with changed inputs.
+    """Refuse to resume a run whose config was another, or whose inputs have changed.
 
     Args:
         config: The whole run config.
         files: The run's folder.
-        start_over: Option or argument that starts over, for messages.
-        given: Config key -> function passed in Python instead of a file.
+        start_over: Option or argument that starts the run over, to name in error messages.
+        given: Functions passed in Python instead of as import paths, by config key.
 
     Raises:
         ConfigError: a key differs or a file has changed; the message lists all of them.
@@ -51,7 +51,7 @@ def check_run_folder(
         return
     earlier = parse_run_config(recorded, origin=f"{files.location}/config.yaml")
     config = decided_as(config, earlier.model_dump())
-    # num_epochs has become num_steps, which is compared. Rows given in Python are compared by
+    # num_epochs was converted to num_steps, which is compared. Rows given in Python are compared by
     # digest.
     may_change = (*NUMBERS_DO_NOT_DEPEND_ON, "num_epochs", *_given_rows(config, files))
     if config.may_change_length:
@@ -100,7 +100,7 @@ def check_recorded_inputs(
     Args:
         config: The whole run config.
         files: Folder of the run or sweep.
-        given: Config key -> function passed in Python instead of a file.
+        given: Functions passed in Python instead of as import paths, by config key.
         start_over: Option or argument that starts over, for messages.
 
     Raises:

@@ -50,7 +50,7 @@ def check_rows(config: AnyConfig) -> int | None:
     """
     data, evaluation = config.data, config.eval
     if isinstance(data, ResponsesSection) and data.messages_key is not None:
-        if isinstance(config, SFTConfig) and config.needs_engine:  # engines answer these prompts
+        if isinstance(config, SFTConfig) and config.needs_engine:  # engines sample responses
             check_first_rows(data, "eval.prompts", evaluation.prompts, messages_key=None)
         check_first_rows(data, "eval.prompts", evaluation.prompts)
         return check_first_rows(data, "data.prompts", data.prompts)
@@ -64,7 +64,7 @@ def check_rows(config: AnyConfig) -> int | None:
 
 
 def _response_columns(data: DataSection) -> dict[str, str]:
-    """Return config key -> column of each training text other than the prompt."""
+    """Return the columns of the responses to train on, by config key."""
     if isinstance(data, PairsSection) and not getattr(data, "desirable_key", None):
         return {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
     column = getattr(data, "response_key", None)
@@ -84,7 +84,7 @@ def check_first_rows(
         data: The data section.
         key: Config key of the sources.
         sources: The sources. None means that there are none.
-        response_keys: Config key -> response column that each row must have.
+        response_keys: Response columns that each row must have, by config key.
         changes: Values that replace keys of the data section.
 
     Returns:
@@ -136,9 +136,10 @@ def _check_labels_of(
 
 
 def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.function") -> None:
-    """Refuse a reward function of TRL's or verl's form that needs what `data.prompts` lacks.
+    """Refuse a reward function with TRL's or verl's signature if `data.prompts` lacks its inputs.
 
-    Only files are read, not data sets. A column may be missing in some rows, which then get None.
+    Only files are read, not data sets. A column may be missing in some rows. The function then gets
+    None for these rows.
 
     Args:
         config: The whole run config.
@@ -166,7 +167,7 @@ def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.fun
             'no reward_model["ground_truth"], as those of verl. Set data.label_key to the column '
             "of the answers."
         )
-    there.pop("prompt", None)  # a function gets it as `prompts`
+    there.pop("prompt", None)  # passed under the name `prompts`
     for name, each in needed:
         if name not in there:
             called = each if isinstance(each, str) else function_name(each)

@@ -34,7 +34,7 @@ def init(
     if to.exists():
         raise ConfigError(f"--to ({to}): is there already. Name another file, or remove it.")
     ((project, source),) = chosen.items()
-    is_file = os.path.isfile(source)  # False for a command that is longer than a file's name
+    is_file = os.path.isfile(source)  # False, not an error, for a command too long for a file name
     if not is_file and (project == "TRL" or not re.search(r"[\s=]", str(source))):
         raise ConfigError(f"--from-{project.lower()} ({source}): there is no such file.")
     text = Path(source).read_text() if is_file else str(source)

@@ -63,7 +63,7 @@ def plan(
         console.print()
     rates_of: Callable[[Plan], Rates | None] = Rates.of
     if made.device == "cpu" and run.recipe == "ppo" and made.nodes == this_machine():
-        from raypo.plan.calibration import rates_here  # torch from here on
+        from raypo.plan.calibration import rates_here  # imports torch
 
         rates_of = rates_here(made)
     if rates := rates_of(made):
@@ -105,7 +105,7 @@ def _nodes(run: RecipeConfig, cluster: str | None) -> list[Node]:
     if cluster is not None:
         return parse_cluster(cluster)
     if run.cluster.address or os.environ.get("RAY_ADDRESS"):
-        from raypo.cluster.resources import cluster_nodes  # Ray from here on
+        from raypo.cluster.resources import cluster_nodes  # imports Ray
 
         return cluster_nodes(run.cluster)
     return this_machine()

@@ -46,7 +46,7 @@ def serve_reward(
         function = load_function(target, key="TARGET")
     else:
         check_model("TARGET", target)
-        from raypo.serving.frozen import RewardModel  # torch from here on
+        from raypo.serving.frozen import RewardModel  # imports torch
 
         model = RewardModel(target, policy=None, dtype=dtype, max_batch_tokens=max_batch_tokens)
         function = model.score

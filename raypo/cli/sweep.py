@@ -55,7 +55,7 @@ def sweep(
                 f"starts over."
             )
             return
-        from raypo.tuning.tune import run_sweep  # Ray and torch from here on
+        from raypo.tuning.tune import run_sweep  # imports Ray and torch
 
         outcome = run_sweep(config, base, files)
     if outcome.status == "interrupted":

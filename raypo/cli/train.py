@@ -39,7 +39,7 @@ def train(
             "goes on, --fresh starts over."
         )
         return
-    from raypo.trainer import trainer_for  # Ray and torch from here on
+    from raypo.trainer import trainer_for  # imports Ray and torch
 
     result = trainer_for(run).fit()
     if (result.return_value or {}).get("status") == "interrupted":

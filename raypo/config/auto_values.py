@@ -16,7 +16,10 @@ slower, because kernel launches then limit a small model."""
 
 
 def candidates(config: AnyConfig) -> list[Any]:
-    """Return the configs to which `auto` can resolve, fastest first, least memory last."""
+    """Return the configs to which `auto` can resolve.
+
+    The first is the fastest, the last needs the least memory.
+    """
     tokens = config.learner.max_tokens_per_microbatch
     counts = GPU_MICROBATCHES if tokens == "auto" else (tokens,)
     choices: list[Any] = [config]
@@ -61,9 +64,9 @@ def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
 def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:
     """Return the config with its `auto` values resolved as in an earlier run.
 
-    If the devices of this cluster resolve `model.dtype` differently, the trainer's own check
-    refuses the config. Old runs recorded fixed values, because microbatches and sleep could not be
-    `auto` then.
+    `raypo train` calls this before it knows the devices. If they resolve `model.dtype` differently
+    from the earlier run, the trainer's own check refuses the config later. Runs of old versions
+    recorded fixed values, because microbatches and sleep could not be `auto` then.
 
     Args:
         config: Config to resolve.

@@ -58,7 +58,7 @@ class Config(BaseModel):
     section: ClassVar[str] = ""
     """Dotted key of the section with a trailing dot, for messages about its keys."""
     gone: ClassVar[Mapping[str, str]] = {}
-    """Removed key -> reason and remedy, for messages."""
+    """Reason and remedy for each removed key, by key, for messages."""
 
     @model_validator(mode="before")
     @classmethod
@@ -229,7 +229,7 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
 
     Args:
         path: A YAML file, or the folder of a run or sweep.
-        overrides: A mapping of dotted keys, or texts like `key=value`.
+        overrides: A mapping of dotted keys, or strings like `key=value`.
 
     Raises:
         ConfigError: the file is missing, not YAML or not a mapping, or an override is malformed.
@@ -266,7 +266,7 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
 
 
 def escaped(values: Any) -> Any:
-    """Escape `${` in all texts of nested values, so that `read_yaml` does not interpolate them."""
+    """Escape `${` in all strings of nested values, so that `read_yaml` does not interpolate it."""
     return _with_texts(values, "${", r"\${")
 
 
@@ -306,8 +306,8 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values_set(config: RunFile, shown: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the plain value of each key that is in `shown` or has not its
-    default.
+    """Yield the dotted key and the plain value of each key that is in `shown` or whose value is not
+    its default.
     """
     plain = config.model_dump(mode="json")
     for name, field in type(config).model_fields.items():
@@ -372,7 +372,8 @@ def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
        (learner.policy_lr for learner.lr), or that contains all words of the unknown name;
     4. a key of any section with the same or a similar ending.
 
-    Spelling is compared by last parts only, because whole keys of one section are all similar.
+    Only the last parts of keys are compared by spelling, because whole keys of one section are all
+    similar.
     """
     section, _, name = key.rpartition(".")
     own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
@@ -398,7 +399,7 @@ def _endings(key: str) -> list[str]:
 
 
 def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
-    """Return the section classes that a field may hold. With `items`, sections in a list count."""
+    """Return the section classes that a field may hold; with `items`, also those of list items."""
     if get_origin(annotation) is None:
         return [annotation] if _is_section(annotation) else []
     if get_origin(annotation) is tuple and not items:
@@ -441,7 +442,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each override. Values in texts are parsed as YAML."""
+    """Yield the dotted key and the value of each override. Values in strings are parsed as YAML."""
     if isinstance(overrides, Mapping):
         yield from overrides.items()
         return
@@ -453,7 +454,7 @@ def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, 
 
 
 def parsed(text: str) -> Any:
-    """Parse a text as YAML, as in the value of an override."""
+    """Parse a string as YAML, like the value of an override."""
     read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     assert isinstance(read, dict)
     return read["value"]
@@ -467,7 +468,7 @@ def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
     by_key: dict[str, list[Any]] = {}
     for detail in details:
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # pydantic left out invalid entries; they have their own errors
+            continue  # pydantic counted only valid entries; the others have errors
         by_key.setdefault(_key_of(model, detail), []).append(detail)
     lines = []
     for key, found in by_key.items():
@@ -513,7 +514,7 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
     message = detail["msg"].removeprefix("Value error, ")
     if not key or isinstance(detail["input"], Mapping):
-        return message  # a rule between keys names its keys itself
+        return message  # the message of a rule between keys names the keys
     return f"{key} ({detail['input']!r}): {message}"
 
 

@@ -21,8 +21,7 @@ class Counterpart(NamedTuple):
     """Default in the other project. It is empty if the key is required, or if its default follows
     from other keys."""
     keys: tuple[tuple[str, ...], ...]
-    """Groups of raypo's keys that take its place. A recipe uses the first group whose keys it has.
-    """
+    """Alternative groups of raypo keys for it. A recipe uses the first group whose keys it has."""
     note: str
     """Unit or difference. If `keys` is empty, it says why raypo has no counterpart."""
     is_same: bool
@@ -31,14 +30,14 @@ class Counterpart(NamedTuple):
     """True if nothing needs to be set, whatever the value."""
 
     def keys_in(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Return the first group of `keys` that is in `known`, or () if there is no such group."""
+        """Return the first group of `keys` whose keys are all in `known`, or () if there is none."""
         return next((keys for keys in self.keys if set(keys) <= set(known)), ())
 
     def matches(self, key: str) -> int:
         """Return how well a key matches a name of the counterpart.
 
-        3 means that the whole name matches, 2 two or more of its last components, 1 only its last
-        component, and 0 none.
+        3 means that the whole name matches, 2 that two or more of its last components match, 1 that
+        only its last component matches, and 0 that nothing matches.
         """
         return max(self._match(name, key) for name in self.names)
 

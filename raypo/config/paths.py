@@ -8,8 +8,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 VERIFIERS = "verifiers:"
-"""Prefix of an environment of the package verifiers. The environment's name or a Python file
-follows. With `//` after the prefix, the environment's data set is meant:
+"""Prefix of an environment from the package verifiers. The environment's name or a Python file
+follows. With `//` after the prefix, the path names the environment's data set:
 `verifiers://NAME?split=eval`."""
 
 
@@ -42,7 +42,7 @@ def is_uri(path: str) -> bool:
 
 
 def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]) -> None:
-    """Apply `change` to the text at a dotted key, or to every item if there is a list."""
+    """Apply `change` to the string at a dotted key, or to every item of a list at that key."""
     first, *rest = key
     found = values.get(first)
     if found is None:

@@ -43,13 +43,14 @@ class Estimator:
     """Properties of an advantage estimator."""
 
     needs_critic: bool = False
-    """The critic's values are the baseline. If False, advantages are discounted returns."""
+    """True if the critic's values are the baseline. If False, advantages are discounted returns."""
     needs_group: bool = False
-    """Scores are compared within the group of a prompt's samples. A KL penalty in the reward is
-    then subtracted from the scores before they are compared. If it were subtracted afterwards, it
-    would lower the probability of every response."""
+    """True if scores are compared within the group of a prompt's samples. A KL penalty in the
+    reward is then subtracted from the scores before they are compared. If it were subtracted
+    afterwards, it would lower the probability of every response."""
     whitens: bool = False
-    """Advantages get mean 0 and variance 1 over all tokens of the step that the losses count."""
+    """True if advantages get mean 0 and variance 1 over all tokens of the step that the losses
+    count."""
 
 
 ESTIMATORS = {
@@ -65,11 +66,12 @@ ESTIMATORS = {
     "gdpo": Estimator(needs_group=True),
     "gigpo": Estimator(needs_group=True),
 }
-"""Value of `ppo.advantage` -> its properties. For a user's function all of them are False."""
+"""Properties of each estimator, by value of `ppo.advantage`. For a user's function all properties
+are False."""
 GROUP_ADVANTAGES = tuple(
     kind for kind, each in ESTIMATORS.items() if each.needs_group and kind not in ("gdpo", "gigpo")
 )
-"""Estimators that compare only the whole scores of a group. gdpo is not among them because it
+"""Estimators that compare only the total scores of a group. gdpo is not among them because it
 compares parts of the score, and gigpo because it compares turns as well."""
 
 
@@ -101,8 +103,8 @@ class PPOSection(Config):
     baseline weighted by length (arXiv:2505.23585); maxrl: scores from 0 to 1 minus the group's
     mean, divided by that mean (arXiv:2602.02710); pass_at_k: the best of any `pass_k` samples
     (arXiv:2508.10751); gdpo: the parts of the score, each normalised within the group
-    (arXiv:2601.05242); gigpo: grpo, plus a comparison of each turn's return with the returns of the
-    prompt's other turns that follow the same text of the environment (arXiv:2505.10978). Or a
+    (arXiv:2601.05242); gigpo: grpo, plus each turn's return compared with the returns of the
+    group's other turns that follow the same observation of the environment (arXiv:2505.10978). Or a
     function of your own, `file.py:name`, with the signature
     (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
     pass_k: int = Field(default=4, ge=1)
@@ -132,8 +134,8 @@ class PPOSection(Config):
     advantage per token (section 4.3); gmpo: arXiv:2507.20673; cispo: arXiv:2506.13585; sapo:
     arXiv:2511.20347; clip_cov: ppo without the tokens that `covariance` selects; kl_cov: ppo
     without a clip, and with a penalty on these tokens (both arXiv:2505.22617); dppo_tv and dppo_kl:
-    bounds on the change of a token's probability instead of its ratio (arXiv:2602.04879); vespo: a
-    soft kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
+    bounds on the change of a token's probability instead of a clip of its ratio (arXiv:2602.04879);
+    vespo: a soft kernel of the response's ratio (arXiv:2602.10693). Or a function of your own,
     `file.py:name`, with the signature (`raypo.ppo.surrogates.Tokens`) -> loss of each token."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """Aggregation of the policy's token losses into one number (`raypo.ppo.losses.aggregate`).
@@ -141,12 +143,12 @@ class PPOSection(Config):
     mean; constant: sum divided by responses * max_new_tokens. All rows of an agent's episode are
     one response. The critic's loss is always a mean over tokens."""
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount factor per sampled token, or per turn with `discount_by: turn`. gigpo: per turn, for
-    the returns of turns (0.95 in its paper)."""
+    """Discount factor per sampled token, or per turn with `discount_by: turn`. gigpo always
+    discounts per turn, to compute the returns of turns (0.95 in its paper)."""
     discount_by: Literal["token", "turn"] = "token"
     """Unit of discounting. token: gamma and the lambdas of gae apply from token to token; turn:
     they apply from one turn of an episode to the next, and are 1 within a turn. A turn is the
-    answer to one call of the policy."""
+    policy's response to one call."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = 0.95
     """Lambda of GAE, which trades bias against variance. adaptive: 1 - 1 / (lambda_alpha * length)
     for each response, with its length in sampled tokens (VAPO, arXiv:2504.05118)."""
@@ -186,7 +188,8 @@ class PPOSection(Config):
     nll_min_score: float = 1.0
     """Minimum score, before KL and shaping, of a positive example."""
     value_clip: float | None = Field(default=0.2, gt=0.0)
-    """Clip range of a value around its value before the update. null means plain squared error."""
+    """Clip range of the critic's value around the value before the update. null means plain squared
+    error."""
     num_epochs: int = Field(default=1, ge=1)
     """Passes over the responses of a step."""
     minibatch_size: int = Field(default=32, ge=1)

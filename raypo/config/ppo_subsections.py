@@ -41,8 +41,8 @@ class KLSection(Config):
     """Place of the penalty. reward: in the token rewards, or in the score of the response if
     ppo.advantage compares the samples of a prompt; loss: a term of the policy loss."""
     importance_weights: bool = False
-    """placement loss: multiply the KL term of each token by the token's ratio of new to old
-    probability and by its weight from ppo.correction. The term is then unbiased even after the
+    """Multiply the KL term of each token by the token's ratio of new to old probability and by its
+    weight from ppo.correction, for `placement: loss`. The term is then unbiased even after the
     policy has changed, and k3 has the gradient of the KL itself (DeepSeek-V3.2, arXiv:2512.02556).
     """
     controller: Literal["fixed", "adaptive"] = "fixed"
@@ -142,9 +142,9 @@ class CorrectionSection(Config):
 
 class CovarianceSection(Config):
     """Tokens that `ppo.policy_loss: clip_cov` and `kl_cov` hold back, because they cost the most
-    entropy (arXiv:2505.22617). They have a large product of log-prob and advantage, after
-    the mean over the step is subtracted from each of the two. They are chosen once per step, with
-    the log-probs before its updates.
+    entropy (arXiv:2505.22617). These tokens have a large product of log-prob and advantage, each
+    minus its mean over the step. They are chosen once per step, with the log-probs before the
+    step's updates.
     """
 
     fraction: float = Field(default=2e-4, gt=0.0, le=1.0)
@@ -212,7 +212,7 @@ class FilterSection(Config):
     """Train only on groups that pass the filter, and sample further prompts to replace the others.
     """
     min_std: float = Field(default=1e-6, ge=0.0)
-    """Standard deviation that the scores of a kept group exceed."""
+    """Exclusive lower bound on the standard deviation of a kept group's scores."""
     low: float | None = None
     """Exclusive lower bound on the mean score of a kept group. null means no bound."""
     high: float | None = None

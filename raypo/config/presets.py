@@ -104,8 +104,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
     # MiniMax 2025, arXiv:2506.13585, eq. 4 and 5, section 3.1: dynamic sampling and overlong
-    # penalty are DAPO's. MiniMax did not publish the bound; weights up to 5 are from
-    # arXiv:2510.13786.
+    # penalty are DAPO's. MiniMax did not publish its bound on weights. The bound here, 1 +
+    # clip_high = 5, is from arXiv:2510.13786.
     "cispo": {
         "advantage": "grpo",
         "policy_loss": "cispo",
@@ -124,8 +124,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gamma": 1.0,
         "kl": {"coef": 0.0},
     },
-    # Yue et al. 2025, arXiv:2504.05118, section 4: VC-PPO's critic (arXiv:2503.01491), lambda by
-    # length, clip-higher, token mean, positive examples. Set its groups of 16 in `rollout`.
+    # Yue et al. 2025, arXiv:2504.05118, section 4: VC-PPO's critic (arXiv:2503.01491), a lambda
+    # that depends on the length, clip-higher, token mean, and a loss on positive examples. Set the
+    # paper's groups of 16 by `rollout.samples_per_prompt`.
     "vapo": {
         "advantage": "gae",
         "policy_loss": "ppo",
@@ -140,8 +141,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "nll_coef": 0.1,
         "kl": {"coef": 0.0},
     },
-    # Hao et al. 2025, arXiv:2505.23585: no KL and no entropy bonus. For its exact on-policy
-    # training set `minibatch_size` to all responses of a step, so that a step has one update.
+    # Hao et al. 2025, arXiv:2505.23585: no KL and no entropy bonus. To train exactly on-policy, as
+    # in the paper, set `minibatch_size` to the number of responses of a step, so that a step has
+    # one update.
     "opo": {
         "advantage": "opo",
         "policy_loss": "ppo",
@@ -163,8 +165,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.28,
         "kl": {"coef": 0.0},
     },
-    # Qi et al. 2026, arXiv:2602.04879: the total variation, as in the authors' run file for verl,
-    # whose bound for dppo_kl is 0.05. The engine's log-probs are the anchor (section 5.2).
+    # Qi et al. 2026, arXiv:2602.04879: the total variation is bounded, as in the authors' run file
+    # for verl. Their bound for dppo_kl is 0.05. The engine's log-probs are the old log-probs
+    # (section 5.2).
     "dppo": {
         "advantage": "dr_grpo",
         "policy_loss": "dppo_tv",
@@ -185,7 +188,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coef": 0.0},
     },
 }
-"""Preset -> its keys below `ppo`. Keys that are not listed keep their defaults."""
+"""Keys below `ppo` that each preset sets, by preset. Other keys keep their defaults."""
 
 
 def with_preset(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ RECIPES: dict[str, type[AnyConfig]] = {
     "distillation": DistillationConfig,
     "iterative_dpo": IterativeDPOConfig,
 }
-"""Recipe -> its config class."""
+"""Config class of each recipe, by the recipe's name."""
 
 
 def load_run_config(

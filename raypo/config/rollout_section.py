@@ -47,10 +47,10 @@ class EngineSection(Config):
     push_timeout_s: float = Field(default=300.0, gt=0.0)
     """nccl: timeout of the broadcast of one bucket (256 MB), in seconds."""
     sleep: bool | Literal["auto"] = "auto"
-    """Idle colocated models free their GPU memory. true: engine, frozen models and learner
-    use the memory in turns, and idle models are offloaded to the host. false: all stay on the GPU,
-    which is faster if they fit. auto: false if they all fit with a margin, else true (`raypo plan`
-    shows the choice)."""
+    """Free the GPU memory of colocated models while they are idle. true: engine, frozen models and
+    learner use the memory in turns, and idle models are offloaded to the host. false: all stay on
+    the GPU, which is faster if they fit. auto: false if they all fit with a margin, else true
+    (`raypo plan` shows the choice)."""
     prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes across requests of one weight version."""
     seeds: Literal["request", "engine"] = "request"
@@ -62,7 +62,8 @@ class EngineSection(Config):
     Mistral and Qwen3. Held-out samples always have one seed per sample."""
     max_waiting: int = Field(default=4096, ge=1)
     """Maximum number of requests in an engine's queue. If it is full, callers with further requests
-    block. The batch of a synchronous run enters the queue as a whole and does not count."""
+    block. The batch of a synchronous run enters the queue as a whole and does not count towards
+    this maximum."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's EngineArgs, which override raypo's choice. Arguments that another
     config key sets are refused."""
@@ -139,13 +140,13 @@ class SamplingSection(Config):
     (arXiv:2407.01082). 0 means no minimum."""
     stop: Texts = ()
     """Stop strings. A response ends with the token that completes a stop string, and that token is
-    trained too. Log-probs do not change. Texts of special tokens do not match. The model's own end
-    of sequence always ends a response."""
+    trained too. Log-probs do not change. A stop string does not match the text of a special token.
+    The model's own end of sequence always ends a response."""
     engine: EngineSection = EngineSection()
 
     @property
     def reads_text(self) -> bool:
-        """True if an engine needs the texts of tokens, to match stop strings."""
+        """True if engines load the tokenizer, which they need to match stop strings."""
         return bool(self.stop)
 
     @property
@@ -192,13 +193,14 @@ class RolloutSection(SamplingSection):
     environment: str | None = None
     """Environment that answers each turn of the policy: a class, `file.py:Class` or
     `package.module:Class`; or `verifiers:NAME`, an environment of the package verifiers. A response
-    is then an episode of several turns (docs/environments.md). null means single responses."""
+    is then an episode of several turns (docs/environments.md). null means responses of a single
+    turn."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment of each episode."""
     environment_processes: int = Field(default=0, ge=0)
-    """Number of processes for environments per learner worker. A call that hangs in such a process
-    is killed, and an environment is pickled between its turns. 0 runs environments in the learner
-    worker itself; environments with blocking methods then run in threads."""
+    """Number of processes for environments per learner worker. If a call hangs, its process is
+    killed. Environments are pickled between their turns. 0 runs environments in the learner worker
+    itself; environments with blocking methods then run in threads."""
     agent: str | None = None
     """Agent class, `file.py:Class` or `package.module:Class`, as an alternative to an environment.
     An agent calls the policy as often as it likes, and returns the score of the episode. null means
@@ -215,7 +217,7 @@ class RolloutSection(SamplingSection):
     node, and `policy.base_url` has the address that other machines can reach."""
     turns: Literal["auto", "in_step", "continuous"] = "auto"
     """Scheduling of the turns of episodes. in_step: the next turns of all unfinished episodes are
-    sampled as one batch, once the last of them is ready; such runs can repeat bit for bit.
+    sampled as one batch, once all of these turns are ready; such runs can repeat bit for bit.
     continuous: each turn is sampled as soon as it is requested, by one engine per episode, so that
     no episode waits for another. auto: continuous if requests are in flight when weights are pushed
     (mode async), else in_step."""
@@ -224,24 +226,23 @@ class RolloutSection(SamplingSection):
     turn."""
     max_episode_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of an episode after its prompt: all turns of the policy and the
-    environment's texts between them. Episodes require it."""
+    environment's observations between them. Episodes require it."""
     step_timeout_s: float | None = Field(default=60.0, gt=0.0)
     """Time limit, in seconds, of one turn of an environment, or of an agent between two calls of
     the policy. An episode that exceeds it counts as failed. null means no limit. A coroutine that
-    blocks all episodes for this long ends the run."""
+    blocks the event loop of all episodes for this long ends the run."""
     max_concurrent_steps: int = Field(default=256, ge=1)
     """Maximum number of environment calls in flight per learner worker. For agents: maximum number
-    of agents that are working rather than waiting for the policy."""
+    of agents that run at the same time, not counting agents that wait for the policy's response."""
 
     @property
     def reads_text(self) -> bool:
-        """True if an engine needs the texts of tokens; agents may send stop strings too."""
+        """True if engines load the tokenizer to match stop strings, which agents may send too."""
         return bool(self.stop) or self.has_agent
 
     @property
     def verifiers(self) -> str | None:
-        """Name of the environment of the package verifiers, or None if there is no such
-        environment."""
+        """Name of the environment if it is from the package verifiers, else None."""
         spec = self.environment or ""
         return spec.removeprefix(VERIFIERS) if spec.startswith(VERIFIERS) else None
 

@@ -74,14 +74,14 @@ class TeacherModelSection(SampledModelSection):
 
 
 class DistilledDataSection(DataSection):
-    """Prompts, and texts written by a teacher."""
+    """Prompts, and responses written by a teacher."""
 
     response_key: str | None = None
-    """Column of the responses for off-policy distillation: a text, or one chat message of the
+    """Column of the responses for off-policy distillation: a string, or one chat message of the
     assistant. null means no such responses."""
     max_response_tokens: int = Field(default=1024, ge=1)
     """Maximum length in tokens of a response of `response_key`, including its end of sequence.
-    `too_long` applies to longer ones."""
+    `too_long` applies to longer responses."""
 
 
 class DistillationSection(Config):
@@ -102,18 +102,18 @@ class DistillationSection(Config):
     other tokens count as one event, so the loss is a lower bound of the divergence. null means the
     whole vocabulary."""
     on_policy_fraction: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Fraction of a round's prompts that the policy answers itself. The other prompts use the texts
-    in data.response_key."""
+    """Fraction of a round's prompts for which the policy samples the responses. The other prompts
+    use the responses in data.response_key."""
     teacher_prompt: Literal["solution", "success"] | ImportPath | None = None
-    """Prompt with which the teacher reads a response, for a teacher that knows more than the
-    policy. solution: with the row's label as the solution (OPSD, arXiv:2601.18734; SDFT,
-    arXiv:2601.19897); success: with another sample of the prompt that passes, a score of 1 or more
-    (SDPO, arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples of a
-    prompt (list[ScoredRollout]) and returns the teacher's prompt for each: a text, chat messages,
-    or None for a sample that is not learned. null means the policy's prompt."""
+    """Prompt that the teacher reads before each response, to tell the teacher more than the policy
+    knows. solution: it contains the row's label as the solution (OPSD, arXiv:2601.18734; SDFT,
+    arXiv:2601.19897); success: it contains another sample of the same prompt with a score of 1 or
+    more (SDPO, arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples
+    of a prompt (list[Rollout]) and returns the teacher's prompt for each sample: a string,
+    chat messages, or None for a sample that is not trained on. null means the policy's prompt."""
     max_teacher_prompt_tokens: int = Field(default=1024, ge=1)
-    """Maximum length of the teacher's prompt in tokens. Samples with a longer one are not trained
-    on, and are counted in selection/prompts_too_long."""
+    """Maximum length of the teacher's prompt in tokens. Samples with a longer teacher prompt are
+    not trained on, and are counted in selection/prompts_too_long."""
 
     def _problems(self) -> Iterator[str]:
         if self.divergence != "jsd":
@@ -143,7 +143,10 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def teacher_of(self) -> dict[str, str]:
-        """Name of each source -> path of its teacher; empty if the policy teaches itself."""
+        """Path of each source's teacher, by the source's name.
+
+        The mapping is empty if the policy is its own teacher.
+        """
         teacher = self.model.teacher
         if teacher is None:
             return {}
@@ -152,7 +155,7 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def references(self) -> dict[str, str]:
-        """Role -> path of each teacher, which is deployed like a reference model.
+        """Path of each teacher, by the role of its deployment as a reference model.
 
         A teacher of several sources appears once.
         """
@@ -168,18 +171,18 @@ class DistillationConfig(RoundsConfig):
 
     @property
     def max_reference_len(self) -> int:
-        """Maximum number of tokens that a teacher reads at once."""
+        """Maximum sequence length of a teacher, in tokens."""
         return self.max_teacher_len if self.distillation.teacher_prompt else self.max_model_len
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """Config key -> import path of the user's function of teacher prompts."""
+        """Import path of the user's teacher-prompt function, by config key."""
         shown = self.distillation.teacher_prompt or ""
         return {"distillation.teacher_prompt": shown} if is_import_path(shown) else {}
 
     @property
     def prompts_answered(self) -> int:
-        """Number of prompts in a round that the policy answers."""
+        """Number of prompts in a round for which the policy samples responses."""
         return round(self.distillation.on_policy_fraction * self.rollout.prompts_per_step)
 
     def _problems(self) -> Iterator[str]:
@@ -310,13 +313,14 @@ class RejectionSamplingConfig(RoundsConfig):
 
 
 class PairingSection(Config):
-    """Pairing of responses: the best of a prompt with its worst."""
+    """Pairing of the best response to a prompt with the worst."""
 
     min_gap: float = Field(default=0.0, ge=0.0)
     """Minimum score difference of a pair. Equal scores are a tie and are always skipped."""
     reference: Literal["round", "start"] = "round"
     """Reference model of the DPO loss. round: the policy at the start of the round; start:
-    model.reference (null: the policy at the start of the run), which is deployed as in PPO."""
+    model.reference, which is deployed as in PPO; if model.reference is null, the policy at the
+    start of the run."""
 
 
 class IterativeDPOConfig(RoundsConfig):

@@ -74,8 +74,8 @@ class RecipeConfig(RunFile):
     """Maximum number of automatic resumes from the last checkpoint, as in Ray's
     `FailureConfig(max_failures)`. Each resume follows the loss of a learner worker or of the Ray
     Train controller. -1 means no limit. An error that a worker raises (in a reward function, say)
-    counts as a loss, although it may recur after every resume. In a sweep the number applies to
-    each trial."""
+    counts as the loss of that worker, although it may recur after every resume. In a sweep the
+    number applies to each trial."""
     callbacks: Annotated[tuple[ImportPath, ...], BeforeValidator(one_or_many)] = ()
     """Callbacks, `file.py:name`, that are called after each step with a
     `raypo.run.callbacks.StepView`. The numbers that they return become metrics."""
@@ -194,12 +194,12 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def max_reference_len(self) -> int:
-        """Maximum number of tokens that a reference model or a teacher reads at once."""
+        """Maximum sequence length of a reference model or a teacher, in tokens."""
         return self.max_model_len
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """Config key -> import path of each user function that replaces one of raypo's."""
+        """Import path of each user function that replaces one of raypo's, by config key."""
         return {}
 
     @property
@@ -209,12 +209,12 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def references(self) -> dict[str, str]:
-        """Role of each reference deployment -> path of its model."""
+        """Path of the model of each reference deployment, by role."""
         return {"reference": self.reference} if self.reference else {}
 
     @property
     def reward_models(self) -> dict[str, RewardModelEntry]:
-        """Role of each reward model's deployment -> its entry in `model.reward`."""
+        """Entry of each reward model in `model.reward`, by the role of its deployment."""
         return {f"reward_{number}": entry for number, entry in enumerate(self.model.reward or ())}
 
     @property
@@ -234,7 +234,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def judges(self) -> dict[str, Any]:
-        """Config key -> value of each setting that gives training responses a score."""
+        """Value of each setting that gives training responses a score, by config key."""
         of_sources = functions_of(self.data.prompts)
         judges = {
             "reward.function": self.reward.function,
@@ -252,8 +252,9 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def is_refilled(self) -> bool:
-        """True if a step may draw more prompts than `rollout.prompts_per_step`, to replace groups
-        that a filter drops."""
+        """True if a step may sample more prompts than `rollout.prompts_per_step`, to replace groups
+        that a filter drops.
+        """
         return False
 
     @property
@@ -263,7 +264,7 @@ class OnlineConfig(RecipeConfig):
 
     @property
     def draws_in_flight(self) -> int:
-        """Maximum number of earlier draws that may lack samples when a step draws its prompts."""
+        """Maximum number of prompts that may still lack samples when a step draws its prompts."""
         steps = self.rollout.staleness + 1 if self.rollout.has_requests_in_flight else 0
         return max(steps, int(self.is_refilled)) * self.rollout.prompts_per_step
 
@@ -408,7 +409,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """Config key -> import path of the user's loss, advantage and shaping functions."""
+        """Import path of the user's loss, advantage and shaping functions, by config key."""
         named = {
             "ppo.policy_loss": self.ppo.policy_loss,
             "ppo.advantage": self.ppo.advantage,
@@ -438,7 +439,9 @@ class PPOConfig(OnlineConfig):
 
     @property
     def is_refilled(self) -> bool:
-        """True if `ppo.filter` is enabled: a step then draws prompts to replace dropped groups."""
+        """True if `ppo.filter` is enabled: a step then samples more prompts to replace dropped
+        groups.
+        """
         return self.ppo.filter.enabled
 
     @property

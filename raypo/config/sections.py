@@ -157,8 +157,8 @@ class DataSection(Config):
     system message, and prompts that are plain text, are refused. null means that no message is
     added."""
     tools_key: str | None = None
-    """Column of the tools that the chat template describes: a list of JSON schemas, or its JSON
-    text. null means no tools. Environments and agents define their own tools."""
+    """Column of the tools that the chat template describes: a list of JSON schemas, or that list as
+    JSON text. null means no tools. Environments and agents define their own tools."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Maximum prompt length in tokens."""
     too_long: Literal["skip", "error"] = "skip"
@@ -233,7 +233,7 @@ class RewardRequestSection(Config):
 
 
 class Criterion(Config):
-    """A criterion of a judge's rubric. A plain text is a criterion of weight 1."""
+    """A criterion of a judge's rubric. A plain string is a criterion of weight 1."""
 
     text: str = Field(min_length=1)
     """Text that replaces `{criterion}` in `reward.judge.template`."""
@@ -276,20 +276,21 @@ class JudgeSection(Config):
     grades: tuple[float, float] | dict[str, float] = (1.0, 10.0)
     """Grades that the judge may give. [lowest, highest]: numbers, which become scores from 0 to 1;
     a mapping like {CORRECT: 1, WRONG: 0}: words and their scores. The last number or word in the
-    answer counts. A number outside the range is no grade."""
+    judge's answer counts. A number outside the range is no grade."""
     pattern: str | None = None
-    """Regular expression that locates the grade in the answer, like `Grade: (.*)`. The grade is
-    read from the first group of the last match. null means that it may be anywhere in the answer.
-    """
+    """Regular expression that locates the grade in the judge's answer, like `Grade: (.*)`. The
+    grade is read from the first group of the last match. null means that the grade may be anywhere
+    in the answer."""
     chat: bool = True
-    """Send the prompt as a chat message. false sends it as a text to complete, for base models."""
+    """Send the prompt as a chat message. false sends it as a text to complete, for base models; on
+    a server, to its completions endpoint."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Further fields of the request (path: arguments of vLLM's SamplingParams), merged over
     {temperature: 0, max_tokens: 512}. null removes a field."""
     ungraded_score: float | None = Field(default=None, allow_inf_nan=False)
-    """Score of a response if the judge's answer has no grade. With a temperature above 0 the judge
-    is first asked up to `reward.request.max_attempts` times. null means no score: the sample counts
-    as failed (`reward.max_failed_fraction`), like a sample whose requests failed."""
+    """Score of a response if the judge's answer has no grade. With a temperature above 0, the
+    request is first sent up to `reward.request.max_attempts` times. null means no score: the sample
+    counts as failed (`reward.max_failed_fraction`), like a sample whose requests failed."""
     api_key_variable: str = "RAYPO_API_KEY"
     """Environment variable with the API key of the server, which is read on every node. If the
     variable is unset or empty, no key is sent."""
@@ -335,7 +336,7 @@ class JudgeSection(Config):
                 f"{key}.criteria ({', '.join(self.criteria) or 'none'}): the template names "
                 "{criterion} if, and only if, there are criteria. Add what is missing."
             )
-        for name in ("score", "judge_s", "judge_ungraded"):  # of `Judge`
+        for name in ("score", "judge_s", "judge_ungraded"):  # names in every score of `Judge`
             if name in self.criteria:
                 yield f"{key}.criteria ({name}): every score has it already. Give it another name."
         if self.pattern is not None:
@@ -426,8 +427,8 @@ class WorkersSection(Config):
     use_gpu: bool | Literal["auto"] = "auto"
     """Use GPUs. auto: use them if the cluster has any."""
     cpus_per_worker: int = Field(default=1, ge=1)
-    """CPU cores of each worker's bundle, and the number of its threads. Engine and reference use
-    the same cores in turns."""
+    """CPU cores of each worker's bundle, and the number of the worker's threads. Engine and
+    reference use the same cores in turns."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. constant: it does not change; linear, cosine: it decays to
     `lr_floor` at num_steps, along a line or half a cosine."""
@@ -453,13 +454,13 @@ class WorkersSection(Config):
     """ZeRO stage of DeepSpeed. 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3
     also the weights. With one worker there is nothing to shard, so stages 1 and 2 run as 0. In
     bfloat16, stage 0 runs as 1, because DeepSpeed's own stage 0 would sum gradients in bfloat16.
-    The updates are the same otherwise."""
+    Otherwise the stage does not change the updates."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of tokens of one forward and backward pass; a prompt with several responses
     counts once. auto: 4096 on CPUs, and on GPUs the largest of 16384, 8192 and 4096 that fits
-    (`raypo plan` shows which). With auto, a longer sequence gets a separate pass. Dedicated
-    reference and reward models start before the learner's GPUs are known, so for them auto is 4096.
-    """
+    (`raypo plan` shows which). With auto, a sequence above the limit gets a separate pass.
+    Dedicated reference and reward models start before the learner's GPUs are known, so for them
+    auto is 4096."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the model's layers, and recompute the other activations in the
     backward pass. This takes about a third more time and a fraction of the memory. The gradients
@@ -531,7 +532,7 @@ class WorkersSection(Config):
                     f"{key}.{name} ({zero[name]}): is DeepSpeed's former spelling of {new}. Write "
                     f"{new}: {{device: cpu}} in its place."
                 )
-        # DeepSpeed ignores both without a word at lower stages. Swapping to NVMe is not tested.
+        # DeepSpeed silently ignores both at lower stages. Swapping to NVMe is not tested.
         for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
             moved = zero.get(name) or {}
             if not isinstance(moved, dict):

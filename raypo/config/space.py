@@ -13,7 +13,7 @@ RANGES = {
     "randint": "[low, high], whole numbers, high left out",
     "quniform": "[low, high, step]",
 }
-"""Kind of range -> form of its values."""
+"""Form of the values of each kind of range, by kind."""
 LISTS = ("choice", "grid")
 MAX_TEST_VALUES = 100
 """Approximate maximum number of values of a stepped range that are validated."""
@@ -105,9 +105,9 @@ class Domain:
 
 
 def flat_space(written: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a space by dotted key, like `{"ppo.kl.coef": {"uniform": [0, 1]}}`.
+    """Return a search space as a flat mapping: `{"ppo.kl.coef": {"uniform": [0, 1]}}`.
 
-    Keys that an override has nested are flattened.
+    Nested keys, as in overrides, become dotted keys.
     """
     flat: dict[str, Any] = {}
     for key, value in written.items():

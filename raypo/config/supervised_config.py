@@ -52,7 +52,7 @@ class ResponsesSection(DataSection):
     """Prompts with responses."""
 
     response_key: str = "response"
-    """Column of the response: a text, or one chat message of the assistant."""
+    """Column of the response: a string, or one chat message of the assistant."""
     messages_key: str | None = None
     """Column of whole conversations, as lists of chat messages. The loss covers only the
     assistant's messages, each up to and including its stop token. `{% generation %}` marks in the
@@ -68,7 +68,7 @@ class PairsSection(DataSection):
     """Prompts with pairs of responses."""
 
     chosen_key: str = "chosen"
-    """Column of the better response: a text, or one chat message of the assistant."""
+    """Column of the better response: a string, or one chat message of the assistant."""
     rejected_key: str = "rejected"
     """Column of the worse response."""
     margin_key: str | None = None
@@ -104,8 +104,8 @@ class ExamplesConfig(RecipeConfig):
 
     num_epochs: float | None = Field(default=None, gt=0.0)
     """Passes over the examples, as an alternative to `num_steps`. `num_steps` is then computed when
-    the run starts. An epoch has as many examples as data.prompts has rows. null means that
-    `num_steps` sets the length."""
+    the run starts. The number of examples in an epoch is the number of rows in data.prompts. null
+    means that `num_steps` sets the length."""
     model: TrainedModelSection
     data: ResponsesSection | PairsSection
     learner: ExamplesLearnerSection = ExamplesLearnerSection()
@@ -114,7 +114,8 @@ class ExamplesConfig(RecipeConfig):
     def scheduled_steps(self) -> tuple[int, str] | None:
         """Number of steps in the learning-rate schedule, and the config keys that determine it.
 
-        None if `num_epochs` is set, because the number of steps is then computed at the start.
+        The result is None if `num_epochs` is set, because the number of steps is then computed at
+        the start of the run.
         """
         return super().scheduled_steps if self.num_epochs is None else None
 

@@ -109,8 +109,8 @@ class SweepResources(Config):
 
 @dataclass(frozen=True)
 class Constraint:
-    """A bound on a metric, like `kl/ref_response_mean <= 10`. Trials that violate it rank below all
-    others.
+    """A bound on a metric, like `kl/ref_response_mean <= 10`. A trial that violates it ranks below
+    all others.
     """
 
     metric: str
@@ -163,8 +163,9 @@ class SweepConfig(RunFile):
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Overrides of the base for all trials, like {num_steps: 8}."""
     space: dict[str, Annotated[Domain, PlainSerializer(Domain.as_written)]] = Field(min_length=1)
-    """Search space: dotted key of the base -> {choice | grid | uniform | loguniform | randint |
-    quniform}."""
+    """Search space: a domain for each key of the base that varies, like {learner.policy_lr:
+    {loguniform: [1.0e-7, 1.0e-5]}}. The kinds of domain are choice, grid, uniform, loguniform,
+    randint and quniform."""
     metric: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("eval/score_mean",)
     """Metric, or list of metrics, whose last values rank the trials. Several metrics give a Pareto
     front."""
@@ -182,15 +183,15 @@ class SweepConfig(RunFile):
     fit wait."""
     resources: SweepResources = SweepResources()
     constraint: Annotated[tuple[AnyConstraint, ...], BeforeValidator(one_or_many)] = ()
-    """Constraint, or list of constraints, like `kl/ref_response_mean <= 10`. Trials that violate
-    one rank below all others."""
+    """Constraint, or list of constraints, like `kl/ref_response_mean <= 10`. A trial that violates
+    a constraint ranks below all others."""
     share: Annotated[tuple[SharedRole, ...], BeforeValidator(one_or_many)] | Literal["auto"] = (
         "auto"
     )
-    """Roles that are started once and shared by all trials: reward, reference, engine. A role is
-    not shared if the space changes it, or if it is dedicated. Engines that hold adapters serve all
-    trials at the same time. Other engines pass from trial to trial on CPUs; on GPUs each trial
-    starts its own. auto: all roles; on GPUs, only if sharing does not reduce the number of
+    """Roles that are started once and shared by all trials: reward, reference, judge, engine. A
+    role is not shared if the space changes it, or if it is dedicated. Engines that hold adapters
+    serve all trials at the same time. Other engines pass from trial to trial on CPUs; on GPUs each
+    trial starts its own. auto: all roles; on GPUs, only if sharing does not reduce the number of
     concurrent trials."""
     share_batches: bool = False
     """Let trials on the same engines (`model.lora.push: adapter`) sample in the same batches
@@ -268,7 +269,7 @@ class SweepConfig(RunFile):
         return base
 
     def trials(self) -> Iterator[tuple[str, AnyConfig]]:
-        """Yield points of the space to validate: their values as text, and the run config."""
+        """Yield the values (as text) and the run config of each point of the space to validate."""
         values = self.base_values()
         for point in _test_points(self):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
@@ -287,7 +288,7 @@ class SweepConfig(RunFile):
 
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of nested values with the values of a point set. A point has dotted keys."""
+    """Return a copy of nested values in which each dotted key of `point` has the point's value."""
     tree = copy.deepcopy(dict(values))
     for key, value in point.items():
         *sections, last = key.split(".")

@@ -155,7 +155,7 @@ def _parameters(function: Any) -> set[str]:
 
 
 def required_columns(function: Callable[..., Any] | str) -> list[str]:
-    """Return the columns that a reward function of TRL's form requires as arguments.
+    """Return the columns that a TRL-style reward function requires as arguments.
 
     Args:
         function: The function or its import path, whose source is read without importing it.

@@ -28,7 +28,7 @@ from raypo.data.prepared_rows import (
 )
 from raypo.data.rows import BadRows, Row, RowError, read_rows
 from raypo.data.stop_tokens import StopTokens, ids_behind
-from raypo.data.tokenised_rows import Tokenised, is_short, template_error, tokenised, tools_of
+from raypo.data.tokenised_rows import is_short, template_error, tokenised, tools_of
 from raypo.types import Example, Pair, Verdict
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ def load_examples(
     if section.messages_key is not None:
         return _load_conversations(section, tokenizer, StopTokens(tokenizer, stop_token_ids), key)
 
-    def build(row: Row, prompt: list[int], responses: list[_Response]) -> Example | None:
+    def build(row: Row, responses: list[_Response]) -> Example | None:
         (response,) = responses
-        return None if response.is_empty else Example(np.asarray(prompt, np.int32), response.ids)
+        return None if response.is_empty else Example(row.prompt_ids, response.ids)
 
     columns = {"data.response_key": section.response_key}
     return _load(section, tokenizer, stop_token_ids, columns, build, key)
@@ -159,7 +159,7 @@ def load_pairs(
 ) -> LoadedExamples[Pair]:
     """Read prompts with a chosen and a rejected response, otherwise like `load_examples`."""
 
-    def build(row: Row, prompt: list[int], responses: list[_Response]) -> Pair | None:
+    def build(row: Row, responses: list[_Response]) -> Pair | None:
         chosen, rejected = (each.ids for each in responses)
         if np.array_equal(chosen, rejected) or any(each.is_empty for each in responses):
             return None
@@ -170,7 +170,7 @@ def load_pairs(
                 _number(row, "data.ref_chosen_key", section.ref_chosen_key),
                 _number(row, "data.ref_rejected_key", str(section.ref_rejected_key)),
             )
-        return Pair(np.asarray(prompt, np.int32), chosen, rejected, margin, references)
+        return Pair(row.prompt_ids, chosen, rejected, margin, references)
 
     columns = {"data.chosen_key": section.chosen_key, "data.rejected_key": section.rejected_key}
     return _load(section, tokenizer, stop_token_ids, columns, build, key)
@@ -202,7 +202,7 @@ def load_verdicts(
             _with_others(responses, key), sizes, pairs.num_skipped, pairs.num_unusable, pairs.bad
         )
 
-    def build(row: Row, prompt: list[int], responses: list[_Response]) -> _Judged | None:
+    def build(row: Row, responses: list[_Response]) -> _Judged | None:
         value = row.values[column]
         if value not in (True, False):  # this accepts 1 and 0 too
             raise RowError(
@@ -210,7 +210,7 @@ def load_verdicts(
                 "true or false. Correct the row or remove it."
             )
         (response,) = responses
-        judged = np.asarray(prompt, np.int32), response.ids, bool(value)
+        judged = row.prompt_ids, response.ids, bool(value)
         return None if response.is_empty else judged
 
     columns = {"data.response_key": section.response_key}
@@ -264,8 +264,8 @@ class _Written(NamedTuple):
     is_empty: bool
 
 
-_Responded = tuple[Row, list[int], list[_Response]]
-"""A row, its prompt as token ids, and its tokenised responses."""
+_Responded = tuple[Row, list[_Response]]
+"""A row and its tokenised responses."""
 
 
 def _load(
@@ -273,7 +273,7 @@ def _load(
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
     response_keys: Mapping[str, str],
-    build: Callable[[Row, list[int], list[_Response]], Item | None],
+    build: Callable[[Row, list[_Response]], Item | None],
     key: str,
 ) -> LoadedExamples[Item]:
     stops = StopTokens(tokenizer, stop_token_ids)
@@ -292,10 +292,10 @@ def _load(
 
     def built(each: _Responded) -> tuple[bool, Item | None]:
         """Return whether a row is short enough, and the item built from it."""
-        row, prompt, responses = each
-        fits = [is_short("prompt", row, len(prompt), section)]
+        row, responses = each
+        fits = [is_short("prompt", row, len(row.prompt_ids), section)]
         fits += [is_short("response", row, len(one.ids), section) for one in responses]
-        return all(fits), build(row, prompt, responses) if all(fits) else None
+        return all(fits), build(row, responses) if all(fits) else None
 
     for source in section.prompts:
         rows = with_tools_in_some(read_rows(source, key=key, bad=bad), source, section)
@@ -341,7 +341,7 @@ def _nothing_left(
 
 
 def _with_responses(
-    chunk: Sequence[Tokenised],
+    chunk: Sequence[Row],
     response_keys: Mapping[str, str],
     section: ResponsesSection | PairsSection,
     stops: StopTokens,
@@ -350,17 +350,17 @@ def _with_responses(
     """Yield rows with their responses. All responses of a chunk are tokenised in one call."""
     tokenizer, columns = stops.tokenizer, list(response_keys.items())
 
-    def written(each: Tokenised) -> tuple[Tokenised, list[_Written]]:
-        return each, [_written(each, *column, section, tokenizer, stops) for column in columns]
+    def written(row: Row) -> tuple[Row, list[_Written]]:
+        return row, [_written(row, *column, section, tokenizer, stops) for column in columns]
 
     rows = list(bad.each(written, chunk))
     texts = [one.text for _, writings in rows for one in writings]
-    before = [prompt for (_, prompt, _), writings in rows for _ in writings]
+    before = [row.prompt_text for row, writings in rows for _ in writings]
     encoded = iter(ids_behind(tokenizer, texts, before) if texts else [])
-    with_ids = [(each, [(one, next(encoded)) for one in writings]) for each, writings in rows]
+    with_ids = [(row, [(one, next(encoded)) for one in writings]) for row, writings in rows]
 
-    def responded(each: tuple[Tokenised, list[tuple[_Written, list[int]]]]) -> _Responded:
-        (row, _, prompt), writings = each
+    def responded(each: tuple[Row, list[tuple[_Written, list[int]]]]) -> _Responded:
+        row, writings = each
         is_text = isinstance(row.values[section.prompt_key], str)
         responses = []
         for (config_key, column), (one, ids) in zip(columns, writings, strict=True):
@@ -368,13 +368,13 @@ def _with_responses(
             if is_text and cut is not None:  # the stop token is an ordinary word
                 raise _inside(row, config_key, column, repr(tokenizer.decode([cut])))
             responses.append(_Response(stops.ended(ids, one.end), one.is_empty))
-        return row, prompt, responses
+        return row, responses
 
     yield from bad.each(responded, with_ids)
 
 
 def _written(
-    each: Tokenised,
+    row: Row,
     config_key: str,
     column: str,
     section: ResponsesSection | PairsSection,
@@ -382,7 +382,7 @@ def _written(
     stops: StopTokens,
 ) -> _Written:
     """Return a row's response as the text that follows the prompt."""
-    row, prompt, _ = each
+    prompt = row.prompt_text
     message: Message = row.values[column]
     messages = row.values[section.prompt_key]
     bare = message | {"content": stops.bare(message["content"])}

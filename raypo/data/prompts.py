@@ -179,14 +179,14 @@ def _prompts(
         return row
 
     prepared = bad.each(prepare, rows)
-    for row, text, token_ids in chain.from_iterable(tokenised(prepared, section, tokenizer, bad)):
+    for row in chain.from_iterable(tokenised(prepared, section, tokenizer, bad)):
         given = row.values[section.prompt_key]
         yield (
             row,
             Prompt(
                 index=first + row.number,
-                text=text,
-                token_ids=np.asarray(token_ids, np.int32),
+                text=row.prompt_text,
+                token_ids=row.prompt_ids,
                 label=row.values[section.label_key] if section.label_key else None,
                 messages=given if is_chat(given) else None,
                 data_source=source_name(source),

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 from urllib.parse import parse_qsl
 
+import numpy as np
+
 from raypo.config import ConfigError, PromptSource, SourceEntry
 from raypo.config.paths import VERIFIERS, is_uri
 from raypo.config.sources import DATA_FILES, path_of
@@ -51,6 +53,10 @@ class Row(NamedTuple):
     values: dict[str, Any]
     number: int = 0
     """Index of the row within its source."""
+    prompt_text: str = ""
+    """Prompt as the policy reads it: a text, or rendered chat messages."""
+    prompt_ids: np.ndarray = np.empty(0, np.int32)
+    """Token ids of `prompt_text`, int32 [P]. Both are empty until the row is tokenised."""
 
 
 class RowError(ConfigError):

@@ -183,6 +183,6 @@ def ids_behind(
 
 @lru_cache(maxsize=8)
 def _writes_a_space(tokenizer: Any) -> bool:
-    """Return whether a tokenizer writes a space before the first word of a text."""
+    """Return whether a tokenizer adds a space before the first word of a text."""
     ids = tokenizer("a", add_special_tokens=False)["input_ids"]
     return bool(ids) and tokenizer.convert_ids_to_tokens(ids)[0][0] in "▁Ġ"

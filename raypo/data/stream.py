@@ -9,8 +9,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from raypo.types import Prompt
-
 Item = TypeVar("Item")
 Other = TypeVar("Other")
 
@@ -21,20 +19,11 @@ _MIX_SEED_WORD = 6
 
 
 @dataclass(frozen=True)
-class Draw:
-    """One draw from the prompts; its samples form a group."""
-
-    group_index: int
-    """Index of the draw in the run, from 0."""
-    prompt: Prompt
-
-
-@dataclass(frozen=True)
 class Mix:
     """Sizes and weights of concatenated sources."""
 
     sizes: tuple[int, ...]
-    """Number of items of each source, at least one."""
+    """Number of items of each source. No source is empty."""
     weights: tuple[float, ...]
     """Sampling weights; only their ratios matter."""
     block: int

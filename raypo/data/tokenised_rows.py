@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from raypo.config import ConfigError, DataSection
 from raypo.data.chat_messages import Message, render
 from raypo.data.prepared_rows import short
@@ -18,47 +20,44 @@ if TYPE_CHECKING:
 CHUNK = 1024
 """Number of rows tokenised in one call."""
 
-Tokenised = tuple[Row, str, list[int]]
-"""A row, its prompt as text, and its prompt as token ids."""
-
 
 def tokenised(
     rows: Iterable[Row],
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
     bad: BadRows,
-) -> Iterator[list[Tokenised]]:
-    """Yield prepared rows with their prompts, in chunks. Text and chat are tokenised separately."""
+) -> Iterator[list[Row]]:
+    """Yield prepared rows with `prompt_text` and `prompt_ids`, in chunks.
 
-    def with_text(row: Row) -> tuple[Row, str]:
-        return row, prompt_text(row, section, tokenizer)
+    Text and chat are tokenised separately.
+    """
 
-    def with_tokens(each: Tokenised) -> Tokenised:
-        row, _, ids = each
-        if not ids:
+    def with_text(row: Row) -> Row:
+        return row._replace(prompt_text=prompt_text(row, section, tokenizer))
+
+    def with_tokens(row: Row) -> Row:
+        if not len(row.prompt_ids):
             raise RowError(
                 f"data.prompt_key ({section.prompt_key}): {row.where} has a prompt without tokens. "
                 "Write a prompt there or remove the row."
             )
-        return each
+        return row
 
     rows = iter(rows)
     while chunk := list(islice(rows, CHUNK)):
-        texts = list(bad.each(with_text, chunk))
-        are_texts = [isinstance(row.values[section.prompt_key], str) for row, _ in texts]
-        ids: list[list[int]] = [[] for _ in texts]
+        chunk = list(bad.each(with_text, chunk))
+        are_texts = [isinstance(row.values[section.prompt_key], str) for row in chunk]
         for is_text in set(are_texts):
             places = [place for place, each in enumerate(are_texts) if each == is_text]
-            batch = [texts[place][1] for place in places]
+            batch = [chunk[place].prompt_text for place in places]
             if is_text:
                 encoded = prompt_ids(tokenizer, batch)
             else:  # the template writes the special tokens
                 found: Any = tokenizer(batch, add_special_tokens=False, verbose=False)
                 encoded = found["input_ids"]
-            for place, tokens in zip(places, encoded, strict=True):
-                ids[place] = tokens
-        whole = [(row, text, each) for (row, text), each in zip(texts, ids, strict=True)]
-        yield list(bad.each(with_tokens, whole))
+            for place, ids in zip(places, encoded, strict=True):
+                chunk[place] = chunk[place]._replace(prompt_ids=np.asarray(ids, np.int32))
+        yield list(bad.each(with_tokens, chunk))
 
 
 def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str:

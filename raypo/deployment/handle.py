@@ -234,10 +234,11 @@ class DeploymentHandle:
         return all(replica.gone for replica in self.replicas)
 
     def shutdown(self, grace_s: float | None = None) -> None:
-        """End the replicas.
+        """Shut down the replicas.
 
         Args:
-            grace_s: Seconds for ongoing calls. None means `graceful_shutdown_timeout_s`.
+            grace_s: Seconds that ongoing calls get to finish. None means
+                `graceful_shutdown_timeout_s`.
         """
         limit = self.limits.graceful_shutdown_timeout_s if grace_s is None else grace_s
         self._on_all(lambda replica: replica.end(limit))

@@ -40,10 +40,13 @@ class Student(Policy):
     def forward(
         self, batch: Experience | Sequence[Taught], *, top_k: int | None = None, **arguments: Any
     ) -> Any:
-        """Return log-probs of an experience (as `Policy`), or divergences [M] of taught items.
+        """Evaluate the model on an experience, or on responses with a teacher's log-probs.
 
-        With `top_k`, return the model's K likeliest tokens at each position of taught items
-        instead: log-probs, float32 [M, K], and token ids, int64 [M, K], best first.
+        Returns:
+            For an experience, the results of `Policy.forward`. For `Taught` items, the divergence
+            from the teacher at each response token, [M]. For `Taught` items with `top_k`, the
+            model's K likeliest tokens at each response token, best first: log-probs, float32
+            [M, K], and token ids, int64 [M, K].
         """
         if isinstance(batch, Experience):
             return super().forward(batch, **arguments)
@@ -107,7 +110,10 @@ class DistillationTask(PolicyTask[Taught]):
         return float(len(item.response_ids))
 
     def loss(self, model: Any, items: Sequence[Taught], device: Any) -> tuple[Tensor, Sums]:
-        """Return the summed divergence, and metrics, such as the teacher's known mass."""
+        """Return the summed divergence, and metrics.
+
+        The metric `teacher_told` is the teacher's probability of its K known tokens together.
+        """
         found = model(items)  # [M]
         told = np.concatenate([np.exp(item.teacher_log_probs).sum(-1) for item in items])
         tokens = float(len(told))

@@ -25,10 +25,10 @@ SHARD_BYTES = 5 * 10**9
 def save_folder(
     model: TrainedModel, network: Any, folder: Path, *, tokenizer: Any, workers: Workers
 ) -> None:
-    """Save a network with its adapter merged as a Hugging Face folder.
+    """Save a network as a Hugging Face folder, with its adapter merged into the saved weights.
 
-    Rank 0 writes, all workers call it. Each file is written as soon as it is full, so that rank 0
-    holds `SHARD_BYTES` instead of the whole model.
+    All workers call it, and rank 0 writes. Rank 0 writes each file as soon as it is full, so it
+    holds about `SHARD_BYTES` at a time instead of the whole model.
 
     Args:
         model: The trained model.
@@ -42,8 +42,8 @@ def save_folder(
         for _ in weights:  # takes part in gathering the shards
             pass
         return
-    # transformers saves only on rank 0 of the default group, which may be in another team. `bool`
-    # returns the argument `is_main_process` instead.
+    # transformers would save only on rank 0 of the default group, which may be in another team.
+    # `bool` returns the argument that transformers passes, `is_main_process`, which is True.
     network.should_save_on_this_rank = bool
     parts: list[Path] = []
     on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
@@ -71,7 +71,10 @@ def _name_parts(folder: Path, parts: list[Path]) -> None:
 
 
 def save_critic(model: TrainedModel, folder: Path, *, tokenizer: Any, workers: Workers) -> None:
-    """Save backbone and value head as a folder for `model.critic`; rank 0 writes, all call it."""
+    """Save backbone and value head as a folder for `model.critic`.
+
+    All workers call it, and rank 0 writes.
+    """
     save_folder(model, model.module.backbone, folder, tokenizer=tokenizer, workers=workers)
     head = kept(model.named_weights(model.module.value_head), workers)
     if workers.rank == 0:

@@ -39,7 +39,7 @@ from raypo.types import Experience, to_device
 from raypo.weights.adapter import AdapterPush
 
 _SEED_WORD = 3
-"""First number of the seed of the minibatch order. Prompt streams use 1, sharding 2, requests 4."""
+"""First number of the seed of the minibatch order. Other parts of a run use other first numbers."""
 
 
 def minibatch_order(seed: int, step: int, epoch: int, count: int) -> list[int]:
@@ -75,13 +75,15 @@ class Learner:
             ppo: The PPO section.
             section: The learner section.
             temperature: Sampling temperature of the responses.
-            max_new_tokens: Longest response, in tokens; the `constant` aggregation divides by it.
+            max_new_tokens: Longest allowed response, in tokens. The `constant` aggregation divides
+                by it.
             num_steps: Number of training steps, for the learning rate schedule.
             seed: Seed of new weights and of the minibatch order.
             workers: All learner workers.
             critic_start: Initial weights of the critic. None means `model.critic`, or the
                 policy if `model.critic` is not set.
-            roles: Assignment of policy and critic to workers. None means that all train both.
+            roles: Assignment of policy and critic to workers. None means that all workers train
+                both models.
         """
         torch.manual_seed(seed)
         self._roles = roles = roles or Roles.shared(workers)
@@ -103,7 +105,8 @@ class Learner:
         if roles.trains_policy:
             with shares():
                 network = load_policy(model)
-        # With one random state, new critic weights equal those of a run with shared workers.
+        # Give all workers one random state, so that new critic weights equal those of a run in
+        # which all workers train both models.
         if roles.are_apart:
             torch.set_rng_state(workers.broadcast(torch.get_rng_state()))
         self._trained_policy = None
@@ -134,8 +137,8 @@ class Learner:
         """Add `old_log_probs` and, with a critic, `values` to the experience.
 
         - `old_log_probs` are the engine's log-probs with `ppo.old_log_probs: engine`. Otherwise the
-          policy computes them here. If the step has a single update, and nothing before it reads
-          them, `update` adds them instead.
+          policy computes them here, or in `update` if the step has a single update and nothing
+          needs them earlier.
         - `last_values` are added with `ppo.bootstrap_truncated`. They are 0 for responses that
           ended by themselves.
         - `ref_log_probs` are added if the policy without its adapter is the reference model.
@@ -145,7 +148,7 @@ class Learner:
         found: dict[str, Tensor] = {}
         is_one_update = len(self._minibatches(experience)) <= 1
         if self._ppo.old_log_probs == "engine":
-            known = ~experience.rollout_log_probs.isnan()  # tokens with NaN are not trained
+            known = ~experience.rollout_log_probs.isnan()  # leave other tokens out of the loss
             if not known.all():
                 experience = experience.with_(loss_mask=experience.counted & known)
             old = experience.rollout_log_probs.where(known, 0.0)
@@ -178,8 +181,8 @@ class Learner:
 
         Returns:
             experience: The experience with `old_log_probs`.
-            statistics: Statistics of the updates over all workers; independent of the
-                microbatches.
+            statistics: Statistics of the updates over all workers. They do not depend on the split
+                into microbatches.
 
         Raises:
             NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
@@ -252,7 +255,7 @@ class Learner:
         return AdapterPush.of(name, version, config, tensors)
 
     def offload_training_state(self) -> None:
-        """Offload everything except the policy's weights, which a push needs."""
+        """Offload everything except the policy's weights, which the weight sync needs."""
         if self._trained_policy:
             self._policy.offload.training_state()
         if self._critic:
@@ -272,7 +275,7 @@ class Learner:
     def save(self, directory: Path) -> None:
         """Write this worker's part of the state that the next update depends on.
 
-        It waits for no other worker, so it may be repeated if it fails.
+        It waits for no other worker, so a call that failed can be repeated.
         """
         everyone = self._roles.everyone
         if self._trained_policy:
@@ -427,8 +430,8 @@ class Learner:
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Allocate a tensor on the device for the results of all microbatches of a pass.
 
-        It is read back once at the end. A copy after each microbatch would block, and the device
-        would idle while the next one is packed.
+        The tensor is copied to the CPU once, at the end of the pass. A copy after each microbatch
+        would block, and the device would idle while the next microbatch is packed.
         """
         return torch.zeros(shape, device=self._device)
 

@@ -21,7 +21,11 @@ from raypo.models.loading import release_memory
 
 
 class Offload:
-    """Offloader of one DeepSpeed model: state goes to the host in two parts, and back at once."""
+    """Offloader of one DeepSpeed model.
+
+    `training_state` and `parameters` each move a part of the model to the host. `reload` moves both
+    parts back.
+    """
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         """Create an offloader.
@@ -34,8 +38,8 @@ class Offload:
         self._host = HostMemory()
 
     def training_state(self) -> None:
-        """Offload moments, master weights, summed gradients and buckets. Idempotent."""
-        self._engine.empty_partition_cache()  # weights that ZeRO-3 still keeps gathered
+        """Offload moments, master weights, accumulated gradients and buckets. Idempotent."""
+        self._engine.empty_partition_cache()  # frees weights that ZeRO-3 still keeps gathered
         weights = {each.untyped_storage()._cdata for each in self._weights()}
         state = [t for t in self._training_state() if t.untyped_storage()._cdata not in weights]
         self._host.take(state)
@@ -85,7 +89,10 @@ class Offload:
             yield sums
 
     def _buckets(self) -> Iterator[Tensor]:
-        """Yield the buffers in which gradients are summed over the workers; stage 3 keeps them."""
+        """Yield the buffers in which gradients are summed over the workers.
+
+        Only stage 3 keeps them allocated between steps.
+        """
         for bucket in getattr(self._engine.optimizer, "ipg_buckets", {}).values():
             if isinstance(bucket.buffer, Tensor):
                 yield bucket.buffer

@@ -18,7 +18,9 @@ READ_BYTES = 1 << 28
 
 
 def peak_flops(dtype: str, declared_tflops: float | None = None) -> float:
-    """Return the FLOP/s of this worker's device: declared, else from a data sheet, else measured.
+    """Return the peak FLOP/s of this worker's device.
+
+    It is taken from the config, else from the GPU's data sheet, else it is measured.
 
     Args:
         dtype: float32 or bfloat16.

@@ -1,6 +1,7 @@
-"""Preference tasks of a policy: pairs (DPO and variants) or single verdicts (KTO).
+"""Preference tasks of a policy: pairs of responses (DPO and variants), or single ones (KTO).
 
-B pairs or verdicts, T response tokens.
+B pairs or single responses, T response tokens. A `Verdict` is a single response that is marked as
+desirable or undesirable.
 """
 
 from __future__ import annotations
@@ -86,7 +87,11 @@ class VerdictTask(PolicyTask[Verdict]):
     def log_probs(
         self, model: Any, items: Sequence[Verdict], device: Any
     ) -> list[tuple[float, float]]:
-        """Return summed log-probs of each response, and of `other_ids` after the same prompt."""
+        """Return log-probs of each response and of the item's `other_ids` after the same prompt.
+
+        They are summed over tokens. `other_ids` is a response to another prompt, from which the KL
+        is estimated.
+        """
         own, others = _evaluated(
             model,
             [Example(item.prompt_ids, item.response_ids) for item in items]
@@ -112,7 +117,7 @@ class VerdictTask(PolicyTask[Verdict]):
         self._kl = kto_kl(*workers.sum(as_tensor(float(total), count)).tolist())
 
     def loss(self, model: Any, items: Sequence[Verdict], device: Any) -> tuple[Tensor, Sums]:
-        """Return the loss of the verdicts, and rewards and log-probs of both kinds of responses."""
+        """Return the summed KTO loss, and metrics of desirable and undesirable responses."""
         dpo = self._section
         examples = [Example(item.prompt_ids, item.response_ids) for item in items]
         log_probs, num_tokens = _evaluated(model, examples, device)

@@ -1,9 +1,9 @@
-"""Files of master weights and moments that depend neither on worker counts nor on ZeRO stages.
+"""Checkpoints of master weights and optimizer moments for any worker count and ZeRO stage.
 
-Each worker writes the fragments that it holds: ranges of flattened parameters, by the parameter's
-name. A reader copies from all files the parts that overlap its own fragments, so any number of
-workers at any ZeRO stage can read the files. DeepSpeed's universal checkpoints need a conversion of
-all files before they are loaded, and do not exist for stage 0.
+Each worker writes one file with the fragments that it holds. A fragment is a range of a flattened
+parameter, stored under the parameter's name. To load, a worker copies from all files the parts that
+overlap its own fragments, so any number of workers at any ZeRO stage can read the files. The
+universal checkpoints of DeepSpeed must be converted before loading, and do not exist for stage 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raypo.learner.state import write_tensors
 
 @dataclass(frozen=True)
 class Moment:
-    """Range of a flattened parameter, and the location of the moments that a worker holds for it.
+    """Range of a flattened parameter, and the location of this worker's moments for that range.
 
     The range is the same as that of the weights, except for Muon at ZeRO stages 1 and 2. There, a
     worker with a part of a parameter's weights holds the moments of the whole parameter
@@ -152,8 +152,8 @@ def save_fragments(
 
     Args:
         path: File to write.
-        held: The fragments.
-        optimizer: Optimizer with their moments.
+        held: The fragments of this worker.
+        optimizer: Optimizer that holds the moments of the fragments.
         workers: The workers that train the model.
     """
     saved: dict[str, dict[str, Any]] = {}
@@ -176,12 +176,12 @@ def save_fragments(
 def load_fragments(
     paths: Sequence[Path], held: Sequence[Fragment], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Read this worker's fragments from the files of all workers that saved them.
+    """Load this worker's fragments and their moments from the files of `save_fragments`.
 
     Args:
-        paths: The files.
-        held: The fragments.
-        optimizer: Optimizer that gets their moments.
+        paths: The files of all workers that saved.
+        held: The fragments of this worker. Their weights are overwritten.
+        optimizer: Optimizer whose state is replaced by the saved moments.
 
     Raises:
         ConfigError: the files are from a run with another optimizer.

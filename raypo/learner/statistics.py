@@ -28,7 +28,10 @@ class UpdateStatistics:
 
 
 class UpdateSums:
-    """Sums over the microbatches of a step. The resulting means do not depend on the split."""
+    """Sums over the microbatches of a step.
+
+    The resulting means do not depend on how the step is split into microbatches.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, float | Tensor] = {}

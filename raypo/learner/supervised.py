@@ -56,7 +56,7 @@ class SupervisedLearner(Generic[Item]):
             step: Step number, from 1; it determines the learning rate.
 
         Returns:
-            Metrics `train/*`, reduced over workers; independent of the microbatches.
+            Metrics `train/*`, reduced over workers. They do not depend on the microbatches.
 
         Raises:
             NonFiniteUpdateError: more than `learner.max_skipped_updates` updates in a row were
@@ -108,11 +108,11 @@ class SupervisedLearner(Generic[Item]):
 
         Args:
             items: This worker's examples.
-            ask: Function `(model, items, device)` that returns one answer per item. It is called
+            ask: Function `(model, items, device)` that returns one result per item. It is called
                 for one microbatch at a time.
 
         Returns:
-            One answer per item, in the order given.
+            One result per item, in the order of `items`.
         """
         answers: dict[int, T] = {}
         for places in self._cut(items):
@@ -127,12 +127,15 @@ class SupervisedLearner(Generic[Item]):
 
     @torch.no_grad()
     def log_probs(self, experience: Experience) -> Tensor:
-        """Return log-probs of responses, [B, T] float32, zero where masked; only for policies."""
+        """Return log-probs of responses, [B, T] float32, zero where masked.
+
+        Only tasks that train a policy support it.
+        """
         evaluated, _ = self._model(experience.to(self._model.device))
         return torch.where(experience.response_mask, evaluated.cpu(), 0.0)
 
     def offload_training_state(self) -> None:
-        """Offload everything except the weights, which a push needs."""
+        """Offload everything except the weights, which the weight sync to the engines needs."""
         self._model.offload.training_state()
 
     def offload_parameters(self) -> None:
@@ -146,7 +149,7 @@ class SupervisedLearner(Generic[Item]):
     def save(self, directory: Path) -> None:
         """Write this worker's part of the state that the next update depends on.
 
-        It waits for no other worker, so it may be repeated if it fails.
+        It waits for no other worker, so a call that failed can be repeated.
         """
         self._model.save(directory / f"model_{self._workers.rank}.pt")
         save_worker_state(directory, self._workers, self._skipped)
@@ -193,10 +196,10 @@ class SupervisedLearner(Generic[Item]):
         self.task.before_losses(self._model, pieces, self._workers, self._model.device)
 
     def _loss(self, piece: list[Item]) -> tuple[Tensor, Sums]:
-        """Return summed loss and metrics.
+        """Return the summed loss and the metrics of a microbatch.
 
-        Without examples this runs the placeholder with weight 0, because all workers must gather
-        ZeRO-3 shards together.
+        An empty microbatch runs the task's placeholder with weight 0, because all workers must
+        gather ZeRO-3 shards together.
         """
         total, sums = self.task.loss(self._model, piece or [self.task.blank], self._model.device)
         return (total, sums) if piece else (total * 0.0, {})

@@ -23,8 +23,8 @@ from raypo.types import Example, Experience, Pair, Taught, Verdict, to_device
 
 Item = TypeVar("Item", Example, Pair, Verdict, Taught)
 Sums = dict[str, tuple[SupportsFloat, SupportsFloat]]
-"""Metric -> (sum of its values, sum of weights). The sums stay tensors on the model's device,
-because reading one would block."""
+"""Metrics by name. Each is a sum of values and a sum of weights, whose quotient is the mean. The
+sums stay tensors on the model's device, because reading one would block."""
 
 
 class Task(ABC, Generic[Item]):
@@ -38,7 +38,10 @@ class Task(ABC, Generic[Item]):
     """Name of the saved model's folder in the run's folder."""
 
     def weight(self, item: Item) -> float:
-        """Return an example's weight in the mean: 1, unless the task weighs by tokens."""
+        """Return an example's weight in the mean loss.
+
+        The default is 1. A task with a mean over tokens returns the example's number of tokens.
+        """
         return 1.0
 
     def before_losses(
@@ -59,7 +62,7 @@ class Task(ABC, Generic[Item]):
 
     @property
     def network(self) -> Any:
-        """Hugging Face model; saved weights have its names."""
+        """Hugging Face model inside the module. Saved weights have its weight names."""
         return self.module.model
 
 
@@ -79,11 +82,11 @@ class ResponseTask(PolicyTask[Example]):
     blank = Example(np.zeros(1, np.int32), np.zeros(1, np.int32))
 
     def weight(self, item: Example) -> float:
-        """Return the number of response tokens that are trained."""
+        """Return the number of response tokens that count in the loss."""
         return float(item.num_learned)
 
     def loss(self, model: Any, items: Sequence[Example], device: Any) -> tuple[Tensor, Sums]:
-        """Return the loss of the response tokens that are trained."""
+        """Return the summed loss of the response tokens that count, and its metric."""
         batch = response_batch(items).to(device)
         log_probs, _ = model(batch)  # [B, T]
         total = -torch.where(batch.response_mask, log_probs, 0.0).sum()

@@ -1,7 +1,9 @@
 """Patch of DeepSpeed 0.19 for ZeRO-3 with separate workers for policy and critic.
 
-While DeepSpeed traces the order of modules, it compares that order over the default group, in which
-policy and critic have different orders. A test fails once DeepSpeed uses the weights' own group.
+DeepSpeed records the order in which a model runs its modules, and checks that all workers of the
+default group have the same order. Policy and critic have different orders, so this check fails if
+separate workers train them. The patch limits the check to workers of the same model. A test fails
+once DeepSpeed does so itself.
 """
 
 from __future__ import annotations

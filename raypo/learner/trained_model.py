@@ -97,7 +97,8 @@ class TrainedModel:
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers, self._optimizer = workers, optimizer
         self._stage = int(self._engine.zero_optimization_stage())
-        has_buckets = hasattr(self._engine.optimizer, "ipg_buckets")  # it reduces gradients itself
+        # An optimizer with buckets reduces gradients itself.
+        has_buckets = hasattr(self._engine.optimizer, "ipg_buckets")
         if workers.count == 1 and not has_buckets:  # nothing to reduce; saves a copy
             self._engine.enable_backward_allreduce = False
         self._engine.train()
@@ -131,7 +132,7 @@ class TrainedModel:
         set_learning_rate(self._engine.optimizer.param_groups, learning_rate)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of this worker's part of a loss that is a sum over workers."""
+        """Accumulate the gradients of this worker's loss. A step's loss is the sum over workers."""
         with compiled_only_on_gpus() if self._is_muon else nullcontext():
             self._engine.backward(loss * self._workers.count, scale_wrt_gas=False)
 
@@ -140,9 +141,9 @@ class TrainedModel:
 
         Returns:
             applied: False if a gradient was not finite and the update was skipped.
-            grad_norm: Global norm before clipping. It is None if the update was skipped, at stage 0
-                with several workers, and with Muon, because DeepSpeed then reports the norm of
-                Muon's updates.
+            grad_norm: Global norm before clipping. It is None if the update was skipped, and at
+                stage 0 with several workers. It is also None with Muon, because DeepSpeed reports
+                the norm of Muon's updates instead of that of the gradients.
         """
         norm = None
         if self._stage == 0:  # DeepSpeed neither checks for non-finite gradients nor reports them
@@ -186,7 +187,9 @@ class TrainedModel:
         save_fragments(path, self._fragments(), self._optimizer, self._workers)
 
     def load(self, paths: Sequence[Path]) -> None:
-        """Restore from the files of all workers that saved, whatever their number and ZeRO stage.
+        """Restore weights and moments from the files of all workers that saved.
+
+        The number of those workers and their ZeRO stage do not matter.
 
         Raises:
             RuntimeError: the files lack a part of a weight.
@@ -206,7 +209,7 @@ class TrainedModel:
         return fragments(self._engine, self._optimizer, self._workers)
 
     def _set_master(self, parameter: nn.Parameter, exact: Tensor) -> None:
-        """Set a head's master weight to the exact value. DeepSpeed has set it to a rounded one."""
+        """Set a head's master weight to its exact value, which DeepSpeed has rounded."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         if self._stage < 3:

@@ -10,10 +10,10 @@ Span = tuple[str, float, float]
 
 
 class Clock:
-    """Divides time into named laps without gaps, so that the laps add up to the total.
+    """Stopwatch that divides time into named laps without gaps, so that laps add up to the total.
 
-    Example: `clock.lap("time/generate_s")` after generation, `clock.lap("time/update_s")` after
-    the update; `clock.laps` then holds both.
+    Example: call `clock.lap("time/generate_s")` after generation and `clock.lap("time/update_s")`
+    after the update. `clock.laps` then has the seconds of both.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

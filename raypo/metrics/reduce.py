@@ -16,10 +16,11 @@ class _Share(NamedTuple):
 
 
 class WeightedMeans:
-    """Accumulates means, maxima and counts in float64 and reduces them over all workers.
+    """Accumulator of means, maxima and counts in float64, which are reduced over all workers.
 
-    Example: two micro-batches with losses that sum to 6 over 3 tokens and 2 over 1 token:
-    `add("ppo/policy_loss", 6, 3)`, `add("ppo/policy_loss", 2, 1)`, and the mean is 8 / 4 = 2.
+    Example: the losses of a micro-batch sum to 6 over 3 tokens, and those of another to 2 over 1
+    token. After `add("ppo/policy_loss", 6, 3)` and `add("ppo/policy_loss", 2, 1)` the mean is
+    8 / 4 = 2.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,10 @@ class WeightedMeans:
 
 
 def without_lone(metrics: dict[str, float], prefix: str) -> dict[str, float]:
-    """Drop a metric if no other has the same prefix: a breakdown into one part is redundant."""
+    """Return the metrics. If exactly one of them begins with `prefix`, leave it out.
+
+    A breakdown of a metric into a single part would be redundant.
+    """
     parts = [name for name in metrics if name.startswith(prefix)]
     return {name: value for name, value in metrics.items() if [name] != parts}
 

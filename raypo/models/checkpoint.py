@@ -1,7 +1,7 @@
 """Check that a model's files contain every weight of the network.
 
 If a weight is missing, transformers initialises it at random and only logs a message, so a run
-could train from it unnoticed. Here a missing weight is an error, for every role.
+could train from it unnoticed. Here a missing weight is an error, for every model of a run.
 """
 
 from __future__ import annotations
@@ -199,12 +199,15 @@ def check_loaded(
 
 
 def _without_place(info: Mapping[str, Any]) -> list[str]:
-    """Return the files' weights that the network does not have, except for constants."""
+    """Return the names of weights in the files that the network lacks, without `OLD_BUFFERS`."""
     return sorted(name for name in info["unexpected_keys"] if not OLD_BUFFERS.search(name))
 
 
 def _untied(model: Any) -> list[str]:
-    """Return weights that the config ties and transformers does not, as their values differ."""
+    """Return the names of weights that the config ties, but whose values differ in the files.
+
+    transformers leaves such weights untied.
+    """
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     return sorted(set(tied) - set(model.all_tied_weights_keys))
 

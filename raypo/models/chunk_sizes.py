@@ -4,7 +4,7 @@ from __future__ import annotations
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Number of logits in a chunk, by device type. Each chunk reads the head's weight and the float32
-sum of that weight's gradient once."""
+sum of that weight's gradient once, so larger chunks cause less memory traffic."""
 SCRATCH_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Number of logits processed in float32 at a time, by device type. On CPUs they fit the caches."""
 SHARED_SCORES = 4096
@@ -14,5 +14,5 @@ because each shared prompt costs extra calls."""
 
 
 def repeated_scores(prompt_tokens: int, responses: int) -> int:
-    """Return how many attention scores of a prompt are repeated if each response is a row."""
+    """Return the number of a prompt's attention scores that one row per response would repeat."""
     return max(0, responses - 1) * prompt_tokens**2 // 2

@@ -21,10 +21,11 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 
 
 def keep_compiled_code() -> None:
-    """Set torch's cache of compiled code to the user's cache folder, unless the user has set one.
+    """Put torch's cache of compiled code into the user's cache folder.
 
-    torch's default is below the temporary folder, which is emptied by a restart: each process would
-    then compile for 10 to 40 s in its first step.
+    It does nothing if TORCHINDUCTOR_CACHE_DIR is set. torch's default is below the temporary
+    folder, which a reboot empties. Each process would then compile for 10 to 40 s in its first
+    step.
     """
     if CACHE in os.environ:
         return

@@ -54,8 +54,9 @@ def critic_start(
 
     Args:
         model: The model section.
-        weights: Weights of the scores in the reward.
-        has_other_judges: True if episodes, a reward function, a judge or reward servers score too.
+        weights: Weights of the score's sources in the reward.
+        has_other_judges: True if the score has sources besides reward models: episodes, a reward
+            function, a judge or reward servers.
         normalizes: `ppo.shaping.normalize`.
 
     Raises:

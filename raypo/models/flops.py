@@ -81,10 +81,16 @@ class Groups:
 
 
 def forward_flops(shape: ModelShape, lengths: Lengths, *, with_logits: bool = True) -> float:
-    """Return the FLOPs of one forward pass. A model with a score head needs no logits.
+    """Return the FLOPs of one forward pass, by the formula in this module's docstring.
 
-    Example: one layer of 10 matrix weights and attention width 2, hidden 1, vocabulary 5, and one
-    sequence of 3 tokens, 2 of them a response: 2 (30 + 10) + 4 * 2 * 9 = 152.
+    Args:
+        shape: Sizes of the model.
+        lengths: Sums over the sequences of the pass.
+        with_logits: False for a model with a score head, which computes no logits.
+
+    Example: a model has 1 layer with 10 matrix weights and attention width 2, hidden size 1 and a
+    vocabulary of 5. One sequence has 1 prompt token and 2 response tokens. Its forward pass takes
+    2 (1 * 10 * 3 + 1 * 5 * 2) + 4 * 1 * 2 * 3^2 = 152 FLOPs.
 
     Paper: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """

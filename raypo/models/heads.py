@@ -1,6 +1,6 @@
 """Value and score heads that compute in float32, whatever the dtype of the backbone.
 
-bfloat16 has about three significant digits: next to 10, its values are 10.0625 and 10.125.
+bfloat16 has about three significant digits, too few for scores: after 10 come 10.0625 and 10.125.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Float32Linear(nn.Linear):
         dtype = torch.promote_types(like.dtype, torch.float32)
         super().__init__(in_features, out_features, bias, device=like.device, dtype=dtype)
         self.masters: dict[str, Tensor] = {}
-        """Parameter name -> master weight. The mapping is empty if they are not rounded."""
+        """Float32 master weights by parameter name. Empty if the parameters are not rounded."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer: [..., in] of any dtype -> [..., out], float32 or float64."""

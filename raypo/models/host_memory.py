@@ -28,14 +28,15 @@ class HostMemory:
         """Host memory of each storage, by address, as uint8 [bytes] tensors. The weak reference
         also prevents the address from being reused."""
         self._away: dict[int, tuple[torch.UntypedStorage, int, bool]] = {}
-        """Offloaded storages, by address: storage, size in bytes, True to restore it as zeros."""
+        """Offloaded storages, by address. Each entry is the storage, its size in bytes, and True if
+        it is to be restored as zeros."""
         self._free: list[Tensor] = []
         """Unused pinned memory, uint8 [bytes] each."""
 
     def take(self, tensors: Iterable[Tensor], *, unchanged: bool = False) -> None:
         """Copy the storages of these tensors to the host and free their device memory.
 
-        Storages on the host are left alone.
+        Storages that are already on the host are skipped.
 
         Args:
             tensors: Tensors to offload.
@@ -75,14 +76,15 @@ class HostMemory:
             for device, host in self._pairs(address, storage):
                 device.copy_(host, non_blocking=True)
         self._away = {}
-        if torch.cuda.is_available():  # DeepSpeed gathers on a stream that does not wait for this
+        # Wait for the copies, because DeepSpeed gathers weights on another stream.
+        if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
     def _present(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
         """Yield the address of each storage to offload, and the storage.
 
         Storages that are empty, already offloaded, on the host or mapped from a file are skipped.
-        The caller adds each storage to `_away`, so one that tensors share is yielded only once.
+        The caller adds each storage to `_away`, so a storage of several tensors is yielded once.
         """
         for tensor in tensors:
             storage = tensor.untyped_storage()

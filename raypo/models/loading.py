@@ -115,16 +115,16 @@ def same_vocabulary(path: str, other: str, *, key: str = "model.policy") -> bool
 
 
 def reads_tokens(path: str, policy: str, *, key: str) -> bool:
-    """Return whether a model reads all token ids of a policy's rows as the policy does.
+    """Return True if a model reads all token ids of a policy's rows as the policy does.
 
     One of the two tokenizers may have additional tokens, such as a pad token added for training, if
     these tokens occur in no row. They must be special, must not be a bos, eos or stop token, and
-    must not be in the chat template. If the policy has the additional tokens, each of them that has
-    a row in the policy's embedding must also have a row in the model's embedding.
+    must not be in the chat template. If the policy's tokenizer has the additional tokens, the
+    model's embedding must cover all of them that the policy's embedding covers.
 
-    Apart from that, the embeddings may differ in size. For example, Qwen2.5 0.5B and 7B pad the
-    same vocabulary to different sizes. An id without a token occurs in no text, and the models have
-    only learned not to sample it.
+    Otherwise the embeddings may differ in size. For example, Qwen2.5 0.5B and 7B pad the same
+    vocabulary to different sizes. An id without a token occurs in no prompt, and the models have
+    learned not to sample it.
 
     Args:
         path: Folder or hub id of the model that reads the rows.
@@ -144,7 +144,11 @@ def reads_tokens(path: str, policy: str, *, key: str) -> bool:
 
 
 def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence[int]) -> bool:
-    """Return True if the given tokens occur in no row, unless a text spells out their names."""
+    """Return True if the given tokens cannot occur in tokenised data.
+
+    This holds for special tokens that are neither bos, eos, stop tokens nor in the chat template.
+    Whether a prompt spells out the name of such a token is not checked.
+    """
     used = {*stop, tokenizer.bos_token_id, tokenizer.eos_token_id}
     added, template = tokenizer.added_tokens_decoder, str(tokenizer.chat_template)
     return all(
@@ -156,7 +160,7 @@ def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence
 def check_tokens(path: str, *, key: str = "model.policy") -> None:
     """Refuse a policy whose special tokens have no row in its embedding.
 
-    The tokenizer may have other tokens beyond the embedding. `Limits.check` finds them in the data.
+    Other tokens of the tokenizer may lack a row. `Limits.check` refuses data that contains them.
 
     Args:
         path: Folder or hub id of the policy.
@@ -351,7 +355,7 @@ def _load(
 
 
 def _make_saveable(model: Any) -> None:
-    """Remove sampling values from a generation config with `do_sample` off.
+    """Remove the sampling parameters from a generation config with `do_sample` off.
 
     They have no effect there, and transformers 5 refuses to save such a config: a run would fail at
     its first checkpoint.

@@ -1,4 +1,4 @@
-"""LoRA adapters: injection, switching off, merging under the model's own names, saving for peft.
+"""LoRA adapters: adding, switching off, merging into the base weights, and saving for peft.
 
 r rank, W [out, in], A [r, in], B [out, r]; a trained layer computes W x + scale * B A x.
 Paper: Hu et al. 2021, arXiv:2106.09685, eq. 3.
@@ -159,7 +159,7 @@ def base_weights(model: nn.Module) -> Iterator[Weight]:
 
 
 def adapter_weights(model: nn.Module) -> Iterator[Weight]:
-    """Yield the trained weights, under the names of peft's files."""
+    """Yield the trained weights under their names in peft's files."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield Weight(PREFIX + name.replace(f".{NAME}.", "."), (parameter,))

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from raypo.config import ConfigError
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")
-"""Weight files of transformers and vLLM; the first that exists is used. `FILE.index.json` means
-that the file is sharded."""
+"""Names of the weight files that transformers and vLLM read. The first one that exists is used,
+either as a single file or as shards with an index NAME.index.json."""
 
 
 def config_of(folder: Path, key: str) -> dict[str, Any]:
@@ -57,6 +57,7 @@ def refuse_quantized(values: dict[str, Any], path: str, key: str) -> None:
     Args:
         values: The content of config.json.
         path: The model's folder, for messages.
+        key: The config key that names the model, for messages.
 
     Raises:
         ConfigError: config.json has a quantization_config.
@@ -113,8 +114,8 @@ def weight_files(folder: Path, key: str) -> list[Path]:
     """Return the weight files of a folder.
 
     Raises:
-        ConfigError: there are no weight files, a file that the index names is missing, or a file is
-            damaged.
+        ConfigError: there are no weight files, a file that the index names is missing, or a file
+            cannot be read.
     """
     files = stored_files(folder, key)
     if not files:
@@ -130,7 +131,8 @@ def stored_files(folder: Path, key: str) -> list[Path]:
     """Return the weight files of a folder, after checking their headers. May be empty.
 
     Raises:
-        ConfigError: a file that the index names is missing, or a file is damaged.
+        ConfigError: a file that the index names is missing, or a file is truncated or a Git LFS
+            pointer.
     """
     for name in SINGLE:
         if (folder / name).is_file():

@@ -64,7 +64,7 @@ class ModelShape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """Linear layers that one token uses in a decoder layer: name -> (inputs, outputs)."""
+        """Inputs and outputs of each linear layer that a token uses in a decoder layer, by name."""
         gate = {"gate_proj": (self.hidden, self.intermediate)} if self.gated else {}
         return {
             "q_proj": (self.hidden, self.attention),
@@ -87,7 +87,7 @@ class ModelShape:
         return 2 * self.layers * heads * self.head_dim * ITEMSIZE[dtype]
 
     def does_not_divide(self, size: int) -> str | None:
-        """Return a dimension that vLLM cannot split into `size` equal shards.
+        """Return a description of a dimension that vLLM cannot split into `size` equal shards.
 
         The result is None if vLLM can split all dimensions.
         """
@@ -216,7 +216,16 @@ def from_config(values: dict[str, Any], *, counted: tuple[int, int] | None = Non
 
 
 def _computed(shape: ModelShape, values: dict[str, Any], width: int) -> int:
-    """Compute the number of weights, as in Llama, or as in GPT-2 if the MLP has no gate."""
+    """Compute the number of a model's weights from its sizes.
+
+    The layers of a model with a gated MLP are assumed to be built like Llama's, all others like
+    GPT-2's.
+
+    Args:
+        shape: The model's sizes. Its `parameters` are ignored.
+        values: Content of config.json, which tells about biases and norms.
+        width: MLP width of a layer, summed over all experts.
+    """
     hidden, attention, key_value = shape.hidden, shape.attention, shape.key_value
     layer = 2 * hidden * attention + 2 * hidden * key_value + 2 * hidden  # two norms
     layer += (3 if shape.gated else 2) * hidden * width
@@ -273,7 +282,7 @@ def _json(path: Path, what: str) -> dict[str, Any]:
 def _count_in_headers(folder: Path) -> tuple[int, int] | None:
     """Return the number of elements of all weights and of the largest weight, from the headers.
 
-    None if the folder has no safetensors files, or if one is incomplete or missing.
+    The result is None if the folder has no safetensors files, or if one is incomplete or missing.
     """
     sizes: dict[str, int] = {}
     for path in sorted(folder.glob("model*.safetensors")):

@@ -48,8 +48,9 @@ KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 """Options of flex attention. For few tokens torch would choose a decoding kernel. If several heads
 share keys and values, its blocks do not match blocks of size `BLOCK` (pytorch/pytorch#185349)."""
 LARGE_HEAD, LARGE_HEAD_SHARED_BYTES = 128, 160 << 10
-"""Head size above which the backward pass of flex attention needs much shared memory, and the bytes
-per multiprocessor that it then needs (pytorch/pytorch#198224)."""
+"""Largest head size for which the GPU's shared memory is not checked. With larger heads, the
+backward pass of flex attention needs `LARGE_HEAD_SHARED_BYTES` of it per thread block
+(pytorch/pytorch#198224)."""
 MAX_COMPILED = 64
 """Maximum number of compiled variants of flex attention in a process. Each combination of
 dtype, heads, window and use of gradients is a variant; lengths make no variants. Further variants
@@ -106,7 +107,7 @@ def use_packed_attention(model: Any) -> None:
 
 
 def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
-    """Compare packed rows with separate rows under some attention. Return the problem, or None.
+    """Compare packed rows under an attention with separate rows. Return the problem, or None.
 
     Args:
         model: A Hugging Face model. Its own attention is restored.
@@ -241,9 +242,16 @@ def packed_inputs(packed: Packed) -> dict[str, Any]:
 
 
 def _by_rows(read: Callable[[Tensor], Tensor], packed: Packed) -> Tensor:
-    """Apply `read` ([n, L] -> [n, L, ...]) to one row per response; return the M requested results.
+    """Evaluate a function on one row per response, and return its results at `packed.states`.
 
     Rows are padded on the right. In a causal model no token attends to that padding.
+
+    Args:
+        read: Function of token ids [n, L] that returns [n, L, ...].
+        packed: The packed rows.
+
+    Returns:
+        results: [M, ...].
     """
     there, back = packed.layout.rows
     return _at(read(packed.input_ids[0][there]).flatten(0, 1), back[packed.states])
@@ -421,9 +429,12 @@ def _block_mask(layout: Layout, window: int | None) -> Any:
 
 
 def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
-    """Count the visible (query, key) pairs in each pair of blocks, [query blocks, key blocks] int.
+    """Count, for each block of queries and each block of keys, the pairs that attend.
 
-    A token sees two spans: one in its prompt, and one in its own response up to itself.
+    A token attends to two spans: one in its prompt, and one in its own response up to itself.
+
+    Returns:
+        pairs: [query blocks, key blocks] int.
     """
     groups = np.array([(g.first, g.prompt, g.tokens) for g in layout.groups], np.int32)
     first, prompt = np.repeat(groups[:, :2], groups[:, 2], axis=0).T  # [N] each
@@ -437,13 +448,14 @@ def seen_pairs(layout: Layout, window: int | None) -> np.ndarray:
     count = -(-len(token) // BLOCK)
 
     def pairs_from(place: np.ndarray) -> np.ndarray:
-        """Count, in each pair of blocks, the pairs whose key is at or after the query's `place`.
+        """Count the (query, key) pairs whose key is at or after the query's `place`.
 
         Args:
             place: Key position for each query, [N].
 
         Returns:
-            [query blocks, key blocks + 1]. The last column is for places after the last key.
+            The count for each query block and key block, [query blocks, key blocks + 1]. The last
+            column counts queries whose `place` is after the last key.
         """
         block, offset = np.divmod(place, BLOCK)
         at, cells = token // BLOCK * (count + 1) + block, count * (count + 1)

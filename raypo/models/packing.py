@@ -58,13 +58,15 @@ class Layout:
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Indices to convert to a batch with one row (prompt and response) per response, and back.
+        """Indices to unpack tokens into a padded batch, and to pack such a batch again.
+
+        A row of the batch is a prompt followed by one response, padded on the right.
 
         Returns:
-            there: [rows, longest] int64, the packed token at each position of the batch; padding on
-                the right repeats the prompt's first token.
-            back: [N] int64, the position of each packed token in the flattened batch; a prompt's
-                tokens point to its first row.
+            there: [rows, longest] int64. For each position in the batch, the index of its packed
+                token. Padding has the index of the prompt's first token.
+            back: [N] int64. For each packed token, its index in the flattened batch. A prompt is in
+                several rows of the batch, and its tokens have their index in the first of them.
         """
         there: list[Tensor] = []
         back: list[Tensor] = []
@@ -83,14 +85,16 @@ class Layout:
 
     @cached_property
     def responses(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Indices to convert to a batch of the responses without their prompts, and back.
+        """Indices to unpack only the responses into a padded batch, and to pack them again.
+
+        A row of the batch is one response without its prompt, padded on the right.
 
         Returns:
-            there: [responses, longest] int64, the packed token at each position of the batch;
-                padding on the right repeats the response's first token.
-            is_padding: [responses, longest] bool.
-            tokens: [tokens] int64, the packed tokens of all responses.
-            back: [tokens] int64, the position of each of them in the flattened batch.
+            there: [responses, longest] int64. For each position in the batch, the index of its
+                packed token. Padding has the index of the response's first token.
+            is_padding: [responses, longest] bool, True on padding.
+            tokens: [tokens] int64. For each token of a response, its index among the packed tokens.
+            back: [tokens] int64. For each token of a response, its index in the flattened batch.
         """
         firsts: list[int] = []
         for group in self.groups:
@@ -109,7 +113,10 @@ class Layout:
 
     @property
     def shares_scores(self) -> bool:
-        """True if CPU attention should share prompts, because rows would repeat many scores."""
+        """True if attention on a CPU should compute each prompt once for all its responses.
+
+        This pays if separate rows would compute many attention scores of the prompts repeatedly.
+        """
         repeated = sum(repeated_scores(g.prompt, len(g.responses)) for g in self.groups)
         return repeated > SHARED_SCORES * len(self.groups)
 
@@ -162,8 +169,8 @@ def pack(
     Args:
         prompts: Token ids of each row's prompt, at least one token.
         responses: Token ids of each row's response.
-        with_last: Whether to include the last token of each response, for the state after it. That
-            token predicts no other token, so False leaves it out.
+        with_last: True also packs the last token of each response, for the state after it. False
+            leaves this token out, because it predicts no other token.
         width: Minimum T of the results.
         device: Device of the tensors.
 
@@ -171,8 +178,9 @@ def pack(
         The packed row. The result at [b, t] belongs to the state before response token t of row b;
         with `with_last`, T is one more than the longest response.
 
-    Example: prompts `[5 6]`, `[5 6]` with responses `[7 8]`, `[9]` are packed as `5 6 7`, at
-    positions `0 1 2`; the three results come from the states 1, 2 and 1.
+    Example: the prompts `[5 6]` and `[5 6]` with the responses `[7 8]` and `[9]` are packed as
+    `5 6 7`, at the positions `0 1 2`. The last tokens 8 and 9 are left out. The results for the
+    response tokens 7, 8 and 9 come from the states 1, 2 and 1.
     """
     extra = int(with_last)
     rows_of: dict[bytes, list[int]] = {}

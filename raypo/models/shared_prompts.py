@@ -61,7 +61,10 @@ class SharedPrompts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute gradients part by part; with the joint normaliser, probabilities are exact."""
+        """Compute the gradients of both parts separately.
+
+        With the normaliser of the combined softmax, the probabilities in each part are exact.
+        """
         q, k, v, mixed, norms = ctx.saved_tensors
         grad, scale = grads[0].contiguous(), ctx.scale
         made = tuple(torch.empty_like(each) for each in (q, k, v))

@@ -333,7 +333,10 @@ def _statistics(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-prob, log of the softmax's normaliser, and entropy (or 0) of each row; [N]."""
+    """Return each row's log-prob, log of its softmax's normaliser, and entropy: [N] each.
+
+    The entropies are 0 without `with_entropy`.
+    """
     of_rows = _compiled(_statistics_of_rows) if _is_compiled(logits) else _statistics_of_rows
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_norm = torch.empty(len(logits), dtype=dtype, device=logits.device)
@@ -351,7 +354,7 @@ def _statistics_of_rows(
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log of the softmax's normaliser, and the entropy or None; [n]."""
+    """Return the log of the softmax's normaliser, and the entropy (or None), of each row: [n]."""
     z = _tempered(logits, temperature)
     log_norm = z.logsumexp(-1)
     if not with_entropy:
@@ -460,7 +463,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Split rows so that float32 copies stay small; a compiled function makes no copies."""
+    """Split rows into slices.
+
+    Eager functions copy a slice to float32, so their slices are small. Compiled functions make no
+    copies.
+    """
     elements = (CHUNK_ELEMENTS if _is_compiled(logits) else SCRATCH_ELEMENTS)[logits.device.type]
     rows = max(1, elements // logits.shape[-1])
     return [slice(first, first + rows) for first in range(0, len(logits), rows)]

@@ -5,7 +5,7 @@
 - `shaping`: from raw scores to the scores to train on;
 - `estimators`: advantages, composed of the parts in `advantages`, `turn_advantages` and `kl`;
 - `corrections`: mismatch between engine and learner;
-- `covariance`: tokens that clip_cov and kl_cov hold back;
+- `covariance`: tokens that clip_cov and kl_cov restrict;
 - `objective`: the loss of a microbatch, composed of `surrogates` and `losses`;
 - `controllers`: coefficients of the next step.
 

@@ -319,12 +319,12 @@ def pass_at_k_advantages(
 ) -> Tensor:
     """Return the advantages of training on pass@k, whose score is the best of k samples.
 
-    A choice is any k of the group's valid samples, and all choices are equally likely. The mean
-    score of all choices is subtracted from the mean score of the choices that contain a sample. The
-    sample's advantage is this difference, divided by the standard deviation over all choices. With
-    scores of 0 and 1 these are the paper's equations. With k = 1 this is grpo with the population
-    standard deviation. The sums over choices are in closed form: in ascending order of scores,
-    sample i (from 0) is the best of C(i, k - 1) choices.
+    A choice is a set of k valid samples of the group. Its score is the best of their scores, and
+    all choices are equally likely. A sample's advantage is the mean score of the choices that
+    contain it, minus the mean score of all choices, divided by the standard deviation of the score
+    over all choices. With scores of 0 and 1 these are the paper's equations. With k = 1 this is
+    grpo with the population standard deviation. The sums over choices are in closed form: in
+    ascending order of scores, sample i (from 0) is the best of C(i, k - 1) choices.
 
     Args:
         scores: Score of each sample, 0 where not valid.
@@ -341,8 +341,8 @@ def pass_at_k_advantages(
     count = valid.sum(1, keepdim=True)  # [P, 1]
     number = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)  # [1, n]
     is_sample = number < count
-    # Scores relative to the highest one, so that a tiny share of choices without it is not lost to
-    # rounding.
+    # Use scores relative to the highest one. Only choices without the highest score then add to the
+    # sums, so rounding cannot hide them even if they are few.
     highest = ordered.gather(1, (count - 1).clamp(min=0))
     ordered = keep(ordered - highest, is_sample)
 
@@ -438,7 +438,7 @@ def _discounted_suffix_sums(
     discount ** SCAN_CHUNK. The discount is one number, or a tensor [B] with one for each row.
 
     With `turns` the discount applies between turns only: the recurrence runs over the sums of
-    turns, and the part of a turn before k is subtracted.
+    turns, and the values before k in its own turn are subtracted.
     """
     if turns is not None:
         number = turns.clamp(min=0)

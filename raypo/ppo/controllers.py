@@ -1,7 +1,7 @@
 """State of the update from step to step: KL and entropy coefficients, and score moments.
 
-Coefficients follow typed statistics of the step, never its metrics. A metric can therefore be
-renamed or left out without an effect on training.
+Coefficients are updated from typed statistics of the step, never from its metrics. A metric can
+therefore be renamed or left out without an effect on training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class ReferenceKL:
     token_mean: float
     """Mean over sampled tokens, in nats."""
     response_mean: float
-    """Mean over responses of their summed KL, in nats. All rows of an episode are one response."""
+    """Mean over responses of the KL that is summed over a response's tokens, in nats. All rows of
+    an episode are one response."""
     responses: float
     """Number of responses."""
     clamped_tokens: float

@@ -25,10 +25,12 @@ MASK_RATIOS = ("geometric", "product")
 DEFAULT_CAPS = {"tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 1.001, "mis": 2.0}
 """Default cap of the weights, by kind."""
 DEFAULT_MASKS = {"icepop": (0.5, 5.0), "geometric": (0.999, 1.001), "product": (0.5, 2.0)}
-"""Default range of ratios that a mask keeps: for icepop ratios of tokens, and for mis ratios of
-responses, `geometric` or `product`."""
+"""Default bounds of the ratios whose tokens keep their weight. `icepop` bounds the ratio of each
+token. `geometric` and `product` (`MASK_RATIOS`) are for mis, which bounds the ratio of each
+response."""
 MAX_LAG = 8
-"""Largest staleness, in weight versions, that gets separate metrics."""
+"""Largest staleness, in weight versions, that gets separate metrics. Older tokens count as having
+this staleness."""
 
 
 def with_corrections(
@@ -49,16 +51,17 @@ def with_corrections(
 def mismatch_metrics(
     experience: Experience, ppo: PPOSection, workers: Workers, *, version: int
 ) -> dict[str, float]:
-    """Return metrics of the mismatch between engine and learner, of corrections and staleness.
+    """Return metrics of the engine-learner mismatch, of the corrections, and of staleness.
 
-    With `ppo.old_log_probs: engine` the gap of log-probs is unknown and left out.
+    With `ppo.old_log_probs: engine` the learner computes no log-probs before the update, so the KL
+    and the gap between engine and learner are left out. If any token is stale, the mismatch and the
+    share of tokens are also given for each staleness up to `MAX_LAG`.
 
     Args:
         experience: This worker's rows, with old log-probs.
         ppo: The section `ppo` of the config.
-        workers: The workers that hold the whole step together.
-        version: Version of the learner's weights. Metrics by lag are added if tokens of older
-            versions exist; a lag above `MAX_LAG` counts as `MAX_LAG`.
+        workers: The workers that together hold all rows of the step.
+        version: Version of the learner's weights. A token is stale if an older version sampled it.
     """
     assert experience.old_log_probs is not None
     pair = experience.old_log_probs, experience.rollout_log_probs
@@ -92,7 +95,10 @@ def mismatch_metrics(
 def _weights(
     experience: Experience, section: CorrectionSection, version: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `bounded_weights` of the experience, with `max_staleness` applied."""
+    """Return the weights and the mask of `bounded_weights`, after applying `max_staleness`.
+
+    A token that is staler than `max_staleness` gets weight 0 and counts as clipped.
+    """
     mask, old = experience.response_mask, experience.old_log_probs
     assert old is not None or not section.acts
     rollout = experience.rollout_log_probs
@@ -139,13 +145,13 @@ def importance_weights(
         rollout_log_probs: Log-probs that the engine reported.
         mask: True on sampled tokens.
         kind: Kind of the correction.
-        low, high: Bounds of the mask, for icepop and mis. None means `DEFAULT_MASKS`. For the three
-            kinds that only cap, `high` is another name for `cap`.
+        low, high: Bounds of the ratio, for icepop and mis. None means `DEFAULT_MASKS`. For tis,
+            sequence_tis and geometric_tis, `high` is another name for `cap`.
         cap: The largest weight, for all kinds but none and icepop. None means `DEFAULT_CAPS`.
         mask_ratio: How mis computes the ratio of a response: `product` of its tokens' ratios, or
-            their `geometric` mean. A product leaves its bounds as responses get longer. The
-            geometric mean measures the average drift per token: bounds close to 1 suit responses of
-            thousands of tokens, and short responses need wider bounds.
+            their `geometric` mean. The product of a longer response is more often out of bounds.
+            The geometric mean measures the average drift per token: bounds close to 1 suit
+            responses of thousands of tokens, and short responses need wider bounds.
         token_veto: Smallest w, such as 1e-4. With any kind, a whole response gets weight 0 if one
             of its tokens has a smaller w. None means no veto.
 
@@ -254,11 +260,15 @@ def mismatch_statistics(
         clipped: Mask from `bounded_weights`. None means that nothing was corrected.
 
     Returns:
-        stats: float64 scalars. Sums over tokens, to add over micro-batches and workers: `tokens`,
-            `abs_difference` and `kl` (k3 estimate of KL(rollout || old)) in nats, `clipped`,
-            `unknown` (tokens with a NaN log-prob). Unknown tokens count in `tokens` and `clipped`,
-            but in no other sum. One maximum over tokens, to reduce by maximum:
-            `abs_difference_max`.
+        stats: float64 scalars. All are sums, to add over micro-batches and workers, except
+            `abs_difference_max`, which is a maximum over tokens.
+
+            - `tokens`: number of tokens.
+            - `abs_difference`, `abs_difference_max`: difference of log-probs, in nats.
+            - `kl`: k3 estimate of KL(rollout || old), in nats.
+            - `clipped`: number of tokens in the mask `clipped`.
+            - `unknown`: number of tokens with a NaN log-prob. They also count in `tokens` and
+              `clipped`, but their difference is taken as 0.
 
     Raises:
         ValueError: the shapes differ.

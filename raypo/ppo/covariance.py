@@ -20,13 +20,13 @@ from raypo.ppo.masked import keep, masked_moments
 from raypo.types import Experience
 
 _SEED_WORD = 5
-"""First number of the seed sequence for drawing tokens. Other parts of a run use 1 to 4 and 6."""
+"""First number of the seed for selecting tokens. Other parts of a run use other first numbers."""
 
 
 def with_covariant_tokens(
     experience: Experience, ppo: PPOSection, workers: Workers, *, seed: int, step: int
 ) -> Experience:
-    """Add the mask `covariant`: the tokens that clip_cov or kl_cov hold back.
+    """Add `covariant` to the experience: a mask of the tokens that clip_cov or kl_cov restrict.
 
     With other policy losses the experience is returned unchanged.
     """
@@ -41,21 +41,21 @@ def covariant_tokens(
 ) -> Tensor:
     """Select the tokens of high covariance in a step. All workers call it together.
 
-    A token's covariance is the product of its log-prob and advantage, each minus its mean over the
-    counted tokens of all workers.
+    A token's covariance is the product of its log-prob and its advantage. The mean over all tokens
+    that count in the loss, on all workers, is first subtracted from each of the two factors.
 
     - clip_cov: random tokens whose covariance is between `low` and `high`.
     - kl_cov: the tokens of largest covariance.
 
-    At most `fraction` of the counted tokens are selected, but at least one if any is eligible. The
-    selection does not depend on how rows are distributed over workers.
+    At most `fraction` of the tokens that count are selected, but at least one if any is eligible.
+    The selection does not depend on how rows are distributed over workers.
 
     Args:
         experience: This worker's rows, with old log-probs, advantages, and the indices of group,
             sample and row.
         ppo: The section `ppo` of the config, with its `policy_loss` and `covariance`.
-        workers: The workers that hold the whole step together.
-        seed: Seed of the draw, for clip_cov.
+        workers: The workers that together hold all rows of the step.
+        seed: Seed of the random selection, for clip_cov.
 
     Returns:
         covariant: [B, T] bool, False where masked.

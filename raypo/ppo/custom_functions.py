@@ -33,7 +33,7 @@ class StepScores:
     valid: Tensor  # [B] bool, False where scoring failed or no token was sampled
     num_tokens: Tensor  # [B] int64, sampled tokens
     truncated: Tensor  # [B] bool, the response ran into the limit
-    group_index: Tensor  # [B] int64, the samples of one draw of a prompt share it
+    group_index: Tensor  # [B] int64, the same for all samples of a group
     sample_index: Tensor  # [B] int64, within the group; conversations of one episode share it
     max_new_tokens: int
 
@@ -43,7 +43,7 @@ class StepRewards:
     """Argument of a custom advantage function, which returns advantages [B, T], or [B] per row."""
 
     scores: Tensor  # [B] float32, shaped; 0 where not valid
-    rewards: Tensor  # [B, T] float32, score at the last token, turn rewards, minus KL penalty
+    rewards: Tensor  # [B, T] float32: turn rewards + score (at the last token) - KL penalty
     mask: Tensor  # [B, T] bool, True on sampled tokens of valid rows
     valid: Tensor  # [B] bool
     truncated: Tensor  # [B] bool
@@ -63,7 +63,7 @@ def custom_surrogate(function: Callable[[Tokens], Any], label: str) -> Surrogate
 
     Args:
         function: The custom function.
-        label: `key (value)`, for messages.
+        label: Config key and value, like `ppo.policy_loss (module.function)`, for messages.
     """
 
     def surrogate(tokens: Tokens) -> TokenLoss:

@@ -49,8 +49,8 @@ def with_advantages(
             config needs them.
         ppo: The section `ppo` of the config.
         state: State after the previous step. Its KL coefficient is used in this step.
-        workers: The workers that hold the whole step together.
-        max_new_tokens: Longest response, in tokens.
+        workers: The workers that together hold all rows of the step.
+        max_new_tokens: Longest allowed response, in tokens.
         step: Step number, from 1. The critic's lambda may differ during the critic's warm-up.
 
     Returns:
@@ -58,7 +58,7 @@ def with_advantages(
             `loss_mask` excludes truncated responses. If samples have several rows, `sample_tokens`
             is added.
         metrics: Metrics over all workers.
-        scores: Moments of all scores up to this step.
+        scores: Moments of all scores so far, this step included.
     """
     if ppo.mask_truncated:
         kept = experience.counted & ~experience.truncated.unsqueeze(1)
@@ -98,7 +98,7 @@ def estimate_advantages(
             penalty, and values if the estimator has a critic.
         scores: Shaped score of each row.
         ppo: The section `ppo` of the config.
-        workers: The workers that hold the whole step together.
+        workers: The workers that together hold all rows of the step.
         kl_coef: Weight of the KL penalty in this step, in score per nat.
         step: Step number, from 1. The critic's lambda may differ during the critic's warm-up.
 
@@ -213,10 +213,10 @@ def _critic_advantages(
 
 
 def _with_sample_tokens(experience: Experience, workers: Workers) -> Experience:
-    """Add `sample_tokens`, the number of counted tokens in all rows of each row's sample.
+    """Add `sample_tokens`: for each row, the number of tokens that count in its whole sample.
 
-    The rows of a sample may be on several workers. If every sample has a single row, the experience
-    is returned unchanged.
+    A sample may have several rows, also on other workers. If every sample has a single row, the
+    experience is returned unchanged.
     """
     if all(workers.gather(bool(experience.is_first_row.all()))):
         return experience

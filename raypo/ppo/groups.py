@@ -104,11 +104,11 @@ def parts_over_workers(
 ) -> Tensor:
     """Compare each part of the score within its group, and normalise the weighted sum (GDPO).
 
-    Each part is turned into the advantages of `grpo`, so the weights do not depend on the ranges of
-    the parts. The weighted sum of these advantages is normalised to mean 0 and unbiased standard
-    deviation 1 over the samples of the step. A sample that lacks a part does not count in that
-    part's mean and deviation, and the part adds 0 to the sample's sum. All workers call it
-    together.
+    Each part is turned into the advantages of `grpo`, so a part with a wide range of values does
+    not dominate the sum. The weighted sum of these advantages is normalised to mean 0 and unbiased
+    standard deviation 1 over the samples of the step. A sample that lacks a part does not count in
+    that part's mean and deviation, and the part adds 0 to the sample's sum. All workers call this
+    function together.
 
     Args:
         parts: Parts of the score of each row of this worker, NaN for a part that a row lacks.

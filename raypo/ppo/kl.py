@@ -17,7 +17,7 @@ from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, keep
 KL_KINDS = ("k1", "k2", "k3")
 KL_LOSS_KINDS = ("k2", "k3", "k3_st")
 MAX_LOG_RATIO = 20.0
-"""Bound on log-ratios, in nats. Clamping them to it before exp avoids overflow."""
+"""Bound of log-ratios, in nats. They are clamped to it before exp, which could overflow."""
 MIN_LOG_PROB = -1e5
 """Floor of log-probs, in place of log 0, so that their differences are finite."""
 
@@ -102,10 +102,11 @@ def kl_reward_terms(
 ) -> Tensor:
     """Return the KL per token to subtract from rewards in `token_rewards` or `penalized_scores`.
 
-    In a reward, only k1 has the gradient of KL(policy || reference): the expectation of
-    l * grad log p is the gradient of the KL of the whole response, including how earlier tokens
-    lead to later states. k3 would give grad KL(policy || reference) - grad KL(reference || policy),
-    which may push the policy away from the reference model. k2 is biased too.
+    In a reward, only k1 has the gradient of KL(policy || reference). With l the log-ratio (k1) and
+    p the policy, the expectation of l * grad log p is the gradient of the KL of the whole response.
+    This gradient includes the effect of each token on later states. k3 would give
+    grad KL(policy || reference) - grad KL(reference || policy), which may push the policy away from
+    the reference model. k2 is biased too.
 
     Returns:
         kl: [B, T] in nats, 0 where masked, detached.
@@ -133,10 +134,13 @@ def kl_loss_terms(
 ) -> Tensor:
     """Return KL terms per token to aggregate and add to the loss.
 
-    Only `log_probs` gets a gradient. In expectation, k2 and k3_st have the gradient of
-    KL(policy || reference) of the next token in each state of a response. k3, as published with
-    GRPO, has the gradient of the reverse KL(reference || policy). k3_st has the value of k3. None
-    of them accounts for how a token leads to later states: only a penalty in the reward does.
+    Only `log_probs` gets a gradient. In expectation:
+
+    - k2 has the gradient of KL(policy || reference) of the next token, in each state of a response.
+    - k3, as published with GRPO, has the gradient of the reverse KL(reference || policy).
+    - k3_st has the value of k3 and the gradient of k2.
+
+    No kind accounts for the effect of a token on later states. A penalty in the reward does.
 
     Args:
         log_probs: Log-probs of the policy, in nats.
@@ -217,7 +221,8 @@ class KLController:
     target: float | None = None
     """Target KL in nats per response. None means a fixed coefficient."""
     horizon: float | None = None
-    """Responses over which a full correction is spread. None means a fixed coefficient."""
+    """Number of responses over which the coefficient changes by the relative error of the KL, which
+    is clipped to 20 %. None means a fixed coefficient."""
 
     def __post_init__(self) -> None:
         if self.coef < 0.0:
@@ -239,7 +244,7 @@ class KLController:
         """Return the controller for the next step.
 
         Args:
-            kl: Mean over the step's responses of their summed KL, in nats per response. NaN leaves
+            kl: Mean KL of the step's responses, each summed over its tokens, in nats. NaN leaves
                 the coefficient unchanged.
             num_responses: Responses of the step, over all workers.
 
@@ -264,5 +269,8 @@ class KLController:
         return {"coef": self.coef}
 
     def restored(self, state: dict[str, float]) -> KLController:
-        """Return the controller with the saved coefficient. A fixed one keeps its config value."""
+        """Return the controller with the saved coefficient.
+
+        A fixed coefficient keeps its value from the config.
+        """
         return self if self.target is None else replace(self, coef=state["coef"])

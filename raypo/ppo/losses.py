@@ -148,8 +148,10 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
         clip_low: The ratio is clipped to at least 1 - clip_low.
         clip_high: The ratio is clipped to at most 1 + clip_high. A value above `clip_low` is DAPO's
             clip-higher.
-        dual_clip: Bound of the loss of negative advantages, above 1. None means no bound.
-        cispo_low: The weight of cispo is at least 1 - cispo_low, in [0, 1]. None means no bound.
+        dual_clip: For a negative advantage, the loss is at most dual_clip * |advantage|. It must be
+            above 1. None means no bound.
+        cispo_low: With cispo, a token's weight is at least 1 - cispo_low. It must be in [0, 1].
+            None means no bound.
         covariant: Mask from `covariance.covariant_tokens`, for clip_cov and kl_cov.
         covariance_kl: Weight of the penalty of kl_cov.
         aggregation: See `aggregate`.
@@ -161,7 +163,7 @@ def policy_loss(  # noqa: PLR0913 (what each of the surrogates needs)
         loss: Scalar.
         stats: Sums over sampled tokens: `tokens`, `ratio`, `clipped` (the clip is active),
             `dual_clipped`, `clamped` (log-ratio outside +-`MAX_LOG_RATIO`), `approx_kl`
-            (ratio - 1 - log ratio, the k3 estimate of old against new).
+            (ratio - 1 - log ratio, the k3 estimate of KL(old || new)).
 
     Raises:
         ValueError: `kind` or `aggregation` is unknown, the shapes differ, or a bound is out of
@@ -256,8 +258,8 @@ def value_loss(
 
     Returns:
         loss: Scalar.
-        stats: Sums over sampled tokens: `tokens`, `clipped` (the clip is active), and for
-            `explained_variance` `error`, `squared_error`, `returns`, `returns_squared`.
+        stats: Sums over sampled tokens: `tokens`, `clipped` (the clip is active), and the inputs of
+            `explained_variance`: `error`, `squared_error`, `returns` and `returns_squared`.
 
     Raises:
         ValueError: `aggregation` is unknown, the shapes differ, or `value_clip` is not positive.

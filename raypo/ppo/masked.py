@@ -14,7 +14,7 @@ from torch import Tensor
 MIN_VARIANCE = 1e-8
 """Floor of the variance in whitening."""
 BLOCK_ELEMENTS = 2**17
-"""Tokens per block on a CPU. It affects speed only."""
+"""Number of elements of a block on a CPU. It affects speed only."""
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
@@ -169,7 +169,8 @@ def in_blocks(
     rows are one block.
 
     Args:
-        function: Function of a block of each tensor. It returns tensors that can be concatenated.
+        function: Function of one block of rows of each tensor. It returns a list of tensors, and
+            `in_blocks` concatenates them over the blocks.
         tensors: Tensors with the same number of rows.
         dtype: Dtype of the results. None means the dtype of the first tensor, but at least float32.
 

@@ -68,7 +68,10 @@ class PolicyOutput:
 
 
 def positive_mask(batch: Experience, ppo: PPOSection) -> Tensor:
-    """Return a mask [B, T] of counted tokens in responses that score at least `nll_min_score`."""
+    """Return a mask [B, T] of the tokens that count in the loss and belong to positive examples.
+
+    A positive example is a response that scores at least `ppo.nll_min_score`.
+    """
     return batch.counted & (batch.scores >= ppo.nll_min_score).unsqueeze(1)
 
 
@@ -87,8 +90,9 @@ def policy_objective(
     """Compute the policy loss: surrogate - entropy bonus + KL term (if `ppo.kl.placement` is loss).
 
     All three terms are aggregated in the same way. Weights of the rollout correction apply to the
-    surrogate, and to the KL term if it uses importance weights. With `ppo.nll_coef`, the mean
-    negative log-likelihood over all tokens of positive examples is added.
+    surrogate, and to the KL term if it uses importance weights. With `ppo.nll_coef`, that
+    coefficient times the mean negative log-likelihood of positive examples (`positive_mask`) is
+    added. This mean is over tokens.
 
     Args:
         log_probs: Log-probs under the current policy, with gradient.
@@ -97,7 +101,7 @@ def policy_objective(
             first update, and `log_probs` serve as the old ones.
         ppo: The PPO section.
         counts: Counts of the optimizer step.
-        max_new_tokens: Longest response, in tokens.
+        max_new_tokens: Longest allowed response, in tokens.
         kl_coef: Coefficient of the KL term in this step.
         entropy_coef: Coefficient of the entropy bonus in this step.
         surrogate: The surrogate that `ppo.policy_loss` names.

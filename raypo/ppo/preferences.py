@@ -1,4 +1,4 @@
-"""Losses of preference optimisation, on pairs or on single verdicts.
+"""Losses of preference optimisation, on pairs or on single desirable and undesirable responses.
 
 Notation: B pairs or responses. Log-probs are sums over a response's tokens, in nats. Losses are one
 number per row, not averaged.
@@ -44,7 +44,7 @@ class Responses:
 
 
 def is_per_token(kind: str) -> bool:
-    """Return whether a loss uses mean log-probs per token, independent of length."""
+    """Return True if a loss uses mean log-probs per token, so that length does not matter."""
     return kind in ("sigmoid_norm", "ipo", "simpo")
 
 
@@ -60,7 +60,8 @@ def pair_losses(
 ) -> Tensor:
     """Return the loss of each pair, [B].
 
-    With z = r(chosen) - r(rejected) - margin, and label smoothing e:
+    With the rewards r (`Responses.rewards`), z = r(chosen) - r(rejected) - margin, and label
+    smoothing e:
 
     - sigmoid: -(1 - e) log sigmoid(z) - e log sigmoid(-z). DPO: Rafailov et al. 2023,
       arXiv:2305.18290, eq. 7. Label smoothing: conservative DPO, Mitchell 2023. Margin: DPO with an
@@ -114,7 +115,7 @@ def kto_losses(
 
     Args:
         responses: The responses.
-        is_desirable: The verdict on each response.
+        is_desirable: True for desirable responses, False for undesirable ones.
         beta: Scale of the log-ratios.
         kl: Reference point (`kto_kl`): KL of policy and reference in nats per response, without
             gradient.

@@ -33,7 +33,7 @@ def overlong_penalty(
     Args:
         scores: Score of each response.
         num_tokens: Sampled tokens of each response.
-        max_tokens: Longest response, in tokens.
+        max_tokens: Longest allowed response, in tokens.
         buffer_tokens: Number of tokens before the limit over which the penalty grows from 0 to
             `factor`.
         factor: Penalty at the limit.
@@ -129,8 +129,8 @@ def shape_scores(
         experience: This worker's rows, with their raw scores.
         section: The section `ppo.shaping` of the config.
         seen: Moments of the scores of all earlier steps, before normalisation.
-        workers: The workers that hold the whole step together.
-        max_new_tokens: Longest response, in tokens.
+        workers: The workers that together hold all rows of the step.
+        max_new_tokens: Longest allowed response, in tokens.
 
     Returns:
         scores: [B], NaN where scoring failed.

@@ -15,7 +15,7 @@ from torch import Tensor
 from raypo.ppo.kl import MAX_LOG_RATIO, MIN_LOG_PROB
 
 TINY = 1e-8
-"""Floor of the probability of all other tokens together in `dppo_kl`, as in its public code."""
+"""Floor of 1 - p in `dppo_kl`, where p is the probability of a token, as in the public code."""
 
 SAPO_TEMPERATURES = (1.0, 1.05)
 """Published temperatures of the soft gate: for positive advantages, then for all others."""
@@ -68,6 +68,8 @@ class TokenLoss:
 
 def ppo(tokens: Tokens) -> TokenLoss:
     """Compute -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio per token.
+
+    With `dual_clip`, the loss of a token with negative advantage is at most dual_clip * |A|.
 
     Paper: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Yu et al. 2025, arXiv:2503.14476, eq. 8
         (clip-higher); Ye et al. 2020, arXiv:1912.09729 (dual-clip PPO).
@@ -200,13 +202,14 @@ def kl_cov(tokens: Tokens) -> TokenLoss:
 
 
 def dppo_tv(tokens: Tokens) -> TokenLoss:
-    """Compute -ratio * A, without tokens whose probability has moved too far.
+    """Compute -ratio * A, but 0 for tokens whose probability has moved too far.
 
     A token with a positive advantage has no loss and no gradient if its probability has risen by
     more than clip_high. A token with a negative advantage has neither if its probability has fallen
-    by more than clip_low. The change is the total variation between two binary distributions, this
-    token against all others, before the update and now. This bounds likely tokens, whose ratio
-    hardly changes, and leaves unlikely tokens free.
+    by more than clip_low. The absolute change of this probability is the total variation between
+    the old and the new distribution over two events: this token, or any other token. In contrast to
+    a clipped ratio, this bound restricts likely tokens, whose ratio hardly changes, and leaves
+    unlikely tokens free.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -219,9 +222,10 @@ def dppo_tv(tokens: Tokens) -> TokenLoss:
 
 
 def dppo_kl(tokens: Tokens) -> TokenLoss:
-    """Compute `dppo_tv` with another distance: KL(old || new) of this token against all others.
+    """Compute `dppo_tv` with another measure of a token's change, in nats.
 
-    clip_low and clip_high are in nats.
+    The measure is KL(old || new) of the distributions over two events: this token, or any other
+    token. clip_low and clip_high bound it, so they are in nats too.
 
     Raises:
         ValueError: `dual_clip` is set.
@@ -284,7 +288,10 @@ def _probabilities(tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _masked_surrogate(tokens: Tokens, distance: Tensor) -> TokenLoss:
-    """Compute -ratio * A, without tokens that moved past a bound in their advantage's direction."""
+    """Compute -ratio * A, but 0 for tokens that moved past a bound in their advantage's direction.
+
+    The clip's bounds are applied to `distance`, [B, T].
+    """
     ratio, change = _clamped_exp(tokens.log_ratio), tokens.log_ratio.detach()
     risen = (tokens.advantages > 0) & (change > 0) & (distance > tokens.clip_high)
     fallen = (tokens.advantages < 0) & (change < 0) & (distance > tokens.clip_low)

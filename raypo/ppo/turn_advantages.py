@@ -29,9 +29,9 @@ def turn_advantages(
     A turn's state is the text, in tokens, that the environment wrote since the policy's previous
     turn. The state of the first turn is the prompt. Turns of one prompt with the same state form a
     group, in whichever episode and at whichever position they occur. A turn's return is the
-    discounted sum of its own reward and the rewards of later turns. The rest of the score, which
-    turn rewards do not cover, is added to the last turn. `grpo` compares the returns of a group
-    like scores. All workers must call this function together.
+    discounted sum of its own reward and the rewards of later turns. The last turn's reward includes
+    the rest of the score, which the turn rewards do not cover. Within a group, returns are compared
+    as `grpo` compares scores. All workers must call this function together.
 
     Args:
         experience: This worker's rows.

@@ -29,7 +29,7 @@ from raypo.run.online_inputs import OnlineInputs
 from raypo.run.rounds_run import Place, RoundsRecipe, handed_out, learnable, place
 from raypo.run.run import Run
 from raypo.run.services import Services
-from raypo.types import Example, ScoredRollout, Taught
+from raypo.types import Example, Rollout, Taught
 
 
 def untaught_of(prompt_ids: np.ndarray, response_ids: np.ndarray) -> Taught:
@@ -38,9 +38,9 @@ def untaught_of(prompt_ids: np.ndarray, response_ids: np.ndarray) -> Taught:
     return Taught(prompt_ids, response_ids, nothing.astype(np.float32), nothing.astype(np.int32))
 
 
-def untaught_of_sample(scored: ScoredRollout) -> Taught:
+def untaught_of_sample(scored: Rollout) -> Taught:
     """Return a sample as an item without teacher log-probs; a teacher adds them later."""
-    return untaught_of(scored.rollout.prompt_ids, scored.rollout.response_ids)
+    return untaught_of(scored.prompt_ids, scored.response_ids)
 
 
 def read_by_teacher(item: Taught) -> np.ndarray:
@@ -49,7 +49,10 @@ def read_by_teacher(item: Taught) -> np.ndarray:
 
 
 class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
-    """Distillation recipe: the policy learns a teacher's distributions on samples or texts."""
+    """Distillation recipe: the policy learns a teacher's distributions.
+
+    They are computed on the policy's own samples or on given texts.
+    """
 
     def __init__(self, run: Run[DistillationConfig], inputs: OnlineInputs) -> None:
         """Load the given texts, if the config has any."""
@@ -94,7 +97,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         return replace(super().scorer(services), reference=None)
 
     def select(
-        self, scored: Sequence[ScoredRollout], services: Services, step: int
+        self, scored: Sequence[Rollout], services: Services, step: int
     ) -> tuple[dict[Place, Taught], dict[str, float]]:
         """Return this worker's samples and share of texts, with teacher log-probs, and metrics.
 
@@ -110,7 +113,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
             return {place(each): untaught for each, untaught in sampled}, metrics
         pupils: dict[str, dict[Place, Taught]] = {path: {} for path in teacher_of.values()}
         for each, untaught in sampled:
-            pupils[teacher_of[str(each.rollout.data_source)]][place(each)] = untaught
+            pupils[teacher_of[str(each.data_source)]][place(each)] = untaught
         if self.texts is not None:
             rollout = self.run.config.rollout
             count = rollout.prompts_per_step - self.run.config.prompts_answered
@@ -162,13 +165,13 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         }
 
     def _sampled(
-        self, scored: Sequence[ScoredRollout]
-    ) -> tuple[list[tuple[ScoredRollout, Taught]], dict[str, float]]:
+        self, scored: Sequence[Rollout]
+    ) -> tuple[list[tuple[Rollout, Taught]], dict[str, float]]:
         """Return the samples to learn, with their teacher prompts, and metrics that count them."""
         if self.teacher_prompts is None:
             usable = [each for each in scored if is_trainable(each)]
             return [(each, untaught_of_sample(each)) for each in usable], {}
-        sampled: list[tuple[ScoredRollout, Taught]] = []
+        sampled: list[tuple[Rollout, Taught]] = []
         most, too_long = self.run.config.distillation.max_teacher_prompt_tokens, 0
         for group in learnable(scored):
             for each, prompt in zip(group, self.teacher_prompts(group), strict=True):
@@ -184,7 +187,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         names = ("selection/responses", "selection/prompts_too_long")
         return sampled, dict(zip(names, counts, strict=True))
 
-    def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
+    def describe(self, scored: list[Rollout]) -> dict[str, float]:
         """Return metrics of all workers' rollouts, without scores if no reward is configured."""
         metrics = super().describe(scored)
         if self.inputs.reward_function or self.run.config.judges:

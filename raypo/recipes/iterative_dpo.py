@@ -14,9 +14,9 @@ from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
 from raypo.run.rounds_run import Place, RoundsRecipe, handed_out, learnable, place, prompt_cell
 from raypo.run.services import Services
-from raypo.types import Pair, ScoredRollout
+from raypo.types import Pair, Rollout
 
-Compared = tuple[ScoredRollout, ScoredRollout]
+Compared = tuple[Rollout, Rollout]
 """Best and worst sample of a prompt."""
 
 
@@ -28,12 +28,12 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
         return PreferenceTask(load_policy(self.run.config.model), self.run.config.dpo)
 
     def select(
-        self, scored: Sequence[ScoredRollout], services: Services, step: int
+        self, scored: Sequence[Rollout], services: Services, step: int
     ) -> tuple[dict[Place, Pair], dict[str, float]]:
         """Pair the best sample of each prompt with its worst; also write the pairs to `pairs/`."""
         compared = best_and_worst(scored, min_gap=self.run.config.iterative_dpo.min_gap)
         self.write_table("pairs", step, {place(best): row(best, w) for best, w in compared})
-        groups = {each.rollout.group_index for each in scored}
+        groups = {each.group_index for each in scored}
         gap = sum(best.score - worst.score for best, worst in compared)
         counts = self.run.workers.sum(as_tensor(len(compared), len(groups), gap)).tolist()
         pairs, prompts, total = counts
@@ -67,7 +67,7 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
         }
 
 
-def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[Compared]:
+def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[Compared]:
     """Return the best and the worst sample of each group.
 
     Groups whose two scores are tied, or closer than `min_gap`, are left out. Among samples with
@@ -82,28 +82,28 @@ def best_and_worst(scored: Sequence[ScoredRollout], *, min_gap: float) -> list[C
     return compared
 
 
-def pair_of(best: ScoredRollout, worst: ScoredRollout) -> Pair:
+def pair_of(best: Rollout, worst: Rollout) -> Pair:
     """Return the pair to learn. Its `margin` stays 0: only the order of the scores counts."""
     known = best.ref_log_probs, worst.ref_log_probs
     return Pair(
-        best.rollout.prompt_ids,
-        best.rollout.response_ids,
-        worst.rollout.response_ids,
+        best.prompt_ids,
+        best.response_ids,
+        worst.response_ids,
         ref_log_probs=None
         if known[0] is None or known[1] is None
         else (float(known[0].sum()), float(known[1].sum())),
     )
 
 
-def row(best: ScoredRollout, worst: ScoredRollout) -> dict[str, Any]:
+def row(best: Rollout, worst: Rollout) -> dict[str, Any]:
     """Return a pair as a row that `data.prompts` of the recipes dpo and reward_model can read."""
-    label = best.rollout.label
+    label = best.label
     return {
         "prompt": prompt_cell(best),
-        "chosen": best.rollout.response,
-        "rejected": worst.rollout.response,
+        "chosen": best.response,
+        "rejected": worst.response,
         "label": None if label is None else str(label),
         "chosen_score": best.score,
         "rejected_score": worst.score,
-        "prompt_index": best.rollout.prompt_index,
+        "prompt_index": best.prompt_index,
     }

@@ -16,7 +16,6 @@ from typing import Any
 
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, PPOSection
-from raypo.data.stream import Draw
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
@@ -24,10 +23,11 @@ from raypo.ppo.controllers import ReferenceKL, UpdateState
 from raypo.ppo.corrections import mismatch_metrics, with_corrections
 from raypo.ppo.covariance import with_covariant_tokens
 from raypo.ppo.estimators import with_advantages
-from raypo.rollout.async_rollouts import AsyncRollouts
+from raypo.rollout.async_rollouts import AsyncRollouts, SampleAndScore
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler
-from raypo.rollout.dynamic_sampling import StepBatch
+from raypo.rollout.dynamic_sampling import Collected, StepBatch
+from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sharding import shard, to_experience
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
@@ -40,7 +40,7 @@ from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_services
 from raypo.run.utilization import Utilization
 from raypo.run.weight_pusher import WeightPusher
-from raypo.types import Experience, ScoredRollout
+from raypo.types import Experience, Prompt, Rollout
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
@@ -86,13 +86,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             if ahead:  # 4. rollouts: its threads sample, score and filter ahead of the update
                 batch = ahead.take(step, clock)
             else:
-                filling = StepBatch.from_config(config)
-                while filling.num_wanted:  # prompts that `ppo.filter` drops are replaced
-                    draws = inputs.source.draw(filling.num_wanted, workers)
-                    scored = score(draws, clock, workers)
-                    inputs.source.learn(inputs.source.outcomes(scored, workers))
-                    filling.add(scored, workers)
-                batch = filling.collected(workers)
+                batch = fill_batch(config, inputs.source, score, clock, workers)
             dealt = shard(
                 batch.trained,
                 minibatch_size=config.ppo.minibatch_size,
@@ -150,16 +144,32 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         return records.finish()
 
 
+def fill_batch(
+    config: PPOConfig,
+    source: PromptSource,
+    score: SampleAndScore,
+    clock: Clock,
+    workers: Workers,
+) -> Collected:
+    """Sample, score and filter a step's rollouts. Prompts that `ppo.filter` drops are replaced."""
+    filling = StepBatch.from_config(config)
+    while filling.num_wanted:
+        scored = score(source.draw(filling.num_wanted, workers), clock, workers)
+        source.learn(source.outcomes(scored, workers))
+        filling.add(scored, workers)
+    return filling.collected(workers)
+
+
 def sample_and_score(
     config: PPOConfig,
     sampler: Sampler,
     scorer: Scorer,
     phases: Phases,
-    draws: Sequence[Draw],
+    prompts: Sequence[Prompt],
     clock: Clock,
     workers: Workers,
-) -> list[ScoredRollout]:
-    """Sample responses to this worker's draws; add their scores and reference log-probs.
+) -> list[Rollout]:
+    """Sample responses to this worker's prompts; add their scores and reference log-probs.
 
     This is called once for a step's prompts, and again to replace groups that `ppo.filter` drops.
     In the asynchronous modes background threads call it, each with its own clock and process group.
@@ -167,7 +177,7 @@ def sample_and_score(
     phases.enter(Phase.GENERATE)
     scoring = scorer.begin()
     rollouts = sampler.sample(
-        draws,
+        prompts,
         workers,
         on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling
     )

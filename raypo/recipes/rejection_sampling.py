@@ -11,7 +11,7 @@ from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
 from raypo.run.rounds_run import Place, RoundsRecipe, learnable, place, prompt_cell
 from raypo.run.services import Services
-from raypo.types import Example, ScoredRollout
+from raypo.types import Example, Rollout
 
 
 class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
@@ -22,14 +22,14 @@ class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
         return ResponseTask(load_policy(self.run.config.model))
 
     def select(
-        self, scored: Sequence[ScoredRollout], services: Services, step: int
+        self, scored: Sequence[Rollout], services: Services, step: int
     ) -> tuple[dict[Place, Example], dict[str, float]]:
         """Select the best samples of each prompt; also write them to `selected/`."""
         section = self.run.config.rejection_sampling
         kept = best_of(scored, section)
         self.write_table("selected", step, {place(each): row(each) for each in kept})
-        groups = {each.rollout.group_index for each in scored}
-        with_some = {each.rollout.group_index for each in kept}
+        groups = {each.group_index for each in scored}
+        with_some = {each.group_index for each in kept}
         counts = as_tensor(len(kept), len(groups), len(with_some), sum(s.score for s in kept))
         responses, prompts, served, total = self.run.workers.sum(counts).tolist()
         metrics = {
@@ -44,15 +44,12 @@ class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
             )
         if not section.train:
             return {}, metrics
-        return {
-            place(each): Example(each.rollout.prompt_ids, each.rollout.response_ids)
-            for each in kept
-        }, metrics
+        return {place(each): Example(each.prompt_ids, each.response_ids) for each in kept}, metrics
 
 
-def best_of(scored: Sequence[ScoredRollout], section: SelectionSection) -> list[ScoredRollout]:
+def best_of(scored: Sequence[Rollout], section: SelectionSection) -> list[Rollout]:
     """Return the best samples of each group; among equal scores the first sampled ones win."""
-    kept: list[ScoredRollout] = []
+    kept: list[Rollout] = []
     for group in learnable(scored):
         best = sorted(group, key=lambda each: -each.score)
         if section.min_score is not None:
@@ -60,20 +57,19 @@ def best_of(scored: Sequence[ScoredRollout], section: SelectionSection) -> list[
         if section.distinct:
             # A dict keeps the last of equal keys. In reverse order, that is the best and first
             # sampled one of equal responses.
-            best = list({each.rollout.response_ids.tobytes(): each for each in best[::-1]}.values())
-            best.sort(key=lambda each: (-each.score, each.rollout.sample_index))
+            best = list({each.response_ids.tobytes(): each for each in best[::-1]}.values())
+            best.sort(key=lambda each: (-each.score, each.sample_index))
         kept += best[: section.top_k]
     return kept
 
 
-def row(scored: ScoredRollout) -> dict[str, Any]:
+def row(scored: Rollout) -> dict[str, Any]:
     """Return a response as a row that `data.prompts` of the recipe sft can read."""
-    rollout = scored.rollout
     return {
         "prompt": prompt_cell(scored),
-        "response": rollout.response,
-        "label": None if rollout.label is None else str(rollout.label),
+        "response": scored.response,
+        "label": None if scored.label is None else str(scored.label),
         "score": scored.score,
-        "finish_reason": rollout.finish_reason,
-        "prompt_index": rollout.prompt_index,
+        "finish_reason": scored.finish_reason,
+        "prompt_index": scored.prompt_index,
     }

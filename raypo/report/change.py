@@ -11,8 +11,9 @@ from typing import Any
 from raypo.storage.run_files import RunFiles
 
 MIN_UNITS = 10
-"""Minimum number of prompts for an interval, and minimum number of prompts with a changed score for
-the direction of a paired change. With fewer, the coverage of the interval is no longer 95 %."""
+"""Minimum number of prompts for an interval. A paired change also needs this number of prompts
+whose score changed, or it has no direction. With fewer prompts, the interval would not cover
+95 %."""
 MIN_STEPS = 5
 """Minimum number of first steps, and of last steps, for a comparison of their means."""
 
@@ -105,7 +106,7 @@ def unpaired_change(
 
 
 def t_quantile(degrees: float) -> float:
-    """Return the 97.5 % quantile of Student's t, the half-width of a 95 % interval."""
+    """Return the 97.5 % quantile of Student's t: half of a 95 % interval, in standard errors."""
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, 0.975))
@@ -162,12 +163,13 @@ def lead_words(
     label: str = "held-out score",
     steps: Mapping[str, int] | None = None,
 ) -> str:
-    """Return a text on the lead of the best of several models over the second, on shared prompts.
+    """Return a sentence that compares the best of several models with the second best.
 
     Args:
-        scores: Maps two or more names to their scores of the same prompts.
+        scores: Scores of the same prompts, for two or more models by name.
         label: Label of the scores.
-        steps: Maps names to the steps of the scores. None omits the steps from the text.
+        steps: Steps at which the models were scored, by name. None omits the steps from the
+            sentence.
     """
     means = {name: statistics.fmean(each.values()) for name, each in scores.items()}
     best, second = sorted(means, key=lambda name: -means[name])[:2]
@@ -224,7 +226,7 @@ def change_over_steps(
 def _of_a_step(
     row: Mapping[str, Any], samples_per_prompt: int | None
 ) -> tuple[float, float, float] | None:
-    """Return mean, variance and number of prompts.
+    """Return a step's mean score, variance and number of prompts, or None if they are unknown.
 
     The variance is that of the samples, an upper bound of the variance of prompt means.
     """

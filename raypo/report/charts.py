@@ -33,9 +33,9 @@ def line_chart(
     Args:
         title: Title of the chart.
         rows_by_run: Metrics by step for each run.
-        metrics: A metric's name, or names mapped to legend labels.
+        metrics: Name of a metric, or legend labels of several metrics by name.
         y_title: Unit of the vertical axis.
-        reference: Maps a run to a value that is drawn as a dashed horizontal line.
+        reference: Values to draw as dashed horizontal lines, by run.
         reference_name: Legend label of the dashed line.
         note: A sentence under the title.
         wide: True for the whole width of the page.
@@ -161,7 +161,7 @@ def parallel_chart(
     Args:
         title: Title of the chart.
         rows: One row per trial. Rows without the metric of `colour` are skipped.
-        columns: Maps keys of the rows to axis labels. Text values become ticks.
+        columns: Axis labels by key of the rows. String values become ticks.
         colour: Key of the metric that colours a line.
     """
     seen = _rows_with(rows, colour)
@@ -199,7 +199,7 @@ def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | No
 
 
 def spans_decades(values: Sequence[Any]) -> bool:
-    """Return whether values need a logarithmic axis: all are positive and span two decades."""
+    """Return True if values need a logarithmic axis: all are positive and span two decades."""
     if not values or not all(_is_number(value) and value > 0 for value in values):
         return False
     return max(values) >= 100 * min(values)

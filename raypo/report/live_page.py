@@ -22,11 +22,11 @@ _HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
 def make_app(make_page: Callable[[], Page], version: Callable[[], str], *, token: str) -> Starlette:
-    """Return the application, which is read-only: GET / is the page.
+    """Return the application. It is read-only, and GET / returns the page.
 
     Args:
-        make_page: Builds the page from the run's files.
-        version: Returns a text that changes with the files.
+        make_page: Function that builds the page from the run's files.
+        version: Function that returns a string, which differs after the files have changed.
         token: Token that a request must have, as `?token=...` in the address or as bearer token.
     """
     lock = threading.Lock()

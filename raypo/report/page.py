@@ -116,8 +116,9 @@ class Samples:
     """A sample browser: filters by step and score, token colours, and one prompt across steps.
 
     Each sample is a mapping with `run`, `step`, `prompt`, `response` and optionally `prompt_id`,
-    `label`, `score`, `advantage`, `kl`, `finish`, `held_out`, `num_tokens`, and per token `tokens`
-    (texts), `advantages`, `changes` (log-prob minus that of the reference).
+    `label`, `score`, `advantage`, `kl`, `finish`, `held_out` and `num_tokens`. Optional lists with
+    one entry per token are `tokens` (strings), `advantages`, and `changes` (log-prob minus that of
+    the reference).
     """
 
     samples: Sequence[Mapping[str, Any]]
@@ -206,7 +207,10 @@ class Page:
 
 
 def pack(text: str) -> str:
-    """Compress a text to base64, which is a third as large and cannot close the script element."""
+    """Compress a string with gzip and encode it in base64.
+
+    The result is about a third as large, and cannot close the script element that contains it.
+    """
     packed = gzip.compress(text.encode("utf-8", "replace"), compresslevel=9, mtime=0)
     return base64.b64encode(packed).decode()
 

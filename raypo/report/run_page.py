@@ -58,7 +58,7 @@ from raypo.storage.run_files import RunFiles
 from raypo.tracking.warnings import findings, seconds_by_phase
 
 RECENT = 10
-"""Number of recent steps whose median a card shows for rates and times."""
+"""Number of last steps over which an overview tile shows the median of a rate or time."""
 _TILES = [metric for metric in METRICS.values() if metric.tile]
 
 
@@ -150,7 +150,10 @@ def with_the_start(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
-    """Return each run's value before any update, of the first named metric that has one."""
+    """Return each run's value of a metric before the first update.
+
+    If several metrics are named, the first of them that has such a value is used.
+    """
     found: dict[str, float] = {}
     for run, rows in curves.items():
         own = [row for row in rows[:2] if row["step"]]  # without the row of `with_the_start`
@@ -161,7 +164,7 @@ def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
 
 
 Evaluations = Mapping[int, Mapping[Any, float]]
-"""Step -> held-out score of each prompt."""
+"""Held-out score of each prompt, for each evaluation by its step."""
 
 
 def _headline(
@@ -198,7 +201,10 @@ def _headline(
 
 
 def _comparison(runs: Mapping[str, RunData]) -> str:
-    """Return a text on the run with the best last held-out score, if the scores are comparable."""
+    """Return a sentence on which run has the best last held-out score.
+
+    If the scores are not comparable, the sentence says why.
+    """
     unknown = "Which of them is best is not decided:"
     last = {name: (run.files.rollout_steps(held_out=True) or [0])[-1] for name, run in runs.items()}
     if not all(last.values()):
@@ -289,7 +295,10 @@ def _drawn(plot: Plot, curves: RowsByRun) -> Chart | None:
 
 
 def _scores(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
-    """Return the score charts, with dashed initial values. A separate grader gets separate axes."""
+    """Return the score charts, with a dashed line at each initial value.
+
+    If training and evaluation have different reward functions, each has a separate chart.
+    """
 
     def chart(title: str, metrics: dict[str, str], **options: Any) -> Chart | None:
         start = _start(curves, *sorted(metrics))  # prefers the held-out metric

@@ -1,4 +1,6 @@
-"""Selection of samples for a run's page: texts before and after training, and samples to browse."""
+"""Selection of samples for a run's page: a table of responses before and after training, and
+samples to browse.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ Value = TypeVar("Value")
 
 MAX_STEPS = 20
 MAX_SAMPLES = 1200
-"""Maximum number of trained samples of one run on the page."""
+"""Maximum number of training samples of one run on the page."""
 MAX_TOKENS = 250_000
-"""Maximum number of tokens in the trained samples of one run. They take about 2 MB of the page."""
+"""Maximum number of tokens in the training samples of one run. They take about 2 MB of the page."""
 MAX_HELD_OUT_STEPS = 8
 MAX_HELD_OUT_PROMPTS = 32
 MAX_HELD_OUT_TOKENS = 50_000
@@ -31,15 +33,20 @@ MAX_HELD_OUT_TOKENS = 50_000
 MAX_RESPONSE_TOKENS = 2000
 """Maximum number of tokens shown of a response. The page shows how many are left out."""
 MAX_PROMPTS = 6
-"""Maximum number of rows in the table of texts before and after."""
+"""Maximum number of prompts in the table that compares responses before and after training."""
 MAX_CHARACTERS = 400
-"""Maximum length of a text in the table of texts before and after, in characters."""
+"""Maximum number of characters of a prompt or response in the table that compares responses before
+and after training. Longer ones are cut."""
 PLACES = {"low": 0.1, "middle": 0.5, "high": 0.9}
-"""Quantiles of the scores at which typical samples are taken."""
+"""Quantiles of a step's scores. The samples with these scores are taken as typical."""
 
 
 def before_and_after_texts(section: Section, files: RunFiles) -> None:
-    """Fill the section with held-out samples. If none are saved, use trained samples."""
+    """Add a table of responses before and after training to the section.
+
+    The responses are held-out samples of the first and the last evaluation. If fewer than two
+    evaluations are saved, they are training samples of the first and the last saved step.
+    """
     steps = files.rollout_steps(held_out=True)
     if len(steps) > 1:
         _same_prompts(section, files, steps[0], steps[-1])
@@ -153,7 +160,10 @@ def _cut(text: str) -> str:
 
 
 def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group rows by sample, in order. An agent's episode may have several conversations (rows)."""
+    """Group rows by sample, in the order in which the samples first appear.
+
+    A sample has several rows if an agent's episode has several conversations.
+    """
     found: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         found.setdefault((row["group_index"], row["sample_index"]), []).append(row)
@@ -166,9 +176,9 @@ def num_tokens(sample: Sequence[Row]) -> int:
 
 
 def run_samples(files: RunFiles, config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return samples to browse: those of some held-out prompts, and some trained samples.
+    """Return samples to browse: those of some held-out prompts, and some training samples.
 
-    Trained samples are chosen from evenly spaced steps; see `choose`.
+    Training samples are chosen from evenly spaced steps; see `choose`.
     """
     tokenizer = tokenizer_of(files, config)
     held_out: dict[int, Sequence[Sequence[Row]]] = {}
@@ -210,11 +220,14 @@ def _that_fit(
 
 
 def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[list[Row]]:
-    """Return at most `count` samples: the best, the worst, the longest, recurring prompts, others.
+    """Return at most `count` samples of a step.
+
+    The best, the worst and the longest samples come first, then samples of recurring prompts, then
+    all others.
 
     Args:
         rows: The rollouts of a step.
-        seen: Prompt -> number of the page's steps in which it occurs.
+        seen: Number of the shown steps in which each prompt occurs, by prompt index.
         count: Maximum number of samples.
     """
     samples = by_sample(rows)
@@ -296,7 +309,7 @@ class Turn:
     by_policy: bool
     text: str
     reward: float = 0.0
-    """Reward of the turn, if it is one of the policy."""
+    """Reward of a turn of the policy, summed over its tokens. It is 0 for the environment."""
     tools: Sequence[str] = ()
     """Descriptions of the tool calls after the turn."""
 
@@ -314,7 +327,11 @@ def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
 
 
 def _stretches(row: Row) -> list[tuple[bool, int, int]]:
-    """Return a tuple (is by policy, begin, end) for each part of a response."""
+    """Return a tuple (is by policy, begin, end) for each part of a response.
+
+    A part is a turn of the policy, or what the environment wrote between two turns. Begin and end
+    (exclusive) are token indices.
+    """
     found, first = [], 0
     for turn, run in groupby(row["turn_index"] or [0] * len(row["response_ids"])):
         end = first + len(list(run))
@@ -324,10 +341,10 @@ def _stretches(row: Row) -> list[tuple[bool, int, int]]:
 
 
 def _tool_uses(row: Row) -> dict[int, list[str]]:
-    """Map the end of a turn to descriptions of the tool calls after it.
+    """Return descriptions of tool calls, by the token index at which the turn before them ends.
 
-    If an agent has several conversations, the conversation of a call is unknown. All calls are then
-    at the end of the first conversation.
+    If an agent has several conversations, it is unknown in which of them a call was made. All calls
+    are then placed at the end of the first conversation.
     """
     episode = row["episode"] or {}
     ends = [end for by_policy, _, end in _stretches(row) if by_policy]

@@ -30,7 +30,7 @@ def print_samples(
     """Print samples of a step as panels.
 
     Args:
-        files: The run.
+        files: Files of the run.
         step: A step whose rollouts are saved.
         order: One of ORDERS. None means evenly spaced samples.
         count: Maximum number of samples.
@@ -79,7 +79,7 @@ def _title(rows: Sample) -> str:
 
 
 def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
-    """Return prompt and turns, each with its author, because files and logs have no styles."""
+    """Format a sample. Each turn begins with its author, as colours are lost in files."""
     from rich.console import Group
     from rich.rule import Rule
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""Verdict on a run in words, from its metrics and its held-out answers."""
+"""Verdict on a run in words, from its metrics and its held-out scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from raypo.storage.summary import sample_totals
 from raypo.tracking.warnings import seconds_by_phase
 
 MIN_START_SHARE = 0.1
-"""Smallest share of a run's time outside of steps that the text mentions."""
+"""Share of a run's duration. The verdict mentions the time outside of steps if it is larger."""
 
 
 def headline(
@@ -49,7 +49,7 @@ def headline(
         wall_s: Duration of the run, in seconds. None means unknown.
         config: The resolved config, which names the reward functions.
         held_out: Steps of the first and the last saved evaluation, and the change of their scores.
-        evaluations: Step -> held-out score of each prompt, in the order of the steps.
+        evaluations: Held-out score of each prompt, for each evaluation by its step, in order.
     """
     config = config or {}
     if not rows:
@@ -65,7 +65,7 @@ def headline(
 def learned(files: RunFiles) -> str:
     """Return the report's sentences on learning, for the console.
 
-    The text is empty if no step has ended, or if scipy is missing, which the extra `report` brings.
+    The text is empty if no step has ended, or if scipy (of the extra `report`) is not installed.
     """
     rows = files.metrics()
     if not rows or find_spec("scipy") is None:
@@ -85,7 +85,7 @@ _STATUS = {
 def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
     """Return the function that computes `eval/score_mean`.
 
-    The result is None if training uses the same function.
+    The result is None if the score in training comes from this function and no other source.
     """
     reward, evaluation = config.get("reward") or {}, config.get("eval") or {}
     trained, held_out = own_functions(config.get("data") or {}), own_functions(evaluation)
@@ -104,7 +104,7 @@ def own_functions(section: Mapping[str, Any]) -> list[str]:
 
 
 def _judges(config: Mapping[str, Any]) -> str:
-    """Return a text on the graders, if held-out responses are not graded like those in training."""
+    """Name the graders of training and of held-out responses. The text is empty if they agree."""
     held_out = judge_of_held_out(config)
     reward = config.get("reward") or {}
     models = [short_name(each["path"]) for each in (config.get("model") or {}).get("reward") or ()]
@@ -120,7 +120,7 @@ def _judges(config: Mapping[str, Any]) -> str:
 
 
 def _samples(rows: Sequence[Row]) -> str:
-    """Describe the outcomes of the samples, unless all were trained on."""
+    """Describe the outcomes of the samples, unless all of them were trained on."""
     totals = sample_totals(rows)
     if not totals or totals["trained"] == totals["sampled"]:
         return ""
@@ -159,9 +159,9 @@ def _learning(
 ) -> str:
     """Return the verdict on learning.
 
-    It rests on paired held-out answers if they are saved, and otherwise on training metrics.
-
-    Held-out metrics without saved answers are appended as measured.
+    It is based on the held-out scores of the same prompts in two evaluations, if they are saved and
+    suffice, and otherwise on a training metric. In the second case, held-out metrics are appended
+    without an interval.
     """
     name, label, sign, *_ = next((each for each in TRAINED if each.name in rows[-1]), TRAINED[0])
     samples = (config.get("rollout") or {}).get("samples_per_prompt")
@@ -230,7 +230,10 @@ def _held_out_text(rows: Sequence[Row], first: int, last: int, change: Change) -
 
 
 def _trend(evaluations: Mapping[int, Mapping[Any, float]]) -> str:
-    """Return a text on the last third of three or more evaluations, the best one, and a dip."""
+    """Describe the held-out score over the evaluations: its last third, its maximum, and a dip.
+
+    The text is empty if there are fewer than three evaluations.
+    """
     steps = list(evaluations)
     if len(steps) < 3:
         return ""
@@ -248,9 +251,10 @@ def _trend(evaluations: Mapping[int, Mapping[Any, float]]) -> str:
 
 
 def dip(evaluations: Mapping[int, Mapping[Any, float]]) -> tuple[int, str] | None:
-    """Return the step and a text on a held-out score that fell clearly below the start on the way.
+    """Return the step of the lowest held-out score, and a description of how long it was low.
 
-    The result is None if there was no such fall, or if the last evaluation is the lowest.
+    The result is None if the score never fell clearly below the first one, or if the lowest score
+    is that of the last evaluation.
     """
     steps = list(evaluations)
     means = {step: fmean(scores.values()) for step, scores in evaluations.items()}

@@ -26,7 +26,8 @@ class RewardBySource:
         """Store the import paths; functions are imported when they are first called.
 
         Args:
-            functions: Maps the name of a source to `file.py:name` or `package.module:name`.
+            functions: Import path (`file.py:name` or `package.module:name`) of the function of
+                each source, by the source's name.
             common: Function or import path for all other sources. None means that every source has
                 its own function.
             key: Config key of `functions`, for error messages.

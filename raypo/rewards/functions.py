@@ -21,10 +21,10 @@ from raypo.types import Rollout
 
 
 class OneAtATime:
-    """Reward function that runs in this process. All instances share a lock: one call at a time.
+    """Reward function that runs in this process, one call at a time.
 
-    Several batches, of training and of evaluation, may be scored concurrently. Thanks to the lock,
-    reward functions need not be thread-safe.
+    All instances share a lock. Batches of training and of evaluation may be scored concurrently,
+    and thanks to the lock, reward functions need not be thread-safe.
     """
 
     _turn = threading.Lock()
@@ -85,8 +85,8 @@ def open_function(
     Args:
         section: Section of the config that names the function and its limits.
         given: A function passed in Python. It takes precedence over `section.function`.
-        by_source: Maps the name of a source to the import path of its own function, which takes
-            precedence over both.
+        by_source: Import paths of the functions of single sources, by the source's name. For its
+            source, such a function takes precedence over both.
         log: File to which the worker processes append what the function prints.
 
     Returns:
@@ -113,7 +113,8 @@ def evaluation_function(
 ) -> RewardFunction | None:
     """Return the function that scores evaluations.
 
-    A source's own function comes first, then `eval.function`, then `otherwise`.
+    A response is scored by the function of its source, else by `eval.function`, else by
+    `otherwise`.
     """
     own = load_function(section.function, key="eval.function") if section.function else None
     by_source = functions_of(section.prompts)
@@ -135,7 +136,7 @@ def _in_this_process(function: RewardFunction, timeout_s: float | None, key: str
 
 
 def open_servers(section: RewardSection) -> dict[str, RewardFunction]:
-    """Return the reward functions of `reward.url` and `reward.judge.url`, by source of scores."""
+    """Return the reward functions of `reward.url` and `reward.judge.url`, as `url` and `judge`."""
     judge = section.judge if section.judge and section.judge.url else None
     if section.url is None and judge is None:
         return {}

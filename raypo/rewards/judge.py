@@ -73,8 +73,8 @@ class Judge:
     """Reward function that asks a language model for grades.
 
     A score has these named parts: the grade of each criterion, `judge_ungraded` (fraction of the
-    criteria without a grade) and `judge_s` (mean seconds of the requests for a criterion). The
-    judge's answers are the score's named texts: `judge`, or `judge/<criterion>`.
+    criteria without a grade) and `judge_s` (mean seconds of the requests for a criterion). It also
+    has the judge's answers as named texts, called `judge` or `judge/<criterion>`.
 
     Paper: Gunjal et al. 2025, arXiv:2507.17746, eq. 1, for the weighted mean over criteria.
     """
@@ -85,7 +85,8 @@ class Judge:
         Args:
             section: Template, criteria and grades.
             ask: Function that gets the judge's answers.
-            max_attempts: Most answers to request for one grade if the temperature is above 0.
+            max_attempts: Maximum number of requests until the judge names a grade, if the
+                temperature is above 0. With temperature 0 there is one request.
         """
         self._section, self._ask = section, ask
         self._criteria = section.criteria or {"": Criterion(text="one grade")}
@@ -173,7 +174,7 @@ class Judge:
             found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text.casefold())
             return by_word[found[-1]] if found else None
         lowest, highest = section.grades
-        # 4/5 and 4.0 of 5.0 are a 4
+        # With 5 as the highest grade, read 4/5 and 4.0 of 5.0 as 4.
         text = re.sub(
             rf"(?:\s*(?:/|out of)|(?<=\d)\s+of)\s*{highest:g}(?:\.0+)?(?!\w|\.\d)", "", text
         )
@@ -206,7 +207,7 @@ class Judge:
 
 
 def _conversation(rollout: Rollout) -> str:
-    """Return the prompt as text. Several chat messages are written with their roles."""
+    """Return the prompt as text. If it has several chat messages, each begins with its role."""
     if not rollout.messages:
         return rollout.prompt
     if len(rollout.messages) == 1:

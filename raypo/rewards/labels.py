@@ -1,4 +1,7 @@
-"""Find the check of a source's labels, which depends on the function that scores its responses."""
+"""Look up the function that checks the labels of a prompt source.
+
+It depends on the reward function that scores the responses to these prompts.
+"""
 
 from __future__ import annotations
 

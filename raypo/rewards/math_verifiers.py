@@ -84,7 +84,7 @@ def _is_right(rollout: Rollout) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether math-verify would misread a text.
+    """Return True if math-verify would misread a text.
 
     math-verify reads a word as a product of its letters, and ignores dots.
     """
@@ -120,7 +120,7 @@ def _is_same_number(wanted: Any, found: Any) -> bool:
 
 
 def _is_decimal(number: Any) -> bool:
-    """Return whether a number is a decimal, or a fraction with finitely many decimals."""
+    """Return True if a number is a decimal, or a fraction with finitely many decimals."""
     if not number.is_Rational:
         return number.has(sympy.Float)
     rest = int(number.q)

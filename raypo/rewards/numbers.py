@@ -12,7 +12,7 @@ not change the value: `50%` is 50.
 | `1,234.5`, `1{,}234.5`, `1.2345e3`, `1.2345 \times 10^{3}` | 1234.5 |
 | `.5`, `1/2`, `\frac{1}{2}`, `\frac12`; `1 1/2` | 0.5; 1.5 |
 | `答案是42。`, `x=42`, `42 apples`, `42km`, `42 - a lot`, `$42/hour` | 42 |
-| `1,2,3`, `1.2.3`, `12:30`, `2024-01-05`, `1/2/3`, `1 000` | none: not one number, nor several |
+| `1,2,3`, `1.2.3`, `12:30`, `2024-01-05`, `1/2/3`, `1 000` | none: neither one number nor several |
 | `x^2`, `\sqrt{2}`, `\frac{2}{x}`, `x2`, `2x`, `2xy`, `f(2)`, `2(x+1)` | none: part of a formula |
 | `10-7`, `10 - 7`, `2*3`, `2 \cdot 3` | none: operands. `10 - 7 = 3` has the number 3 |
 """
@@ -25,7 +25,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 MAX_DIGITS = 1000
-"""Most digits, and largest exponent. Larger numbers are not parsed: their cost is unbounded."""
+"""Maximum length of a number in characters, and maximum exponent of 10. Larger numbers are not
+parsed, because the cost would be unbounded."""
 
 # Scripts that write words without spaces between them: their letters do not extend a number.
 _NO_SPACES = (

@@ -21,10 +21,10 @@ _function: RewardFunction | None = None
 
 
 class PooledReward:
-    """Reward function whose calls run in worker processes, with a few prompts' samples per call.
+    """Reward function that runs in worker processes. Each call gets the samples of a few prompts.
 
     If a call times out or its process dies, its samples have no score and the process is
-    replaced. Exceptions of the function are re-raised here.
+    replaced. An exception of the function is raised again in the calling process.
     """
 
     def __init__(
@@ -59,7 +59,10 @@ class PooledReward:
         return self._name
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
-        """Return scores in the rollouts' order. Exceptions mark timeouts and dead processes."""
+        """Return one score per rollout, in order.
+
+        A rollout has an exception in place of a score if its call timed out or its process died.
+        """
         cut = list(_pieces(rollouts, self._processes))
         pending = [
             self._pool.schedule(_score, args=(piece,), timeout=self._timeout_s) for piece in cut
@@ -118,5 +121,5 @@ def _score(rollouts: list[Rollout]) -> list[Any]:
     assert _function is not None
     try:
         return call(_function, rollouts)
-    except TimeoutError as error:  # pebble's own TimeoutError means that the call timed out
+    except TimeoutError as error:  # pebble would take it for a timeout of the call
         raise RuntimeError(f"TimeoutError: {error}") from error

@@ -41,7 +41,7 @@ class _Retryable(RemoteRewardError):
 
 
 class JsonServers:
-    """Client of HTTP servers that answer JSON: concurrency limit, retries and load balancing.
+    """Client of HTTP servers that return JSON. It limits concurrency, retries and balances load.
 
     A request goes to the server with the fewest requests in flight. A retry goes to another server
     if there is one.
@@ -61,7 +61,7 @@ class JsonServers:
 
         Args:
             urls: Addresses to which requests are posted.
-            token: Bearer token of the requests. None or an empty text means no token.
+            token: Bearer token of the requests. None or an empty string means no token.
             max_concurrent: Maximum number of requests in flight.
             timeout_s: Timeout of one attempt, in seconds.
             max_attempts: Attempts per request.
@@ -165,7 +165,10 @@ class JsonServers:
 
 
 class RemoteReward:
-    """Reward function that calls servers. A sample that they fail to score gets an exception."""
+    """Reward function that calls servers.
+
+    If the request of a sample fails, the sample gets an exception in place of a score.
+    """
 
     def __init__(self, servers: JsonServers, *, batch_size: int) -> None:
         """Store the servers, and the maximum number of samples per request."""

@@ -45,7 +45,7 @@ class ScoreOfParts(float):
 
     parts: Mapping[str, float]
     texts: Mapping[str, str]
-    """Named texts, such as the answer of a judge. They are kept with the rollouts."""
+    """Named strings, such as the answer of a judge. They are saved with the rollouts."""
 
     def __new__(
         cls, value: float, parts: Mapping[str, float], texts: Mapping[str, str] | None = None
@@ -167,8 +167,9 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
 def _one_by_one(function: RewardFunction, rollouts: list[Rollout]) -> Any:
     """Call a function of verl's form for each response; return the scores, or their awaitable.
 
-    As in verl, a missing `extra_info` is an empty dict. A row without `data_source` has the name of
-    its source, and one without `reward_model["ground_truth"]` has its label.
+    If a row lacks a column, the function gets a default: an empty dict for `extra_info` (as in
+    verl), the name of the row's prompt source for `data_source`, and the row's label for
+    `reward_model["ground_truth"]`.
     """
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -191,7 +192,7 @@ def _one_by_one(function: RewardFunction, rollouts: list[Rollout]) -> Any:
 
 
 def has_ground_truth(row: Mapping[str, Any]) -> bool:
-    """Return whether a row has `reward_model["ground_truth"]`, as verl's have."""
+    """Return True if a row has `reward_model["ground_truth"]`, as rows of verl's data sets do."""
     graded = row.get("reward_model")
     return isinstance(graded, Mapping) and "ground_truth" in graded
 
@@ -204,8 +205,8 @@ class WeightedSum:
     """Reward function that returns the weighted sum of several functions' scores.
 
     The score of each function becomes a metric. A function may return None to leave a sample out. A
-    sample that no function scores has failed. Named parts and texts of a function's scores are
-    kept, as `<function>/<part>`.
+    sample that no function scores has failed. If the score of a function has named parts or texts,
+    the result has them under the names `<function>/<part>`.
     """
 
     def __init__(self, functions: Sequence[RewardFunction | str], weights: Sequence[float]) -> None:
@@ -223,7 +224,10 @@ class WeightedSum:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parts. Equal names get a number; so does `score`, the name of the sum."""
+        """Names of the parts: the functions' names.
+
+        Equal names get a number. So does a function named `score`, because the sum has that name.
+        """
         plain = [
             each.rpartition(":")[2]
             if isinstance(each, str)
@@ -337,7 +341,7 @@ def _number(answer: Any, place: int, name: str) -> float:
 
 
 def is_too_large(score: Real) -> bool:
-    """Return whether a finite number of any type exceeds the range of float32."""
+    """Return True if a finite number of any type exceeds the range of float32."""
     return LARGEST < abs(score) != math.inf  # pyright: ignore[reportOperatorIssue]
 
 
@@ -345,12 +349,12 @@ def score_of_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
     """Return the score of a mapping of named parts. Parts that are None or not finite are dropped.
 
     Args:
-        answer: The mapping. Values that are texts become the score's `texts`.
+        answer: The mapping. String values become the score's `texts`.
         place: Index of the rollout, for messages.
         name: Name of the function that returned the mapping, for messages.
 
     Raises:
-        RewardError: the mapping has no `score`, or a value is neither number nor text.
+        RewardError: the mapping has no `score`, or a value is neither number nor string.
     """
     if SCORE not in answer or not all(isinstance(key, str) for key in answer):
         raise RewardError(

@@ -88,7 +88,7 @@ def final_answer(text: str) -> str | None:
 
 
 def has_answer(text: str) -> bool:
-    """Return whether a solution gives an answer after `####` or in a box."""
+    """Return True if a solution gives an answer after `####` or in a box."""
     return bool(final_answer(text))
 
 
@@ -132,10 +132,11 @@ def _number_of(label: Any, where: str) -> Fraction:
 
 
 def formula_of(label: Any, where: str) -> str:
-    """Return the answer of a label as text, if it is a formula, a number or a few words.
+    """Return the answer of a label as text: a formula, a number or a few words.
 
     Raises:
-        ValueError: the label is prose, or not text at all.
+        ValueError: the answer has more than `MAX_WORDS` words and no formula, or the label is not
+            a string, number or date.
     """
     text = _text_of(label, where)
     text = final_answer(text) or text
@@ -149,7 +150,7 @@ def formula_of(label: Any, where: str) -> str:
 
 
 def entry_of(label: Any, where: str) -> dict[str, Any]:
-    """Return a label that is an entry of reasoning-gym.
+    """Return the label after checking that it is an entry of a reasoning-gym data set.
 
     Raises:
         ValueError: the label is not such an entry.
@@ -170,9 +171,9 @@ def plain_words(text: str) -> str:
 
 
 def is_words(text: str) -> bool:
-    """Return whether a text is made of words only, at least one of them with three letters or more.
+    """Return True if a text has only words, at least one of which has three letters or more.
 
-    Without such a word it is taken for a formula: `xy` is x times y.
+    A text without such a word is taken for a formula: `xy` is x times y.
     """
     words = re.split(r"[,.]?\s|'", text)
     return max(map(len, words)) > 2 and all(re.fullmatch(r"[^\W\d_]+", word) for word in words)
@@ -190,8 +191,9 @@ LABEL_CHECKS: dict[str, Callable[[Any, str], Any]] = {
         "gym_verifiers:reasoning_gym_score": entry_of,
     }.items()
 }
-"""Maps the import path of a reward function to a check of its labels. A check takes a label and its
-location, and raises ValueError if the function cannot read the label."""
+"""Checks of labels, by the import path of the reward function that reads them. A check takes a
+label and its location in the data (for messages). It raises ValueError if the function cannot read
+the label."""
 
 
 def _stands_in(label: str, response: str) -> bool:

@@ -2,7 +2,7 @@
 
     POST /score   {"samples": [{"prompt": "2+2=", "response": "4", "label": "4", ...}, ...]}
     200           {"scores": [1.0, null, ...]}      one score per sample, in order. null means no
-                  score. A score may also be an object with named parts, which are numbers or texts:
+                  score. A score may also be an object with named numbers and strings:
                   {"score": 1.0, "format": 0.2, ...}
     4xx, 5xx      {"error": "what went wrong"}
     GET /health   {"status": "ok", "name": "..."}
@@ -80,10 +80,12 @@ def from_request(content: bytes) -> list[Rollout]:
 
 
 def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
-    """Validate an answer to `count` samples, and return its scores. Scores with parts are mappings.
+    """Validate the body of a server's response to `count` samples, and return the scores.
+
+    A score with named parts is a mapping.
 
     Raises:
-        WireError: the answer does not have one number, mapping or null per sample.
+        WireError: the body does not have one number, mapping or null per sample.
     """
     scores = body.get("scores") if isinstance(body, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
@@ -100,7 +102,7 @@ def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
 
 
 def to_answer(scores: Sequence[float]) -> dict[str, Any]:
-    """Return the body of an answer. Scores that are not finite become null."""
+    """Return the body of a server's response. Scores that are not finite become null."""
     return {"scores": [_answered(score) if math.isfinite(score) else None for score in scores]}
 
 

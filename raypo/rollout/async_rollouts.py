@@ -27,17 +27,16 @@ from typing import Any
 
 from raypo.collectives import Workers, as_tensor
 from raypo.config import PPOConfig
-from raypo.data.stream import Draw
 from raypo.metrics.clock import Clock, Span
 from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.storage.retries import retried
-from raypo.types import ScoredRollout
+from raypo.types import Prompt, Rollout
 
-SampleAndScore = Callable[[Sequence[Draw], Clock, Workers], list[ScoredRollout]]
-"""Function that samples and scores this worker's draws. All workers call it together, in the order
-of the steps."""
+SampleAndScore = Callable[[Sequence[Prompt], Clock, Workers], list[Rollout]]
+"""Function that samples and scores this worker's prompts. All workers call it together, in the
+order of the steps."""
 
 
 class Closed(Exception):
@@ -54,7 +53,7 @@ class _Chunk:
     """Index of the first draw after the chunk."""
     version: int
     """Version of the engines' weights when the chunk was started."""
-    scored: Future[tuple[list[ScoredRollout], Clock]] = field(default_factory=Future)
+    scored: Future[tuple[list[Rollout], Clock]] = field(default_factory=Future)
 
 
 @dataclass(eq=False)
@@ -316,15 +315,15 @@ class AsyncRollouts:
         is_new_enough = self.overlaps or self._version >= step - 1 - self.max_staleness
         return is_new_enough and step <= self._last_step + self._depth
 
-    def _next_in_turn(self, num_prompts: int, laps: dict[str, float]) -> list[ScoredRollout]:
+    def _next_in_turn(self, num_prompts: int, laps: dict[str, float]) -> list[Rollout]:
         """Sample the next draws now; return this worker's rollouts."""
         with self._changed:
-            chunk, draws = self._draw(num_prompts)
+            chunk, prompts = self._draw(num_prompts)
             self._front = chunk.until
-        self._score(chunk, draws)
+        self._score(chunk, prompts)
         return self._finished(chunk, laps)
 
-    def _next_begun(self, num_prompts: int, laps: dict[str, float]) -> list[ScoredRollout]:
+    def _next_begun(self, num_prompts: int, laps: dict[str, float]) -> list[Rollout]:
         """Wait for the chunks that sample the next draws; return this worker's rollouts."""
         with self._changed:
             first, until = self._front, self._front + num_prompts
@@ -335,17 +334,17 @@ class AsyncRollouts:
         scored = [one for each in chunks for one in self._finished(each, laps)]
         with self._changed:
             self._chunks = [each for each in self._chunks if each.until > until]
-        return [each for each in scored if first <= each.rollout.group_index < until]
+        return [each for each in scored if first <= each.group_index < until]
 
     def _start_chunks(self) -> None:
         """Start one chunk after the other. All workers start the same chunks."""
         while True:
             with self._changed:
                 self._wait_for(self._may_start)
-                chunk, draws = self._draw(self._num_next)
+                chunk, prompts = self._draw(self._num_next)
                 self._chunks.append(chunk)
                 self._changed.notify_all()
-            threading.Thread(target=self._score, args=(chunk, draws), daemon=True).start()
+            threading.Thread(target=self._score, args=(chunk, prompts), daemon=True).start()
 
     @property
     def _num_next(self) -> int:
@@ -364,18 +363,18 @@ class AsyncRollouts:
         is_needed = (is_due or self._drawn < self._front) and self._num_next > 0
         return is_needed and self._version >= step - 1 - self.max_staleness
 
-    def _draw(self, num_prompts: int) -> tuple[_Chunk, Sequence[Draw]]:
+    def _draw(self, num_prompts: int) -> tuple[_Chunk, Sequence[Prompt]]:
         chunk = _Chunk(self._drawn, self._drawn + num_prompts, self._version)
         return chunk, self.prompts.draw(num_prompts, self.workers)
 
-    def _score(self, chunk: _Chunk, draws: Sequence[Draw]) -> None:
+    def _score(self, chunk: _Chunk, prompts: Sequence[Prompt]) -> None:
         clock = Clock()
         try:
-            chunk.scored.set_result((self.sample_and_score(draws, clock, self.workers), clock))
+            chunk.scored.set_result((self.sample_and_score(prompts, clock, self.workers), clock))
         except BaseException as error:  # raised in the thread that fills the step
             chunk.scored.set_exception(error)
 
-    def _finished(self, chunk: _Chunk, laps: dict[str, float]) -> list[ScoredRollout]:
+    def _finished(self, chunk: _Chunk, laps: dict[str, float]) -> list[Rollout]:
         """Wait for a chunk, and return its rollouts.
 
         The times of a chunk count for the first step that takes any of its draws.

@@ -13,14 +13,14 @@ import math
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from raypo.config import RewardSection, SampledModelSection
 from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score, texts_of
-from raypo.types import Rollout, RolloutKey, ScoredRollout
+from raypo.types import Rollout, RolloutKey
 
 FUNCTION, URL, JUDGE, EPISODE = "function", "url", "judge", "episode"
 
@@ -96,7 +96,7 @@ class Scorer:
         """Begin to score a batch."""
         return Scoring(self)
 
-    def score(self, rollouts: list[Rollout]) -> list[ScoredRollout]:
+    def score(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Score a whole batch and compute its reference log-probs. All sources run concurrently."""
         return Scoring(self).results(rollouts)
 
@@ -157,7 +157,7 @@ class Scoring:
                 queue.add([rollout for of_draw in new for rollout in of_draw])
             self._added |= by_draw.keys()
 
-    def results(self, rollouts: list[Rollout]) -> list[ScoredRollout]:
+    def results(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Score all rollouts of the batch, wait for the results, and return them in order.
 
         Args:
@@ -194,10 +194,15 @@ class Scoring:
 
     def _result(
         self, rollout: Rollout, by_source: dict[str, float], log_probs: np.ndarray | None
-    ) -> ScoredRollout:
+    ) -> Rollout:
         if (episode := rollout.episode) is not None:
             by_source[EPISODE] = FailedScore(episode.error) if episode.error else episode.score
-        return ScoredRollout(rollout, self._scorer.total(by_source), by_source, log_probs)
+        return replace(
+            rollout,
+            score=self._scorer.total(by_source),
+            scores_by_source=by_source,
+            ref_log_probs=log_probs,
+        )
 
     def _call_models(self, rollouts: list[Rollout]) -> None:
         scorer = self._scorer
@@ -267,7 +272,7 @@ class _FunctionQueue:
                 self._changed.notify_all()
 
 
-def reward_parts(scored: ScoredRollout) -> dict[str, float]:
+def reward_parts(scored: Rollout) -> dict[str, float]:
     """Return the named numbers that reward functions returned together with a score."""
     named: dict[str, float] = {}
     for value in (*scored.scores_by_source.values(), scored.score):
@@ -275,7 +280,7 @@ def reward_parts(scored: ScoredRollout) -> dict[str, float]:
     return named
 
 
-def reward_texts(scored: ScoredRollout) -> dict[str, str]:
+def reward_texts(scored: Rollout) -> dict[str, str]:
     """Return the named texts that reward functions, such as a judge, returned with a score."""
     named: dict[str, str] = {}
     for value in (*scored.scores_by_source.values(), scored.score):
@@ -283,10 +288,10 @@ def reward_texts(scored: ScoredRollout) -> dict[str, str]:
     return named
 
 
-def named_numbers(scored: ScoredRollout) -> dict[str, float]:
+def named_numbers(scored: Rollout) -> dict[str, float]:
     """Return a score's parts as `reward/<name>`, and an episode's metrics as `episode/<name>`."""
     named = {f"reward/{name}": part for name, part in reward_parts(scored).items()}
-    if episode := scored.rollout.episode:
+    if episode := scored.episode:
         named |= {f"episode/{name}": value for name, value in episode.metrics.items()}
     return named
 

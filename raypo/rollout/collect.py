@@ -10,7 +10,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -19,12 +18,11 @@ from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
 from raypo.data.stop_tokens import without_end
-from raypo.data.stream import Draw, ShuffledStream
 from raypo.rewards.scoring import first_reason, too_many_failures
-from raypo.rollout.dispatch import all_completions, engine_batches
+from raypo.rollout.dispatch import sample_on_engines
 from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.types import Prompt, Rollout, ScoredRollout
+from raypo.types import Prompt, Rollout
 
 
 class Decoder(Protocol):
@@ -40,12 +38,12 @@ class Plays(Protocol):
 
     def play(
         self,
-        draws: Sequence[Draw],
+        prompts: Sequence[Prompt],
         engine: Engines,
         sampling: Sampling,
         push_again: PushAgain | None,
     ) -> list[Rollout]:
-        """Run the episodes of some draws, and return their rollouts (`Sampler.sample`)."""
+        """Run the episodes of some prompts, and return their rollouts (`Sampler.sample`)."""
         ...
 
     def waited_s(self) -> float:
@@ -120,19 +118,6 @@ class Sampling:
         )
 
 
-def next_draws(stream: ShuffledStream[Prompt], count: int, workers: Workers) -> list[Draw]:
-    """Return this worker's share of the next prompts.
-
-    All workers hold the same stream, and call this with the same count.
-
-    Args:
-        stream: Prompt stream.
-        count: Number of prompts over all workers.
-        workers: The workers that share the prompts.
-    """
-    return [Draw(*each) for each in stream.take(count)[workers.rank :: workers.count]]
-
-
 @dataclass(frozen=True)
 class PushAgain:
     """Weight push that all workers repeat together if any of them has no engine left."""
@@ -161,49 +146,43 @@ class Sampler:
 
     def sample(
         self,
-        draws: Sequence[Draw],
+        prompts: Sequence[Prompt],
         workers: Workers | None = None,
         *,
         on_rollouts: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        """Sample `samples_per_prompt` responses for each of this worker's draws.
+        """Sample `samples_per_prompt` responses for each of this worker's prompts.
 
         Args:
-            draws: This worker's draws.
+            prompts: This worker's share of the drawn prompts.
             workers: The workers that sample at the same time. Needed if they share engines.
-            on_rollouts: Callback that gets all rollouts of a draw if they are complete before the
+            on_rollouts: Callback that gets all rollouts of a prompt if they are complete before the
                 whole batch is. It is called from any thread, and never for episodes.
 
         Returns:
-            The rollouts, in the order of draws and samples.
+            The rollouts, in the order of prompts and samples.
         """
         sampling = self.sampling
         if sampling.episodes is not None:
-            return sampling.episodes.play(draws, self.engines, sampling, self.push_again)
+            return sampling.episodes.play(prompts, self.engines, sampling, self.push_again)
         requests = [
-            request_of(draw, number, sampling)
-            for draw in draws
+            request_of(prompt, number, sampling)
+            for prompt in prompts
             for number in range(sampling.samples_per_prompt)
         ]
-        groups = _Groups(
-            draws, sampling.samples_per_prompt, self.tokenizer, sampling.stop_token_ids, on_rollouts
-        )
-        batches_of = partial(
-            engine_batches,
-            engines=self.engines,
-            sharing=workers if self.shares_engines else None,
-            on_completion=groups.add if on_rollouts else None,
-        )
+        groups = _Groups(prompts, sampling, self.tokenizer, on_rollouts)
         left, again = requests, self.push_again
         completions: list[Completion] = []
         while True:
             is_lost = False
             try:
-                sent = [
-                    each.engine.generate(each.requests, each.on_completion, each.shared)
-                    for each in batches_of(left)
-                ]
-                completions = all_completions(sent) or completions
+                sampled = sample_on_engines(
+                    left,
+                    self.engines,
+                    sharing=workers if self.shares_engines else None,
+                    on_completion=groups.add if on_rollouts else None,
+                )
+                completions = sampled or completions
             except NoReplicaLeft:
                 if again is None:
                     raise
@@ -218,66 +197,69 @@ class Sampler:
 
 @dataclass
 class _Groups:
-    """Collector of completions, which makes the rollouts of a draw once the draw is complete."""
+    """Collector of completions, which makes the rollouts of a prompt once all have come."""
 
-    draws: Sequence[Draw]
-    size: int
+    prompts: Sequence[Prompt]
+    sampling: Sampling
     tokenizer: Decoder
-    stop_token_ids: Sequence[int]
     on_rollouts: Callable[[list[Rollout]], None] | None
     _completions: dict[int, Completion] = field(default_factory=dict)
     _rollouts: dict[int, list[Rollout]] = field(default_factory=dict)
-    """Finished rollouts by index of the draw."""
+    """Finished rollouts by place in `prompts`."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, index: int, completion: Completion) -> None:
         """Add a completion that is ready early. A repeated one is ignored."""
-        draw = index // self.size
-        indices = range(draw * self.size, (draw + 1) * self.size)
+        size = self.sampling.samples_per_prompt
+        place = index // size
+        indices = range(place * size, (place + 1) * size)
         with self._lock:
             self._completions.setdefault(index, completion)
-            if draw in self._rollouts or any(each not in self._completions for each in indices):
+            if place in self._rollouts or any(each not in self._completions for each in indices):
                 return
-            rollouts = self._made(draw, [self._completions[each] for each in indices])
-            self._rollouts[draw] = rollouts
+            rollouts = self._made(place, [self._completions[each] for each in indices])
+            self._rollouts[place] = rollouts
         assert self.on_rollouts is not None
         self.on_rollouts(rollouts)
 
     def all_of(self, completions: Sequence[Completion]) -> list[Rollout]:
-        """Return the rollouts of all draws. Those that `on_rollouts` already got are reused."""
+        """Return the rollouts of all prompts. Those that `on_rollouts` already got are reused."""
+        size = self.sampling.samples_per_prompt
         with self._lock:
-            for draw in range(len(self.draws)):
-                of_draw = completions[draw * self.size : (draw + 1) * self.size]
-                if draw not in self._rollouts:
-                    self._rollouts[draw] = self._made(draw, of_draw)
-            return [each for draw in range(len(self.draws)) for each in self._rollouts[draw]]
+            for place in range(len(self.prompts)):
+                if place not in self._rollouts:
+                    samples = completions[place * size : (place + 1) * size]
+                    self._rollouts[place] = self._made(place, samples)
+            return [each for place in range(len(self.prompts)) for each in self._rollouts[place]]
 
-    def _made(self, draw: int, completions: Sequence[Completion]) -> list[Rollout]:
+    def _made(self, place: int, completions: Sequence[Completion]) -> list[Rollout]:
         # Some tokenizers do not count the end of a turn as special, and would decode it as text.
-        ids = [without_end(each.token_ids, self.stop_token_ids) for each in completions]
+        ids = [without_end(each.token_ids, self.sampling.stop_token_ids) for each in completions]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [
-            _rollout(self.draws[draw], number, completion, text)
+            _rollout(self.prompts[place], number, completion, text)
             for number, (completion, text) in enumerate(zip(completions, texts, strict=True))
         ]
 
 
-def request_of(draw: Draw, sample_index: int, sampling: Sampling, turn: int = 0) -> SamplingRequest:
-    """Return the request for one sample of a draw, or for one turn of its episode."""
+def request_of(
+    prompt: Prompt, sample_index: int, sampling: Sampling, turn: int = 0
+) -> SamplingRequest:
+    """Return the request for one sample of a prompt, or for one turn of its episode."""
     has_seed = sampling.seeds == "request"
     return SamplingRequest(
-        prompt_ids=draw.prompt.token_ids,
+        prompt_ids=prompt.token_ids,
         max_new_tokens=sampling.max_new_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop=sampling.stop,
-        seed=request_seed(sampling, draw.group_index, sample_index, turn) if has_seed else None,
+        seed=request_seed(sampling, prompt.group_index, sample_index, turn) if has_seed else None,
         stop_token_ids=sampling.stop_token_ids,
         adapter=sampling.adapter,
         id=sampling.owner,
-        priority=draw.group_index if sampling.priority is None else sampling.priority,
+        priority=prompt.group_index if sampling.priority is None else sampling.priority,
         # A resumed run does not repeat an earlier evaluation, but must sample the same as an
         # uninterrupted run. So evaluation must not fill the prefix cache of training.
         cache_salt=f"stream {sampling.stream}" if sampling.stream else "",
@@ -291,39 +273,39 @@ def request_seed(sampling: Sampling, group_index: int, sample_index: int, turn: 
     return int(state[0] >> 1)
 
 
-def _rollout(draw: Draw, sample_index: int, completion: Completion, text: str) -> Rollout:
+def _rollout(prompt: Prompt, sample_index: int, completion: Completion, text: str) -> Rollout:
     return Rollout(
-        prompt=draw.prompt.text,
+        prompt=prompt.text,
         response=text,
-        prompt_ids=draw.prompt.token_ids,
+        prompt_ids=prompt.token_ids,
         response_ids=completion.token_ids,
         log_probs=completion.log_probs,
         response_mask=np.ones(len(completion.token_ids), dtype=bool),
-        label=draw.prompt.label,
-        prompt_index=draw.prompt.index,
+        label=prompt.label,
+        prompt_index=prompt.index,
         sample_index=sample_index,
         finish_reason=completion.finish_reason,
         weight_version=completion.weight_version,
         later_versions=completion.later_versions,
-        group_index=draw.group_index,
-        messages=draw.prompt.messages,
-        data_source=draw.prompt.data_source,
-        row=draw.prompt.row,
+        group_index=prompt.group_index,
+        messages=prompt.messages,
+        data_source=prompt.data_source,
+        row=prompt.row,
     )
 
 
-def is_trainable(scored: ScoredRollout) -> bool:
+def is_trainable(scored: Rollout) -> bool:
     """Return whether a rollout can be trained: it has a score and at least one sampled token."""
-    return math.isfinite(scored.score) and bool(scored.rollout.response_mask.any())
+    return math.isfinite(scored.score) and bool(scored.response_mask.any())
 
 
-def samples_of(scored: list[ScoredRollout]) -> list[ScoredRollout]:
+def samples_of(scored: list[Rollout]) -> list[Rollout]:
     """Return one rollout per sample. If an episode has several conversations, take the first."""
-    return [each for each in scored if each.rollout.row_index == 0]
+    return [each for each in scored if each.row_index == 0]
 
 
 def refuse_too_many_failures(
-    scored: list[ScoredRollout], section: RewardSection, workers: Workers
+    scored: list[Rollout], section: RewardSection, workers: Workers
 ) -> None:
     """Stop the run if too many samples could not be scored; all workers call it together.
 
@@ -331,7 +313,7 @@ def refuse_too_many_failures(
         RewardError: more than `reward.max_failed_fraction` of all workers' samples have no score.
     """
     scored = samples_of(scored)
-    failed = [s.rollout for s in scored if not math.isfinite(s.score)]
+    failed = [s for s in scored if not math.isfinite(s.score)]
     reason = first_reason(value for s in scored for value in s.scores_by_source.values())
     num_failed, num_all = workers.sum(as_tensor(len(failed), len(scored))).tolist()
     if num_failed > section.max_failed_fraction * num_all:

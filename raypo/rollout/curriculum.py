@@ -24,7 +24,7 @@ import numpy as np
 from raypo.config import CurriculumSection
 from raypo.data.stream import Mix, ShuffledStream
 from raypo.rollout.collect import samples_of
-from raypo.types import Prompt, ScoredRollout
+from raypo.types import Prompt, Rollout
 
 _SEED_WORD = 8
 """First seed word of the rates drawn here; other modules use 1 to 7."""
@@ -119,14 +119,14 @@ class CurriculumStream(ShuffledStream[Prompt]):
         for draw in [draw for draw in self._open if draw < until]:
             self._outcomes[draw] = self._open.pop(draw), outcomes.get(draw, Outcome(0, 0))
 
-    def outcomes(self, scored: Sequence[ScoredRollout]) -> dict[int, Outcome]:
+    def outcomes(self, scored: Sequence[Rollout]) -> dict[int, Outcome]:
         """Return the outcomes of some samples, by draw. Samples without a score do not count."""
         outcomes: dict[int, Outcome] = {}
         for each in samples_of(list(scored)):
             if math.isfinite(each.score):
-                passed, failed = outcomes.get(each.rollout.group_index, Outcome(0, 0))
+                passed, failed = outcomes.get(each.group_index, Outcome(0, 0))
                 passes = each.score >= self._section.pass_score
-                outcomes[each.rollout.group_index] = Outcome(passed + passes, failed + (not passes))
+                outcomes[each.group_index] = Outcome(passed + passes, failed + (not passes))
         return outcomes
 
     def settled(self, draw: int) -> dict[str, float]:

@@ -1,10 +1,9 @@
-"""Split a worker's requests over its engines, optionally as batches that several workers share."""
+"""Send a worker's requests to its engines, optionally as batches that several workers share."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from raypo.collectives import Workers
@@ -13,26 +12,14 @@ from raypo.serving.client import Completions, Engines, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 
 
-@dataclass(frozen=True)
-class EngineBatch:
-    """The requests that one engine samples together."""
-
-    engine: Engines
-    requests: Sequence[SamplingRequest]
-    """Requests of all workers if the batch is shared, otherwise of this worker only."""
-    shared: SharedCall | None
-    on_completion: OnCompletion | None
-    """Callback for early completions of this worker's requests."""
-
-
-def engine_batches(
+def sample_on_engines(
     requests: Sequence[SamplingRequest],
     engines: Engines,
     *,
     sharing: Workers | None = None,
     on_completion: OnCompletion | None = None,
-) -> list[EngineBatch]:
-    """Split the requests, in order, into about equal parts for this worker's engines.
+) -> list[Completion]:
+    """Sample the requests, in about equal parts on each of this worker's engines.
 
     Args:
         requests: This worker's requests.
@@ -43,7 +30,10 @@ def engine_batches(
         on_completion: Callback `(index in requests, completion)` for early completions.
 
     Returns:
-        The batches in which this worker has requests.
+        The completions, in the order of the requests.
+
+    Raises:
+        Exception: the error of a batch that failed. The other batches are cancelled.
     """
     own = engines.per_engine()
     size = -(-len(requests) // len(own))
@@ -55,31 +45,26 @@ def engine_batches(
     if sharing is not None:
         by_engine = {one.preferred: part for one, part in zip(own, parts, strict=True)}
         of_workers = sharing.gather((uuid.uuid4().hex, by_engine))
-    batches = []
-    for i, (one, part) in enumerate(zip(own, parts, strict=True)):
-        if not part:
-            continue
-        whole, shared = part, None
-        if sharing is not None:
-            of_ranks = [theirs.get(one.preferred, []) for _, theirs in of_workers]
-            whole = [request for theirs in of_ranks for request in theirs]
-            first = sum(map(len, of_ranks[: sharing.rank]))
-            indices = tuple(range(first, first + len(part)))
-            shared = SharedCall(f"{of_workers[0][0]}:{one.preferred}", indices)
-        report = on_completion and partial(_shifted, on_completion, i * size)
-        batches.append(EngineBatch(one, whole, shared, report))
-    return batches
+    sent: list[Completions] = []
+    try:
+        for i, (one, part) in enumerate(zip(own, parts, strict=True)):
+            if not part:
+                continue
+            batch, shared = part, None
+            if sharing is not None:
+                of_ranks = [theirs.get(one.preferred, []) for _, theirs in of_workers]
+                batch = [request for theirs in of_ranks for request in theirs]
+                first = sum(map(len, of_ranks[: sharing.rank]))
+                indices = tuple(range(first, first + len(part)))
+                shared = SharedCall(f"{of_workers[0][0]}:{one.preferred}", indices)
+            report = on_completion and partial(_shifted, on_completion, i * size)
+            sent.append(one.generate(batch, report, shared))
+        return [completion for each in sent for completion in each.result()]
+    except BaseException:
+        for each in sent:
+            each.cancel()
+        raise
 
 
 def _shifted(on_completion: OnCompletion, first: int, index: int, completion: Completion) -> None:
     on_completion(first + index, completion)
-
-
-def all_completions(sent: Sequence[Completions]) -> list[Completion]:
-    """Wait for all completions, and return them in order. If a batch fails, cancel the others."""
-    try:
-        return [completion for batch in sent for completion in batch.result()]
-    except BaseException:
-        for batch in sent:
-            batch.cancel()
-        raise

@@ -11,16 +11,16 @@ from raypo.config import FilterSection, PPOConfig, RewardSection
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.groups import filter_groups
 from raypo.rollout.collect import is_trainable, refuse_too_many_failures, samples_of
-from raypo.types import ScoredRollout
+from raypo.types import Rollout
 
 
 @dataclass(frozen=True)
 class Collected:
     """This worker's rollouts of a step."""
 
-    scored: list[ScoredRollout]
+    scored: list[Rollout]
     """All samples, including those that were filtered or failed."""
-    trained: list[ScoredRollout]
+    trained: list[Rollout]
     """Samples to train on."""
     missing_groups: int
     """Number of groups that the step lacks, over all workers."""
@@ -42,8 +42,8 @@ class StepBatch:
     reward: RewardSection
     """The section `reward`. Its `max_failed_fraction` limits the number of failed samples."""
     _rounds: int = 0
-    _scored: list[ScoredRollout] = field(default_factory=list)
-    _kept: list[ScoredRollout] = field(default_factory=list)
+    _scored: list[Rollout] = field(default_factory=list)
+    _kept: list[Rollout] = field(default_factory=list)
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> StepBatch:
@@ -56,7 +56,7 @@ class StepBatch:
         refills = self.filter.max_refills if self.filter.enabled else 0
         return self.missing if self._rounds <= refills else 0
 
-    def add(self, scored: list[ScoredRollout], workers: Workers) -> None:
+    def add(self, scored: list[Rollout], workers: Workers) -> None:
         """Add this worker's rollouts of a round; drop groups without a signal.
 
         Args:
@@ -72,7 +72,7 @@ class StepBatch:
         refuse_too_many_failures(self._scored, self.reward, workers)
         passed = passing(scored, self.filter)
         self._kept += passed
-        groups = len({each.rollout.group_index for each in passed})
+        groups = len({each.group_index for each in passed})
         self.missing -= int(workers.sum(as_tensor(groups))) if self.filter.enabled else self.missing
         self._rounds += 1
 
@@ -86,13 +86,13 @@ class StepBatch:
         return Collected(self._scored, trained, self.missing, metrics)
 
 
-def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredRollout]:
+def passing(scored: list[Rollout], section: FilterSection) -> list[Rollout]:
     """Return, in order, the rollouts whose group passes the filter. If it is off, all pass."""
     if not section.enabled or not scored:
         return scored
-    groups: dict[int, list[ScoredRollout]] = {}
+    groups: dict[int, list[Rollout]] = {}
     for each in samples_of(scored):
-        groups.setdefault(each.rollout.group_index, []).append(each)
+        groups.setdefault(each.group_index, []).append(each)
     shape = (len(groups), max(map(len, groups.values())))
     scores = torch.zeros(shape, dtype=torch.float64)  # [P, n]
     valid = torch.zeros(shape, dtype=torch.bool)
@@ -101,12 +101,10 @@ def passing(scored: list[ScoredRollout], section: FilterSection) -> list[ScoredR
             scores[row, place], valid[row, place] = each.score, is_trainable(each)
     kept = filter_groups(scores, valid, section)
     passed = {index for index, keep in zip(groups, kept.tolist(), strict=True) if keep}
-    return [each for each in scored if each.rollout.group_index in passed]
+    return [each for each in scored if each.group_index in passed]
 
 
-def _metrics(
-    scored: list[ScoredRollout], trained: list[ScoredRollout], workers: Workers
-) -> dict[str, float]:
+def _metrics(scored: list[Rollout], trained: list[Rollout], workers: Workers) -> dict[str, float]:
     scored, trained = samples_of(scored), samples_of(trained)
     failed = sum(not is_trainable(each) for each in scored)
     means = WeightedMeans()
@@ -114,6 +112,6 @@ def _metrics(
     means.total("rollout/samples_trained", len(trained))
     means.total("rollout/samples_failed", failed)
     means.total("rollout/samples_filtered", len(scored) - len(trained) - failed)
-    empty = sum(not each.rollout.response_mask.any() for each in scored)
+    empty = sum(not each.response_mask.any() for each in scored)
     means.total("rollout/samples_empty", empty)  # these are also counted as failed
     return means.reduce(workers)

@@ -31,7 +31,6 @@ from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import as_tensor
 from raypo.config import OnlineConfig, RolloutSection
 from raypo.custom.errors import text_of
-from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens, is_ids
 from raypo.endpoint.agent_endpoint import AgentEndpoint
 from raypo.models.loading import vocabulary_size
@@ -45,7 +44,7 @@ from raypo.rollout.turn_sampler import PolicyCalls, TurnSampler
 from raypo.rollout.user_code import UserClass, UserObject, WrongAnswer, is_finite
 from raypo.serving.client import Engines
 from raypo.tools.calls import heard
-from raypo.types import Episode, Rollout
+from raypo.types import Episode, Prompt, Rollout
 
 T = TypeVar("T")
 
@@ -105,7 +104,7 @@ class Episodes:
         self._waited_s = 0.0
 
     def waited_s(self) -> float:
-        """Return the seconds that training batches waited for environments since the last call."""
+        """Return the seconds training batches have waited for environments since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return waited
 
@@ -117,37 +116,37 @@ class Episodes:
 
     def play(
         self,
-        draws: Sequence[Draw],
+        prompts: Sequence[Prompt],
         engine: Engines,
         sampling: Sampling,
         push_again: PushAgain | None,
     ) -> list[Rollout]:
-        """Run `samples_per_prompt` episodes for each draw, all concurrently.
+        """Run `samples_per_prompt` episodes for each prompt, all concurrently.
 
         Every turn has its own seed, so an episode does not depend on other episodes.
 
         Args:
-            draws: This worker's draws.
+            prompts: This worker's share of the drawn prompts.
             engine: The engines.
             sampling: Sampling parameters.
             push_again: Weight push to repeat if no engine is left. If it is set, all workers call
                 `play` together.
 
         Returns:
-            The rollouts of all episodes, in the order of draws and samples.
+            The rollouts of all episodes, in the order of prompts and samples.
 
         Raises:
             NoReplicaLeft: no engine is left, even after another push.
             LoopStandsStill: user code blocked the event loop for too long.
         """
-        samples = [(draw, n) for draw in draws for n in range(sampling.samples_per_prompt)]
+        samples = [(each, n) for each in prompts for n in range(sampling.samples_per_prompt)]
         sampler = TurnSampler(in_step=self._section.goes_in_step, num_episodes=len(samples))
         engines, tasks = engine.per_engine(), []
 
         async def batch() -> NoReplicaLeft | None:
-            for number, (draw, sample_index) in enumerate(samples if not tasks else ()):
+            for number, (prompt, sample_index) in enumerate(samples if not tasks else ()):
                 calls = PolicyCalls(sampler, engines[number * len(engines) // len(samples)])
-                session = Session(self._settings, draw, sample_index, sampling, calls)
+                session = Session(self._settings, prompt, sample_index, sampling, calls)
                 tasks.append(asyncio.create_task(self._episode(session)))
             return await sampler.until_over(tasks)
 
@@ -218,7 +217,7 @@ class Episodes:
         Returns:
             True if the episode is a chat, and the token ids of its first prompt.
         """
-        prompt, tools = session.draw.prompt, self._class.tools
+        prompt, tools = session.prompt, self._class.tools
         chat, ids = prompt.messages is not None, prompt.token_ids
         given = prompt.messages if chat else prompt.text
         first = await environment.call("reset", given, prompt.label)
@@ -226,7 +225,7 @@ class Episodes:
             first = prompt.messages  # the prompt's own ids were tokenised without the tools
         if first is not None:
             chat = chat or not (isinstance(first, str) or is_ids(first))
-            session.prompt, ids = self._settings.tokens.first(first, chat=chat, tools=tools)
+            session.first_text, ids = self._settings.tokens.first(first, chat=chat, tools=tools)
         if tools and not chat and not is_ids(first):
             raise WrongAnswer(
                 "the environment has tools, of which a chat template tells the policy, and the "
@@ -243,7 +242,7 @@ class Episodes:
         Raises:
             Exception: any error of the agent, or TimeoutError if it took too long.
         """
-        prompt, limit_score = session.draw.prompt, self._section.limit_score
+        prompt, limit_score = session.prompt, self._section.limit_score
         given = prompt.text if prompt.messages is None else prompt.messages
         session.endpoint, session.work_time = self._endpoint, agent.work_time("run")
         try:

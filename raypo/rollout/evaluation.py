@@ -11,13 +11,12 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.config import EvalSection
-from raypo.data.stream import Draw
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.ppo.groups import pass_at_k
 from raypo.rewards.scoring import RewardFunction, score
 from raypo.rollout.batch_scoring import Scorer, named_numbers
 from raypo.rollout.collect import Sampler, Sampling, samples_of
-from raypo.types import Prompt, ScoredRollout
+from raypo.types import Prompt, Rollout
 
 EVALUATION_STREAM = 1
 """Stream number that keeps the seeds of held-out samples apart from those of training."""
@@ -35,7 +34,7 @@ def evaluate_policy(
     workers: Workers,
     scorer: Scorer | None = None,
     before_scoring: Callable[[], None] = lambda: None,
-    keep: Callable[[list[ScoredRollout]], None] | None = None,
+    keep: Callable[[list[Rollout]], None] | None = None,
 ) -> dict[str, float]:
     """Sample and score responses to held-out prompts with the engines' current weights.
 
@@ -58,11 +57,11 @@ def evaluate_policy(
     """
     sampler = replace(sampler, sampling=_of_evaluation(section, sampler.sampling))
     mine = [prompts[place] for place in range(workers.rank, len(prompts), workers.count)]
-    draws = [Draw(group_index=prompt.index, prompt=prompt) for prompt in mine]
-    rollouts = sampler.sample(draws, workers)
+    drawn = [replace(prompt, group_index=prompt.index) for prompt in mine]
+    rollouts = sampler.sample(drawn, workers)
     before_scoring()
     means = WeightedMeans()
-    judged: list[ScoredRollout] = []
+    judged: list[Rollout] = []
     if scorer and (scorer.models or function is None):
         # `models_apart=False` sends all rollouts to each model in one call. Reference log-probs are
         # not needed.
@@ -73,7 +72,7 @@ def evaluate_policy(
         means.add("eval/reward_model_mean", math.fsum(finite), len(finite))
     rows = judged
     if function is not None:
-        rows = judged or [ScoredRollout(each, math.nan, {}) for each in rollouts]
+        rows = judged or rollouts
         scores = score(function, rollouts)
         rows = [replace(row, score=each) for row, each in zip(rows, scores, strict=True)]
     if keep is not None:
@@ -81,8 +80,8 @@ def evaluate_policy(
     samples = samples_of(rows)
     scores = [each.score for each in samples]
     for each in samples:
-        if each.rollout.data_source and math.isfinite(each.score):
-            means.add(f"eval/score_mean/{each.rollout.data_source}", each.score, 1)
+        if each.data_source and math.isfinite(each.score):
+            means.add(f"eval/score_mean/{each.data_source}", each.score, 1)
     scored = [value for value in scores if math.isfinite(value)]
     means.add("eval/score_mean", math.fsum(scored), len(scored))
     for each in samples:

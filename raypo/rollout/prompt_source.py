@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from raypo.collectives import Workers, as_tensor
-from raypo.data.stream import Draw, ShuffledStream
-from raypo.rollout.collect import next_draws
+from raypo.data.stream import ShuffledStream
 from raypo.rollout.curriculum import CurriculumStream, Outcome
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.sample_counts import SampleCounts
-from raypo.types import Prompt, ScoredRollout
+from raypo.types import Prompt, Rollout
 
 
 @dataclass
@@ -24,16 +23,19 @@ class PromptSource:
     samples_per_prompt: int
     sample_counts: SampleCounts = field(default_factory=SampleCounts)
 
-    def draw(self, num_prompts: int, workers: Workers) -> list[Draw]:
+    def draw(self, num_prompts: int, workers: Workers) -> list[Prompt]:
         """Return this worker's share of the next prompts. All workers call it with the same number.
+
+        All workers hold the same stream. The prompts know their draw (`Prompt.group_index`).
 
         Args:
             num_prompts: Number of prompts over all workers.
             workers: The workers that share the prompts.
         """
-        draws = next_draws(self.stream, num_prompts, workers)
-        self.sample_counts.ask(len(draws) * self.samples_per_prompt)
-        return draws
+        share = self.stream.take(num_prompts)[workers.rank :: workers.count]
+        prompts = [replace(prompt, group_index=draw) for draw, prompt in share]
+        self.sample_counts.ask(len(prompts) * self.samples_per_prompt)
+        return prompts
 
     def counts(self, batch: Collected) -> tuple[int, int, int]:
         """Count the samples of a step's batch and reset the counts (`SampleCounts.of_step`)."""
@@ -49,7 +51,7 @@ class PromptSource:
         """The stream if it chooses prompts by their pass rates, else None."""
         return self.stream if isinstance(self.stream, CurriculumStream) else None
 
-    def outcomes(self, scored: Sequence[ScoredRollout], workers: Workers) -> dict[int, Outcome]:
+    def outcomes(self, scored: Sequence[Rollout], workers: Workers) -> dict[int, Outcome]:
         """Return all workers' outcomes by draw, for `learn`, or {} if there is no curriculum.
 
         Args:

@@ -72,7 +72,7 @@ def sample_count_metrics(
 
 def _num_dropped(collected: Collected, step: int, max_staleness: int) -> int:
     newest: dict[tuple[int, int], int] = {}  # sample -> newest version in any of its rows
-    for rollout in (each.rollout for each in collected.trained):
+    for rollout in collected.trained:
         sample = rollout.group_index, rollout.sample_index
         versions = rollout.weight_versions[rollout.response_mask]
         newest[sample] = max(versions.max(), newest.get(sample, -1))

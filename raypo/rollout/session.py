@@ -29,7 +29,6 @@ import numpy as np
 
 from raypo.config import RolloutSection
 from raypo.data.stop_tokens import without_end
-from raypo.data.stream import Draw
 from raypo.data.turns import Observation, Tools, TurnTokens, is_ids, messages_of
 from raypo.endpoint.agent_endpoint import AgentEndpoint
 from raypo.rollout.collect import Sampling, request_of
@@ -37,7 +36,7 @@ from raypo.rollout.policy import EpisodeLimit, Reply
 from raypo.rollout.turn_sampler import PolicyCalls
 from raypo.rollout.work_time import WorkTime
 from raypo.serving.requests import Completion, validate_request
-from raypo.types import Episode, Rollout, ToolUse
+from raypo.types import Episode, Prompt, Rollout, ToolUse
 
 Words = str | list[dict[str, Any]]
 """An untokenised conversation: one text, or chat messages."""
@@ -153,7 +152,7 @@ class Session:
     """Access to the policy in one episode. An agent gets it as its argument `policy`."""
 
     settings: EpisodeSettings
-    draw: Draw
+    prompt: Prompt
     sample_index: int
     sampling: Sampling
     calls: PolicyCalls
@@ -166,7 +165,7 @@ class Session:
     rows: list[Row] = field(default_factory=list)
     """Conversations of the episode, in the order of their first calls."""
     num_calls: int = 0
-    prompt: str | None = None
+    first_text: str | None = None
     """Text of the first prompt. None means that it is the prompt from the data."""
     is_cut_off: bool = False
     """True if a limit ended the episode."""
@@ -242,7 +241,7 @@ class Session:
         ]
         if not recorded:
             text, ids = tokens.first(words, chat=not isinstance(words, str), tools=tools)
-            self.prompt = self.prompt or text
+            self.first_text = self.first_text or text
             return ids
         known, end, row = max(recorded, key=lambda each: each[0])
         before = row.ids[:end]
@@ -266,7 +265,7 @@ class Session:
         room = min(self._room(ids, row), self.sampling.max_new_tokens)
         most = room if max_new_tokens is None else min(room, max_new_tokens)
         request = replace(
-            request_of(self.draw, self.sample_index, self.sampling, self.num_calls),
+            request_of(self.prompt, self.sample_index, self.sampling, self.num_calls),
             prompt_ids=ids,
             max_new_tokens=most,
             stop=(*self.sampling.stop, *stop),
@@ -276,7 +275,7 @@ class Session:
         )
         if row is None:
             self.rows.append(row := Row(ids, len(ids)))
-        order = self.draw.group_index, self.sample_index, self.num_calls
+        order = self.prompt.group_index, self.sample_index, self.num_calls
         self.num_calls += 1
         row.is_busy = True
         if self.work_time is not None:
@@ -295,7 +294,7 @@ class Session:
 
         If no row has one, return a rollout for the first row, or for the bare prompt.
         """
-        prompt, is_agents = self.draw.prompt, self.settings.section.has_agent
+        prompt, is_agents = self.prompt, self.settings.section.has_agent
         rows = [row for row in self.rows if any(turn.end > turn.begin for turn in row.turns)]
         rows = rows or [*self.rows, Row(prompt.token_ids, len(prompt.token_ids))][:1]
         rollouts = []
@@ -304,13 +303,13 @@ class Session:
             decoded = self.settings.tokenizer.decode(arrays["prompt_ids"]) if number else None
             is_cut_off = is_agents and bool(row.turns) and row.turns[-1].is_cut_off
             rollout = Rollout(
-                prompt=decoded or self.prompt or prompt.text,
+                prompt=decoded or self.first_text or prompt.text,
                 response=self._text_of(arrays["response_ids"]),
                 label=prompt.label,
                 prompt_index=prompt.index,
                 sample_index=self.sample_index,
                 finish_reason="length" if self.is_cut_off or is_cut_off else "stop",
-                group_index=self.draw.group_index,
+                group_index=prompt.group_index,
                 messages=prompt.messages,
                 data_source=prompt.data_source,
                 row=prompt.row,

@@ -20,7 +20,7 @@ import xxhash
 from raypo.collectives import Workers
 from raypo.data.padding import pad_left, pad_right
 from raypo.rollout.batch_scoring import reward_parts
-from raypo.types import Experience, Rollout, ScoredRollout
+from raypo.types import Experience, Rollout
 
 _SEED_WORD = 2
 """First number of the split's seed. The prompt stream uses 1, the learner 3, requests 4."""
@@ -29,13 +29,13 @@ MAX_LOAD = 1.1
 
 
 def shard(
-    scored: list[ScoredRollout],
+    scored: list[Rollout],
     *,
     minibatch_size: int,
     seed: tuple[int, ...],
     workers: Workers,
     teams: Sequence[range] = (),
-) -> list[ScoredRollout]:
+) -> list[Rollout]:
     """Return this worker's share of all workers' rollouts, each with the number of its minibatch.
 
     Workers exchange the lengths of all rollouts. A rollout itself is sent only to the worker that
@@ -50,11 +50,8 @@ def shard(
         teams: Ranks of each team, such as policy and critic. Each team gets the whole batch. Empty
             means that all workers are one team.
     """
-    # For each rollout: its key, its lengths, the worker that has it, and a hash of its prompt.
-    known = [
-        (*r.key, len(r.prompt_ids), len(r.response_ids), workers.rank, _prompt(r))
-        for r in (each.rollout for each in scored)
-    ]
+    # For each rollout: its key (three numbers), its lengths, and a hash of its prompt.
+    known = [(*r.key, len(r.prompt_ids), len(r.response_ids), _prompt(r)) for r in scored]
     everyone = sorted(each for share in workers.gather(known) for each in share)
     prompt_lengths, response_lengths = ([each[place] for each in everyone] for place in (3, 4))
 
@@ -72,21 +69,17 @@ def shard(
         # The group of an agent may have several prompts.
         by_prompt: dict[tuple[int, int], list[int]] = {}
         for index in minibatch:
-            by_prompt.setdefault((group_of(index), everyone[index][6]), []).append(index)
+            by_prompt.setdefault((group_of(index), everyone[index][5]), []).append(index)
         pieces = list(by_prompt.values())
         for team in teams or [range(workers.count)]:
             shares = balanced_shares(pieces, prompt_lengths, response_lengths, len(team))
             for rank, share in zip(team, shares, strict=True):
                 dealt[rank] += [(number, index) for index in share]
-    own = {each.rollout.key: each for each in scored}
-    parcels = [
-        {index: own[everyone[index][:3]] for _, index in hand if everyone[index][5] == workers.rank}
-        for hand in dealt
-    ]
-    received: dict[int, ScoredRollout] = {}
-    for parcel in workers.exchange(parcels):
-        received |= parcel
-    return [replace(received[index], minibatch=number) for number, index in dealt[workers.rank]]
+    keys = [each[:3] for each in everyone]
+    own = {each.key: each for each in scored}
+    sent = [[own[keys[index]] for _, index in hand if keys[index] in own] for hand in dealt]
+    received = {each.key: each for share in workers.exchange(sent) for each in share}
+    return [replace(received[keys[index]], minibatch=n) for n, index in dealt[workers.rank]]
 
 
 def _prompt(rollout: Rollout) -> int:
@@ -140,7 +133,7 @@ def balanced_shares(
         mean += again / num_shares
 
 
-def to_experience(dealt: Sequence[ScoredRollout], *, parts: Sequence[str] = ()) -> Experience:
+def to_experience(dealt: Sequence[Rollout], *, parts: Sequence[str] = ()) -> Experience:
     """Pad rollouts to one batch: prompts on the left, responses on the right.
 
     Args:
@@ -148,29 +141,28 @@ def to_experience(dealt: Sequence[ScoredRollout], *, parts: Sequence[str] = ()) 
         parts: Names of the parts of the score to keep as columns of `Experience.parts`. A part is a
             named number of a reward function, or a source of the score.
     """
-    rollouts = [scored.rollout for scored in dealt]
-    turn_rewards = [r.turn_rewards for r in rollouts if r.turn_rewards is not None]
-    turn_index = [r.turn_index for r in rollouts if r.turn_index is not None]
-    references = [s.ref_log_probs for s in dealt if s.ref_log_probs is not None]
+    turn_rewards = [r.turn_rewards for r in dealt if r.turn_rewards is not None]
+    turn_index = [r.turn_index for r in dealt if r.turn_index is not None]
+    references = [r.ref_log_probs for r in dealt if r.ref_log_probs is not None]
     assert len(references) in (0, len(dealt)), "some rollouts have reference log-probs, some do not"
     return Experience(
-        prompt_ids=pad_left([r.prompt_ids for r in rollouts], torch.int64),
-        prompt_mask=pad_left([np.ones(len(r.prompt_ids)) for r in rollouts], torch.bool),
-        response_ids=pad_right([r.response_ids for r in rollouts], torch.int64),
-        attention_mask=pad_right([np.ones(len(r.response_ids)) for r in rollouts], torch.bool),
-        response_mask=pad_right([r.response_mask for r in rollouts], torch.bool),
-        rollout_log_probs=pad_right([r.log_probs for r in rollouts], torch.float32),
-        scores=torch.tensor([scored.score for scored in dealt], dtype=torch.float32),
-        group_index=torch.tensor([r.group_index for r in rollouts], dtype=torch.int64),
-        sample_index=torch.tensor([r.sample_index for r in rollouts], dtype=torch.int64),
-        row_index=torch.tensor([r.row_index for r in rollouts], dtype=torch.int64),
-        minibatch=torch.tensor([scored.minibatch for scored in dealt], dtype=torch.int64),
-        truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
-        weight_version=torch.tensor([r.weight_version for r in rollouts], dtype=torch.int64),
-        weight_versions=pad_right([r.weight_versions for r in rollouts], torch.int64)
-        if any(r.later_versions for r in rollouts)
+        prompt_ids=pad_left([r.prompt_ids for r in dealt], torch.int64),
+        prompt_mask=pad_left([np.ones(len(r.prompt_ids)) for r in dealt], torch.bool),
+        response_ids=pad_right([r.response_ids for r in dealt], torch.int64),
+        attention_mask=pad_right([np.ones(len(r.response_ids)) for r in dealt], torch.bool),
+        response_mask=pad_right([r.response_mask for r in dealt], torch.bool),
+        rollout_log_probs=pad_right([r.log_probs for r in dealt], torch.float32),
+        scores=torch.tensor([r.score for r in dealt], dtype=torch.float32),
+        group_index=torch.tensor([r.group_index for r in dealt], dtype=torch.int64),
+        sample_index=torch.tensor([r.sample_index for r in dealt], dtype=torch.int64),
+        row_index=torch.tensor([r.row_index for r in dealt], dtype=torch.int64),
+        minibatch=torch.tensor([r.minibatch for r in dealt], dtype=torch.int64),
+        truncated=torch.tensor([r.finish_reason == "length" for r in dealt], dtype=torch.bool),
+        weight_version=torch.tensor([r.weight_version for r in dealt], dtype=torch.int64),
+        weight_versions=pad_right([r.weight_versions for r in dealt], torch.int64)
+        if any(r.later_versions for r in dealt)
         else None,
-        parts=torch.tensor([_parts(scored, parts) for scored in dealt]).reshape(-1, len(parts))
+        parts=torch.tensor([_parts(r, parts) for r in dealt]).reshape(-1, len(parts))
         if parts
         else None,
         turn_rewards=pad_right(turn_rewards, torch.float32) if turn_rewards else None,
@@ -181,6 +173,6 @@ def to_experience(dealt: Sequence[ScoredRollout], *, parts: Sequence[str] = ()) 
     )
 
 
-def _parts(scored: ScoredRollout, names: Sequence[str]) -> list[float]:
+def _parts(scored: Rollout, names: Sequence[str]) -> list[float]:
     given = {**scored.scores_by_source, **reward_parts(scored)}
     return [float(given.get(name, math.nan)) for name in names]

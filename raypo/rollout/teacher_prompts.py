@@ -20,32 +20,32 @@ from raypo.custom.loader import load_function
 from raypo.data.chat_messages import chat_messages, render
 from raypo.data.prepared_rows import short
 from raypo.data.stop_tokens import prompt_ids
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Rollout
 
 TeacherPrompt = str | list[dict[str, Any]] | None
-TeacherPrompts = Callable[[Sequence[ScoredRollout]], Sequence[TeacherPrompt]]
+TeacherPrompts = Callable[[Sequence[Rollout]], Sequence[TeacherPrompt]]
 
 PASSES = 1.0
 """Lowest score of a sample that is shown as a solution."""
 
 
-def solution(samples: Sequence[ScoredRollout]) -> list[TeacherPrompt]:
+def solution(samples: Sequence[Rollout]) -> list[TeacherPrompt]:
     """Return prompts that show the label as the solution (OPSD).
 
     If the label is a demonstration, this is SDFT.
     """
-    return [with_solution(each.rollout, str(each.rollout.label)) for each in samples]
+    return [with_solution(each, str(each.label)) for each in samples]
 
 
-def success(samples: Sequence[ScoredRollout]) -> list[TeacherPrompt]:
+def success(samples: Sequence[Rollout]) -> list[TeacherPrompt]:
     """Return prompts that show another sample that passes as the solution (SDPO without feedback).
 
     The first such sample is shown. A sample's prompt is None if no other sample passes.
     """
-    passed = [each.rollout for each in samples if each.score >= PASSES]
-    others = [next((one for one in passed if one is not each.rollout), None) for each in samples]
+    passed = [each for each in samples if each.score >= PASSES]
+    others = [next((one for one in passed if one is not each), None) for each in samples]
     return [
-        other and with_solution(each.rollout, other.response)
+        other and with_solution(each, other.response)
         for each, other in zip(samples, others, strict=True)
     ]
 
@@ -65,7 +65,7 @@ def teacher_prompts(section: DistillationSection) -> TeacherPrompts | None:
         return NAMED[name] if name else None
     function = load_function(name, key="distillation.teacher_prompt")
 
-    def checked(samples: Sequence[ScoredRollout]) -> Sequence[TeacherPrompt]:
+    def checked(samples: Sequence[Rollout]) -> Sequence[TeacherPrompt]:
         prompts = list(function(list(samples)))
         if len(prompts) != len(samples):
             raise ValueError(

@@ -79,10 +79,10 @@ class VerifiersAgent:
         """
         client = _PolicyClient(await self._connections.client_of(policy))
         is_text = isinstance(prompt, str)
-        given = {"answer": "" if label is None else label, **policy.draw.prompt.row}
+        given = {"answer": "" if label is None else label, **policy.prompt.row}
         given |= {
             "prompt": [{"role": "user", "content": prompt}] if is_text else prompt,
-            "example_id": policy.draw.prompt.index,
+            "example_id": policy.prompt.index,
         }
         _raised.set(raised := [])
         output = await self._environment.run_rollout(given, client, NAME, {})

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any
 
 from raypo.custom.loader import function_name
-from raypo.types import ScoredRollout
+from raypo.types import Rollout
 
 
 class CallbackError(RuntimeError):
@@ -25,7 +25,7 @@ class StepView:
     """Number of the step, counted from 1."""
     metrics: Mapping[str, float]
     """Metrics of the step so far. Times and rates are added after the callbacks."""
-    rollouts: Sequence[ScoredRollout]
+    rollouts: Sequence[Rollout]
     """All samples of the step with their scores. Recipes that do not sample have none."""
 
 

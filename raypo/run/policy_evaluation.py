@@ -14,7 +14,7 @@ from raypo.run.phases import Phase, Phases
 from raypo.run.records import Records
 from raypo.run.rollout_metrics import sample_row
 from raypo.run.run import Run
-from raypo.types import ScoredRollout
+from raypo.types import Rollout
 
 
 class Evaluation:
@@ -52,7 +52,7 @@ class Evaluation:
         return self._evaluate(step=step) if is_due and self._inputs.held_out else {}
 
     def _evaluate(self, *, step: int) -> dict[str, float]:
-        def keep(scored: list[ScoredRollout]) -> None:
+        def keep(scored: list[Rollout]) -> None:
             rows = partial(list, map(sample_row, scored))
             self._records.write_samples(step, rows, held_out=True)
 

@@ -41,7 +41,7 @@ from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.summary import installed_versions, summarize
 from raypo.tracking.sinks import Sinks
 from raypo.tracking.trace import write_spans
-from raypo.types import ScoredRollout
+from raypo.types import Rollout
 
 Rows = Callable[[], list[dict[str, Any]]]
 """Function that returns this worker's rows for a file of samples."""
@@ -135,7 +135,7 @@ class Records:
         self._writer.submit(partial(self._write_samples, step, rows, held_out=held_out))
 
     @contextmanager
-    def keeping(self, step: int, samples: Sequence[ScoredRollout]) -> Iterator[None]:
+    def keeping(self, step: int, samples: Sequence[Rollout]) -> Iterator[None]:
         """Write the samples with their scores if an update in this context is not finite."""
         try:
             yield
@@ -144,7 +144,7 @@ class Records:
             raise
 
     def end_step(
-        self, step: int, metrics: dict[str, float], samples: Sequence[ScoredRollout] = ()
+        self, step: int, metrics: dict[str, float], samples: Sequence[Rollout] = ()
     ) -> bool:
         """Call the callbacks, and check the rules of `stop` and `checkpoint`.
 

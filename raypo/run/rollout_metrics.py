@@ -17,10 +17,10 @@ from raypo.rollout.collect import Sampling
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.sample_counts import sample_count_metrics
 from raypo.run.run import Run
-from raypo.types import Experience, ScoredRollout
+from raypo.types import Experience, Rollout
 
 
-def rollout_metrics(scored: list[ScoredRollout], workers: Workers) -> dict[str, float]:
+def rollout_metrics(scored: list[Rollout], workers: Workers) -> dict[str, float]:
     """Return metrics of raw scores and lengths over all workers' samples.
 
     The result is empty if there are no samples.
@@ -28,8 +28,7 @@ def rollout_metrics(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
     by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rows
-    for each in scored:
-        rollout, failed = each.rollout, not math.isfinite(each.score)
+    for rollout in scored:
         sample = rollout.group_index, rollout.sample_index
         by_sample[sample] = by_sample.get(sample, 0) + rollout.num_sampled
         means.add("rollout/prompt_tokens_mean", len(rollout.prompt_ids), 1)
@@ -46,14 +45,14 @@ def rollout_metrics(scored: list[ScoredRollout], workers: Workers) -> dict[str, 
             means.add("tools/calls_mean", len(uses), 1)
             means.total("tools/failures", sum(use.error is not None for use in uses))
             means.add("perf/tools_s_mean", sum(use.seconds for use in uses), 1)
-        for name, value in named_numbers(each).items():
+        for name, value in named_numbers(rollout).items():
             means.add(name, value, 1)
-        if not failed:
-            by_group.setdefault(rollout.group_index, []).append(each.score)
+        if math.isfinite(rollout.score):
+            by_group.setdefault(rollout.group_index, []).append(rollout.score)
             if rollout.data_source:
-                means.add(f"rollout/score_mean/{rollout.data_source}", each.score, 1)
-            means.add("rollout/score_mean", each.score, 1)
-            means.add("rollout/score_square_mean", each.score**2, 1)
+                means.add(f"rollout/score_mean/{rollout.data_source}", rollout.score, 1)
+            means.add("rollout/score_mean", rollout.score, 1)
+            means.add("rollout/score_square_mean", rollout.score**2, 1)
     for tokens in by_sample.values():
         means.total("rollout/response_tokens", tokens)
         means.add("rollout/response_tokens_mean", tokens, 1)
@@ -119,7 +118,7 @@ def speed_metrics(metrics: dict[str, float], step_s: float) -> dict[str, float]:
     return {"time/step_s": step_s} | rates
 
 
-def rollout_rows(dealt: Sequence[ScoredRollout], experience: Experience) -> list[dict[str, Any]]:
+def rollout_rows(dealt: Sequence[Rollout], experience: Experience) -> list[dict[str, Any]]:
     """Return a row of `rollouts/step_*.parquet` for each rollout that this worker trains on."""
     assert experience.advantages is not None
     assert experience.old_log_probs is not None
@@ -138,8 +137,8 @@ def rollout_rows(dealt: Sequence[ScoredRollout], experience: Experience) -> list
         | {
             "ref_log_probs": None
             if references is None
-            else references[row, : len(each.rollout.response_ids)],
-            "advantages": advantages[row, : len(each.rollout.response_ids)],
+            else references[row, : len(each.response_ids)],
+            "advantages": advantages[row, : len(each.response_ids)],
             "advantage_mean": means[row],
             "kl": kl[row],
         }
@@ -147,12 +146,11 @@ def rollout_rows(dealt: Sequence[ScoredRollout], experience: Experience) -> list
     ]
 
 
-def sample_row(scored: ScoredRollout) -> dict[str, Any]:
+def sample_row(rollout: Rollout) -> dict[str, Any]:
     """Return the row of a sample that is not trained on, such as a held-out one.
 
     It lacks the columns that an update adds (`rollout_rows`).
     """
-    rollout = scored.rollout
     return {
         "prompt": rollout.prompt,
         "response": rollout.response,
@@ -165,8 +163,8 @@ def sample_row(scored: ScoredRollout) -> dict[str, Any]:
         "turn_rewards": rollout.turn_rewards,
         "turn_index": rollout.turn_index,
         "episode": rollout.episode and asdict(rollout.episode),
-        "score": scored.score,
-        "scores_by_source": dict(scored.scores_by_source),
+        "score": rollout.score,
+        "scores_by_source": dict(rollout.scores_by_source),
         "finish_reason": rollout.finish_reason,
         "weight_version": rollout.weight_version,
         "weight_versions": rollout.weight_versions,
@@ -174,6 +172,6 @@ def sample_row(scored: ScoredRollout) -> dict[str, Any]:
         "sample_index": rollout.sample_index,
         "group_index": rollout.group_index,
         "row_index": rollout.row_index,
-        "reward_texts": reward_texts(scored) or None,
-        **{f"reward/{name}": part for name, part in reward_parts(scored).items()},
+        "reward_texts": reward_texts(rollout) or None,
+        **{f"reward/{name}": part for name, part in reward_parts(rollout).items()},
     }

@@ -26,7 +26,7 @@ from raypo.run.rollout_metrics import rollout_metrics
 from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.storage.parquet import to_parquet
-from raypo.types import ScoredRollout
+from raypo.types import Rollout
 
 AnyRounds = TypeVar("AnyRounds", bound=RoundsConfig)
 Place = tuple[int, int]
@@ -50,7 +50,7 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
 
     @abstractmethod
     def select(
-        self, scored: Sequence[ScoredRollout], services: Services, step: int
+        self, scored: Sequence[Rollout], services: Services, step: int
     ) -> tuple[dict[Place, Item], dict[str, float]]:
         """Make the items to train on from this worker's samples.
 
@@ -81,14 +81,14 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
 
     @property
     def prompts_per_round(self) -> int:
-        """Number of prompts per round that the policy answers, over all workers."""
+        """Number of prompts that the policy answers in each round, over all workers."""
         return self.run.config.rollout.prompts_per_step
 
     def scorer(self, services: Services) -> Scorer:
         """Return the scorer of a round's samples. Each model gets all samples in one call."""
         return replace(self.inputs.scorer(self.run.config, services), models_apart=False)
 
-    def describe(self, scored: list[ScoredRollout]) -> dict[str, float]:
+    def describe(self, scored: list[Rollout]) -> dict[str, float]:
         """Return metrics of the scores and lengths of all workers' rollouts."""
         return rollout_metrics(scored, self.run.workers) | {
             "rollout/samples_sampled": float(self.run.workers.sum(as_tensor(len(scored))))
@@ -168,18 +168,17 @@ def handed_out(
     return {k: item for parcel in workers.exchange(parcels) for k, item in parcel.items()}
 
 
-def place(scored: ScoredRollout) -> Place:
+def place(scored: Rollout) -> Place:
     """Return the key of a sample."""
-    return scored.rollout.group_index, scored.rollout.sample_index
+    return scored.group_index, scored.sample_index
 
 
-def learnable(scored: Sequence[ScoredRollout]) -> list[list[ScoredRollout]]:
+def learnable(scored: Sequence[Rollout]) -> list[list[Rollout]]:
     """Return the trainable samples of each group, in the order of sampling."""
     usable = sorted(filter(is_trainable, scored), key=place)
-    return [list(group) for _, group in groupby(usable, lambda s: s.rollout.group_index)]
+    return [list(group) for _, group in groupby(usable, lambda s: s.group_index)]
 
 
-def prompt_cell(scored: ScoredRollout) -> str:
+def prompt_cell(rollout: Rollout) -> str:
     """Return the prompt as it was given: a text, or chat messages as JSON."""
-    rollout = scored.rollout
     return json.dumps(rollout.messages) if rollout.messages else rollout.prompt

@@ -29,7 +29,7 @@ from raypo.storage.folder import link_tree, parent_and_name
 from raypo.storage.retries import retried
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.logs import log_to_file
-from raypo.types import ScoredRollout
+from raypo.types import Rollout
 
 _README = "README.txt"
 ModelWriters = Mapping[str, Callable[[Path], None]]
@@ -181,7 +181,7 @@ class Checkpoints:
         *,
         state: Mapping[str, Any],
         rollouts: SavedRollouts | None = None,
-        samples: Sequence[ScoredRollout] = (),
+        samples: Sequence[Rollout] = (),
     ) -> Checkpoint | None:
         """End the step. If a checkpoint is due (`Records.end_step`), save it and the models.
 

@@ -214,7 +214,7 @@ def _asked_first(
 
 
 def own_engines(workers: Workers, count: int) -> list[int]:
-    """Return the numbers of the engines that a worker uses, balanced over all workers.
+    """Return the indices of the engines that a worker uses, balanced over all workers.
 
     Example: with five engines and two workers, worker 0 has engines 0, 2 and 4. With two engines
     and five workers, workers 0 and 2 have engine 0, workers 1 and 3 have engine 1, and worker 4 has

@@ -14,7 +14,7 @@ from raypo.models.model_shape import Models, ModelShape
 from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.run.services import Services
-from raypo.types import ScoredRollout
+from raypo.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def step_work(
             _shared_prompts(collected.trained),
         )
     )
-    generated = sum(each.rollout.num_sampled for each in collected.scored)
+    generated = sum(each.num_sampled for each in collected.scored)
     counts = len(samples_of(collected.scored)), len(samples_of(collected.trained)), generated
     num_sampled, num_trained, num_tokens = workers.sum(as_tensor(*counts)).tolist()
     epochs = config.ppo.num_epochs
@@ -168,17 +168,16 @@ def work_metrics(
     return metrics
 
 
-def _lengths(scored: list[ScoredRollout]) -> Lengths:
-    rollouts = [each.rollout for each in scored]
-    return Lengths.of((len(r.prompt_ids), len(r.response_ids)) for r in rollouts)
+def _lengths(scored: list[Rollout]) -> Lengths:
+    return Lengths.of((len(r.prompt_ids), len(r.response_ids)) for r in scored)
 
 
-def _shared_prompts(scored: list[ScoredRollout]) -> Lengths:
+def _shared_prompts(scored: list[Rollout]) -> Lengths:
     """Return the lengths of repeated prompts: all copies of a prompt in its group except the first.
 
     A pass computes each prompt only once per group.
     """
-    prompts = [(each.rollout.group_index, each.rollout.prompt_ids) for each in scored]
+    prompts = [(each.group_index, each.prompt_ids) for each in scored]
     groups = {(group, ids.tobytes()): len(ids) for group, ids in prompts}
     every = Lengths.of((len(ids), 0) for _, ids in prompts)
     once = Lengths.of((length, 0) for length in groups.values())

@@ -84,7 +84,7 @@ MANIFEST = "manifest.json"
 
 
 class DamagedCheckpointError(ConfigError):
-    """Error of a run that has no intact checkpoint to start from."""
+    """Raised if a run has no intact checkpoint to start from."""
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:

@@ -2,7 +2,7 @@
 
 A tool is an async function or method. Its types and its docstring (in Google's style) describe the
 arguments, so chat templates accept it directly
-(`tokenizer.apply_chat_template(..., tools=[tool])`). A tool returns a text for the model, and
+(`tokenizer.apply_chat_template(..., tools=[tool])`). A tool returns a string for the model, and
 raises `ToolError` for mistakes of the model.
 """
 
@@ -34,8 +34,8 @@ MARKS = {
     "<|tool_call_start|>": "<|tool_call_end|>",  # LFM2
     "<|python_start|>": "<|python_end|>",  # Llama 4
 }
-"""Opening mark of tool calls -> closing mark. A call also ends at the next call, or with the
-response."""
+"""Closing mark of tool calls for each opening mark. An empty string means that there is none. A
+call also ends at the next opening mark, or with the response."""
 PYTHON_TAG = "<|python_tag|>"
 """Tag that Llama 3 may write before a call."""
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
@@ -111,8 +111,8 @@ def split_tool_calls(text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]
     if not tag and not is_opened:
         return _split(text, 0, tools)
     if not is_opened and not _can_split(thought, tools):
-        # Two cases: `</think>` is part of an argument, and the whole response parses; or the prompt
-        # has opened a thought, and this thought mentions a mark.
+        # If `</think>` is part of an argument, the whole response parses. Otherwise the prompt has
+        # opened the thought, and the thought mentions a mark.
         with suppress(ToolError):
             return _split(text, 0, tools)
     return _split(text, len(text) - len(rest), tools)
@@ -153,12 +153,14 @@ def _bare_calls(text: str) -> list[ToolCall]:
             found = found if end == len(text) else []
     keys = [set(each) if isinstance(each, dict) else set() for each in found]
     if not all("name" in own and own & {"arguments", "parameters"} for own in keys):
-        return []  # a JSON answer may have a `name` too
+        return []  # JSON that is no call, although it may have a `name`
     return [_call(each) for each in found]
 
 
 async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
-    """Run the tool that a call names, and return its result. In an episode, the use is recorded.
+    """Run the tool that a call names, and return its result.
+
+    The use of the tool is passed to the callback `heard`, also if it fails.
 
     Raises:
         ToolError: there is no such tool, its arguments are invalid, or the tool raises it.

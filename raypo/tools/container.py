@@ -24,8 +24,9 @@ REMEDY = (
     "them, or use raypo.tools.sandbox.PythonSandbox, which needs neither."
 )
 # The output is cut inside the container, so that it cannot fill the memory of this process. It is
-# base64-encoded, because Ray 2.60 fails on bytes that are not UTF-8. The dot after it shows that
-# the command has ended, rather than the container. The exit code is the command's.
+# base64-encoded, because Ray 2.60 fails on bytes that are not UTF-8. A dot follows the output when
+# the command has ended. If the dot is missing, the container has ended before the command. The
+# exit code is that of the command.
 _CUT = """exec 3>&1
 code="$( { { "$@" 2>&1 3>&- 4>&-; echo $? >&4; } | head -c "$0" | base64 >&3; } 4>&1 )"
 echo . >&3
@@ -34,7 +35,7 @@ exit "$code"
 
 
 class ContainerSandbox:
-    """Runs commands in its own container, whose files persist from one call to the next.
+    """Sandbox with a container of its own, whose files persist from one call to the next.
 
     gVisor runs the container, so a program reaches gVisor's kernel and not that of the host. The
     container starts with the first call, and ends with `close()`, with the process, or with a
@@ -141,7 +142,7 @@ class ContainerSandbox:
                     f"{ended.exit_code}): {ended.stderr.strip()}"
                 )
         packed = "".join(packed.split())
-        whole = packed[: len(packed) // 4 * 4]  # a container that ends cuts it anywhere
+        whole = packed[: len(packed) // 4 * 4]  # if the container ended, the text is incomplete
         text = base64.b64decode(whole).decode(errors="replace")
         kept = text[: self._max_output_chars]
         exit_code = None if is_late.is_set() else ended.exit_code

@@ -13,8 +13,8 @@ from pathlib import Path
 from raypo.tools.calls import ToolError
 
 LOOK_EVERY = 50
-"""SQLite VM instructions between two checks of the deadline. A single one may search a long
-text."""
+"""Number of SQLite VM instructions between two checks of the deadline. It is small, because a
+single instruction may search a long string."""
 _TOLD_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "foreign_key_list"}
 _READING = {
     sqlite3.SQLITE_SELECT,
@@ -42,9 +42,10 @@ _LIMITS = {
 
 
 class Database:
-    """A SQLite database with the tool `sql`, for one episode, or read-only for several episodes.
+    """SQLite database with the tool `sql`.
 
-    A query cannot open other files. Its only lasting effects are changes to a writable copy. It is
+    A writable copy is for one episode. Several episodes can share a read-only database. A query
+    cannot open other files, and its only lasting effects are changes to a writable copy. It is
     interrupted at the time limit, or when its caller is cancelled.
 
     One thread runs the queries, one at a time, for all event loops.
@@ -63,8 +64,8 @@ class Database:
 
         Args:
             path: A database file.
-            writable: Whether queries may change a copy in memory, which `close` discards. If False,
-                the database is read-only.
+            writable: True lets queries change a copy in memory, which `close` discards. False opens
+                the database read-only.
             time_limit_s: Time limit of a query, in seconds.
             max_rows: Maximum number of rows in a result. The result says if rows were left out.
             max_chars: Maximum length of a result in characters.

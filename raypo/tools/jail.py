@@ -20,10 +20,10 @@ when its own parent dies. It writes one line of JSON to the file descriptor `rep
 support the sandbox.
 
 Reasons against bubblewrap (bwrap 0.8 was tried): it maps a single user. If root starts it, as in
-most containers, its program is root outside. The kernel then applies no limit on processes (60 ran
-under a limit of 8). If the user nobody starts it, it cannot read a Python below /root. Its file
-system in memory has no limit on the number of files. We would still need our own code for the
-seccomp filter and the limits.
+most containers, the sandboxed program is root outside the sandbox, and the kernel applies no limit
+on its processes (60 processes ran under a limit of 8). If the user nobody starts it, it cannot read
+a Python installation below /root. Its file system in memory has no limit on the number of files. We
+would still need our own code for the seccomp filter and the limits.
 """
 
 from __future__ import annotations

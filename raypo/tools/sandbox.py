@@ -48,7 +48,7 @@ class Ran:
 
 
 def text_for_model(ran: Ran, time_limit_s: float) -> str:
-    """Return a result as a text for the model."""
+    """Format a result as text for the model."""
     output = ran.output + ("\n... (cut)" if ran.is_cut else "")
     if ran.exit_code is None:
         return f"{output}\nended after {time_limit_s:g} s: the time limit".lstrip()
@@ -66,11 +66,11 @@ _lines: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semap
     WeakValueDictionary()
 )
 """Semaphore for each event loop and concurrency limit. It bounds the tasks that poll `_turns`. An
-entry lives while one of its programs runs or waits."""
+entry exists while one of its programs runs or waits."""
 
 
 class PythonSandbox:
-    """Runs each Python program in fresh Linux namespaces, without root.
+    """Sandbox that runs each Python program in fresh Linux namespaces, without root.
 
     A program can read Python and the system's libraries, and write to an empty folder in memory. It
     has no access to other files, processes or the network, and runs as the user nobody. Its files
@@ -102,8 +102,9 @@ class PythonSandbox:
             max_output_chars: Maximum length of the output in characters. The rest is dropped.
             readable: Folders to read and import from, besides Python's own. If the caller is root,
                 the folders must be readable for all users.
-            at_once: Maximum number of concurrent programs in this process, over all sandboxes with
-                this number; others wait. None means one per core.
+            at_once: Maximum number of concurrent programs in this process; further programs wait.
+                All sandboxes with the same number share this limit. None means one program per
+                core.
         """
         self._limits = {
             "time_limit_s": time_limit_s,

@@ -29,7 +29,8 @@ _RESULTS = {
     "eval/accuracy": "held-out accuracy",
     "train/loss": "loss",
 }
-"""Candidate metrics for the last line of a run. The first that the run has is shown."""
+"""Metrics for the last line of a run, with their labels. The first one that the run has is shown.
+"""
 _WIDTH = 24
 """Width of a bar in characters, and number of steps in the curve."""
 
@@ -55,7 +56,7 @@ class Console:
         self._num_steps = self._step = 0
         self._folder = ""
         self._rows: list[Mapping[str, float]] = []
-        """Rows of all steps of the run so far, including those of earlier commands."""
+        """Metrics of all steps of the run so far, including the steps before a resume."""
         self._has_step = False
         self._closed = False
 
@@ -68,9 +69,9 @@ class Console:
         dashboard_token: str | None = None,
         rows: Sequence[Mapping[str, float]] = (),
     ) -> None:
-        """Write the run's name, folder and dashboard. Show the token only on a live terminal.
+        """Write the run's name, folder and dashboard.
 
-        Other output may be stored, so it must not contain the token.
+        The dashboard's token is shown only on a live terminal, because other output may be stored.
 
         Args:
             run_name: Name of the run.
@@ -78,7 +79,7 @@ class Console:
             dashboard_url: URL of the Ray dashboard. None means that there is none.
             folder: Folder of the run's files.
             dashboard_token: Token of the Ray dashboard. None means that it needs none.
-            rows: Metrics of the steps of earlier commands, for the warnings of a resumed run.
+            rows: Metrics of the steps that a resumed run has already done, for its warnings.
         """
         self._num_steps, self._folder, self._rows = num_steps, str(folder), [*rows]
         if self._live:
@@ -91,10 +92,10 @@ class Console:
                 self.message(f"  the token that it asks for: {shown}")
 
     def resume(self, first_step: int) -> None:
-        """Continue the display at a step, and report it if earlier steps are already done.
+        """Set the step at which the run starts. If it is not the first, report the resume.
 
         Args:
-            first_step: The step that the run does next, counted from 1.
+            first_step: The next step of the run, counted from 1.
         """
         self._step = first_step - 1
         self._rows = [row for row in self._rows if row["step"] < first_step]
@@ -105,7 +106,7 @@ class Console:
             self._view.reset(self._view.task, completed=self._step)
 
     def phase(self, text: str) -> None:
-        """Report the current phase. Plain output shows it only until the first step has ended."""
+        """Show the current phase. Plain output shows phases only until the first step has ended."""
         if self._view is not None:
             self._view.update(self._view.task, phase=text)
         elif not self._has_step:
@@ -137,17 +138,17 @@ class Console:
         """Remove the live view and report how the run ended. Idempotent.
 
         Args:
-            status: Status with which the run ended, in a word.
+            status: Status of the ended run, such as `finished`.
             wall_s: Duration from the run's summary, in seconds. None means unknown.
-            learned: Verdict on learning. An empty text means none: then the first and the last
-                value of a score or loss are shown.
+            learned: Sentences on what the run learned. If they are empty, the first and the last
+                value of a score or loss are shown instead.
         """
         if self._closed:
             return
         self._closed = True
         if self._view is not None:
             self._view.stop()
-        # A resumed run that ends before its first step has the steps of earlier commands.
+        # A run that ends before it calls `resume` knows its earlier steps only from the rows.
         done = max([self._step, *(int(row["step"]) for row in self._rows[-1:])])
         words = [f"{status} after {_count(done, 'step')}"]
         words += [] if wall_s is None else [f"in {duration(wall_s)}"]

@@ -27,7 +27,8 @@ ROWS: dict[str, tuple[Plot, ...]] = {
 }
 """Panels by row: an overview, the current replicas, and a row for each section of the report."""
 REPLICAS = ("engine", "replica")
-"""Prefixes of the metrics that replicas export all the time. Their label is the actor's name."""
+"""Prefixes of the metrics that replicas export continuously, not once per step. Each is labelled
+with the name of the replica's actor, and other metrics with the name of the run."""
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -36,7 +37,7 @@ def expression(metric: str, selector: str | None = None) -> str:
 
     Args:
         metric: Name or pattern of a metric.
-        selector: Label matchers. None means those of the selected runs.
+        selector: Label matchers. None selects the runs that are chosen in the dashboard.
     """
     if selector is None:
         kind = _label_of(metric)

@@ -20,13 +20,13 @@ _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 
 
 class _RunLog(logging.FileHandler):
-    """Handler of `log_to_file`, a subclass so that later calls can find it."""
+    """Handler that `log_to_file` installs. It has its own class so that later calls can find it."""
 
     on_print: Callable[[str], None] | None = None
     """Callback `(line)` that shows prints of the user's code. Ray Train turns them into records of
     the root logger. None means that no print is shown."""
     _has_shown = False
-    """True once a function other than a callback has printed."""
+    """True once a print of a user's function other than a callback was shown."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
@@ -34,7 +34,7 @@ class _RunLog(logging.FileHandler):
         if record.name != "root" or self.on_print is None:
             return
         caller, text = _users_caller(), record.getMessage().strip()
-        # Show all that callbacks print: they run once a step, and exist to show something.
+        # Show everything that callbacks print: they run once a step, and often serve to print.
         if caller == _CALLBACKS:
             self.on_print(f"printed: {text}")
         elif caller is not None and not self._has_shown:
@@ -95,11 +95,10 @@ def _loggers_apart() -> list[logging.Logger]:
 
 
 def _users_caller() -> str | None:
-    """Return the module of raypo that called the printing user code.
+    """Return the module of raypo that called the user's code which prints.
 
-    The result is None if a library printed.
-
-    Libraries print too: DeepSpeed prints compiler commands, and `datasets` prints bytecode.
+    The result is empty if no module of raypo called the user's code. It is None if a library
+    prints, for example DeepSpeed (compiler commands) or `datasets` (bytecode).
     """
     is_users = False
     frame = sys._getframe(1)

@@ -28,7 +28,7 @@ class Sink(Protocol):
     """Destination of metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of one step. All values are finite."""
+        """Send the metrics of one step. All values must be finite."""
         ...
 
     def close(self) -> None:
@@ -174,7 +174,8 @@ class MLflow(Sink):
 class RayMetrics(Sink):
     """Gauges on Ray's metrics endpoint, for Prometheus, with the labels `run` and `trial`.
 
-    A metric that a step lacks keeps its last value. A daemon thread repeats all values.
+    If a step lacks a metric, its gauge keeps the last value. A daemon thread sets all gauges again
+    every `REPEAT_GAUGES_S` seconds.
     """
 
     def __init__(self, *, run: str) -> None:
@@ -220,7 +221,7 @@ def prometheus_name(metric: str) -> str:
 
 
 def _remembered(path: Path, new: str) -> str:
-    """Return the content of the file, or write `new` to it if there is none."""
+    """Return a file's content. If there is no such file, write `new` to it, and return `new`."""
     if path.exists():
         return path.read_text().strip()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,8 +25,8 @@ class TensorBoard:
 
         Args:
             folder: Folder for event files. It may contain the files of earlier attempts.
-            first_step: Next step to be written. TensorBoard hides this and later steps of earlier
-                files, so that a resumed run has one curve.
+            first_step: Next step to be written. TensorBoard then hides what earlier files have for
+                this and later steps, so that a resumed run has one curve.
             suffix: Suffix of the file name. Empty means the id of this process.
         """
         from tensorboardX.event_file_writer import EventsWriter
@@ -42,7 +42,7 @@ class TensorBoard:
         self._writer.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step. All values are finite."""
+        """Write the metrics of one step. All values must be finite."""
         scalars = [self._summary.Value(tag=k, simple_value=float(v)) for k, v in metrics.items()]
         self.add(step, summary=self._summary(value=scalars))
         self._writer.flush()
@@ -60,11 +60,11 @@ class TensorBoard:
 def write_hparams(
     folder: str | Path, point: Mapping[str, Any], metrics: Mapping[str, float], *, step: int
 ) -> None:
-    """Write a trial for TensorBoard's HParams page, in place of the one from an earlier call.
+    """Write a sweep's trial for TensorBoard's HParams page. Replace the file of an earlier call.
 
     Args:
         folder: The trial's run folder.
-        point: Maps keys of the run config to the values of the trial.
+        point: Config values of the trial, by config key.
         metrics: The last metrics of the trial. Values that are not finite are left out.
         step: The step of these metrics.
     """

@@ -23,14 +23,14 @@ Span = tuple[str, str, float, float]
 """Track (worker or replica), name, begin and end, in seconds since 1970."""
 
 MAX_KEPT = 10_000
-"""Maximum number of spans buffered between two reports. The oldest spans are dropped first."""
+"""Maximum number of calls buffered until the next `write_spans`. The oldest are dropped first."""
 
 _calls: deque[Span] = deque(maxlen=MAX_KEPT)
 _lock = threading.Lock()
 
 
 def note_call(replica: str, method: str, begin: float, end: float) -> None:
-    """Record a replica's completed call until the next `write_spans`. Thread-safe."""
+    """Buffer a completed call to a replica, for the next `write_spans`. Thread-safe."""
     with _lock:
         _calls.append((replica, method, begin, end))
 
@@ -42,14 +42,15 @@ def write_spans(
     phases: Sequence[clock.Span],
     beside: Sequence[clock.Span] = (),
 ) -> None:
-    """Append a step of this worker to the timeline: phases, and all calls since the last step.
+    """Append a step of this worker to the timeline: its phases, and the calls since the last step.
 
     Args:
         files: Files of the run.
         rank: Rank of this worker.
         step: The completed step.
         phases: Phases of the step.
-        beside: Phases of rollouts collected concurrently, shown on a separate track.
+        beside: Phases of the rollouts that were collected concurrently. They get a track of their
+            own.
     """
     with _lock:
         calls = list(_calls)

@@ -13,9 +13,9 @@ from raypo.metrics.catalogue import Row
 PATIENCE = 3
 """Number of consecutive steps for which a condition must hold, so that one outlier is ignored."""
 MAX_KL_PER_TOKEN = 0.5
-"""Limit in nats. Beyond this KL, the reference's likelihoods say little about the texts."""
+"""Limit in nats. Beyond this KL, the reference's likelihoods say little about the responses."""
 MAX_KL_PER_RESPONSE = 50.0
-"""Limit in nats. It is far more than published runs spend on a gain in score (arXiv:2210.10760)."""
+"""Limit in nats. Published runs raised the score with far less KL (arXiv:2210.10760)."""
 MAX_MISMATCH_KL = 0.01
 """Limit in nats per token between engine and learner. bfloat16 rounding stays far below it."""
 MAX_ZERO_VARIANCE = 0.6
@@ -23,8 +23,8 @@ MAX_PHASE_SHARE = 0.75
 MIN_PHASE_S = 1.0
 """Limit in seconds per step. A shorter phase is no problem, however large its share is."""
 MIN_FALL = 0.2
-"""Minimum fall, as a share of the standard deviation of the scores. By chance, the mean of a few
-hundred answers moves less."""
+"""Minimum fall of the held-out score, as a share of the standard deviation of the scores. By
+chance, the mean score of a few hundred responses moves less."""
 
 _PHASE_REMEDIES = {
     "time/generate_s": "Give the engines more (rollout.engine.count, "
@@ -44,7 +44,7 @@ _PHASE_REMEDIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of a run in words, with its remedy."""
+    """Description of a problem of a run, with its remedy."""
 
     rule: str
     step: int
@@ -54,7 +54,7 @@ class Finding:
 
 
 class Watch:
-    """Checks a run's metrics step by step and reports each rule's finding once."""
+    """Checker of a run's metrics, step by step. The finding of each rule is reported once."""
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         """Start with an empty history.
@@ -67,7 +67,7 @@ class Watch:
         self._reported: set[str] = set()
 
     def resume(self, rows: Iterable[Row]) -> None:
-        """Load the rows before a resume as history, and treat their findings as reported."""
+        """Replace the history by the rows before a resume. Their findings count as reported."""
         self._rows = []
         for row in rows:
             self.add(row)
@@ -166,7 +166,7 @@ def _held_out_falls(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
 
 
 def _policy_dies(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
-    """Compare the newest scores with the start, because a run may lose abilities of the policy."""
+    """Match if the newest scores are far below those before the first update."""
     name, label, patience = "eval/score_mean", "held-out", 2
     start = _values(rows[:1], "eval/initial_score_mean")
     if not start:  # no evaluation at the start: step 1 samples before any update

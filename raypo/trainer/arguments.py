@@ -31,7 +31,7 @@ AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 GIVEN = "given in Python"
 """Placeholder in a config for rows and models that are not written yet."""
 LORA_KEYS = {"r": "rank", "lora_alpha": "alpha", "target_modules": "target_modules"}
-"""Field of peft's LoraConfig -> key below `model.lora`."""
+"""Key below `model.lora` for each field of peft's LoraConfig."""
 _LORA_IGNORED = {"task_type", "inference_mode", "base_model_name_or_path", "peft_version"}
 """Fields of peft's LoraConfig that do not change the training."""
 BLOCK = 1 << 24
@@ -65,9 +65,9 @@ class Given(Generic[AnyConfig]):
     reward_fn: RewardFunction | None
     callbacks: tuple[Callable[..., Any], ...]
     rows: dict[str, Rows]
-    """Config key -> rows that are written into the run's folder."""
+    """Rows to write into the run's folder, by config key."""
     models: dict[str, tuple[Any, Any]]
-    """Config key -> model and tokenizer that are saved into the run's folder."""
+    """Model and tokenizer to save into the run's folder, by config key."""
     is_built: bool
     """True if the config comes from arguments and not from a file or a config object."""
 
@@ -75,7 +75,7 @@ class Given(Generic[AnyConfig]):
 def read_arguments(
     kind: type[AnyConfig], config: object, given: Arguments, *, preset: str | None
 ) -> Given[AnyConfig]:
-    """Convert a trainer's arguments to a config, and the objects that a config cannot hold.
+    """Convert a trainer's arguments to a config and the Python objects that it cannot hold.
 
     Args:
         kind: Config class of the recipe.
@@ -265,7 +265,7 @@ def _set_rows(
 
 
 def _set_callbacks(values: dict[str, Any], given: Any) -> tuple[Callable[..., Any], ...]:
-    """Set the config key of callbacks that are import paths. Return the other callbacks."""
+    """Set the key `callbacks` to the given import paths, and return the given functions."""
     callbacks = given if isinstance(given, list | tuple) else [given]
     if named := [each for each in callbacks if isinstance(each, str)]:
         put(values, "callbacks", named)
@@ -325,11 +325,11 @@ def _set_rewards(
 def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyConfig:
     """Save models and tokenizers into the run's folder, and return the config that names them.
 
-    A folder's name contains a hash of its content, so a run that resumes with another model is
-    refused.
+    A folder's name contains a hash of its content, so an attempt to resume the run with another
+    model is refused.
 
     Raises:
-        ConfigError: the run's folder is at a URI, which models are not loaded from.
+        ConfigError: the run's folder is at a URI, from which models cannot be loaded.
     """
     values = config.model_dump()
     for key, (model, tokenizer) in given.items():

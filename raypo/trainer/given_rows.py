@@ -33,13 +33,13 @@ def named_rows(
     """Merge a trainer's arguments `datasets` and `rows` into one mapping of config keys to rows.
 
     Args:
-        datasets: `train` or `eval`, as in Ray Train -> rows. Config keys are accepted too, because
-            the argument used to have them.
-        rows: Config key -> rows.
+        datasets: Rows by `train` or `eval`, as in Ray Train. Config keys are accepted too, as in
+            earlier versions.
+        rows: Rows by config key.
         held_out: Config key that `eval` stands for.
 
     Raises:
-        ConfigError: two arguments have rows of the same config key.
+        ConfigError: rows for a config key are given twice.
     """
     names = {"train": "data.prompts", "eval": held_out}
     found: dict[str, Rows] = {}
@@ -110,7 +110,7 @@ def with_rows(config: AnyConfig, given: Mapping[str, Rows]) -> AnyConfig:
 
 @contextmanager
 def _in_order(dataset: Any) -> Iterator[None]:
-    """Make a Ray Data set yield its blocks in order, not in the order in which their tasks end."""
+    """Make a Ray Data set yield its blocks in its own order, not as their tasks finish."""
     options = dataset.context.execution_options
     earlier, options.preserve_order = options.preserve_order, True
     try:

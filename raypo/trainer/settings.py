@@ -47,7 +47,7 @@ _REFUSED = {
     "resume_from_checkpoint": "a run goes on by itself from the last checkpoint in its folder. "
     "Give the storage_path and name of the run.",
 }
-"""Argument of TorchTrainer that would have no effect -> remedy."""
+"""Remedy for each argument of TorchTrainer that would have no effect, by argument."""
 _OF_TRL = {
     "compute_metrics": "callbacks are functions of a StepView that return metrics.",
     "data_collator": "rows are packed by raypo. Leave it out.",
@@ -59,7 +59,7 @@ _OF_TRL = {
     "tokenizer": "it is called processing_class.",
     "value_model": "set model.critic in args to its folder or hub id.",
 }
-"""Argument that TRL's trainers have and raypo's lack -> remedy."""
+"""Remedy for each argument that TRL's trainers have and raypo's lack, by argument."""
 
 
 def check_arguments(
@@ -143,7 +143,7 @@ def resolve(
     run: RunConfig | None,
     reward_fn: RewardFunction | None = None,
 ) -> AnyConfig:
-    """Merge Python's arguments into the config, and validate it again as a whole."""
+    """Merge a trainer's Python arguments into the config, and validate the result as a whole."""
     values: dict[str, Any] = config.model_dump()
     if scaling is not None:
         values["learner"]["num_workers"] = _without_the_critics(scaling.max_workers, config)
@@ -212,7 +212,7 @@ def _without_the_critics(count: int, config: Any) -> int:
 
 
 def _function_name(function: RewardFunction) -> str:
-    if isinstance(function, WeightedSum):  # only the script that created it has it
+    if isinstance(function, WeightedSum):  # exists only in the script that created it
         terms = zip(function.weights, function.names, strict=True)
         named = [name if weight == 1 else f"{weight:g} * {name}" for weight, name in terms]
         return f"__main__:{' + '.join(named)}"

@@ -91,7 +91,7 @@ _HABITS = {
     "evaluate": "Set eval.prompts, or call `raypo eval` with the run's folder.",
     "add_callback": "Give callbacks=[function] to the trainer.",
 }
-"""Method of Hugging Face's trainers -> what to use instead."""
+"""Alternative to each method of Hugging Face's trainers, by method."""
 
 
 class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
@@ -147,7 +147,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 extra_info) as in verl, an import path `file.py:name`, or the folder or hub id of a
                 reward model.
             reward_weights: A factor for each of `reward_funcs`. None means 1 each.
-            processing_class: The model's tokenizer. A run loads it from the model's folder.
+            processing_class: The model's tokenizer. A model given as an object needs it. For other
+                models the run loads the tokenizer from the model's folder.
             peft_config: `model.lora`: peft's LoraConfig, or a mapping of the keys of `model.lora`.
             ref_model: `model.reference`, like `model`.
             callbacks: Functions that are called with a `StepView` after each step, or import paths
@@ -168,7 +169,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 `datasets.Dataset` or a list of dicts, for `data.prompts` and `eval.prompts` (for
                 DPO `eval.pairs`). The rows are written into the run's folder one by one, and the
                 resolved config names the files. A Ray Data set is executed once for that.
-            rows: Config key -> rows, like `datasets`: `{"eval.prompts": rows}`.
+            rows: Rows by config key, like `{"eval.prompts": rows}`. The rows are given as in
+                `datasets`.
             fresh: Whether `fit` removes an existing run and starts over.
             torch_trainer_arguments: Only `torch_config` is accepted. Other arguments of
                 TorchTrainer are refused, because they would have no effect.
@@ -208,17 +210,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         }
         """Arguments of the trainers of a `Tuner`'s trials: the Python objects that they share."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)
-        with self._without_leftovers():
-            resolved = self._with_given(resolved)
-            self._notes = check_inputs(resolved, has_reward_fn=self._reward_fn is not None)
-            if self._reward_fn is not None:
-                check_reward_function(self._reward_fn, key="reward_funcs")
-                check_columns(resolved, self._reward_fn, key="reward_funcs")
-            self.config: AnyConfig = with_steps_of_epochs(resolved)
+        checked = self._checked(resolved)
+        scaling = scaling_of(checked, scaling_config)
+        self.config: AnyConfig = checked.with_dtype(use_gpu=bool(scaling.use_gpu))
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None
-        scaling = scaling_of(self.config, scaling_config)
-        self.config = self.config.with_dtype(use_gpu=bool(scaling.use_gpu))
         if scaling.use_gpu:
             own = torch_trainer_arguments.get("torch_config")
             torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(own)
@@ -254,7 +250,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         with self._files.lock():
             if self._fresh:
                 self._files.remove()
-                self.config = self._with_given(self.config)  # `remove` has deleted these too
+                self.config = self._with_given(self.config)  # `remove` deleted their files too
             self._check_folder()
             if is_finished(self._files, self.config):
                 Console().message(
@@ -287,6 +283,16 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "it by name, and only this script starts the run"
         )
 
+    def _checked(self, config: Any) -> AnyConfig:
+        """Write what was given in Python, check all inputs, and set the number of steps."""
+        with self._without_leftovers():
+            config = self._with_given(config)
+            self._notes = check_inputs(config, has_reward_fn=self._reward_fn is not None)
+            if self._reward_fn is not None:
+                check_reward_function(self._reward_fn, key="reward_funcs")
+                check_columns(config, self._reward_fn, key="reward_funcs")
+            return with_steps_of_epochs(config)
+
     def _with_given(self, config: AnyConfig) -> AnyConfig:
         """Write rows and models given in Python into the run's folder.
 
@@ -300,9 +306,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @contextmanager
     def _without_leftovers(self) -> Iterator[None]:
-        """Remove the rows and models that this trainer wrote if the run is refused.
+        """If the run is refused, remove the rows and models that this trainer wrote.
 
-        Files that were there before stay: another trainer of the same run may need them.
+        Files that existed before are kept, because another trainer of the same run may need them.
         """
         try:
             yield
@@ -475,7 +481,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self.run_config = dataclasses.replace(self.run_config, failure_config=allowed)
 
     def _is_unwanted(self) -> bool:
-        """Return True if a sweep wants the run to end after its step."""
+        """Return True if a sweep wants the run to end after the current step."""
         return False
 
     def _check_cluster(self) -> None:
@@ -498,10 +504,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def _wait_for_room(self, monitor: ActorHandle, say: Callable[[str], object]) -> None:
         """Wait until there is room for the learner workers' placement group.
 
-        A group with the same bundles is reserved, and removed again.
-
-        Ray Train then creates its own group. Unlike Ray Train, this wait reports which bundle waits
-        for which resources.
+        This reserves a group with the same bundles and removes it again, before Ray Train creates
+        its own group. Unlike Ray Train, it reports which bundle waits for which resources.
         """
         group = reserve(
             worker_bundles(self._recipe, use_gpu=self._use_gpu, each=self.worker_resources),
@@ -515,7 +519,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
     @property
     def _recipe(self) -> Any:
-        """Config with the lowest number of workers, typed as Any because plans take all recipes."""
+        """Config with the lowest number of workers, typed as Any to suit every recipe."""
         config: Any = self.config
         fewest = config.learner.min_workers
         return config if fewest is None else config.with_workers(fewest)
@@ -538,7 +542,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """
         if not isinstance(self.config, OnlineConfig) or not self.config.placement.is_dedicated:
             return Dedicated()
-        from raypo.run.dedicated_services import start_dedicated  # model code
+        from raypo.run.dedicated_services import start_dedicated  # imports model code
 
         return start_dedicated(
             self.config.with_absolute_paths(os.getcwd()),
@@ -550,7 +554,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def _hold(self, monitor: ActorHandle, group: PlacementGroup) -> None:
-        """Register the group with the collector, which removes it if this process is killed."""
+        """Register a group with the collector, which removes it if this process is killed."""
         if self._group_gc is not None:
             ray.get(self._group_gc.hold.remote(monitor, group))
 
@@ -587,7 +591,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
 
 
 def _given_files(config: RecipeConfig) -> set[Path]:
-    """Return the run's local folder and the rows and models below it that Python gave."""
+    """Return the run's local folder, and the files of given rows and models below it."""
     if is_uri(config.storage_path):
         return set()
     folder = Path(config.absolute_storage_path, config.name)

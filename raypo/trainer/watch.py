@@ -77,7 +77,8 @@ def stop_on_signal(ask: Callable[[], None]) -> Iterator[None]:
 def _end_with_ray(address: str, is_over: threading.Event) -> None:
     """End this process if Ray's head is gone before the run has stopped.
 
-    Ray's client would try to reach the head for 60 s, and then abort the process with a C++ error.
+    Otherwise Ray's client would try to reach the head for 60 s, and then abort the process with a
+    C++ error.
     """
     failures = 0
     while failures < FAILURES:
@@ -101,8 +102,8 @@ def _end_with_ray(address: str, is_over: threading.Event) -> None:
 def is_lost_controller(error: BaseException) -> bool:
     """Return True if an error of `TorchTrainer.fit` means that its controller's process died.
 
-    Return False if the controller's code raised such an error about another actor, or if the
-    controller failed to start. In these cases a new controller would not help.
+    The result is False if the controller's code raised the error because another actor died, or if
+    the controller failed to start. In these cases a new controller would not help.
     """
     may_live = isinstance(error, ActorUnavailableError)
     return is_lost_actor(error) and not may_live and not failed_to_start(error)

@@ -1,4 +1,4 @@
-"""Arguments of another project, and the keys that are computed alike from them."""
+"""Arguments of another project, and keys that are computed in the same way for several projects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypo.config.base import parsed
 from raypo.config.migration import Counterpart
 
 Settings = dict[str, tuple[Any, str]]
-"""Dotted key -> its value, and the name of the argument that it comes from."""
+"""Value of each key of raypo and the name of the argument that it comes from, by dotted key."""
 DEFAULT = "'s default"
 TODO = "TODO"
 WORDS = {
@@ -23,19 +23,20 @@ WORDS = {
     **{"seq-mean-token-sum-norm": "constant", "vanilla": "ppo", "geo_mean": "gmpo"},
     **{"low_var_kl": "k3", "mse": "k2", "kl": "k1"},
 }
-"""Value of verl or OpenRLHF -> value of raypo."""
+"""Values in raypo, by the value with the same meaning in verl or OpenRLHF."""
 
 
 class Arguments:
-    """Lookup of given values, with the other project's defaults. It records the names used.
+    """Lookup of another project's arguments, with its defaults. It records which names are used.
 
-    A number that is given by an expression is NaN, and so is all that is computed from it.
+    Expressions are not evaluated: a number that is given by an expression is NaN, and so is every
+    number computed from it.
     """
 
     def __init__(self, given: Mapping[str, Any], rows: Mapping[str, Counterpart]) -> None:
         self.given, self.rows, self.used = given, rows, set[str]()
         self.idle: list[str] = []
-        """Arguments that need nothing in raypo, with their values, for a note."""
+        """Arguments that need no key in raypo, with their values, for a note."""
 
     def __call__(self, name: str, usual: Any = None) -> Any:
         """Return the value given under a name or one of its older names.
@@ -55,7 +56,9 @@ class Arguments:
         return default
 
     def origin(self, name: str) -> str:
-        """Return the name under which a value is given, or say that it is a default."""
+        """Return the name under which a value is given. For a default, `DEFAULT` is appended to the
+        name.
+        """
         row = self.rows[name]
         given = [
             each
@@ -66,13 +69,14 @@ class Arguments:
 
 
 def steps_of(epochs: float, name: str, done: Settings, most: Any = None) -> tuple[Any, str]:
-    """Return the number of steps if the rows are known, else TODO.
+    """Return the number of steps and its origin. The number is TODO if it cannot be computed.
 
     Args:
         epochs: Passes over the rows.
         name: The argument that gives `epochs`.
-        done: The keys so far. Rows of its parquet files are counted.
-        most: Number of rows that are used at most, and exactly if the rows cannot be counted.
+        done: Settings so far. The rows of the parquet files in `data.prompts` are counted.
+        most: Maximum number of rows that are used. If the rows cannot be counted, it is assumed to
+            be their number.
     """
     from pyarrow import parquet
 
@@ -83,22 +87,22 @@ def steps_of(epochs: float, name: str, done: Settings, most: Any = None) -> tupl
         paths = [Path(each).expanduser() for each in ([files] if isinstance(files, str) else files)]
         rows = min(sum(parquet.read_metadata(path).num_rows for path in paths), most or math.inf)
         counted = "rows"
-    with suppress(ValueError, TypeError):  # not known
+    with suppress(ValueError, TypeError):  # a number is not known
         if steps := int(rows // prompts * epochs):
             return steps, f"{rows} {counted} // {prompts} prompts x {epochs} of {name}"
     times = name if math.isnan(epochs) else f"{epochs} of {name}"
-    each = "rollout.prompts_per_step" if prompts != prompts else f"{prompts} prompts"  # NaN
+    each = "rollout.prompts_per_step" if prompts != prompts else f"{prompts} prompts"  # true if NaN
     return TODO, f"rows / {each} x {times}"
 
 
 def set_lora(get: Arguments, done: Settings, *, rank: str, alpha: str) -> None:
-    """Set rank and alpha of an adapter from the arguments with these names."""
+    """Set the adapter's rank and alpha in `done` from the arguments named `rank` and `alpha`."""
     if get(rank):  # 0 means no LoRA
         done["model.lora.rank"] = get(rank), get.origin(rank)
         done["model.lora.alpha"] = get(alpha), get.origin(alpha)
 
 
 def set_workers(get: Arguments, done: Settings, *, gpus: str, nodes: str) -> None:
-    """Set the number of learner workers from GPUs per node and nodes, if GPUs are given."""
+    """Set the number of learner workers in `done` to GPUs per node x nodes, if GPUs are given."""
     if any(name in get.given for name in get.rows[gpus].names):
         done["learner.num_workers"] = get(gpus) * get(nodes, 1), f"{gpus} x {nodes}"

@@ -21,14 +21,14 @@ from raypo.translation.foreign_arguments import (
 
 
 def from_openrlhf(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
-    """Return the keys that are computed from OpenRLHF's arguments, and notes."""
+    """Return the keys that are computed from OpenRLHF's arguments, and notes for the user."""
     notes: list[str] = []
     done = _loss(get, notes)
     set_lora(get, done, rank="ds.lora.rank", alpha="ds.lora.alpha")
     if get("ds.lora.rank"):
         modules = get("ds.lora.target_modules")
         done["model.lora.target_modules"] = modules, get.origin("ds.lora.target_modules")
-    else:  # without effect there too
+    else:  # at rank 0, OpenRLHF ignores them too
         names = [get.origin(f"ds.lora.{each}") for each in ("rank", "alpha", "target_modules")]
         get.idle += [name for name in names if name in get.given]
         get.used.update(names)
@@ -42,7 +42,7 @@ def from_openrlhf(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
 
 
 def _loss(get: Arguments, notes: list[str]) -> Settings:
-    """Return the estimator, the clips and the KL."""
+    """Return the keys of the estimator, the clips and the KL."""
     estimator = get("algo.advantage.estimator")
     done: Settings = {
         "ppo.advantage": (WORDS.get(estimator, estimator), get.origin("algo.advantage.estimator"))
@@ -69,7 +69,7 @@ def _loss(get: Arguments, notes: list[str]) -> Settings:
 
 
 def _logging(get: Arguments) -> Settings:
-    """Return the run's name and folder, and the loggers."""
+    """Return the keys of the run's name, its folder and the loggers."""
     done: Settings = {}
     folder = get("ckpt.output_dir")
     if (origin := get.origin("ckpt.output_dir")) in get.used:
@@ -78,7 +78,7 @@ def _logging(get: Arguments) -> Settings:
     if get("logger.wandb.run_name"):
         done["name"] = get("logger.wandb.run_name"), get.origin("logger.wandb.run_name")
     keys = [name for name in get.rows["logger.wandb.key"].names if get.given.get(name)]
-    if keys:  # a secret, which is not written
+    if keys:  # their value is a secret and not written
         get.used.update(keys)
         done["logging.wandb.project"] = get("logger.wandb.project"), keys[0]
         if get("logger.wandb.org"):
@@ -87,7 +87,7 @@ def _logging(get: Arguments) -> Settings:
 
 
 def _prompts(get: Arguments, notes: list[str]) -> Settings:
-    """Return the sources of prompts."""
+    """Return `data.prompts` with the options of each source."""
     name, most, split = "data.prompt_dataset", get("data.max_samples"), get("data.prompt_split")
     most = most if isinstance(most, int | float) else None
     prompts, origin = get(name), get.origin(name)
@@ -114,7 +114,7 @@ def _prompts(get: Arguments, notes: list[str]) -> Settings:
 
 
 def _batches(get: Arguments, notes: list[str], done: Settings) -> None:
-    """Set the sizes of batches, the number of steps, and the intervals."""
+    """Set batch sizes and the number of steps in `done`, and mark intervals of -1 as idle."""
     batch, most = get("rollout.batch_size"), get("data.max_samples")
     done["rollout.prompts_per_step"] = batch, get.origin("rollout.batch_size")
     samples, updated = get("rollout.n_samples_per_prompt"), get("train.batch_size")
@@ -156,7 +156,7 @@ def _lengths(get: Arguments, notes: list[str]) -> Settings:
 
 
 def _schedule(get: Arguments, done: Settings) -> Settings:
-    """Return the schedule of the learning rates, and the steps that train only the critic."""
+    """Return the keys of the learning-rate schedule and of the critic's warm-up."""
     schedule, kind = Settings(), get("actor.lr_scheduler")
     origin = get.origin("actor.lr_scheduler")
     if (name := kind.partition("_with_")[0]) in ("constant", "linear", "cosine"):
@@ -167,7 +167,7 @@ def _schedule(get: Arguments, done: Settings) -> Settings:
         floor = get.origin("actor.min_lr_ratio")
         schedule["learner.lr_floor"] = get("actor.min_lr_ratio"), floor
     ratio, steps = get("actor.lr_warmup_ratio"), done["num_steps"][0]
-    if ratio > 0 and kind != "constant":  # its warm-up has no effect in transformers
+    if ratio > 0 and kind != "constant":  # transformers' constant schedule ignores warm-up
         is_known = isinstance(steps, int)
         schedule["learner.lr_warmup_steps"] = (
             math.ceil(ratio * steps) if is_known else TODO,
@@ -180,7 +180,7 @@ def _schedule(get: Arguments, done: Settings) -> Settings:
 
 
 def _models(get: Arguments, notes: list[str]) -> Settings:
-    """Return the servers of scores, the data type, the offload and the transport of weights."""
+    """Return the keys of reward servers, reward models, data type, offload and weight transport."""
     done: Settings = {}
     server = get.origin("reward.remote_url")
     if str(get.given.get(server)).startswith("http"):

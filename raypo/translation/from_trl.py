@@ -10,19 +10,20 @@ from raypo.translation.foreign_arguments import Arguments, Settings
 
 _LOSS_TYPES = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
 _LOSS_TYPES |= dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")
-"""TRL's loss_type -> ppo.aggregation."""
+"""Value of ppo.aggregation for each loss_type of TRL."""
 _CORRECTIONS = {"token_truncate": "tis", "sequence_truncate": "sequence_tis"}
 _CORRECTIONS |= {"token_mask": "icepop", "sequence_mask": "sequence_tis"}
-"""TRL's vllm_importance_sampling_mode -> ppo.correction.kind."""
+"""Value of ppo.correction.kind for each vllm_importance_sampling_mode of TRL."""
 _IDLE = {"eval_strategy": ("no", "steps"), "vllm_mode": ("colocate",)}
-"""TRL's argument -> its values that need no counterpart, besides the table's."""
+"""Values of TRL's arguments that need no counterpart, besides those that the table in
+`raypo.config.migration` marks."""
 _OBJECTS = {"model": "model.policy", "train_dataset": "data.prompts"}
 _OBJECTS |= {"eval_dataset": "eval.prompts"}
 _DPO = {"beta": "beta", "loss_type": "loss"}
 
 
 def from_trl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
-    """Return the keys that are computed from TRL's arguments, and notes."""
+    """Return the keys that are computed from TRL's arguments, and notes for the user."""
     per_device, accumulated = get("per_device_train_batch_size"), get("gradient_accumulation_steps")
     batch, steps, updates = per_device * accumulated, get("max_steps"), 1
     origin = "per_device_train_batch_size x gradient_accumulation_steps"
@@ -118,12 +119,13 @@ def _correction(get: Arguments, notes: list[str]) -> Settings:
 
 
 def _schedule(get: Arguments, steps: float, updates: float) -> Settings:
-    """Return the keys that count steps.
+    """Return the learning-rate schedule, and the keys whose values are numbers of steps.
 
     Args:
         get: Lookup of TRL's arguments.
         steps: Steps of the run; 0 or less if unknown.
-        updates: Optimizer steps in a step of raypo. If there are several, counts are left as notes.
+        updates: Optimizer steps in a step of raypo. If there are several, TRL's step counts are not
+            translated, and each becomes a note.
     """
     done: Settings = {}
     if get.given.get("lr_scheduler_type") == "constant_with_warmup":
@@ -179,7 +181,7 @@ def _logging(get: Arguments) -> Settings:
 
 
 def _several_rewards(get: Arguments) -> list[str]:
-    """Return a note with a function that adds several, if `reward_funcs` has several names."""
+    """Return a note with a function that adds up several or weighted `reward_funcs`, if any."""
     given = get.given.get("reward_funcs")
     each = given.elts if isinstance(given, ast.List | ast.Tuple) else []
     names = [name.id for name in each if isinstance(name, ast.Name)]

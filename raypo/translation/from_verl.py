@@ -18,7 +18,7 @@ _NO_FUNCTION += "verl.utils.reward_score:default_compute_score"
 
 
 def from_verl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
-    """Return the keys that are computed from verl's arguments, and notes."""
+    """Return the keys that are computed from verl's arguments, and notes for the user."""
     actor, rollout = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
     samples = get(f"{rollout}n")
     rows = get(f"{actor}ppo_mini_batch_size") * samples
@@ -44,7 +44,7 @@ def from_verl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
     set_workers(get, done, gpus="trainer.n_gpus_per_node", nodes="trainer.nnodes")
     if get("data.filter_overlong_prompts"):
         done["data.too_long"] = "skip", "data.filter_overlong_prompts"
-        get("data.truncation")  # nothing is left to cut
+        get("data.truncation")  # used, but without effect: nothing is left to cut
     elif get("data.truncation") == "error":
         is_given = "data.truncation" in get.given
         done["data.too_long"] = "error", f"data.truncation{'' if is_given else DEFAULT}"
@@ -59,7 +59,7 @@ def from_verl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
 
 
 def _set_loggers(get: Arguments, done: Settings) -> list[str]:
-    """Set the sections of verl's loggers, and return notes on those that raypo lacks."""
+    """Set the logging keys in `done`, and return notes on verl's loggers that raypo lacks."""
     loggers = get("trainer.logger") if "trainer.logger" in get.given else ()
     notes = []
     for logger in [loggers] if isinstance(loggers, str) else loggers:

@@ -1,4 +1,4 @@
-"""Arguments of a TRL script, and of a verl or OpenRLHF command.
+"""Extraction of the arguments of a TRL script, or of a verl or OpenRLHF command.
 
 The script or command is read, not executed.
 """
@@ -20,7 +20,7 @@ from yaml import YAMLError
 from raypo.config.base import ConfigError, parsed
 
 TRL_RECIPES = {"GRPO": "ppo", "SFT": "sft", "DPO": "dpo", "Reward": "reward_model"}
-"""Prefix of the names of TRL's trainers and configs -> recipe."""
+"""Recipe for each prefix of the names of TRL's trainers and configs."""
 
 
 def read_script(source: str) -> tuple[str, dict[str, Any]]:
@@ -45,7 +45,7 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
         named: dict[str, ast.expr] = {each.arg: each.value for each in node.keywords if each.arg}
         if match[2] == "Trainer":
             named |= dict(zip(("model", "reward_funcs"), node.args, strict=False))
-        for key in ("args", "processing_class"):  # their own calls are nodes too
+        for key in ("args", "processing_class"):  # the loop visits the calls in them
             named.pop(key, None)
         given |= {key: _literal(value, constants) for key, value in named.items()}
         has_lora = has_lora or match[1] == "Lora"
@@ -59,7 +59,7 @@ def read_command(text: str, project: str) -> dict[str, Any]:
     """Return the arguments of a shell command: `key=value` of verl, `--key value` of OpenRLHF.
 
     Raises:
-        ConfigError: the command has an open quotation, or is not OpenRLHF's PPO.
+        ConfigError: the command has an unclosed quotation, or is not OpenRLHF's PPO.
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     try:
@@ -107,7 +107,7 @@ def read_command(text: str, project: str) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> Any:
-    """Return a value; an expression if the shell has to compute it, as in `$((2 * N))`."""
+    """Parse a value. If the shell has to compute it (`$((2 * N))`), return it as an `ast.Name`."""
     if "$" in text:
         return ast.Name(text)
     try:

@@ -3,7 +3,7 @@
 A value is copied if the tables of `raypo.config.migration` say that it has the same meaning. Batch
 sizes, the KL and the estimator are computed (`from_trl`, `from_verl`, `from_openrlhf`). Every other
 value becomes a note, and so does a value that raypo refuses. A required key without a value is
-TODO, which raypo refuses until it is set.
+written as TODO, which raypo refuses until the user sets the key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEARNED = ("ppo.", "rollout.", "data.max_", "dpo.", "learner.", "eval.temperatu
 default is written into the run file."""
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
 _COUNTED = ("num_steps", "learner.lr_warmup_steps")
-"""Numbers that are TODO if the rows are not known."""
+"""Keys whose numbers are TODO if the number of rows is unknown."""
 _EPOCHS = {"TRL": "num_train_epochs", "verl": "trainer.total_epochs"}
 _EPOCHS |= {"OpenRLHF": "train.num_episodes"}
 _COMPUTED: dict[str, Callable[[Arguments, str], tuple[Settings, list[str]]]] = {
@@ -37,11 +37,14 @@ _COMPUTED: dict[str, Callable[[Arguments, str], tuple[Settings, list[str]]]] = {
 
 
 def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> str:
-    """Return a run file. Comments give the origin of each key, and what was not translated.
+    """Return the text of a run file.
+
+    Its comments give the origin of each key, and list what was not translated.
 
     Args:
         project: TRL, verl or OpenRLHF.
-        given: Argument of that project -> value. An `ast.AST` is an expression of unknown value.
+        given: Values of that project's arguments, by name. An `ast.AST` is an expression of unknown
+            value.
         recipe: The recipe that the arguments are for.
     """
     known = known_keys(RECIPES[recipe])
@@ -61,7 +64,7 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
         else:
             why = f"{' and '.join(keys)}. {row.note}" if row else "No counterpart is known."
             notes.append(f"{name} ({shown}): {why.removeprefix('. ').strip()}")
-    done = {key: each for key, each in done.items() if each[0] == each[0]}  # not NaN
+    done = {key: each for key, each in done.items() if each[0] == each[0]}  # drop NaN
     for row in [row for row in rows if row.is_same and row.default]:
         for key in () if given.keys() & row.names else row.keys_in(known):
             is_idle = key.startswith("eval.") and "eval.prompts" not in done
@@ -81,7 +84,7 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
 
 
 def _set_todo(done: Settings, recipe: str) -> None:
-    """Set the required keys that have no value to TODO."""
+    """Set each required key that has no value to TODO in `done`."""
     for key, why in (
         ("name", "the run's folder is storage_path/name"),
         ("model.policy", "a folder or a hub id"),
@@ -105,7 +108,10 @@ def _is_explicit(setting: tuple[Any, str], given: Mapping[str, Any]) -> bool:
 
 
 def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
-    """Return a config of the values that raypo accepts. Each refused value becomes a note."""
+    """Return a config of the values that raypo accepts.
+
+    A refused value is removed from `done` and becomes a note, unless it is a default.
+    """
     while True:
         _set_todo(done, recipe)
         try:

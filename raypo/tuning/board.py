@@ -84,7 +84,7 @@ class Board(Callback):
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """Record that a trial failed. The other trials continue."""
-        record = self._record_of(trial)  # creates one if the trial's process never started
+        record = self._record_of(trial)  # a new record if the trial never started
         record.point = dict(trial.config[POINT])
         self._add_time(trials)
         record.status = "interrupted" if self._is_stopping() else "failed"
@@ -140,14 +140,14 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
 def error_text(trial: Trial) -> str:
     """Return the traceback of a trial.
 
-    It is read from the trial's local file: Tune's own lookup is in the storage, where the file is
-    copied later.
+    The traceback is read from the trial's local file. Tune itself reads a copy in the storage,
+    which may not exist yet.
     """
     file = Path(trial.error_file) if trial.error_file else None
     return file.read_text() if file is not None and file.exists() else ""
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a traceback that is not empty: the error's name and message."""
+    """Return the last non-empty line of a traceback: the error's name and message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "the trial's process was lost"

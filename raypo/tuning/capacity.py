@@ -31,7 +31,7 @@ from raypo.tuning.sweep_folder import TRIALS_FOLDER
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """Number of trials, resources of each, and concurrency."""
+    """Number of trials, resources of each trial, and number of concurrent trials."""
 
     num_trials: int
     bundles: tuple[Bundle, ...]
@@ -135,7 +135,7 @@ def plan_trials(
     Args:
         base: Run config of a trial, without the values of the space.
         trials: Run configs that represent all trials.
-        nodes: Resources of each node of the cluster, which has room for one trial.
+        nodes: Resources of each node. The cluster has room for at least one trial.
         num_trials: Number of trials.
         at_most: Maximum number of concurrent trials.
         share: Roles to share. `auto` shares all roles. On GPUs it does so only if sharing does not

@@ -78,12 +78,14 @@ class StopOnRequest(Stopper):
 class RoomWatch(Callback):
     """Tune callback that prints which trial waits for resources, and which programs hold them.
 
-    A run prints this itself, but the output of Tune's actors goes to log files.
+    Each trial's run reports this too, but only to a log file, because that is where the output of
+    Tune's actors goes.
     """
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
-        """Time at which each waiting group was first seen, by name. It is inf once reported."""
+        """Time at which each waiting group was first seen, by name. inf means that it has been
+        reported."""
         self._looked = -math.inf
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +102,7 @@ class RoomWatch(Callback):
         self._since = {name: self._since.get(name, now) for name in waiting}
         for name, since in self._since.items():
             if since <= now - SAY_AFTER_S:
-                self._since[name] = math.inf  # said
+                self._since[name] = math.inf  # reported
                 Console().message(f"{name.split(':')[1]} waits for room: {waiting[name]}")
 
 
@@ -184,8 +186,8 @@ def fit_trials(
                 max_concurrent_trials=None
                 if limits_itself(tune_config.search_alg)
                 else plan.num_slots,
-                # A reused actor finishes its step first. On GPUs, a stopped trial is killed at
-                # once, to free the GPUs.
+                # A stopped trial whose actor is reused finishes its step first. On GPUs it is
+                # killed at once instead, to free the GPUs.
                 reuse_actors=plan.device == "CPU" and not setup.is_population,
             ),
             run_config=replace(
@@ -209,5 +211,5 @@ def _group_gc() -> Iterator[ActorHandle]:
 
 
 def limits_itself(searcher: object) -> bool:
-    """Return True if Tune leaves the number of concurrent trials to a search algorithm."""
+    """Return True if a search algorithm, instead of Tune, limits the concurrent trials."""
     return isinstance(searcher, ConcurrencyLimiter | BasicVariantGenerator)

@@ -13,15 +13,15 @@ Metrics = Mapping[str, float]
 SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
 KL = "kl/ref_response_mean"
 VALUE = "sweep/value"
-"""Key of the number in each report that schedulers compare. Larger is always better."""
+"""Key of the value that schedulers compare, which each report has. Larger is always better."""
 SCORED_STEP = "sweep/scored_step"
-"""Key of the step at which the first metric was last measured. 0 is before the first update."""
+"""Key of the step at which the first metric was last measured. 0 means before the first update."""
 STEP = "step"
 INFEASIBLE = -1e9
 """Upper bound of the value of an infeasible trial. It is below the value of every feasible
 trial."""
 UNKNOWN = -1e18
-"""Value of a trial if its score is unknown, or a metric that a constraint bounds."""
+"""Value of a trial whose score, or a metric that a constraint bounds, is unknown."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Goal:
         return INFEASIBLE - worst if math.isfinite(worst) else UNKNOWN
 
     def dominates(self, one: Metrics, other: Metrics) -> bool:
-        """Return True if `one` is no worse than `other` in any metric, and better in some."""
+        """Return True if `one` is nowhere worse than `other`, and better in at least one metric."""
         pairs = list(zip(self.gains(one), self.gains(other), strict=True))
         return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 

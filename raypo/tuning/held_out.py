@@ -19,9 +19,10 @@ MAX_NAMED = 4
 """Maximum number of trials named in a sentence."""
 
 Scores = Mapping[Any, float]
-"""Held-out prompt -> mean score of its samples."""
+"""Mean score of the samples of each held-out prompt, by prompt."""
 Changes = Mapping[str, Change]
-"""Changes on the held-out prompts. The keys are SCORE and REWARD_MODEL, each only if known."""
+"""Changes of the held-out score (key SCORE) and of the reward-model score (key REWARD_MODEL) on the
+held-out prompts. A change that is not known has no entry."""
 
 
 def who_is_best(
@@ -104,8 +105,8 @@ def gaming_words(
 
     Args:
         trials: All trials. If fewer than two have both scores, the result is empty.
-        changes: Trial -> changes of both scores.
-        held_out: Trial -> held-out scores by prompt.
+        changes: Changes of both scores, by trial name.
+        held_out: Held-out scores by prompt, for each trial name.
     """
     judged = [trial for trial in trials if {SCORE, REWARD_MODEL} <= trial.judged.keys()]
     if len(judged) < 2:

@@ -1,10 +1,10 @@
 """Population-based training: weak trials restart from the checkpoints of better trials.
 
 At a fixed interval all trials wait for each other and are compared at the same step. Ray Tune then
-passes checkpoints from trial to trial. A checkpoint here is only a pointer: a folder with a small
-file that names the run's own checkpoint (policy, critic, optimizers, KL controller, data cursor). A
-trial that starts from the pointer copies the checkpoint into its own folder, with hard links if
-both are on one disk.
+passes checkpoints from trial to trial. The checkpoint that Tune sees is only a pointer: a folder
+with a small file that names the run's own checkpoint (policy, critic, optimizers, KL controller,
+data cursor). A trial that starts from the pointer copies the checkpoint into its own folder, with
+hard links if both are on one disk.
 
 Paper: Jaderberg et al. 2017, arXiv:1711.09846.
 """
@@ -120,7 +120,7 @@ class Segment:
     checkpoint: str | None = None
     """Last checkpoint of the segment, initially `resume_from`."""
     known: Mapping[str, float] = field(default_factory=dict)
-    """Known metrics of the trial at that checkpoint."""
+    """Known metrics of the trial at `checkpoint`."""
     compared: int = 0
     """Step of the last comparison after which the trial continued."""
 
@@ -136,14 +136,15 @@ class Segment:
         return f"segment_{self.number}"
 
     def next(self, pointer: tune.Checkpoint, files: RunFiles) -> Segment:
-        """Return the segment after a comparison, and write it.
+        """Write and return the trial's segment after a comparison.
 
         If the pointer names this trial, the segment continues. If the pointer names another trial,
         a new segment starts from a copy of that trial's checkpoint. The copy is needed because the
         other trial will delete the original. The folder of the old segment is then removed.
 
         Raises:
-            OSError: the checkpoint no longer exists. Nothing has changed then.
+            OSError: the other trial's checkpoint no longer exists. The current segment is then
+                unchanged.
         """
         with pointer.as_directory() as folder:
             other = Segment(**json.loads((Path(folder) / SEGMENT).read_text()))
@@ -165,7 +166,7 @@ class Segment:
         return following
 
     def at(self, checkpoint: str, known: Mapping[str, float], files: RunFiles) -> Segment:
-        """Return the segment with a later checkpoint, and write it.
+        """Write and return this segment with a later checkpoint.
 
         Args:
             checkpoint: Path from Ray Train, without the scheme of a URI.

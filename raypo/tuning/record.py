@@ -14,7 +14,7 @@ from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, SCORED_STEP, Goal, scored
 
 TRIALS = "trials.parquet"
 Point = dict[str, Any]
-"""Dotted key of the run config -> value of a trial."""
+"""Values of a trial, by dotted key of the run config."""
 NUMBER, POINT = "number", "point"
 """Keys of the Tune config of a sweep's trial."""
 Status = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]

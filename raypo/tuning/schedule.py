@@ -1,4 +1,4 @@
-"""Schedulers, which decide which trials continue, and the past reports that they need."""
+"""Schedulers, which decide which trials continue, and reports of earlier attempts for them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def listed_space(
 def numbers_left(
     sweep: SweepConfig, ended: Sequence[TrialRecord], begun: Sequence[TrialRecord]
 ) -> list[int]:
-    """Return the numbers of the trials to run: first those begun, then the lowest unused."""
+    """Return the numbers of the trials to run: first the begun trials, then unused numbers."""
     num_left = sweep.num_trials - len(ended)
     used = {record.number for record in (*ended, *begun)}
     unused = [number for number in range(len(used) + num_left) if number not in used]
@@ -57,7 +57,7 @@ def numbers_left(
 
 
 def random_point(sweep: SweepConfig, number: int) -> Point:
-    """Draw a trial's point for the random searcher; it depends only on seed and trial number."""
+    """Draw a trial's point for the random searcher, from the seed and the trial number only."""
     draw = np.random.RandomState(np.random.SeedSequence((sweep.seed, number)).generate_state(4))
     domains = sorted(sweep.space.items())
     return {key: _plain(as_tune(each).sample(random_state=draw)) for key, each in domains}

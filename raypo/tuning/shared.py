@@ -44,20 +44,22 @@ class Sharing:
         share_batches: bool,
         use_gpu: bool,
     ) -> Sharing:
-        """Return the sharing of all roles that the base has and that no trial's values change.
+        """Return which of the roles in `share` the trials can share.
+
+        A role can be shared if the base has it and no trial's values change it.
 
         Dedicated roles are never shared, because each trial has them in its own placement group.
 
         Args:
             base: Run config of a trial, without the values of the space.
             trials: Run configs that represent all trials.
-            share: Roles to share. `auto` means all.
+            share: Roles to share. `auto` means all roles.
             share_batches: Whether trials that share engines also sample in the same batches.
             use_gpu: Whether a learner worker takes a GPU.
         """
         if not isinstance(base, OnlineConfig):
             return cls()
-        from raypo.run.shared_services import roles_apart  # model code
+        from raypo.run.shared_services import roles_apart  # imports model code
 
         roles = get_args(SharedRole) if share == "auto" else share
         wanted = [role for role in roles if base.placement.group_of(role) == "colocated"]
@@ -111,8 +113,8 @@ def started(
         sharing: Deployments to start.
         base: Base run config with absolute paths.
         name: Name of the sweep.
-        num_slots: Number of concurrent trials. Each leases one deployment of engines, or a slot in
-            the pool.
+        num_slots: Number of concurrent trials. Each trial leases one deployment of engines, or a
+            slot in the pool.
         logs_dir: Folder of the logs.
 
     Yields:
@@ -122,7 +124,7 @@ def started(
         PlacementError: the resources of the models were not free in time.
     """
     from raypo.deployment.engine_pool import start_engine_pool
-    from raypo.run.shared_services import start_shared  # model code
+    from raypo.run.shared_services import start_shared  # imports model code
 
     if not isinstance(base, OnlineConfig):
         yield None

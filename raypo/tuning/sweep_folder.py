@@ -1,4 +1,7 @@
-"""The folder of a sweep: recorded config, status and completion. Imports neither Ray nor torch."""
+"""The folder of a sweep: recorded config, status and completion.
+
+This module imports neither Ray nor torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""HTML page of a sweep: the best trial, all trials, and their cost. Needs no Ray."""
+"""HTML page of a sweep: the best trial, all trials, and their cost.
+
+This module does not import Ray.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,11 @@ class SweepData:
     trials: list[TrialRecord]
     """Trials, best first."""
     rows: dict[str, list[dict[str, Any]]]
-    """Trial -> metrics of each step."""
+    """Metrics of each step, by trial name."""
     held_out: Mapping[str, Scores]
-    """Trial -> held-out score of each prompt. The mean is the trial's score."""
+    """Held-out score of each prompt, by trial name. The mean over prompts is the trial's score."""
     changes: Mapping[str, Changes]
-    """Trial -> changes of its held-out scores up to the step of its score."""
+    """Changes of the held-out scores up to the step of the trial's score, by trial name."""
 
 
 def load_sweep(files: RunFiles) -> SweepData | None:
@@ -176,7 +179,7 @@ def _by_value(trials: Sequence[TrialRecord], key: str, metric: str, *, log_x: bo
     if is_number:
         seen = sorted(seen, key=lambda trial: trial.point[key])
     values = [trial.point[key] if is_number else str(trial.point[key]) for trial in seen]
-    log_x = log_x or spans_decades(values)  # of a grid
+    log_x = log_x or spans_decades(values)  # a grid or choice may span decades
     figure = new_figure(key, xaxis_type="log" if log_x else None)
     figure.add_scatter(
         x=values,

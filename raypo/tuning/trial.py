@@ -38,8 +38,8 @@ from raypo.tuning.population import Segment
 from raypo.tuning.record import POINT, Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
-"""Maximum wait, in seconds, for the stopped process of the same trial. Tune kills it long
-before."""
+"""Maximum wait, in seconds, for the stopped process of the same trial. Tune usually kills that
+process much earlier."""
 TURN_S = 0.5
 """Polling interval of a trial that waits for its turn to reserve placement groups."""
 LAST_STEP_TIMEOUT_S = 3600
@@ -49,7 +49,7 @@ takes longer, Tune fails the next trial."""
 
 @dataclass(frozen=True)
 class TrialSetup:
-    """Settings that all trials of a sweep share; pickled to their processes."""
+    """Settings that all trials of a sweep share. They are pickled to the trials' processes."""
 
     sweep: str
     base: dict[str, Any]
@@ -57,7 +57,7 @@ class TrialSetup:
     storage_path: str
     """Storage path of the trials' runs."""
     working_dir: str
-    """Working directory of the driver, where relative paths start."""
+    """Working directory of the driver. Relative paths are resolved against it."""
     goal: Goal | None = None
     """Objective whose value is added to reports. None means that no value is added, because Tune's
     own config has the objective."""
@@ -73,7 +73,7 @@ class TrialSetup:
     """Ray Train callbacks of each trial's run."""
 
     def config(self, name: str, point: Point) -> AnyConfig:
-        """Return the run config of a trial."""
+        """Return the run config of a trial with these values."""
         fixed = {"name": name, "storage_path": self.storage_path}
         values = with_values(self.base, {**point, **fixed})
         return parse_run_config(values, origin=name).with_absolute_paths(self.working_dir)
@@ -102,7 +102,7 @@ def run_point(point: Point, setup: TrialSetup) -> None:
     learn_digests(setup.digests)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
     known = known_metrics(files.metrics(), setup.goal)
-    if is_finished(files, run):  # the driver was killed before it could record that
+    if is_finished(files, run):  # the driver was killed before it recorded that
         tune.report(as_report(known, setup.goal))
         return
     segment = None
@@ -110,7 +110,7 @@ def run_point(point: Point, setup: TrialSetup) -> None:
         segment, pointer = Segment.last(files), tune.get_checkpoint()
         if pointer is not None:
             segment = segment.next(pointer, files)
-        elif segment.checkpoint is not None:  # the sweep was resumed; the report may block here
+        elif segment.checkpoint is not None:  # resumed sweep; this report may block
             segment.report(as_report(segment.known, setup.goal))
         known = segment.known
     reports = TrialReports(setup.goal, known, files, segment)

@@ -1,4 +1,4 @@
-"""Driver of a sweep: replay completed trials to searcher and scheduler, then run the others."""
+"""Driver of a sweep: replay completed trials to searcher and scheduler, then run the rest."""
 
 from __future__ import annotations
 

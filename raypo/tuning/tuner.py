@@ -1,6 +1,6 @@
 """Ray Tune's Tuner for runs of any recipe, with the user's spaces, searchers and schedulers.
 
-`raypo sweep` does the same for a sweep file. It also resumes from its records, and writes a page.
+`raypo sweep` does the same for a sweep file. A sweep can also be resumed, and writes a page.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ class Tuner:
             config: Config that each trial changes: the config of any recipe, a mapping of its keys,
                 the path of a run file, or a trainer. The reward function, callbacks, rows and
                 `ScalingConfig` of a trainer are used too.
-            param_space: Key of the run config (nested, or dotted like `learner.policy_lr`) -> Ray
-                Tune's search space or a value. None if the searcher has the space.
+            param_space: Ray Tune's search space or a fixed value for each key of the run config
+                (nested, or dotted like `learner.policy_lr`). None means that the searcher has the
+                space.
             tune_config: Ray Tune's config. `metric` is a metric of a run, like eval/score_mean. At
                 most as many trials run concurrently as the cluster has room for.
             run_config: Ray Tune's config. The trials' runs are in `<storage_path>/<name>/trials`.
@@ -193,7 +194,9 @@ class Tuner:
 
     @property
     def max_concurrent(self) -> int:
-        """Maximum number of concurrent trials, without the limit of the cluster."""
+        """Maximum number of concurrent trials by Tune's config. The cluster may have room for
+        fewer.
+        """
         searcher: Any = self._tune_config.search_alg
         given = self._tune_config.max_concurrent_trials
         limit = searcher.max_concurrent if limits_itself(searcher) else given
@@ -245,7 +248,7 @@ class Tuner:
         rows = files.metrics()
         if not rows:
             return result
-        kept = Segment.last(files).checkpoint  # of population-based training
+        kept = Segment.last(files).checkpoint  # set only in population-based training
         if kept is None:
             with suppress(ConfigError):  # stopped before its first checkpoint
                 kept = find_checkpoint(files.location)

@@ -172,13 +172,15 @@ class SweepView:
 
 
 def status_words(record: TrialRecord, goal: Goal) -> str:
-    """Return a trial's status; "infeasible" if it has ended and violates a constraint."""
+    """Return a trial's status, or "infeasible" if it has ended and violates a constraint."""
     is_broken = record.has_ended and not goal.is_feasible(record.metrics)
     return "infeasible" if is_broken else record.status
 
 
 def _values(shown: Sequence[TrialRecord]) -> dict[str, list[str]]:
-    """Return columns of the tried values. A heading is a key without its section, if unique."""
+    """Return columns of the tried values. A heading is the key without its section if that is
+    unique.
+    """
     keys = list(dict.fromkeys(key for record in shown for key in record.point))
     tails = [key.partition(".")[2] or key for key in keys]
     names = [t if tails.count(t) == 1 else key for key, t in zip(keys, tails, strict=True)]

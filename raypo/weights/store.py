@@ -49,7 +49,7 @@ class WeightStoreActor:
         self._pushes.pop(adapter, None)
 
     def get(self, id: str) -> list[Any] | None:
-        """Return the reference to a push, in a list, or None if the push is no longer kept."""
+        """Return a list with the object reference of a push, or None if it is no longer kept."""
         # Within a list Ray passes a reference on without resolving it.
         return next((ref for kept, ref in self._pushes.values() if kept == id), None)
 

@@ -14,6 +14,7 @@ import argparse
 import os
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
 from raypo.rewards.scoring import ScoreOfParts
 from raypo.rollout.sharding import to_experience
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Rollout
 from tests.benchmarks.bench_pieces import one_process
 from tests.tiny import tiny_policy
 
@@ -51,7 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def rollouts() -> list[ScoredRollout]:
+def rollouts() -> list[Rollout]:
     """Responses of several turns with equal states, and scores of two parts."""
     generator = np.random.default_rng(0)
     made = []
@@ -79,7 +80,7 @@ def rollouts() -> list[ScoredRollout]:
                 turn_index=turn,
             )
             parts = ScoreOfParts(score, {"right": score, "form": float(generator.random())})
-            made.append(ScoredRollout(rollout, score, {"function": parts}))
+            made.append(replace(rollout, score=score, scores_by_source={"function": parts}))
     return made
 
 
@@ -96,7 +97,7 @@ def learner_of(ppo: PPOSection, policy: str) -> Learner:
     )
 
 
-def seconds(learner: Learner, ppo: PPOSection, scored: list[ScoredRollout], step: int) -> float:
+def seconds(learner: Learner, ppo: PPOSection, scored: list[Rollout], step: int) -> float:
     """Processor time of a step's update."""
     experience = to_experience(scored, parts=ppo.part_names)
     begin = time.process_time()

@@ -25,7 +25,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypo.config import EngineSection, RolloutSection
-from raypo.data.stream import Draw
 from raypo.deployment.handle import local_handle
 from raypo.models.loading import vocabulary_size
 from raypo.rollout.collect import Sampler, Sampling, request_of
@@ -44,7 +43,7 @@ ROUNDS = 3
 MOST = 0.05
 """Of the time that the engine alone takes. By HTTP there is no bound: most is the client's."""
 OBSERVATION = " and then? "
-PROMPT = Prompt(0, "12+34=", np.arange(4, 24, dtype=np.int32), None, None)
+PROMPT = Prompt(0, "12+34=", np.arange(4, 24, dtype=np.int32), None, None, group_index=0)
 
 
 class Again:
@@ -162,7 +161,7 @@ def test_the_cost_of_episodes(engine: Engine, folder: str, name: str):
         rounds.clear()
         SharesAClient.client = None
         sampling = Sampling(EPISODES, NEW_TOKENS, 1.0, 1.0, (), next(seeds), episodes=played)
-        rollouts = Sampler(stand_ins.Engine(recording), None, sampling).sample([Draw(0, PROMPT)])  # pyright: ignore
+        rollouts = Sampler(stand_ins.Engine(recording), None, sampling).sample([PROMPT])  # pyright: ignore
         assert len(rounds) == TURNS
         assert sum(each.num_sampled for each in rollouts) == EPISODES * TURNS * NEW_TOKENS
 
@@ -172,7 +171,7 @@ def test_the_cost_of_episodes(engine: Engine, folder: str, name: str):
 
     def in_one_turn() -> None:
         sampling = Sampling(EPISODES, TURNS * NEW_TOKENS, 1.0, 1.0, (), next(seeds))
-        engine.generate([request_of(Draw(0, PROMPT), n, sampling) for n in range(EPISODES)])
+        engine.generate([request_of(PROMPT, n, sampling) for n in range(EPISODES)])
 
     ways: dict[str, Callable[[], None]] = {
         "episodes": as_episodes,
@@ -197,7 +196,7 @@ def test_the_cost_of_episodes(engine: Engine, folder: str, name: str):
 def test_going_on_by_oneself(engine: Engine, folder: str, delay_s: float):
     """Seconds of a batch whose episodes have different lengths and think for different times."""
     prompts = [
-        Draw(n, Prompt(n, PROMPT.text, PROMPT.token_ids, label, None))
+        Prompt(n, PROMPT.text, PROMPT.token_ids, label, None, group_index=n)
         for n, label in enumerate(range(64))
     ]
     keys = {"environment_args": {"delay_s": delay_s}, "max_new_tokens": 16}

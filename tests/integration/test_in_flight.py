@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +19,18 @@ from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
 from raypo.config import EngineSection, FilterSection, InFlight, RewardSection
-from raypo.data.stream import Draw, ShuffledStream
+from raypo.data.stream import ShuffledStream
 from raypo.deployment.handle import local_handle
 from raypo.metrics.clock import Clock
 from raypo.rollout.async_rollouts import AsyncRollouts
-from raypo.rollout.collect import Sampler, Sampling, next_draws
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.rollout.prompt_source import PromptSource
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
-from raypo.types import Prompt, Rollout, ScoredRollout
+from raypo.types import Prompt, Rollout
 from tests.integration.test_engine import Pair
 from tests.stand_ins import Lossy
 from tests.tiny import tiny_policy
@@ -103,16 +103,16 @@ class Run:
             batch = self.ahead.take(step, Clock())
             taken, self.counts = batch.trained, self.ahead.counts(batch)
             self.requested += np.array(self.counts[:2])
-            self.trained += [(step, each.rollout) for each in taken]
+            self.trained += [(step, each) for each in taken]
             time.sleep(self.slow_learner_s)
             self.push(step)
         self.last_step = until
 
-    def _scored(self, draws: Sequence[Draw], clock: Clock, workers: Workers) -> list[ScoredRollout]:
+    def _scored(self, draws: Sequence[Prompt], clock: Clock, workers: Workers) -> list[Rollout]:
         rollouts = Sampler(self.engines, Lossy(), SAMPLING).sample(draws)
         time.sleep(self.slow_scorer_s)
         return [
-            ScoredRollout(each, float(each.sample_index * self.passes(each.group_index)), {})
+            replace(each, score=float(each.sample_index * self.passes(each.group_index)))
             for each in rollouts
         ]
 
@@ -146,7 +146,8 @@ def of_one_distribution(one: list[int], other: list[int]) -> float:
 def undisturbed(pair: Pair) -> list[int]:
     """Lengths of other samples of the same prompts, none of which any push has met."""
     pair.engine.load_weights(pair.push())
-    draws = next_draws(ShuffledStream(PROMPTS, seed=1), STEPS * PROMPTS_PER_STEP, Workers())
+    source = PromptSource(ShuffledStream(PROMPTS, seed=1), 1)
+    draws = source.draw(STEPS * PROMPTS_PER_STEP, Workers())
     other = Sampling(SAMPLES, LONGEST, 1.0, 1.0, (END,), seed=4)
     engines = EnginesInFlight(EngineClient(local_handle(pair.engine)), Pushes())
     return lengths(Sampler(engines, Lossy(), other).sample(draws))

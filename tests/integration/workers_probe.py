@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from raypo.models import host_memory, token_log_probs
 from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
 from raypo.rollout.sharding import shard, to_experience
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Rollout
 from tests.integration.learning import held_bytes
 from tests.integration.off_load import configure_as_on_a_gpu, held_bytes_of, off_and_back
 from tests.integration.recipe_learners import (
@@ -48,7 +49,7 @@ PPO = PPOSection.model_validate(
 )
 
 
-def scored_rollouts() -> list[ScoredRollout]:
+def scored_rollouts() -> list[Rollout]:
     """Every third response is long, the others short."""
     generator = np.random.default_rng(0)
     made = []
@@ -69,7 +70,7 @@ def scored_rollouts() -> list[ScoredRollout]:
             group_index=number // SAMPLES,
         )
         reference = generator.normal(-4.0, 0.5, tokens).astype(np.float32)
-        made.append(ScoredRollout(rollout, float(generator.normal()), {}, reference))
+        made.append(replace(rollout, score=float(generator.normal()), ref_log_probs=reference))
     return made
 
 
@@ -128,7 +129,7 @@ def one_step(
         step=step,
         clock=Clock(),
     )
-    tokens = sum(each.rollout.num_tokens for each in dealt)
+    tokens = sum(each.num_tokens for each in dealt)
     named = learner.named_weights() if roles.trains_policy else ()
     weights = {name: tensor.float().clone() for name, tensor in named}
     return {"figures": figures, "tokens": workers.gather(tokens), "weights": weights}

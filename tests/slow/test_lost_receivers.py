@@ -18,7 +18,6 @@ import torch
 
 from raypo.cluster.actors import DeploymentError, ReplicaLost
 from raypo.collectives import Workers
-from raypo.data.stream import Draw
 from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from raypo.rollout.collect import PushAgain, Sampler, Sampling
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
@@ -36,7 +35,7 @@ from tests.stand_ins import Lossy
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 LIMIT_S = 20.0
-DRAWS = [Draw(i, Prompt(i, "1+1=", np.array([3, 4], dtype=np.int32))) for i in range(3)]
+DRAWS = [Prompt(i, "1+1=", np.array([3, 4], dtype=np.int32), group_index=i) for i in range(3)]
 SAMPLING = Sampling(2, 1, temperature=1.0, top_p=1.0, stop_token_ids=(), seed=0)
 PROBE = Probe([np.array([3, 4])], max_new_tokens=1, temperature=1.0, dtype="float32", seed=0)
 

@@ -10,7 +10,6 @@ import torch
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.data.batching import batches_by_tokens
-from raypo.data.stream import Draw
 from raypo.deployment.handle import local_handle
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler, Sampling
@@ -55,7 +54,7 @@ class Learner:
 
 
 def sampled(num_draws: int) -> list[Rollout]:
-    draws = [Draw(index, Prompt(0, "same text", PROMPT)) for index in range(num_draws)]
+    draws = [Prompt(0, "same text", PROMPT, group_index=index) for index in range(num_draws)]
     return Sampler(ALIKE, Lossy(), SAMPLING).sample(draws)
 
 

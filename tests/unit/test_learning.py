@@ -20,7 +20,7 @@ from raypo.ppo.controllers import UpdateState
 from raypo.ppo.corrections import with_corrections
 from raypo.ppo.estimators import with_advantages
 from raypo.rollout.sharding import shard, to_experience
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Rollout
 from tests.unit.learner.plain import (
     TEMPERATURE,
     VOCABULARY,
@@ -41,7 +41,7 @@ def adam(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @torch.no_grad()
-def sample(learner: Learner, generator: torch.Generator) -> list[ScoredRollout]:
+def sample(learner: Learner, generator: torch.Generator) -> list[Rollout]:
     """`SAMPLES` responses to each of `PROMPTS` one-token prompts, in one batch."""
     policy: Any = learner
     model = policy._policy.module.model
@@ -55,7 +55,7 @@ def sample(learner: Learner, generator: torch.Generator) -> list[ScoredRollout]:
         ids = torch.cat([ids, token], dim=1)
     log_probs = torch.cat(chosen, dim=1).float().numpy()
     return [
-        ScoredRollout(_rollout(row, ids[row].numpy(), log_probs[row]), _score(ids[row, 1:]), {})
+        replace(_rollout(row, ids[row].numpy(), log_probs[row]), score=_score(ids[row, 1:]))
         for row in range(len(ids))
     ]
 

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +31,7 @@ from raypo.recipes.ppo import ppo_step
 from raypo.rewards.scoring import ScoreOfParts
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.sharding import shard, to_experience
-from raypo.types import Experience, Rollout, ScoredRollout
+from raypo.types import Experience, Rollout
 
 VOCABULARY = 12
 MAX_NEW_TOKENS = 6
@@ -147,7 +147,7 @@ def plain_learner(
 
 
 @functools.cache
-def group(index: int) -> tuple[ScoredRollout, ...]:
+def group(index: int) -> tuple[Rollout, ...]:
     """All samples of one draw; every third group's scores are alike, the first has no range."""
     generator = np.random.default_rng(index)
     prompt = generator.integers(0, VOCABULARY, generator.integers(1, 5)).astype(np.int32)
@@ -175,23 +175,27 @@ def group(index: int) -> tuple[ScoredRollout, ...]:
         alike = index % 3 == 2
         score = 0.5 if alike else float(generator.normal())
         parts = {"function": ScoreOfParts(score, {"right": float(number)}), "model": -float(number)}
-        samples.append(ScoredRollout(rollout, score, parts, np.zeros(tokens, np.float32)))
+        samples.append(
+            replace(
+                rollout,
+                score=score,
+                scores_by_source=parts,
+                ref_log_probs=np.zeros(tokens, np.float32),
+            )
+        )
     return tuple(with_log_probs(samples, generator))
 
 
-def with_log_probs(
-    samples: list[ScoredRollout], generator: np.random.Generator
-) -> Iterator[ScoredRollout]:
+def with_log_probs(samples: list[Rollout], generator: np.random.Generator) -> Iterator[Rollout]:
     """Log-probs of engine and reference: the policy's, with noise."""
     with torch.no_grad():
         batch = to_experience(samples)
         exact = Policy(tiny_llama(), temperature=TEMPERATURE)(batch)[0].float().numpy()
     for row, each in enumerate(samples):
-        tokens = len(each.rollout.response_ids)
+        tokens = len(each.response_ids)
         noise = generator.normal(0, 0.4, (2, tokens)).astype(np.float32)
         engine, reference = exact[row, :tokens] + noise
-        rollout = Rollout(**{**each.rollout.__dict__, "log_probs": engine})
-        yield ScoredRollout(rollout, each.score, each.scores_by_source, reference)
+        yield replace(each, log_probs=engine, ref_log_probs=reference)
 
 
 @dataclass
@@ -228,7 +232,7 @@ def one_step(
         teams = (range(sizes[0]), range(sizes[0], workers.count))
         roles = Roles(workers, workers.team(sizes), teams)
 
-    def scored_rollouts(count: int) -> list[ScoredRollout]:
+    def scored_rollouts(count: int) -> list[Rollout]:
         nonlocal position
         draws = range(position, position + count)[workers.rank :: workers.count]
         position += count

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from raypo.collectives import Workers
 from raypo.config import RolloutSection
-from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler, Sampling
@@ -235,7 +234,7 @@ def played(
     )
     messages = [{"role": "user", "content": "1+1"}] if chat else None
     text, ids = TurnTokens(tokenizer, [END]).first(messages or "1+1=", chat=chat)
-    draws = [Draw(n, Prompt(n, text, ids, label, messages)) for n, label in enumerate(labels)]
+    draws = [Prompt(n, text, ids, label, messages, group_index=n) for n, label in enumerate(labels)]
     episodes = Episodes(section, tokenizer, [END], max_tokens=max_tokens, vocabulary_size=SIZE)
     sampling = Sampling(samples, 8, temperature, 1.0, (END,), seed=7, episodes=episodes)
     with closing(episodes):

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from raypo.collectives import Workers
 from raypo.config import CurriculumSection, FilterSection, RewardSection
-from raypo.data.stream import Draw, ShuffledStream
+from raypo.data.stream import ShuffledStream
 from raypo.metrics.clock import Clock
 from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.curriculum import CurriculumStream
 from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sample_counts import sample_count_metrics
-from raypo.types import Prompt, ScoredRollout
+from raypo.types import Prompt, Rollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_dynamic_sampling import rollout
 
@@ -79,24 +79,21 @@ class Run:
         """The accounts of each step."""
         self.under_way = self.most_under_way = 0
 
-    def scored(self, draws: Sequence[Draw], clock: Clock, workers: Workers) -> list[ScoredRollout]:
+    def scored(self, draws: Sequence[Prompt], clock: Clock, workers: Workers) -> list[Rollout]:
         first = self.version
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        self.prompts |= {draw.group_index: draw.prompt.index for draw in draws}
+        self.prompts |= {draw.group_index: draw.index for draw in draws}
         for draw in draws:
             time.sleep(self.sampling_s(draw.group_index))
         clock.lap("time/generate_s")
         self.under_way -= 1
         return [
-            ScoredRollout(
-                replace(
-                    rollout(draw.group_index, sample),
-                    weight_version=first,
-                    later_versions=((2, self.version),),
-                ),
-                float(sample if self.passes(draw.group_index) else 0),
-                {},
+            replace(
+                rollout(draw.group_index, sample),
+                weight_version=first,
+                later_versions=((2, self.version),),
+                score=float(sample if self.passes(draw.group_index) else 0),
             )
             for draw in draws
             for sample in range(2)
@@ -115,7 +112,7 @@ class Run:
         self.begin()
         for step in range(self.last_step + 1, (until or self.num_steps) + 1):
             collected = self.ahead.take(step, Clock())
-            rollouts = [each.rollout for each in collected.trained]
+            rollouts = collected.trained
             groups = {each.group_index: each.weight_version for each in rollouts}
             self.trained.append((step, list(groups.items())))
             self.last_versions += [int(each.weight_versions[-1]) for each in rollouts]
@@ -254,14 +251,14 @@ def test_the_next_batch_is_sampled_while_the_learner_updates():
     run.begin()
     run.ahead.take(1, Clock())
     following = run.ahead._batches[2].result(10)  # the update of step 1 has not ended
-    assert {each.rollout.weight_version for each in following.trained} == {0}
+    assert {each.weight_version for each in following.trained} == {0}
     assert not run.ahead._batches[3].done()
 
 
 def test_what_ends_the_collecting_ends_the_step_that_wants_it():
     run = Run(max_staleness=2)
 
-    def scored(draws: Sequence[Draw], clock: Clock, workers: Workers) -> list[ScoredRollout]:
+    def scored(draws: Sequence[Prompt], clock: Clock, workers: Workers) -> list[Rollout]:
         raise RuntimeError("the judge has left")
 
     run.scored = scored
@@ -293,7 +290,7 @@ def test_a_worker_whose_collecting_fails_does_not_wait_for_the_others_before_a_p
     def fails(workers: Workers) -> str:
         run = Run(max_staleness=1, settles=True, workers=workers)
 
-        def scored(draws: Sequence[Draw], clock: Clock, beside: Workers) -> list[ScoredRollout]:
+        def scored(draws: Sequence[Prompt], clock: Clock, beside: Workers) -> list[Rollout]:
             if workers.rank == 1 and draws[0].group_index >= PROMPTS_PER_STEP:
                 raise RuntimeError("the engine has left")
             return run.scored(draws, clock, beside)

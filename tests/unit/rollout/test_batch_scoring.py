@@ -133,7 +133,7 @@ def test_who_is_apart_judges_a_draw_while_others_are_sampled_and_whoever_is_not_
     assert asked["function"] == []
     everything = [rollout for group in groups for rollout in group]
     scored = scoring.results(everything)
-    assert [each.rollout for each in scored] == everything
+    assert [each.key for each in scored] == [each.key for each in everything]
     assert [each.score for each in scored] == [3 * each.label for each in everything]
     assert asked["function"] == [[0.0, 1.0, 2.0, 3.0, 4.0]]
     assert asked["url"] == [[2.0], [0.0, 1.0, 3.0, 4.0]]

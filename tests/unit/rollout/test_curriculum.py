@@ -11,11 +11,10 @@ from scipy import stats
 from raypo.collectives import Workers
 from raypo.config import CurriculumSection
 from raypo.data.stream import Mix
-from raypo.rollout.collect import next_draws
 from raypo.rollout.curriculum import CurriculumStream, Outcome, few_draws_note
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.prompt_source import PromptSource
-from raypo.types import Prompt, ScoredRollout
+from raypo.types import Prompt, Rollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_dynamic_sampling import rollout
 
@@ -150,8 +149,7 @@ def test_a_checkpoint_without_a_curriculum_begins_with_the_prior():
 
 def test_samples_without_a_score_do_not_count():
     scored = [
-        ScoredRollout(rollout(5, n), score, {})
-        for n, score in enumerate([1.0, 0.1, float("nan"), 2.0])
+        replace(rollout(5, n), score=score) for n, score in enumerate([1.0, 0.1, float("nan"), 2.0])
     ]
     assert stream().outcomes(scored) == {5: Outcome(2, 1)}
     assert stream(section=CurriculumSection(pass_score=0.1)).outcomes(scored) == {5: Outcome(3, 0)}
@@ -163,9 +161,9 @@ def of_workers(workers: Workers) -> tuple[list[tuple[int, int]], dict[str, float
     metrics: dict[str, float] = {}
     for _ in range(12):
         draws = source.draw(BLOCK, workers)
-        mine += [(draw.group_index, draw.prompt.index) for draw in draws]
-        scored: Sequence[ScoredRollout] = [
-            ScoredRollout(rollout(draw.group_index, n), float(draw.prompt.index % 3 > n), {})
+        mine += [(draw.group_index, draw.index) for draw in draws]
+        scored: Sequence[Rollout] = [
+            replace(rollout(draw.group_index, n), score=float(draw.index % 3 > n))
             for draw in draws
             for n in range(2)
         ]
@@ -194,7 +192,7 @@ def test_without_a_curriculum_there_is_nothing_to_learn_and_no_metric():
     from raypo.data.stream import ShuffledStream
 
     source = PromptSource(ShuffledStream(prompts(3), seed=0), 2)
-    next_draws(source.stream, 2, Workers())
+    source.draw(2, Workers())
     source.learn(source.outcomes([], Workers()))
     assert source.pass_rates(Collected([], [], 0, {}), Workers()) == {}
     assert source.position() == {"position": 2}

@@ -11,10 +11,9 @@ import numpy as np
 
 from raypo.collectives import Workers
 from raypo.concurrency import daemon_future
-from raypo.data.stream import Draw
 from raypo.deployment.spec import SharedCall
 from raypo.rollout.collect import Sampler, Sampling
-from raypo.rollout.dispatch import all_completions, engine_batches
+from raypo.rollout.dispatch import sample_on_engines
 from raypo.serving import client
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
@@ -67,13 +66,6 @@ class Engines:
         raise AssertionError("a synchronous worker sends batches")
 
 
-def sampled(requests: list[SamplingRequest], engines: client.Engines, **options: Any):
-    batches = engine_batches(requests, engines, **options)
-    return all_completions(
-        [each.engine.generate(each.requests, each.on_completion, each.shared) for each in batches]
-    )
-
-
 def seeds(answers: Sequence[Completion]) -> list[int]:
     return [int(each.token_ids[0]) for each in answers]
 
@@ -81,7 +73,7 @@ def seeds(answers: Sequence[Completion]) -> list[int]:
 def together(workers: Workers, fleet: Fleet, own: Sequence[tuple[int, ...]], count: int):
     """Each worker asks for as many responses as its rank says, and `count` more."""
     requests = [request(10 * workers.rank + number) for number in range(workers.rank + count)]
-    answers = sampled(requests, Engines(fleet, own[workers.rank]), sharing=workers)
+    answers = sample_on_engines(requests, Engines(fleet, own[workers.rank]), sharing=workers)
     assert seeds(answers) == [each.seed for each in requests]
     return len(answers)
 
@@ -134,7 +126,7 @@ class Slow(Engine):
 
 def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_were():
     engine, heard = Slow(early=[0, 3, 2]), list[list[Rollout]]()
-    draws = [Draw(draw, Prompt(draw, "p", PROMPT)) for draw in range(3)]
+    draws = [Prompt(draw, "p", PROMPT, group_index=draw) for draw in range(3)]
     sampler = Sampler(engine, Lossy(), Sampling(2, 4, 1.0, 1.0, (), seed=0))
     some_are_heard = threading.Event()
 
@@ -158,4 +150,4 @@ def test_the_rollouts_of_a_draw_are_heard_when_all_have_come_and_stay_what_they_
 def test_who_does_not_listen_is_told_nothing_and_gets_all():
     engine = Slow(has_ended=threading.Event())
     engine.has_ended.set()
-    assert seeds(sampled([request(n) for n in range(3)], engine)) == [200, 201, 202]
+    assert seeds(sample_on_engines([request(n) for n in range(3)], engine)) == [200, 201, 202]

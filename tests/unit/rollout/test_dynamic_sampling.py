@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.rewards.scoring import RewardError
-from raypo.rollout.collect import next_draws
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
-from raypo.types import Prompt, Rollout, ScoredRollout
+from raypo.rollout.prompt_source import PromptSource
+from raypo.types import Prompt, Rollout
 from tests.unit.learner.plain import on_workers
 
 LENIENT = RewardSection(max_failed_fraction=1.0)
@@ -49,12 +50,12 @@ def fill(
     stream: ShuffledStream[Prompt] | None = None,
     reward: RewardSection = LENIENT,
 ) -> Collected:
-    workers, stream = workers or Workers(), stream or prompts()
+    workers, source = workers or Workers(), PromptSource(stream or prompts(), 2)
 
-    def scored_rollouts(count: int) -> list[ScoredRollout]:
+    def scored_rollouts(count: int) -> list[Rollout]:
         return [
-            ScoredRollout(rollout(draw.group_index, sample), score, {})
-            for draw in next_draws(stream, count, workers)
+            replace(rollout(draw.group_index, sample), score=score)
+            for draw in source.draw(count, workers)
             for sample, score in enumerate(scores_of(draw.group_index))
         ]
 
@@ -70,7 +71,7 @@ def fates(collected: Collected) -> tuple[float, ...]:
 
 
 def groups(collected: Collected) -> list[int]:
-    return sorted({each.rollout.group_index for each in collected.trained})
+    return sorted({each.group_index for each in collected.trained})
 
 
 ON = FilterSection(enabled=True)
@@ -145,7 +146,7 @@ def test_too_many_failures_stop_the_run_whichever_worker_they_are_on():
 
 
 def test_a_response_without_a_sampled_token_cannot_be_trained():
-    scored = [ScoredRollout(rollout(0, n, tokens), 1.0, {}) for n, tokens in ((0, 0), (1, 2))]
+    scored = [replace(rollout(0, n, tokens), score=1.0) for n, tokens in ((0, 0), (1, 2))]
     batch = StepBatch(1, FilterSection(), LENIENT)
     batch.add(scored, Workers())
     assert not batch.num_wanted

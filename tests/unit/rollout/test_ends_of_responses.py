@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from raypo.data.stream import Draw
 from raypo.endpoint.protocol import text_and_calls
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.serving.requests import Completion
@@ -23,7 +22,7 @@ def test_the_end_of_a_turn_is_no_part_of_its_text(tmp_path, is_special):
     sampled = Completion(ids, np.zeros(3, np.float32), "stop", 1)
     engine = Engine(lambda requests: [sampled for _ in requests])
     sampling = Sampling(1, 4, temperature=1.0, top_p=1.0, stop_token_ids=(2, stop), seed=0)
-    draw = Draw(0, Prompt(0, "6*7=", np.array([5], np.int32)))
+    draw = Prompt(0, "6*7=", np.array([5], np.int32), group_index=0)
     (rollout,) = Sampler(engine, tokenizer, sampling).sample([draw])
     assert rollout.response == "42"
     assert rollout.response_ids.tolist() == ids.tolist()

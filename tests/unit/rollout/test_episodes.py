@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.config import RolloutSection
-from raypo.data.stream import Draw
 from raypo.report.samples import turns_of
 from raypo.rollout import event_loop
 from raypo.rollout.batch_scoring import Scorer
@@ -27,7 +27,7 @@ from raypo.run.rollout_metrics import sample_row
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
 from raypo.tools.calls import answer_calls
-from raypo.types import Prompt, Rollout, ScoredRollout
+from raypo.types import Prompt, Rollout
 from tests.chat_templates import CHAT_TEMPLATES, MARKS, TOOL_TEMPLATES
 from tests.stand_ins import Engine, seed_of
 from tests.tiny import tiny_tokenizer
@@ -293,7 +293,9 @@ def played_by(
     """Each draw has a prompt of its own."""
     messages = [{"role": "user", "content": "1+1"}] if chat else None
     draws = [
-        Draw(number, Prompt(number, "1+1=", np.array([5, 6 + number], np.int32), label, messages))
+        Prompt(
+            number, "1+1=", np.array([5, 6 + number], np.int32), label, messages, group_index=number
+        )
         for number, label in enumerate(labels)
     ]
     sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=table)
@@ -361,7 +363,7 @@ def test_turns_are_told_apart_where_an_environment_writes_nothing(tokenizer):
     said = [engine.said[seed_of(request)] for (request,) in engine.rounds]
     numbers = [number for number, ids in enumerate(said) for _ in ids]
     assert each.turn_index.tolist() == numbers
-    dealt = [ScoredRollout(each, 6.0, {})]
+    dealt = [replace(each, score=6.0)]
     experience = to_experience(dealt)
     assert experience.turn_index is not None
     assert experience.turn_index.tolist() == [numbers]

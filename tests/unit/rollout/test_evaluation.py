@@ -9,7 +9,6 @@ import numpy as np
 from raypo.collectives import Workers
 from raypo.config import EngineSection, EvalSection
 from raypo.config.rollout_section import RolloutSection
-from raypo.data.stream import Draw
 from raypo.rollout.collect import Sampler, Sampling, request_of
 from raypo.rollout.evaluation import _of_evaluation, evaluate_policy
 from raypo.types import Prompt, Rollout
@@ -64,7 +63,7 @@ def test_only_training_samples_may_take_the_engines_random_state():
         sampling = Sampling.of(section, stop_token_ids=(), seed=7)
         if held_out:
             sampling = _of_evaluation(EvalSection(), sampling)
-        return request_of(Draw(0, PROMPTS[0]), 0, sampling).seed
+        return request_of(replace(PROMPTS[0], group_index=0), 0, sampling).seed
 
     assert seed_of("engine") is None
     assert seed_of("request") is not None
@@ -93,7 +92,7 @@ def test_an_evaluation_shares_no_keys_with_training():
         PROMPTS, Sampler(engine, Lossy(), SAMPLING), known_scores,
         section=EvalSection(samples_per_prompt=2), workers=Workers(),
     )  # fmt: skip
-    draw = Draw(0, PROMPTS[0])
+    draw = replace(PROMPTS[0], group_index=0)
     assert len(salts) == 1
     assert request_of(draw, 0, SAMPLING).cache_salt == ""
     assert "" not in salts

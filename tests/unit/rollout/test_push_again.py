@@ -10,14 +10,13 @@ import torch
 
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import Workers
-from raypo.data.stream import Draw
 from raypo.rollout.collect import PushAgain, Sampler, Sampling
 from raypo.run.services import own_engines
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt
 from tests.stand_ins import Engine, Lossy
 
-DRAW = Draw(0, Prompt(0, "1+1=", np.array([3], dtype=np.int32)))
+DRAW = Prompt(0, "1+1=", np.array([3], dtype=np.int32), group_index=0)
 SAMPLING = Sampling(1, 1, temperature=1.0, top_p=1.0, stop_token_ids=(), seed=0)
 TOKENIZER = Lossy()
 
@@ -52,7 +51,7 @@ class Together(Workers):
         return values + (self.others_lost if len(self.sums) == 1 else 0)
 
 
-def answers(engine: Pushed, workers: Workers, draws: list[Draw] | None = None) -> list[int]:
+def answers(engine: Pushed, workers: Workers, draws: list[Prompt] | None = None) -> list[int]:
     again = PushAgain(engine.push, workers)
     given = [DRAW] if draws is None else draws
     return [r.weight_version for r in Sampler(engine, TOKENIZER, SAMPLING, again).sample(given)]

@@ -14,7 +14,7 @@ from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sample_counts import SampleCounts, sample_count_metrics
 from raypo.storage.summary import FATES, sample_totals
-from raypo.types import ScoredRollout
+from raypo.types import Rollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_async_rollouts import Run, assert_accounts_close
 from tests.unit.rollout.test_dynamic_sampling import ON, fill, prompts, rollout
@@ -22,7 +22,7 @@ from tests.unit.rollout.test_dynamic_sampling import ON, fill, prompts, rollout
 
 def collected(*versions: int) -> Collected:
     scored = [
-        ScoredRollout(replace(rollout(0, number), weight_version=version), 1.0, {})
+        replace(rollout(0, number), weight_version=version, score=1.0)
         for number, version in enumerate(versions)
     ]
     return Collected(scored, scored, 0, {"rollout/samples_trained": float(len(scored))})
@@ -31,8 +31,8 @@ def collected(*versions: int) -> Collected:
 def test_a_sample_of_which_no_token_is_new_enough_is_dropped_and_not_trained():
     """At step 6 the newest weights are of version 5, and what is of version 3 or older is stale."""
     scored = collected(5, 4, 3, 2)
-    late = replace(scored.scored[3].rollout, later_versions=((2, 4),))  # its last token is not
-    scored.trained[3] = replace(scored.scored[3], rollout=late)
+    late = replace(scored.scored[3], later_versions=((2, 4),))  # its last token is not
+    scored.trained[3] = late
     figures = sample_count_metrics((4, 0, 0), scored, Workers(), step=6, max_staleness=1)
     assert figures["rollout/samples_dropped"] == 1
     assert figures["rollout/samples_trained"] == 3
@@ -40,8 +40,8 @@ def test_a_sample_of_which_no_token_is_new_enough_is_dropped_and_not_trained():
 
 def test_conversations_of_an_episode_are_one_sample_and_dropped_only_together():
     both = collected(1, 5)
-    second = replace(both.scored[1].rollout, sample_index=0, row_index=1)
-    both.trained[1] = replace(both.scored[1], rollout=second)
+    second = replace(both.scored[1], sample_index=0, row_index=1)
+    both.trained[1] = second
     figures = sample_count_metrics((1, 0, 0), both, Workers(), step=6, max_staleness=1)
     assert figures["rollout/samples_dropped"] == 0
 
@@ -72,8 +72,8 @@ def test_accounts_close_in_every_step_and_over_a_run_that_was_killed(
 ):
     class Judged(Run):
         def scored(self, draws, clock, workers):
-            def judge(each: ScoredRollout) -> float:
-                sample, group = each.rollout.sample_index, each.rollout.group_index
+            def judge(each: Rollout) -> float:
+                sample, group = each.sample_index, each.group_index
                 fate = fates[group % len(fates)]
                 return {"passes": sample, "is alike": 1.0}.get(fate, math.nan if sample else 1.0)
 
@@ -113,7 +113,7 @@ def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
 
         def scored(draws):
             return [
-                ScoredRollout(rollout(draw.group_index, n), float(n * (draw.group_index % 3)), {})
+                replace(rollout(draw.group_index, n), score=float(n * (draw.group_index % 3)))
                 for draw in draws
                 for n in range(2)
             ]

@@ -22,7 +22,7 @@ from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.sharding import shard, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
 from raypo.run.utilization import step_work
-from raypo.types import Episode, Experience, Prompt, Rollout, ScoredRollout, ToolUse
+from raypo.types import Episode, Experience, Prompt, Rollout, ToolUse
 from tests.stand_ins import Engine, Lossy
 from tests.unit.config.test_run_config import with_keys
 from tests.unit.learner.plain import on_workers
@@ -34,24 +34,21 @@ TOKENS = [(0, 0, [4, 3, 5]), (0, 1, [2]), (1, 0, [3, 3]), (1, 1, [5, 1])]
 SCORES = {(0, 0): 3.0, (0, 1): 1.0, (1, 0): -1.0, (1, 1): 2.0}
 
 
-def rows() -> list[ScoredRollout]:
+def rows() -> list[Rollout]:
     return [
-        ScoredRollout(
-            replace(
-                rollout(group, sample, tokens),
-                row_index=number,
-                prompt_ids=np.full(2 + number, 3, np.int32),
-                episode=Episode(SCORES[group, sample], len(lengths), 0.0),
-            ),
-            SCORES[group, sample],
-            {},
+        replace(
+            rollout(group, sample, tokens),
+            row_index=number,
+            prompt_ids=np.full(2 + number, 3, np.int32),
+            episode=Episode(SCORES[group, sample], len(lengths), 0.0),
+            score=SCORES[group, sample],
         )
         for group, sample, lengths in TOKENS
         for number, tokens in enumerate(lengths)
     ]
 
 
-def experience(share: list[ScoredRollout]) -> Experience:
+def experience(share: list[Rollout]) -> Experience:
     """With log-probs that say which group, sample, row and token they are of."""
     batch = to_experience(share)
     assert batch.sample_index is not None
@@ -77,10 +74,10 @@ def test_tokens_are_held_back_whoever_holds_the_rows_and_in_whatever_order(loss:
         }
     )
 
-    def held(deal: list[ScoredRollout], workers: Workers) -> set[tuple[int, ...]]:
+    def held(deal: list[Rollout], workers: Workers) -> set[tuple[int, ...]]:
         batch = with_covariant_tokens(experience(deal), ppo, workers, seed=1, step=2)
         assert batch.covariant is not None
-        names = [(r.group_index, r.sample_index, r.row_index) for r in (d.rollout for d in deal)]
+        names = [(r.group_index, r.sample_index, r.row_index) for r in deal]
         return {(*names[row], place) for row, place in batch.covariant.nonzero().tolist()}
 
     alone = held(rows(), Workers())
@@ -128,7 +125,7 @@ def test_an_episode_counts_once_in_the_loss_whoever_holds_its_rows(count: int):
 
     def step_counts(workers: Workers) -> tuple[StepCounts, dict[tuple[int, ...], int]]:
         mine = rows()[workers.rank :: workers.count]
-        names = [(r.group_index, r.sample_index, r.row_index) for r in (m.rollout for m in mine)]
+        names = [(r.group_index, r.sample_index, r.row_index) for r in mine]
         batch = experience(mine).with_(truncated=torch.tensor([n in truncated for n in names]))
         batch, _, _ = with_advantages(
             batch, ppo, UpdateState.initial(ppo), workers, max_new_tokens=9, step=1
@@ -147,7 +144,7 @@ def test_rows_of_a_sample_are_of_one_minibatch():
         dealt = shard(rows(), minibatch_size=1, seed=(seed, 1), workers=Workers())
         of_sample: dict[tuple[int, int], set[int]] = {}
         for each in dealt:
-            name = each.rollout.group_index, each.rollout.sample_index
+            name = each.group_index, each.sample_index
             of_sample.setdefault(name, set()).add(each.minibatch)
         assert sorted(map(list, of_sample.values())) == [[0], [1], [2], [3]]
 
@@ -163,12 +160,7 @@ def test_lengths_are_of_samples():
 def test_tools_and_what_an_episode_measured_are_counted_once():
     uses = (ToolUse("calculator", 0.5, turn=1), ToolUse("", 0.0, "not JSON", turn=2))
     episode = Episode(1.0, 2, 0.0, metrics={"hits": 3.0}, tool_uses=uses)
-    told = [
-        replace(each, rollout=replace(each.rollout, episode=episode))
-        if each.rollout.group_index == 0
-        else each
-        for each in rows()
-    ]
+    told = [replace(each, episode=episode) if each.group_index == 0 else each for each in rows()]
     figures = rollout_metrics(told, Workers())
     assert figures["episode/hits"] == 3.0
     assert figures["tools/calls_mean"] == 2 * 2 / 4

@@ -11,13 +11,13 @@ from raypo.data.stream import ShuffledStream
 from raypo.learner.learner import minibatch_order
 from raypo.rollout.sharding import balanced_shares, shard, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
-from raypo.types import Prompt, ScoredRollout
+from raypo.types import Prompt, Rollout
 from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_dynamic_sampling import rollout
 
 
-def scored(count: int) -> list[ScoredRollout]:
-    return [ScoredRollout(rollout(n // 2, n % 2, 1 + n % 4), float(n), {}) for n in range(count)]
+def scored(count: int) -> list[Rollout]:
+    return [replace(rollout(n // 2, n % 2, 1 + n % 4), score=float(n)) for n in range(count)]
 
 
 def members(deals) -> dict[int, set[float]]:
@@ -48,14 +48,14 @@ def test_the_minibatches_do_not_depend_on_the_workers(count):
 def test_conversations_of_one_group_with_other_prompts_are_dealt_one_by_one():
     """Each of them is read whole: none shares what another one reads."""
     batch = [
-        ScoredRollout(replace(rollout(0, n, 2), prompt_ids=np.full(100, 4 + n, np.int32)), 0.0, {})
+        replace(rollout(0, n, 2), prompt_ids=np.full(100, 4 + n, np.int32), score=0.0)
         for n in range(4)
     ]
-    batch += [ScoredRollout(rollout(1, n, 2), 0.0, {}) for n in range(4)]
+    batch += [replace(rollout(1, n, 2), score=0.0) for n in range(4)]
     deals = on_workers(
         2, lambda w: shard(batch[w.rank :: 2], minibatch_size=8, seed=(0, 1), workers=w)
     )
-    read = [sum(len(one.rollout.prompt_ids) > 50 for one in each) for each in deals]
+    read = [sum(len(one.prompt_ids) > 50 for one in each) for each in deals]
     assert read == [2, 2]
 
 
@@ -71,14 +71,14 @@ def test_each_team_is_dealt_the_whole_batch():
 
 
 def test_samples_of_a_prompt_are_trained_together_by_one_worker():
-    batch = [ScoredRollout(rollout(n // 2, n % 2, 3), float(n), {}) for n in range(12)]
+    batch = [replace(rollout(n // 2, n % 2, 3), score=float(n)) for n in range(12)]
 
     deals = on_workers(
         2, lambda w: shard(batch[w.rank :: 2], minibatch_size=4, seed=(0, 1), workers=w)
     )
 
     for each in deals:
-        of_a_group = Counter((one.minibatch, one.rollout.group_index) for one in each)
+        of_a_group = Counter((one.minibatch, one.group_index) for one in each)
         assert set(of_a_group.values()) == {2}
 
 
@@ -114,7 +114,7 @@ def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
     prompts = [Prompt(n, "", np.array([n], np.int32)) for n in range(count)]
     stream = ShuffledStream(prompts, seed=0)
     drawn = [prompt.index for _, prompt in stream.take(2 * count)][count:]  # epoch 1
-    batch = [ScoredRollout(rollout(n, 0, 1), float(n), {}) for n in range(count)]
+    batch = [replace(rollout(n, 0, 1), score=float(n)) for n in range(count)]
     dealt = shard(batch, minibatch_size=1, seed=(0, 1), workers=Workers())
     cut = [int(one.score) for one in dealt]
     orders = [drawn, cut, minibatch_order(0, 1, 0, count)]
@@ -132,7 +132,7 @@ def test_where_nothing_was_sampled_there_is_no_score():
 
 def test_the_versions_of_tokens_are_those_of_the_rollouts():
     one = replace(rollout(0, 0, 3), weight_version=5, later_versions=((2, 6),))
-    batch = to_experience([ScoredRollout(each, 0.0, {}) for each in (one, rollout(4, 1, 2))])
+    batch = to_experience([replace(each, score=0.0) for each in (one, rollout(4, 1, 2))])
     assert batch.weight_versions is not None
     assert batch.weight_versions.tolist() == [[5, 5, 6], [0, 0, 0]]
 
@@ -141,8 +141,8 @@ def test_what_an_environment_wrote_is_attended_to_and_neither_trained_nor_counte
     mask = np.array([True, False, True])
     turns = replace(rollout(0, 0, 3), response_mask=mask, prompt_index=7, weight_version=5)
     shares = [
-        ScoredRollout(turns, 1.0, {}),
-        ScoredRollout(rollout(4, 1, 1), 2.0, {}, minibatch=1),
+        replace(turns, score=1.0),
+        replace(rollout(4, 1, 1), score=2.0, minibatch=1),
     ]
 
     batch = to_experience(shares)

@@ -14,15 +14,15 @@ from raypo.rollout.teacher_prompts import (
     tokenised_prompt,
     with_solution,
 )
-from raypo.types import ScoredRollout
+from raypo.types import Rollout
 from tests.tiny import tiny_tokenizer
 from tests.unit.run.test_rejection_sampling import scored
 
 
-def chat(*messages: tuple[str, str]) -> ScoredRollout:
+def chat(*messages: tuple[str, str]) -> Rollout:
     made = scored(0, 0, 1.0)
     said = [{"role": role, "content": text} for role, text in messages]
-    return replace(made, rollout=replace(made.rollout, messages=said))
+    return replace(made, messages=said)
 
 
 def test_each_sample_is_shown_another_one_that_passes():
@@ -41,13 +41,13 @@ def test_the_solution_is_the_label():
 
 def test_in_a_chat_the_solution_is_in_the_users_last_message():
     before = chat(("system", "s"), ("user", "2+2?"), ("assistant", "It is"))
-    shown = with_solution(before.rollout, "4")
+    shown = with_solution(before, "4")
     assert isinstance(shown, list)
     assert [each["role"] for each in shown] == ["system", "user", "assistant"]
     assert shown[1]["content"].startswith("2+2?\n\nA correct solution is:\n\n4")
-    assert before.rollout.messages is not None
-    assert before.rollout.messages[1]["content"] == "2+2?"  # a copy was changed
-    alone = with_solution(chat(("system", "s")).rollout, "4")
+    assert before.messages is not None
+    assert before.messages[1]["content"] == "2+2?"  # a copy was changed
+    alone = with_solution(chat(("system", "s")), "4")
     assert isinstance(alone, list)
     assert [each["role"] for each in alone] == ["system", "user"]
 
@@ -65,7 +65,7 @@ def test_prompts_are_tokenised_as_those_of_the_policy(tmp_path: Path):
 def test_a_function_of_the_users_own(tmp_path: Path):
     file = tmp_path / "own.py"
     file.write_text(
-        "def hints(samples):\n    return [f'hint {s.rollout.sample_index}' for s in samples]\n"
+        "def hints(samples):\n    return [f'hint {s.sample_index}' for s in samples]\n"
         "def few(samples):\n    return samples[1:]\n"
     )
     hints, few = (

@@ -15,7 +15,6 @@ from raypo.checks.input_checks import check_inputs
 from raypo.collectives import Workers
 from raypo.config import ConfigError, PPOConfig, RolloutSection
 from raypo.data.rows import read_rows
-from raypo.data.stream import Draw
 from raypo.data.turns import TurnTokens
 from raypo.data.verifiers_environment import check_verifiers, load_verifiers
 from raypo.rewards.scoring import parts_of
@@ -104,7 +103,7 @@ def played(tokenizer, name: str, engine: Talking, *, samples: int = 2, **keys: A
     )
     messages = [{"role": "user", "content": "1+1"}]
     text, ids = TurnTokens(tokenizer, [END]).first(messages, chat=True)
-    draws = [Draw(0, Prompt(0, text, ids, "2", messages, row={"answer": "2"}))]
+    draws = [Prompt(0, text, ids, "2", messages, row={"answer": "2"}, group_index=0)]
     episodes = Episodes(section, tokenizer, [END], max_tokens=400, vocabulary_size=SIZE)
     sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=episodes)
     with closing(episodes):
@@ -134,8 +133,8 @@ def test_an_episode_is_one_row_of_what_was_sampled(tokenizer, own, template):
 def test_tools_of_an_environment_are_called_within_one_row(tokenizer, own):
     tokenizer.chat_template = TEMPLATE
     engine = Calling(tokenizer)
-    (each,) = scores_of(played(tokenizer, own, engine, samples=1, environment_args={"tools": True}))
-    rollout = each.rollout
+    played_ones = played(tokenizer, own, engine, samples=1, environment_args={"tools": True})
+    (rollout,) = scores_of(played_ones)
     assert rollout.episode.error is None
     assert (rollout.episode.num_turns, rollout.row_index) == (2, 0)
     assert rollout.prompt.startswith("tools: ")
@@ -143,7 +142,7 @@ def test_tools_of_an_environment_are_called_within_one_row(tokenizer, own):
     said = tokenizer.decode(rollout.response_ids[rollout.response_mask])
     assert said == f"{CALL}<eos>yes<eos>"
     assert tokenizer.decode(rollout.response_ids[~rollout.response_mask]) == "tool: 2assistant: "
-    assert parts_of(each.scores_by_source["episode"])["total_tool_calls"] == 1.0
+    assert parts_of(rollout.scores_by_source["episode"])["total_tool_calls"] == 1.0
 
 
 def scores_of(rollouts: list[Rollout]) -> Any:
@@ -157,7 +156,7 @@ def test_the_rubric_is_the_score_and_its_functions_are_parts(tokenizer, own):
         parts = parts_of(each.scores_by_source["episode"])
         assert parts["num_turns"] == 2.0
         assert each.score == 0.5 * parts["long"] > 0.0
-        assert each.rollout.turn_rewards is None
+        assert each.turn_rewards is None
     figures = rollout_metrics(scored, Workers())
     assert figures["reward/long"] == 2 * figures["rollout/score_mean"]
 
@@ -165,8 +164,8 @@ def test_the_rubric_is_the_score_and_its_functions_are_parts(tokenizer, own):
 def test_a_limit_of_the_run_ends_an_episode_that_the_rubric_scores(tokenizer, own):
     tokenizer.chat_template = next(iter(CHAT_TEMPLATES.values()))
     for each in scores_of(played(tokenizer, own, Talking(), max_turns=1)):
-        assert each.rollout.episode.num_turns == 1
-        assert each.rollout.finish_reason == "length"
+        assert each.episode.num_turns == 1
+        assert each.finish_reason == "length"
         assert parts_of(each.scores_by_source["episode"])["num_turns"] == 1.0
         assert each.score > 0.0
 
@@ -218,13 +217,13 @@ def test_the_example_loads_and_is_played(tmp_path: Path):
         draws = inputs.source.draw(8, Workers())
         rollouts = Sampler(Halving(), inputs.tokenizer, inputs.sampling).sample(draws)
         scored = scores_of(rollouts)
-    assert {each.rollout.episode.error for each in scored} == {None}
+    assert {each.episode.error for each in scored} == {None}
     assert len(scored) == 8 * 16
     figures = rollout_metrics(scored, Workers())
     assert figures["reward/found"] == 7 / 8
     assert figures["reward/numbers"] == 1.0
     assert figures["rollout/score_mean"] == pytest.approx(7 / 8 + 0.1)
-    assert {each.rollout.row_index for each in scored} == {0}
+    assert {each.row_index for each in scored} == {0}
 
 
 def test_rows_are_those_of_the_environment(own):

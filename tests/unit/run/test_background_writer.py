@@ -81,7 +81,7 @@ def test_rollouts_and_held_out_samples_are_written_so(run):
     for held_out in (False, True):
         written = run.files.rollouts(1, held_out=held_out)
         ids = [row["response_ids"] for row in written]
-        assert ids == [each.rollout.response_ids.tolist() for each in dealt]
+        assert ids == [each.response_ids.tolist() for each in dealt]
 
 
 def test_all_workers_gather_in_their_threads_while_they_do_something_else():

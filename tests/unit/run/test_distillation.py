@@ -15,7 +15,7 @@ from raypo.learner.distillation_task import DistillationTask
 from raypo.recipes.distillation import DistillationRecipe
 from raypo.rollout.teacher_prompts import teacher_prompts
 from raypo.run.served_roles import class_and_arguments
-from raypo.types import Example, ScoredRollout, Taught
+from raypo.types import Example, Rollout, Taught
 from tests.stand_ins import completed
 from tests.unit.learner.plain import on_workers
 from tests.unit.run.test_rejection_sampling import scored
@@ -31,9 +31,8 @@ CONFIG = DistillationConfig.parse(
 )
 
 
-def of_source(group: int, source: str) -> ScoredRollout:
-    made = scored(group, 0, 0.0)
-    return replace(made, rollout=replace(made.rollout, data_source=source))
+def of_source(group: int, source: str) -> Rollout:
+    return replace(scored(group, 0, 0.0), data_source=source)
 
 
 class Teacher:

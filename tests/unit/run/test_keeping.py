@@ -41,7 +41,7 @@ def test_samples_of_an_update_that_fails_are_written(tmp_path: Path):
     with pytest.raises(NonFiniteUpdateError), records.keeping(3, SAMPLES):
         raise NonFiniteUpdateError("too many")
     rows = files.rollouts(3)
-    assert [row["response"] for row in rows] == [each.rollout.response for each in SAMPLES]
+    assert [row["response"] for row in rows] == [each.response for each in SAMPLES]
 
 
 @pytest.mark.parametrize(("mode", "values"), [("min", [0.2, 0.9]), ("max", [0.9, 0.2])])

@@ -10,7 +10,7 @@ import pytest
 from raypo.config import ConfigError, RejectionSamplingConfig, SelectionSection
 from raypo.recipes.rejection_sampling import best_of, row
 from raypo.run.rounds_run import place
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Rollout
 
 VALUES = {
     "name": "r",
@@ -20,10 +20,10 @@ VALUES = {
 }
 
 
-def scored(group: int, number: int, score: float, response: str = "") -> ScoredRollout:
+def scored(group: int, number: int, score: float, response: str = "") -> Rollout:
     text = response or f"{group}.{number}"
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    rollout = Rollout(
+    return Rollout(
         prompt=f"prompt {group}",
         response=text,
         prompt_ids=np.zeros(2, np.int32),
@@ -36,8 +36,8 @@ def scored(group: int, number: int, score: float, response: str = "") -> ScoredR
         finish_reason="stop",
         weight_version=0,
         group_index=group,
+        score=score,
     )
-    return ScoredRollout(rollout, score, {})
 
 
 SAMPLES = [
@@ -71,7 +71,7 @@ def test_a_row_is_one_that_sft_takes_chat_messages_as_json():
     said = row(SAMPLES[1])
     assert (said["prompt"], said["response"], said["label"]) == ("prompt 0", "right", "7")
     messages = [{"role": "user", "content": "how many?"}]
-    chat = replace(SAMPLES[1], rollout=replace(SAMPLES[1].rollout, messages=messages))
+    chat = replace(SAMPLES[1], messages=messages)
     assert json.loads(row(chat)["prompt"]) == messages
 
 

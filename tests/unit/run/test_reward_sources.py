@@ -20,7 +20,7 @@ from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.run.setup import Runtime
 from raypo.storage.run_files import RunFiles
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Rollout
 from tests.tiny import tiny_policy
 
 ROLLOUTS = [
@@ -80,7 +80,7 @@ class Lengths(BaseHTTPRequestHandler):
         pass
 
 
-def judged(values: dict[str, Any]) -> tuple[PPOConfig, list[ScoredRollout]]:
+def judged(values: dict[str, Any]) -> tuple[PPOConfig, list[Rollout]]:
     """The rollouts as a worker of the run judges them, with a server of its own."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Lengths)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

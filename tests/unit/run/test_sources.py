@@ -57,7 +57,7 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
     config = PPOConfig.parse(values)
     inputs, messages = prepared(OnlineInputs.load, config)
     draws = inputs.source.draw(8, Workers())
-    assert Counter(draw.prompt.data_source for draw in draws) == {"few": 6, "many": 2}
+    assert Counter(draw.data_source for draw in draws) == {"few": 6, "many": 2}
     assert messages == [
         "few has 5 rows and 6 of them come in a step (its weight is 3, rollout.prompts_per_step "
         "8), so they repeat within a step; give more, or a lower weight"
@@ -66,8 +66,8 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
     ids = np.ones(2, np.int32)
     rollouts = [
         Rollout(
-            "p", "r", ids, ids, ids.astype(np.float32), ids.astype(bool), None, draw.prompt.index,
-            0, "stop", 0, draw.group_index, data_source=draw.prompt.data_source,
+            "p", "r", ids, ids, ids.astype(np.float32), ids.astype(bool), None, draw.index,
+            0, "stop", 0, draw.group_index, data_source=draw.data_source,
         )
         for draw in draws
     ]  # fmt: skip
@@ -76,8 +76,8 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
     assert figures["rollout/score_mean/few"] == 0.0
     assert figures["rollout/score_mean/many"] == 5.0
     assert figures["rollout/score_mean"] == 10.0 / 8
-    assert sample_row(scored[0])["data_source"] == scored[0].rollout.data_source
-    alone = [each for each in scored if each.rollout.data_source == "few"]
+    assert sample_row(scored[0])["data_source"] == scored[0].data_source
+    alone = [each for each in scored if each.data_source == "few"]
     assert "rollout/score_mean/few" not in rollout_metrics(alone, Workers())
 
 

@@ -7,12 +7,12 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.run.utilization import Work, models_of, step_work, work_metrics
-from raypo.types import Rollout, ScoredRollout
+from raypo.types import Rollout
 from tests.tiny import tiny_policy
 
 
-def scored(group: int, sample: int, *, prompt: int, response: int) -> ScoredRollout:
-    rollout = Rollout(
+def scored(group: int, sample: int, *, prompt: int, response: int) -> Rollout:
+    return Rollout(
         prompt="",
         response="",
         prompt_ids=np.zeros(prompt, dtype=np.int32),
@@ -25,8 +25,8 @@ def scored(group: int, sample: int, *, prompt: int, response: int) -> ScoredRoll
         finish_reason="stop",
         weight_version=0,
         group_index=group,
+        score=1.0,
     )
-    return ScoredRollout(rollout, 1.0, {})
 
 
 @pytest.fixture(scope="module")
