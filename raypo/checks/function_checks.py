@@ -37,7 +37,7 @@ def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
         _check_judged(config)
     serving = {
         "reward.url": config.reward.url,
-        "reward.judge": config.reward.judge and config.reward.judge.model,
+        "reward.judge.url": config.reward.judge and config.reward.judge.url,
         "rollout.agent": config.rollout.agent,
         "rollout.environment": config.rollout.verifiers,
     }

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from raypo.config import (
     AnyConfig,
@@ -42,7 +42,7 @@ LEARNER = "learner worker"
 CRITIC = "critic worker"
 """A worker that trains only the critic (`learner.critic_workers`)."""
 LEARNERS = (LEARNER, CRITIC)
-"""Names of the learner's roles. Served roles are engine, reference, reward_0, reward_1, ..."""
+"""Names of the learner's roles. Served roles are engine, reference, reward_0, ..., judge."""
 NODE_ID_LABEL = "ray.io/node-id"
 """Label that Ray gives to every node."""
 _ROUNDING = 1e-9
@@ -58,7 +58,7 @@ class ServedRole:
     """A deployment besides the learner: its model, number of replicas and resources."""
 
     name: str
-    """engine, reference, reward_0, ..."""
+    """engine, reference, reward_0, ..., judge"""
     kind: RoleKind
     model: str
     """Path of the model."""
@@ -172,6 +172,8 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
             held.append((name, "reference", path, placement.frozen.reference))
         for name, entry in config.reward_models.items():
             held.append((name, "reward", entry.path, placement.frozen.reward))
+        for name, path in config.judge_models.items():
+            held.append((name, "judge", path, placement.frozen.judge))
     return [
         ServedRole(
             name,
@@ -256,13 +258,10 @@ def with_dedicated(config: OnlineConfig, roles: Iterable[str]) -> OnlineConfig:
     """Return the config with exactly these roles in the dedicated group.
 
     Args:
-        roles: engine, reference, reward_0, ...
+        roles: engine, reference, reward_0, ..., judge
     """
     wanted = {role.partition("_")[0] for role in roles}
-    mode = {
-        role: "dedicated" if role in wanted else "colocated"
-        for role in ("engine", "reference", "reward")
-    }
+    mode = {role: "dedicated" if role in wanted else "colocated" for role in get_args(RoleKind)}
     placement = config.placement.model_copy(update={"mode": mode})
     return config.model_copy(update={"placement": placement})
 

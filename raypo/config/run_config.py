@@ -158,6 +158,7 @@ class OnlineConfig(RecipeConfig):
     paths: ClassVar[tuple[str, ...]] = (
         "model.policy",
         "model.reward.path",
+        "reward.judge.path",
         "data.prompts",
         "eval.prompts",
     )
@@ -218,13 +219,28 @@ class OnlineConfig(RecipeConfig):
         return {f"reward_{number}": entry for number, entry in enumerate(self.model.reward or ())}
 
     @property
+    def judge_models(self) -> dict[str, str]:
+        """Role of the judge's deployment -> path of its model. Empty if the run deploys none."""
+        judge = self.reward.judge
+        return {"judge": judge.path} if judge and judge.path else {}
+
+    @property
+    def judged_tokens(self) -> int:
+        """Tokens that a deployed judge reads and answers at most, besides those of its template."""
+        judge = self.reward.judge
+        assert judge is not None, "asked of runs with a judge only"
+        answer = int(judge.merged_sampling.get("max_tokens", 1))
+        prompt = self.data.max_prompt_tokens if "{prompt}" in judge.template else 0
+        return prompt + self.rollout.max_response_tokens + answer
+
+    @property
     def judges(self) -> dict[str, Any]:
         """Value of each setting that gives training responses a score, by config key."""
         of_sources = functions_of(self.data.prompts)
         judges = {
             "reward.function": self.reward.function,
             "reward.url": self.reward.url,
-            "reward.judge": self.reward.judge and self.reward.judge.model,
+            "reward.judge": self.reward.judge and self.reward.judge.name,
             "model.reward": self.model.reward,
             "data.prompts.function": next(iter(of_sources.values()), None),
         }
@@ -287,6 +303,14 @@ class OnlineConfig(RecipeConfig):
                 "placement.frozen.reference.backend (vllm): gives log-probs at temperature 1 "
                 f"only, but rollout.temperature is {temperature:g}. Set it to torch."
             )
+        judge = self.reward.judge
+        if judge and judge.path and self.judged_tokens > judge.max_model_len:
+            yield (
+                f"reward.judge.max_model_len ({judge.max_model_len}): the judge may have to read "
+                f"and write {self.judged_tokens} tokens, besides its template "
+                f"(data.max_prompt_tokens, {self.rollout.length_key}, max_tokens of "
+                f"reward.judge.sampling). Raise it, or lower one of these."
+            )
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         keys = f"data.max_prompt_tokens + {self.rollout.length_key}"
         yield from self.learner.no_room_for(longest, keys)
@@ -331,6 +355,7 @@ class OnlineConfig(RecipeConfig):
             "engine": ("rollout.engine", engine),
             "reference": ("placement.frozen.reference", frozen.reference),
             "reward": ("placement.frozen.reward", frozen.reward),
+            "judge": ("placement.frozen.judge", frozen.judge),
         }
         for role, (where, asked) in sections.items():
             key, size = f"{where}.tensor_parallel", asked.tensor_parallel

@@ -247,16 +247,25 @@ class Criterion(Config):
 
 
 class JudgeSection(Config):
-    """A language model on a server with OpenAI's protocol, which grades responses.
+    """A language model that grades responses: one that the run deploys (`path`), or one on a server
+    with OpenAI's protocol (`url`, `model`).
 
     A rubric of weighted criteria is the explicit aggregation of arXiv:2507.17746.
     """
 
-    url: Paths
+    section = "reward.judge."
+
+    path: str | None = None
+    """Model that the run deploys in vLLM: a Hugging Face folder or a hub id. Where it runs:
+    placement.mode.judge and placement.frozen.judge. null means that a server is asked."""
+    max_model_len: int = Field(default=8192, ge=1)
+    """path: maximum number of tokens of the judge's prompt and answer together. The model's number
+    of positions also limits them. A longer prompt gets no grade."""
+    url: Paths | None = None
     """Base address of a server with OpenAI's protocol, like `http://127.0.0.1:8000/v1`, or a list
-    of servers that share the load."""
-    model: str
-    """Name of the model at the server."""
+    of servers that share the load. null means that the run deploys the judge."""
+    model: str | None = None
+    """url: name of the model at the server."""
     template: str
     """Prompt of the judge. `{prompt}`, `{response}`, `{label}`, `{criterion}` and names of columns
     in braces are replaced. Other braces are kept."""
@@ -273,11 +282,11 @@ class JudgeSection(Config):
     grade is read from the first group of the last match. null means that the grade may be anywhere
     in the answer."""
     chat: bool = True
-    """Send the prompt as a chat message. false sends it to the server's completions endpoint, for
-    base models."""
+    """Send the prompt as a chat message. false sends it as a text to complete, for base models; on
+    a server, to its completions endpoint."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of the request, merged over {temperature: 0, max_tokens: 512}. null removes a
-    field."""
+    """Further fields of the request (path: arguments of vLLM's SamplingParams), merged over
+    {temperature: 0, max_tokens: 512}. null removes a field."""
     ungraded_score: float | None = Field(default=None, allow_inf_nan=False)
     """Score of a response if the judge's answer has no grade. With a temperature above 0, the
     request is first sent up to `reward.request.max_attempts` times. null means no score: the sample
@@ -287,6 +296,17 @@ class JudgeSection(Config):
     variable is unset or empty, no key is sent."""
 
     @property
+    def name(self) -> str:
+        """Name of the model at its server, or the path of the model that the run deploys."""
+        return str(self.path or self.model)
+
+    @property
+    def merged_sampling(self) -> dict[str, Any]:
+        """Sampling parameters of a request: the defaults and `sampling`, without nulls."""
+        merged = {"temperature": 0.0, "max_tokens": 512} | self.sampling
+        return {name: value for name, value in merged.items() if value is not None}
+
+    @property
     def columns(self) -> list[str]:
         """Names of the columns that the template refers to."""
         names = re.findall(r"\{(\w+)\}", self.template)
@@ -294,7 +314,21 @@ class JudgeSection(Config):
 
     def _problems(self) -> Iterator[str]:
         key = "reward.judge"
-        yield from _url_problems(f"{key}.url", self.url, "http://127.0.0.1:8000/v1")
+        if self.path is None:
+            why, remedy = f"{key}.path is null", f"set {key}.path"
+            yield from self._idle("max_model_len", why, remedy)
+            if self.url is None or self.model is None:
+                yield (
+                    f"{key}.path (None): no judge is named. Set it to a model that the run deploys,"
+                    f" or {key}.url and {key}.model to a server and its model."
+                )
+        else:
+            why, remedy = f"{key}.path is deployed", f"remove {key}.path"
+            yield from self._idle("url model api_key_variable", why, remedy)
+        yield from _url_problems(f"{key}.url", self.url or (), "http://127.0.0.1:8000/v1")
+        yield from self._problems_of_grades(key)
+
+    def _problems_of_grades(self, key: str) -> Iterator[str]:
         if "{response}" not in self.template:
             yield (
                 f"{key}.template: does not contain {{response}}. Write it where the response "

@@ -49,7 +49,7 @@ SET_BY_THE_SWEEP = (
     "learner.use_gpu",
 )
 """Keys and sections of the run config that a search space cannot contain."""
-SharedRole = Literal["reward", "reference", "engine"]
+SharedRole = Literal["reward", "reference", "judge", "engine"]
 MAX_TEST_POINTS = 1000
 """Maximum number of points of the space that are validated against the run config."""
 _NOT_COPIED = ("model.", "learner.optimizer.", "ppo.advantage.", "ppo.preset.")
@@ -188,10 +188,10 @@ class SweepConfig(RunFile):
     share: Annotated[tuple[SharedRole, ...], BeforeValidator(one_or_many)] | Literal["auto"] = (
         "auto"
     )
-    """Roles that are started once and shared by all trials: reward, reference, engine. A role is
-    not shared if the space changes it, or if it is dedicated. Engines that hold adapters serve all
-    trials at the same time. Other engines pass from trial to trial on CPUs; on GPUs each trial
-    starts its own. auto: all roles; on GPUs, only if sharing does not reduce the number of
+    """Roles that are started once and shared by all trials: reward, reference, judge, engine. A
+    role is not shared if the space changes it, or if it is dedicated. Engines that hold adapters
+    serve all trials at the same time. Other engines pass from trial to trial on CPUs; on GPUs each
+    trial starts its own. auto: all roles; on GPUs, only if sharing does not reduce the number of
     concurrent trials."""
     share_batches: bool = False
     """Let trials on the same engines (`model.lora.push: adapter`) sample in the same batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +136,13 @@ class Models:
     """Reference models by role."""
     rewards: dict[str, ModelShape]
     """Reward models by role; they are loaded without a language-model head."""
+    judges: dict[str, ModelShape] = field(default_factory=dict)
+    """The judge that the run deploys, by role."""
 
     @property
     def frozen(self) -> dict[str, ModelShape]:
-        """Reward models and reference models, by role."""
-        return self.rewards | self.references
+        """Reward models, reference models and the judge, by role."""
+        return self.rewards | self.references | self.judges
 
     @classmethod
     def read(cls, config: AnyConfig) -> Models:
@@ -169,6 +171,7 @@ class Models:
             critic if config.needs_critic else None,
             {r: shape("model.reference", path) for r, path in config.references.items()},
             rewards,
+            {r: shape("reward.judge.path", path) for r, path in config.judge_models.items()},
         )
 
 

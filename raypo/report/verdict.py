@@ -111,7 +111,8 @@ def _judges(config: Mapping[str, Any]) -> str:
     functions = [reward.get("function"), *own_functions(config.get("data") or {})]
     trained = [short_name(each) for each in (*functions, *models) if each]
     trained += [str(each) for each in reward.get("url") or ()]
-    trained += [each["model"] for each in [reward.get("judge")] if each]
+    if judge := reward.get("judge"):
+        trained.append(short_name(judge.get("path") or judge["model"]))
     if held_out is None or not trained:
         return ""
     judges, judge = " and ".join(trained), short_name(held_out)

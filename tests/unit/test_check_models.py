@@ -104,6 +104,34 @@ def test_models_that_are_whole_pass(here: Path, recipe: str):
     check(config_of(recipe))
 
 
+def test_a_deployed_judge_may_have_another_tokenizer_but_must_be_whole(here: Path):
+    def judged(**keys: Any) -> Any:
+        judge = {"path": "judge", "template": "{prompt}{response}", **keys}
+        reward = {"judge": {**judge, "sampling": {"max_tokens": 4}}}
+        return config_of("ppo", reward=reward, rollout={"max_new_tokens": 256})
+
+    shutil.copytree("other", "judge")
+    tokenizer = AutoTokenizer.from_pretrained("judge")
+    tokenizer.add_tokens(["<grade>"])
+    tokenizer.save_pretrained("judge")
+    with_values(here / "judge", vocab_size=101, max_position_embeddings=516)
+    weights = load_file("judge/model.safetensors")
+    rows = torch.cat([weights["model.embed_tokens.weight"], torch.zeros(1, 64)])
+    save_file(weights | {"model.embed_tokens.weight": rows}, "judge/model.safetensors")
+    check(judged())
+    with_values(here / "judge", max_position_embeddings=515)
+    told = refusal(judged())
+    assert told.startswith("reward.judge.path (judge): has positions for 515 tokens, and the judge")
+    assert "read and write 516" in told
+    with_values(here / "judge", max_position_embeddings=516)
+    (here / "judge" / "chat_template.jinja").unlink()
+    assert refusal(judged()).startswith("reward.judge.chat (True): the tokenizer of reward.judge")
+    check(judged(chat=False))
+    with_prefix(here / "judge")
+    assert refusal(judged(chat=False)).startswith("reward.judge.path (judge), read as Llama")
+    assert "reward.judge.path (./gone): there is no such folder" in refusal(judged(path="./gone"))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_policy_of_every_recipe_has_all_its_weights(here: Path, recipe: str):
     with_prefix(here / "policy")
@@ -179,7 +207,7 @@ def test_a_pad_token_that_one_of_two_tokenizers_has_does_not_matter(here: Path):
     assert "its vocabulary is not that of model.policy (policy)" in told
     with_values(here / "policy", vocab_size=200)  # it may sample what the reference cannot read
     assert not reads_tokens("other", "policy", key="model.reference")
-    with_values(here / "other", vocab_size=101)
+    with_values(here / "other", vocab_size=101, max_position_embeddings=516)
     assert reads_tokens("other", "policy", key="model.reference")
 
 

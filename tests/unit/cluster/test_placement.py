@@ -56,6 +56,19 @@ def test_frozen_models_share_a_gpu_as_long_as_their_parts_fit():
     ]
 
 
+def test_a_deployed_judge_is_placed_like_other_frozen_models():
+    values = config("colocated").model_dump()
+    values["reward"]["judge"] = {"path": "j", "template": "{response}"}
+    values["placement"] |= {"mode": {"judge": "dedicated"}, "gpus": {"judge": 1.0}}
+    values["placement"]["frozen"]["judge"] = {"tensor_parallel": 2, "num_replicas": 2}
+    apart = PPOConfig.parse(values)
+    assert layout(apart) == ["1 CPU, 2 GPU for judge:0", "1 CPU, 2 GPU for judge:1"]
+    beside = PPOConfig.parse(values | {"placement": {}})
+    nodes = parse_cluster("1xGPU80G,8xCPU,100G")
+    (placed,) = lay_out(beside, [each.resources for each in nodes], use_gpu=True)
+    assert placed.roles[-1] == "judge:0"
+
+
 def test_an_engine_shares_its_gpu_where_it_leaves_room():
     shares = {"engine": 0.5, "reference": 0.25, "reward": 0.125}
     assert layout(config(gpus=shares)) == [

@@ -117,6 +117,32 @@ def test_a_device_that_cannot_load_what_it_could_train_is_told(values: dict, tmp
     assert problem.startswith("memory (node 0 GPU 0): needs 17.9 GB in the phase load")
 
 
+def test_a_deployed_judge_takes_memory_and_time(values: dict, tmp_path: Path):
+    without = plan(values, "8xGPU80G")
+    criteria = {"right": "it is right", "kind": "it is kind"}
+    template = "Is it true that {criterion} of {response}?"
+    judge = {"path": str(tmp_path / "8b"), "template": template, "criteria": criteria}
+    values["reward"] = {"judge": judge}
+    values["placement"] = {"frozen": {"judge": {"tensor_parallel": 2, "gpu_memory_fraction": 0.5}}}
+    made = plan(values, "8xGPU80G")
+    (role,) = [role for role in made.roles if role.name == "judge"]
+    assert role.memory.held["weights"] == pytest.approx(8.03e9 * 2 / 2, rel=0.001)
+    assert sum(role.memory.held.values()) == pytest.approx(0.5 * (made.gpu_bytes or 0), rel=0.001)
+    replicas = [each for bundle in made.bundles for each in bundle.roles if "judge" in each]
+    assert sorted(replicas) == sorted([f"judge:{number}" for number in range(4)] * 2)
+
+    rates = Rates(1e15, 1e12, 1e11, 1e10, store=1e9)
+
+    def score(each: Plan) -> float:
+        return next(p for p in step_time(each, rates).phases if p.phase == "score").seconds
+
+    # 512 responses of two criteria on four replicas: 256 answers of 512 tokens each, at once
+    read = 512 * 8.03e9 * 2 / 2 / rates.memory
+    assert score(made) - score(without) >= read
+    judge |= {"criteria": {}, "template": "{response}", "sampling": {"max_tokens": 8}}
+    assert score(plan(values, "8xGPU80G")) - score(without) < read
+
+
 def test_stage_3_is_a_remedy_where_policy_and_critic_are_apart(values: dict, tmp_path: Path):
     values["model"]["policy"] = str(tmp_path / "8b")
     values["learner"] |= SMALL_UPDATE | {"critic_workers": 8}
