@@ -57,7 +57,8 @@ def inputs_of(
     """
     found: Inputs = {}
     for key in config.paths:
-        read = _model_files if key.startswith("model.") else partial(_data_files, key)
+        is_model = key.startswith(("model.", "reward."))
+        read = _model_files if is_model else partial(_data_files, key)
         found[key] = {_name_of(source): read(source) for source in _values(config, key)}
     for key, spec in functions_of_user(config):
         found.setdefault(key, {})[spec] = _python_files(spec)

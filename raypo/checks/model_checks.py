@@ -20,6 +20,8 @@ from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_files import max_positions, refuse_quantized, stored_files
 from raypo.models.model_shape import ModelShape
 
+JUDGE = "reward.judge.path"
+
 
 def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
     """Refuse a model that is neither a hub id nor a complete folder.
@@ -42,7 +44,7 @@ def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
     looks_like_hub_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     if not looks_like_hub_id or offline:
-        why = "and HF_HUB_OFFLINE is set" if offline else "and it is no hub id"
+        why = "and HF_HUB_OFFLINE is set" if offline else "and it is not a hub id"
         raise ConfigError(
             f"{key} ({path}): there is no such folder, {why}. Give a folder written by "
             f"save_pretrained, or a hub id like organisation/model."
@@ -61,6 +63,9 @@ def models_of(config: AnyConfig) -> Iterator[tuple[str, str]]:
             yield f"model.teacher.{name}" if by_source else "model.teacher", path
     for entry in getattr(model, "reward", None) or ():
         yield "model.reward", entry.path
+    if isinstance(config, OnlineConfig):
+        for path in config.judge_models.values():
+            yield JUDGE, path
 
 
 def check_shards(config: OnlineConfig | PolicyExamplesConfig) -> None:
@@ -69,10 +74,10 @@ def check_shards(config: OnlineConfig | PolicyExamplesConfig) -> None:
         size, shape = role.num_devices, _local_shape(role.model)
         if size > 1 and shape and (rest := shape.does_not_divide(size)):
             fits = max(n for n in range(1, size) if shape.does_not_divide(n) is None)
-            name = "policy" if role.kind == "engine" else role.kind
+            names = {"engine": "model.policy", "judge": JUDGE}
             raise ConfigError(
-                f"{role.devices_key} ({size}): must divide the {rest} of model.{name} "
-                f"({role.model}). Set it to {fits}."
+                f"{role.devices_key} ({size}): must divide the {rest} of "
+                f"{names.get(role.kind, f'model.{role.kind}')} ({role.model}). Set it to {fits}."
             )
 
 
@@ -88,7 +93,9 @@ def _local_shape(path: str) -> ModelShape | None:
 def check_positions(config: Any) -> None:
     """Refuse a config, as vLLM would, if prompt plus response may exceed a model's positions."""
     for key, path in models_of(config):
-        if key != "model.reward":  # a reward model may use its own tokenizer
+        if key == JUDGE:
+            _check_positions_of_judge(config, path)
+        elif key != "model.reward":  # a reward model may use its own tokenizer
             check_positions_of(config, key, path)
     if isinstance(config, DistillationConfig) and config.distillation.teacher_prompt:
         _check_teacher_prompts(config)
@@ -103,9 +110,21 @@ def _check_teacher_prompts(config: DistillationConfig) -> None:
         if positions is not None and config.max_teacher_len > positions:
             raise ConfigError(
                 f"distillation.max_teacher_prompt_tokens + {config.rollout.length_key} "
-                f"({config.max_teacher_len}): {key} ({path}) has positions for {positions} tokens. "
-                f"Lower the two by {config.max_teacher_len - positions} together."
+                f"({config.max_teacher_len}): {key} ({path}) has positions for {positions} "
+                f"tokens. Lower their sum by {config.max_teacher_len - positions}."
             )
+
+
+def _check_positions_of_judge(config: OnlineConfig, path: str) -> None:
+    """Refuse a judge that could not read a prompt and a response and answer."""
+    longest, positions = config.judged_tokens, _positions(JUDGE, path)
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"{JUDGE} ({path}): has positions for {positions} tokens, and the judge may have to "
+            f"read and write {longest}, besides its template (data.max_prompt_tokens, "
+            f"{config.rollout.length_key}, max_tokens of reward.judge.sampling). Lower these, or "
+            f"take a judge with more positions."
+        )
 
 
 def check_positions_of(config: Any, key: str, path: str) -> None:
@@ -115,7 +134,7 @@ def check_positions_of(config: Any, key: str, path: str) -> None:
         response = config.rollout.length_key
         raise ConfigError(
             f"data.max_prompt_tokens + {response} ({longest}): {key} ({path}) has positions for "
-            f"{positions} tokens. Lower the two by {longest - positions} together."
+            f"{positions} tokens. Lower their sum by {longest - positions}."
         )
 
 
@@ -157,17 +176,29 @@ def check_models(config: AnyConfig) -> None:
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)
     for key, path in models_of(config):
-        if key == "model.reward":
-            if isinstance(config, OnlineConfig) and loading.same_vocabulary(
-                path, model.policy, key=key
-            ):
-                check_positions_of(config, key, path)
-        elif key != "model.policy":
-            _check_same_tokens(key, path, model.policy)
+        if key != "model.policy":
+            _check_tokenizer(config, key, path)
     if model.lora is not None:
         lora.check_targets(model.policy, kind, model.lora)
         if getattr(config, "needs_critic", False) and model.critic is not None:
             lora.check_targets(model.critic, AutoModel, model.lora, key="model.critic")
+
+
+def _check_tokenizer(config: Any, key: str, path: str) -> None:
+    """Refuse a model that could not read what it gets: the policy's token ids, or messages."""
+    from raypo.models.loading import load_tokenizer, same_vocabulary
+
+    policy = config.model.policy
+    if key == "model.reward":
+        if isinstance(config, OnlineConfig) and same_vocabulary(path, policy, key=key):
+            check_positions_of(config, key, path)
+    elif key != JUDGE:
+        _check_same_tokens(key, path, policy)
+    elif config.reward.judge.chat and not load_tokenizer(path, key=key).chat_template:
+        raise ConfigError(
+            f"reward.judge.chat (True): the tokenizer of {key} ({path}) has no chat template. Set "
+            f"it to false, then the prompt is a text that the model completes."
+        )
 
 
 def check_evaluated(model: str) -> None:
@@ -203,8 +234,8 @@ def _check_same_tokens(key: str, path: str, policy: str) -> None:
         is_same = vocabulary_size(path) == vocabulary_size(policy)
     if is_same:
         return
-    remedy = "or learn its texts by the recipe sft" if is_teacher else f"or remove {key}"
+    remedy = "or train on its texts with the recipe sft" if is_teacher else f"or remove {key}"
     raise ConfigError(
-        f"{key} ({path}): its tokens are not those of model.policy ({policy}), whose token ids it "
-        f"reads. Give a model with the same tokenizer, {remedy}."
+        f"{key} ({path}): its vocabulary is not that of model.policy ({policy}), but it reads the "
+        f"policy's token ids. Give a model with the same tokenizer, {remedy}."
     )

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from raypo.config import (
     AnyConfig,
@@ -42,7 +42,7 @@ LEARNER = "learner worker"
 CRITIC = "critic worker"
 """A worker that trains only the critic (`learner.critic_workers`)."""
 LEARNERS = (LEARNER, CRITIC)
-"""Names of the learner's roles. Served roles are engine, reference, reward_0, reward_1, ..."""
+"""Names of the learner's roles. Served roles are engine, reference, reward_0, ..., judge."""
 NODE_ID_LABEL = "ray.io/node-id"
 """Label that Ray gives to every node."""
 _ROUNDING = 1e-9
@@ -58,7 +58,7 @@ class ServedRole:
     """A deployment besides the learner: its model, number of replicas and resources."""
 
     name: str
-    """engine, reference, reward_0, ..."""
+    """engine, reference, reward_0, ..., judge"""
     kind: RoleKind
     model: str
     """Path of the model."""
@@ -172,6 +172,8 @@ def served_roles(config: AnyConfig, *, num_workers: int, use_gpu: bool) -> list[
             held.append((name, "reference", path, placement.frozen.reference))
         for name, entry in config.reward_models.items():
             held.append((name, "reward", entry.path, placement.frozen.reward))
+        for name, path in config.judge_models.items():
+            held.append((name, "judge", path, placement.frozen.judge))
     return [
         ServedRole(
             name,
@@ -256,13 +258,10 @@ def with_dedicated(config: OnlineConfig, roles: Iterable[str]) -> OnlineConfig:
     """Return the config with exactly these roles in the dedicated group.
 
     Args:
-        roles: engine, reference, reward_0, ...
+        roles: engine, reference, reward_0, ..., judge
     """
     wanted = {role.partition("_")[0] for role in roles}
-    mode = {
-        role: "dedicated" if role in wanted else "colocated"
-        for role in ("engine", "reference", "reward")
-    }
+    mode = {role: "dedicated" if role in wanted else "colocated" for role in get_args(RoleKind)}
     placement = config.placement.model_copy(update={"mode": mode})
     return config.model_copy(update={"placement": placement})
 
@@ -330,15 +329,16 @@ def torn_apart(role: ServedRole, nodes: Sequence[Hashable]) -> str | None:
     for ranks in workers_beside(role, nodes):
         if ranks.stop > len(nodes):
             return (
-                f"{key} ({size}): every colocated replica needs as many learner workers, and there "
-                f"are too few (learner.num_workers). Lower it or rollout.engine.count, or raise "
-                f"learner.num_workers."
+                f"{key} ({size}): a colocated replica uses the devices of {size} learner "
+                "workers, but there are too few (learner.num_workers). Lower it or "
+                "rollout.engine.count, or raise learner.num_workers."
             )
         if (count := len(set(nodes[ranks.start : ranks.stop]))) > 1:
             return (
-                f"{key} ({size}): learner workers {ranks[0]} to {ranks[-1]} would share a replica "
-                f"and lie on {count} nodes. Set placement.strategy to PACK and learner.num_workers "
-                f"so that each node holds a multiple of {size}, or placement.mode to dedicated."
+                f"{key} ({size}): learner workers {ranks[0]} to {ranks[-1]} would share a "
+                f"replica but are on {count} nodes. Set placement.strategy to PACK and "
+                f"learner.num_workers so that each node holds a multiple of {size}, or "
+                "placement.mode to dedicated."
             )
     return None
 
@@ -496,8 +496,8 @@ def _refusal(
         return (
             f"learner.num_workers ({len(workers)}): asks for {_count(len(workers), 'bundle')} of "
             f"{words(workers[0].resources)}, each on one node; the cluster has {words(total)} on "
-            f"{count}{with_labels(workers[0].labels)}, the largest has {words(largest)}: under "
-            f"placement.strategy {strategy} there is room for {fits}. "
+            f"{count}{with_labels(workers[0].labels)}, and the largest node has "
+            f"{words(largest)}: under placement.strategy {strategy} there is room for {fits}. "
             f"{_change(workers, nodes, strategy)}, or use a larger cluster."
         )
     alike: dict[str, list[Bundle]] = {}

@@ -19,7 +19,7 @@ class DeploymentSection(Config):
     """
 
     gone: ClassVar[Mapping[str, str]] = {
-        "max_queued_requests": "Queues of replicas have no limit any more. Remove it."
+        "max_queued_requests": "Queues of replicas no longer have a limit. Remove it."
     }
 
     request_timeout_s: float | None = Field(default=None, gt=0.0)
@@ -41,7 +41,7 @@ class DeploymentSection(Config):
 
 
 Group = Literal["colocated", "dedicated"]
-RoleKind = Literal["engine", "reference", "reward"]
+RoleKind = Literal["engine", "reference", "reward", "judge"]
 _SELECTS = re.compile(r"!?(in\([\w., -]+\)|[\w.-]+)")
 """Values of Ray's label selectors: v, !v, in(v, w) or !in(v, w)."""
 
@@ -55,6 +55,8 @@ class GpuShares(Config):
     """GPU share of a replica of the reference model."""
     reward: float = Field(default=0.5, gt=0.0, le=1.0)
     """GPU share of a replica of a reward model."""
+    judge: float = Field(default=0.5, gt=0.0, le=1.0)
+    """GPU share of a replica of the judge that the run deploys."""
 
 
 class FrozenSection(Config):
@@ -74,20 +76,29 @@ class FrozenSection(Config):
     """vllm: fraction of a GPU's memory that a replica may use, weights included."""
 
 
+class JudgeModelSection(FrozenSection):
+    """Inference of the judge that the run deploys, in vLLM."""
+
+    backend: Literal["vllm"] = "vllm"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Inference backend. Only vllm can sample answers."""
+
+
 class FrozenSections(Config):
     """Inference of the frozen models, by role: backend, replicas and tensor parallelism."""
 
     reference: FrozenSection = FrozenSection()
     reward: FrozenSection = FrozenSection()
     """Settings of every reward model."""
+    judge: JudgeModelSection = JudgeModelSection()
+    """Settings of the judge of `reward.judge.path`."""
 
     def _problems(self) -> Iterator[str]:
         for role, section in (("reference", self.reference), ("reward", self.reward)):
             if section.tensor_parallel > 1 and section.backend == "torch":
                 key = f"placement.frozen.{role}"
                 yield (
-                    f"{key}.tensor_parallel ({section.tensor_parallel}): backend torch computes on "
-                    f"one device. Set {key}.backend to vllm, or {key}.tensor_parallel to 1."
+                    f"{key}.tensor_parallel ({section.tensor_parallel}): backend torch uses a "
+                    f"single device. Set {key}.backend to vllm, or {key}.tensor_parallel to 1."
                 )
 
 
@@ -98,15 +109,15 @@ class PlacementSection(Config):
     """Placement of the roles. colocated: in the learner workers' placement group, on their devices.
     dedicated: in a placement group of their own, which survives a restart of the workers. A mapping
     sets the placement of each role, like {engine: dedicated, reference: colocated, reward:
-    colocated}. Roles that it does not name are colocated."""
+    colocated, judge: dedicated}. Roles that it does not name are colocated."""
     strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """Ray's placement strategy for each of the two groups."""
     label_selector: dict[str, str] | dict[str, dict[str, str]] = Field(default={})
     """Ray's label selector: the run takes only nodes whose labels match, like
     {ray.io/accelerator-type: H100, ray.io/market-type: "!spot"}. A value is v, !v, in(v, w) or
     !in(v, w). Dedicated roles can have other selectors than the learner: {learner: {...}, engine:
-    {...}, reference: {...}, reward: {...}}. The selector of learner also applies to the critic and
-    to all colocated roles."""
+    {...}, reference: {...}, reward: {...}, judge: {...}}. The selector of learner also applies to
+    the critic and to all colocated roles."""
     gpus: GpuShares = GpuShares()
     """GPU share of each dedicated replica. Replicas are packed into one bundle as long as their
     shares fit on one GPU."""
@@ -130,8 +141,9 @@ class PlacementSection(Config):
                 yield f"{key}.{name}: must be one of learner, {', '.join(roles)}. Correct the role."
             elif groups.get(name) == "colocated":
                 yield (
-                    f"{key}.{name} ({each}): has no effect, a colocated role lies in the learner "
-                    f"workers' bundles. Remove it, or set placement.mode to {{{name}: dedicated}}."
+                    f"{key}.{name} ({each}): has no effect, because a colocated role uses the "
+                    f"learner workers' bundles. Remove it, or set placement.mode to {{{name}: "
+                    "dedicated}."
                 )
 
     def group_of(self, role: RoleKind) -> Group:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +136,13 @@ class Models:
     """Reference models by role."""
     rewards: dict[str, ModelShape]
     """Reward models by role; they are loaded without a language-model head."""
+    judges: dict[str, ModelShape] = field(default_factory=dict)
+    """The judge that the run deploys, by role."""
 
     @property
     def frozen(self) -> dict[str, ModelShape]:
-        """Reward models and reference models, by role."""
-        return self.rewards | self.references
+        """Reward models, reference models and the judge, by role."""
+        return self.rewards | self.references | self.judges
 
     @classmethod
     def read(cls, config: AnyConfig) -> Models:
@@ -169,6 +171,7 @@ class Models:
             critic if config.needs_critic else None,
             {r: shape("model.reference", path) for r, path in config.references.items()},
             rewards,
+            {r: shape("reward.judge.path", path) for r, path in config.judge_models.items()},
         )
 
 
@@ -259,13 +262,13 @@ def _folder(path: str, key: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(path, "config.json")).parent
     except huggingface_hub.errors.LocalEntryNotFoundError:
         raise ConfigError(
-            f"{key} ({path}): there is no such folder, and the hub was not reached to look for a "
-            f"model of this id. Connect to it, or give a local folder."
+            f"{key} ({path}): there is no such folder, and the hub could not be reached to look "
+            "up a model with this id. Connect to the hub, or give a local folder."
         ) from None
     except Exception as error:  # huggingface_hub raises a dozen unrelated types
         raise ConfigError(
-            f"{key} ({path}): its config.json cannot be had: {type(error).__name__}. Give a local "
-            f"folder, or correct the hub id."
+            f"{key} ({path}): its config.json cannot be loaded: {type(error).__name__}. Give a "
+            "local folder, or correct the hub id."
         ) from None
 
 

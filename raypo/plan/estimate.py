@@ -130,8 +130,14 @@ def _learner(
     for each in learned:
         trained, largest = _trained(config, each)
         frozen = each.weights if config.model.lora else 0
+        is_muon = config.learner.optimizer == "muon"
         held, added, host = memory.trained(
-            trained, largest, sharding, itemsize=itemsize, frozen=frozen
+            trained,
+            largest,
+            sharding,
+            itemsize=itemsize,
+            frozen=frozen,
+            matrices=each.shape.layers * each.shape.layer_weights if is_muon else 0,
         )
         result.held |= {f"{each.name} {what}": size for what, size in held.items()}
         result.host |= {f"{each.name} {what}": size for what, size in host.items()}
@@ -246,13 +252,15 @@ def _frozen(
     device: Device,
     gpu_bytes: int | None,
 ) -> Memory:
-    """Return the memory of a reference model, or of a reward model, which has no LM head."""
+    """Return the memory of a reference model or a judge, or of a reward model without LM head."""
     assert isinstance(config, OnlineConfig)
     assert isinstance(role.section, FrozenSection)
-    itemsize, head = ITEMSIZE[config.model.dtype], role.kind == "reference"
+    itemsize, head = ITEMSIZE[config.model.dtype], role.kind != "reward"
     weights = (shape.parameters if head else shape.backbone_parameters) * itemsize
     if role.section.backend == "vllm":
         length = (config.max_reference_len if head else config.max_model_len) + 1
+        if role.kind == "judge" and config.reward.judge:
+            length = config.reward.judge.max_model_len
         return _in_vllm(role.section, shape, device, gpu_bytes, weights, config.model.dtype, length)
     batch = _batch(config, config.responses_per_step, config.learner.total_workers)
     added = {"activations": memory.layer_scratch(shape, batch, itemsize=itemsize)}

@@ -157,7 +157,13 @@ def logits(
 
 
 def trained(
-    parameters: int, largest: int, sharding: Sharding, *, itemsize: int, frozen: int = 0
+    parameters: int,
+    largest: int,
+    sharding: Sharding,
+    *,
+    itemsize: int,
+    frozen: int = 0,
+    matrices: int = 0,
 ) -> tuple[Bytes, Bytes, Bytes]:
     """Return the memory of one model under DeepSpeed on one worker.
 
@@ -169,7 +175,8 @@ def trained(
     - Stage 3 also shards the weights and gathers the weights in use, up to
       `stage3_max_live_parameters`.
 
-    Frozen weights have no gradients and no moments. Stage 3 shards them like trained weights.
+    Frozen weights have no gradients and no moments. Stage 3 shards them like trained weights. Muon
+    keeps one moment, from stage 2 in the dtype of the weights.
 
     This follows the code in deepspeed/runtime/bf16_optimizer.py, zero/stage_1_and_2.py and
     zero/stage3.py of DeepSpeed 0.19.
@@ -180,6 +187,7 @@ def trained(
         sharding: DeepSpeed's settings.
         itemsize: Bytes of a weight.
         frozen: Number of frozen weights.
+        matrices: Number of trained weights that Muon updates.
 
     Returns:
         held: Bytes that are always held: weights, gradients, buckets and optimizer state.
@@ -192,10 +200,14 @@ def trained(
     host: Bytes = {}
     bucket = min(parameters, sharding.reduce_bucket)
     if sharding.stage == 0:
-        kept = {"optimizer": 2 * MASTER * parameters, "gradients": itemsize * parameters}
+        moments = MASTER * (2 * parameters - matrices)
+        kept = {"optimizer": moments, "gradients": itemsize * parameters}
         return held | kept, {"buckets": bucket * itemsize}, host
     share = -(-parameters // sharding.workers)
-    optimizer = 3 * MASTER * share  # master weights and two moments
+    of_muon = -(-matrices // sharding.workers)
+    moments = 2 * MASTER * (share - of_muon)
+    moments += (MASTER if sharding.stage == 1 else itemsize) * of_muon
+    optimizer = MASTER * share + moments  # master weights and moments
     gradients = (parameters if sharding.stage == 1 else share) * MASTER
     if sharding.stage == 1 and itemsize < MASTER:
         gradients += parameters * itemsize

@@ -19,6 +19,7 @@ from raypo.models.flops import Groups
 from raypo.models.model_shape import ITEMSIZE, ModelShape
 from raypo.plan.estimate import adapter_weights, sequences_at_once
 from raypo.plan.fit import Plan, tried
+from raypo.serving.engine_sizes import engine_sequences
 
 COMPUTED, READ, SENT = 0.45, 0.7, 0.7
 """Reached shares of a data sheet's FLOP/s, memory bandwidth and link bandwidth: values commonly
@@ -277,7 +278,7 @@ def _changes(config: PPOConfig, policy: ModelShape) -> Iterator[tuple[str, Any]]
         yield "learner.activation_checkpointing", False
     if "offload_optimizer" in learner.deepspeed.get("zero_optimization", {}):
         yield "learner.deepspeed", {}
-    for role in ("reference", "reward"):
+    for role in ("reference", "reward", "judge"):
         yield f"placement.frozen.{role}.num_replicas", "auto"
 
 
@@ -336,8 +337,28 @@ class _Work:
             self._pass(shape, with_logits=role in models.references)
             / (self._replicas[role] * self._devices[role] * self._rates.flops)
             for role, shape in models.frozen.items()
+            if role not in models.judges
         )
-        return PhaseTime("score", {"arithmetic": seconds})
+        answers = sum(self._answers(role, shape) for role, shape in models.judges.items())
+        after = {"the judge's answers": answers} if answers else {}
+        return PhaseTime("score", {"arithmetic": seconds}, after)
+
+    def _answers(self, role: str, shape: ModelShape) -> float:
+        """Return the seconds of a judge's answers, each as long as `max_tokens` allows.
+
+        The text of its template is not counted.
+        """
+        config, rates, size = self.config, self._rates, self._devices[role]
+        judge = config.reward.judge
+        assert judge is not None, "the model is the judge's"
+        graded, replicas = max(1, len(judge.criteria)), self._replicas[role]
+        share = -(-graded * config.responses_per_step // replicas)
+        at_once = min(share, engine_sequences(self._plan.gpu_bytes))
+        steps = judge.merged_sampling.get("max_tokens", 1) * max(1.0, share / at_once)
+        read = steps * shape.parameters * self._itemsize / size / rates.memory
+        tokens = share * judge.merged_sampling.get("max_tokens", 1)
+        flops = graded * self._pass(shape) / replicas + 2 * shape.parameters * tokens
+        return max(read, flops / size / rates.flops) + steps * rates.engine_step_s
 
     def log_probs(self) -> PhaseTime:
         """Predict the passes before the update: old log-probs (if needed) and values."""

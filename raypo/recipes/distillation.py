@@ -190,8 +190,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
     def describe(self, scored: list[Rollout]) -> dict[str, float]:
         """Return metrics of all workers' rollouts, without scores if no reward is configured."""
         metrics = super().describe(scored)
-        inputs, models = self.inputs, self.run.config.model.reward
-        if inputs.reward_function or inputs.reward_servers or models:
+        if self.inputs.reward_function or self.run.config.judges:
             return metrics
         of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
         return {name: value for name, value in metrics.items() if not name.startswith(of_scores)}

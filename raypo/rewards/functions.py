@@ -13,6 +13,7 @@ from raypo.concurrency import daemon_future
 from raypo.config import EvalSection, RewardSection, functions_of
 from raypo.custom.loader import function_name, load_function
 from raypo.rewards.by_source import RewardBySource
+from raypo.rewards.judge import Judge
 from raypo.rewards.pool import PooledReward
 from raypo.rewards.scoring import RewardError, RewardFunction, call
 from raypo.rewards.wire import TOKEN_VARIABLE
@@ -135,11 +136,12 @@ def _in_this_process(function: RewardFunction, timeout_s: float | None, key: str
 
 
 def open_servers(section: RewardSection) -> dict[str, RewardFunction]:
-    """Return the reward functions of `reward.url` and `reward.judge`, as `url` and `judge`."""
-    if section.url is None and section.judge is None:
+    """Return the reward functions of `reward.url` and `reward.judge.url`, as `url` and `judge`."""
+    judge = section.judge if section.judge and section.judge.url else None
+    if section.url is None and judge is None:
         return {}
     # These modules need packages of the extra serve.
-    from raypo.rewards.judge import Judge
+    from raypo.rewards.judge_servers import JudgeServers
     from raypo.rewards.remote import JsonServers, RemoteReward
 
     request, opened = section.request, dict[str, RewardFunction]()
@@ -147,14 +149,15 @@ def open_servers(section: RewardSection) -> dict[str, RewardFunction]:
     if section.url is not None:
         servers = JsonServers(section.url, token=os.environ.get(TOKEN_VARIABLE), **limits)
         opened["url"] = RemoteReward(servers, batch_size=request.batch_size)
-    if (judge := section.judge) is not None:
+    if judge is not None:
         path = "chat/completions" if judge.chat else "completions"
         servers = JsonServers(
-            [f"{url.rstrip('/')}/{path}" for url in judge.url],
+            [f"{url.rstrip('/')}/{path}" for url in judge.url or ()],
             token=os.environ.get(judge.api_key_variable),
             **limits,
         )
-        opened["judge"] = Judge(judge, servers, max_attempts=request.max_attempts)
+        ask = JudgeServers(judge, servers)
+        opened["judge"] = Judge(judge, ask, max_attempts=request.max_attempts)
     return opened
 
 

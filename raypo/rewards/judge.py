@@ -1,8 +1,7 @@
 """Generative judge: a language model grades responses by a prompt template.
 
-Each request asks the judge for the grade of one criterion of one response. A call of `Judge` sends
-its requests concurrently, in one event loop. `JsonServers` limits the number of requests in flight,
-retries failed requests, and balances the load.
+Each request asks the judge for the grade of one criterion of one response. The judge answers by a
+function (`Ask`): a server (`raypo.rewards.judge_servers`), or a deployment of the run.
 """
 
 from __future__ import annotations
@@ -10,17 +9,20 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
-
-import httpx
+from typing import Any, Protocol
 
 from raypo.config import Criterion, JudgeSection
-from raypo.rewards.remote import JsonServers, Post, RemoteRewardError
 from raypo.rewards.scoring import SCORE, RewardError
 from raypo.types import Rollout
 
-_SAMPLING = {"temperature": 0.0, "max_tokens": 512}
+Answer = tuple[str, float]
+"""Answer of the judge, and the seconds that it took."""
+Ask = Callable[[list[str]], Awaitable[Sequence[Answer | Exception]]]
+"""Function that returns the judge's answer to each prompt, or the exception of a failed request."""
 _NUMBER = re.compile(r"(?<![\w.,])[-+]?\d+(?:\.\d+)?(?![\w%]|[.,]\d)")
 """A number that stands alone: not part of a word, of a percentage or of a longer number."""
 
@@ -34,12 +36,37 @@ class _Grade:
     """Grade of one criterion of one response."""
 
     score: float | None
-    """Score of the grade, or None if a request failed, or if the judge named no grade."""
-    text: str = ""
-    """Answer of the judge."""
-    seconds: float = 0.0
+    """Score of the grade, or None if the request failed, or if the judge named no grade."""
+    text: str
+    """Last answer of the judge."""
+    seconds: float
     """Total duration of the answered requests, in seconds."""
     error: Exception | None = None
+
+
+class Answering(Protocol):
+    """Interface of a deployed judge. `JudgeClient` implements it."""
+
+    def answers(self, prompts: list[str]) -> Future[list[str | ValueError]]:
+        """Return a future of the answer to each prompt, or the reason why there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class DeployedJudge:
+    """`Ask` function that sends all prompts to a deployed judge in one call."""
+
+    judge: Answering
+
+    def __str__(self) -> str:
+        return "replicas of the run"
+
+    async def __call__(self, prompts: list[str]) -> list[Answer | Exception]:
+        """Return the answers. The duration of each is that of the call."""
+        begin = time.monotonic()
+        answers = await asyncio.wrap_future(self.judge.answers(prompts))
+        took = time.monotonic() - begin
+        return [(each, took) if isinstance(each, str) else each for each in answers]
 
 
 class Judge:
@@ -52,27 +79,22 @@ class Judge:
     Paper: Gunjal et al. 2025, arXiv:2507.17746, eq. 1, for the weighted mean over criteria.
     """
 
-    def __init__(self, section: JudgeSection, servers: JsonServers, *, max_attempts: int) -> None:
+    def __init__(self, section: JudgeSection, ask: Ask, *, max_attempts: int) -> None:
         """Store the settings.
 
         Args:
             section: Template, criteria and grades.
-            servers: The judge's servers.
+            ask: Function that gets the judge's answers.
             max_attempts: Maximum number of requests until the judge names a grade, if the
                 temperature is above 0. With temperature 0 there is one request.
         """
-        self._section, self._servers = section, servers
-        self._sampling = {
-            name: value
-            for name, value in {**_SAMPLING, **section.sampling}.items()
-            if value is not None
-        }
+        self._section, self._ask = section, ask
         self._criteria = section.criteria or {"": Criterion(text="one grade")}
         # With temperature 0, another request would return the same answer.
-        self._attempts = max_attempts if self._sampling.get("temperature") else 1
+        self._attempts = max_attempts if section.merged_sampling.get("temperature") else 1
 
     def __str__(self) -> str:
-        return f"{self._section.model} at {self._servers}"
+        return f"{self._section.name} at {self._ask}"
 
     async def __call__(self, rollouts: list[Rollout]) -> list[dict[str, Any]]:
         """Return a score and its named parts per rollout.
@@ -84,14 +106,13 @@ class Judge:
         """
         for rollout in rollouts:
             self._refuse_missing_columns(rollout)
-        async with self._servers.open() as post:
-            return await asyncio.gather(*(self._score(post, rollout) for rollout in rollouts))
+        texts = [each.text for each in self._criteria.values()]
+        graded = await self._grades([self._prompt(r, text) for r in rollouts for text in texts])
+        size = len(texts)
+        return [self._score(graded[row * size :][:size]) for row in range(len(rollouts))]
 
-    async def _score(self, post: Post, rollout: Rollout) -> dict[str, Any]:
+    def _score(self, graded: Sequence[_Grade]) -> dict[str, Any]:
         criteria = self._criteria
-        graded = await asyncio.gather(
-            *(self._grade(post, rollout, each.text) for each in criteria.values())
-        )
         grades = dict(zip(criteria, graded, strict=True))
         names = {name: f"judge/{name}" if name else "judge" for name in grades}
         scores = {
@@ -114,16 +135,25 @@ class Judge:
             SCORE: missing or total / weights,
         }
 
-    async def _grade(self, post: Post, rollout: Rollout, criterion: str) -> _Grade:
-        body, text, seconds = self._body(rollout, criterion), "", 0.0
+    async def _grades(self, prompts: Sequence[str]) -> list[_Grade]:
+        """Ask for a grade for each prompt, and again for those whose answer has none."""
+        grades = [_Grade(None, "", 0.0)] * len(prompts)
+        left = list(range(len(prompts)))
         for _ in range(self._attempts):
-            try:
-                text, took = await post(body, self._read)
-            except RemoteRewardError as error:
-                return _Grade(None, text, seconds, error)
-            seconds += took
-            if (score := self.parse(text)) is not None:
-                return _Grade(score, text, seconds)
+            answers = await self._ask([prompts[place] for place in left])
+            for place, answer in zip(left, answers, strict=True):
+                grades[place] = self._grade(answer, grades[place])
+            left = [place for place in left if isinstance(grades[place].error, NoGrade)]
+            if not left:
+                break
+        return grades
+
+    def _grade(self, answer: Answer | Exception, earlier: _Grade) -> _Grade:
+        if isinstance(answer, Exception):
+            return _Grade(None, earlier.text, earlier.seconds, answer)
+        text, seconds = answer[0], earlier.seconds + answer[1]
+        if (score := self.parse(text)) is not None:
+            return _Grade(score, text, seconds)
         error = NoGrade(f"the judge {self} named no grade (reward.judge.grades) in {text!r:.200}")
         return _Grade(None, text, seconds, error)
 
@@ -152,13 +182,6 @@ class Judge:
         grade = float(numbers[-1]) if numbers else math.nan
         return (grade - lowest) / (highest - lowest) if lowest <= grade <= highest else None
 
-    def _body(self, rollout: Rollout, criterion: str) -> dict[str, Any]:
-        prompt = self._prompt(rollout, criterion)
-        content = {"prompt": prompt}
-        if self._section.chat:
-            content = {"messages": [{"role": "user", "content": prompt}]}
-        return {"model": self._section.model, **content, **self._sampling}
-
     def _prompt(self, rollout: Rollout, criterion: str) -> str:
         fields = {
             **rollout.row,
@@ -177,24 +200,10 @@ class Judge:
     def _refuse_missing_columns(self, rollout: Rollout) -> None:
         if missing := [each for each in self._section.columns if each not in rollout.row]:
             raise RewardError(
-                f"reward.judge.template: names {{{missing[0]}}}, and row {rollout.prompt_index} "
-                f"has no such column, it has {', '.join(rollout.row) or 'none'}. Add the column, "
+                f"reward.judge.template: names {{{missing[0]}}}, but row {rollout.prompt_index} "
+                f"has no such column. It has {', '.join(rollout.row) or 'none'}. Add the column, "
                 "or correct the template."
             )
-
-    def _read(self, response: httpx.Response) -> tuple[str, float]:
-        """Return the text of a response, and its duration in seconds.
-
-        Raises:
-            ValueError: the response does not follow OpenAI's protocol.
-        """
-        body = response.json()
-        try:
-            (choice,) = body["choices"]
-            text = choice["message"]["content"] if self._section.chat else choice["text"]
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"the answer has not one choice with a text: {body!r:.200}") from None
-        return text or "", response.elapsed.total_seconds()
 
 
 def _conversation(rollout: Rollout) -> str:

@@ -2,8 +2,9 @@
 
 Concurrency. Reward models and the reference model run in replicas; a call to them returns a future.
 A reward function with worker processes is called from threads, at most one for each process. The
-reward servers have one thread, and so has the judge. A free thread takes all rollouts that wait. A
-reward function that runs in this process is called once, with the whole batch, after sampling.
+reward servers have one thread, and so has a judge on servers. A free thread takes all rollouts
+that wait. A reward function that runs in this process, and a judge that the run deploys, are called
+once, with the whole batch, after sampling.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class Scorer:
     The score of an episode always has weight 1."""
     servers: Mapping[str, RewardFunction] = field(default_factory=dict)
     """Functions that call servers, by source: `url` and `judge`."""
+    judge: RewardFunction | None = None
+    """Function that calls the judge which the run deploys. Its answers must not depend on the order
+    in which samples arrive, so it gets the whole batch."""
     processes: int = 0
     """Worker processes of the reward function. 0 calls it in this process with the whole batch."""
     reference: Reference | None = None
@@ -68,6 +72,7 @@ class Scorer:
         reward: RewardSection,
         model: SampledModelSection,
         servers: Mapping[str, RewardFunction] | None = None,
+        judge: RewardFunction | None = None,
         reference: Reference | None = None,
         models_apart: bool = False,
     ) -> Scorer:
@@ -81,7 +86,11 @@ class Scorer:
             weights[FUNCTION] = reward.weights.function
         servers = servers or {}
         weights |= {name: getattr(reward.weights, name) for name in servers}
-        return cls(function, models, weights, servers, reward.processes, reference, models_apart)
+        if judge is not None:
+            weights[JUDGE] = reward.weights.judge
+        return cls(
+            function, models, weights, servers, judge, reward.processes, reference, models_apart
+        )
 
     def begin(self) -> Scoring:
         """Begin to score a batch."""
@@ -122,6 +131,8 @@ class Scoring:
             queues[FUNCTION] = _FunctionQueue(scorer.function, scorer.processes or 1)
         for name, servers in scorer.servers.items():
             self._early[name] = _FunctionQueue(servers, 1)
+        if scorer.judge is not None:
+            self._at_the_end[JUDGE] = _FunctionQueue(scorer.judge, 1)
         self._model_calls: list[_ModelCalls] = []
         self._added: set[int] = set()
         """Indices of the draws whose rollouts were added."""

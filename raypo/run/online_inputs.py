@@ -20,6 +20,7 @@ from raypo.rewards.functions import (
     open_function,
     open_servers,
 )
+from raypo.rewards.judge import DeployedJudge, Judge
 from raypo.rewards.labels import label_checks
 from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.batch_scoring import Scorer
@@ -121,10 +122,15 @@ class OnlineInputs:
 
     def scorer(self, config: OnlineConfig, services: Services) -> Scorer:
         """Return the scorer: reward function, servers, judge, reward models and reference."""
+        section, judge = config.reward.judge, None
+        if section and services.judge:
+            ask, max_attempts = DeployedJudge(services.judge), config.reward.request.max_attempts
+            judge = Judge(section, ask, max_attempts=max_attempts)
         return Scorer.from_config(
             self.reward_function,
             tuple(services.rewards.values()),
             servers=self.reward_servers,
+            judge=judge,
             reward=config.reward,
             model=config.model,
             reference=services.reference,

@@ -29,12 +29,12 @@ class Evaluation:
         phases: Phases,
         records: Records,
     ) -> None:
-        """Choose the scorer. `eval.function` replaces the reward function and reward servers."""
+        """Choose the scorer. `eval.function` replaces reward function, reward servers and judge."""
         self._run, self._inputs, self._sampler = run, inputs, sampler
         self._phases, self._records = phases, records
         self._scorer = scorer
         if inputs.eval_function is not None:
-            self._scorer = replace(scorer, function=None, servers={})
+            self._scorer = replace(scorer, function=None, servers={}, judge=None)
 
     def before_first_update(self) -> None:
         """Evaluate the initial policy; the score is reported with the first step."""

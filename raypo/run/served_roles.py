@@ -11,7 +11,7 @@ from raypo.config import EngineSection, OnlineConfig, PolicyExamplesConfig, Poli
 from raypo.deployment.deployment import Deployment
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import ReferenceModel, RewardModel
-from raypo.serving.vllm_frozen import VllmReference, VllmRewardModel
+from raypo.serving.vllm_frozen import VllmJudge, VllmReference, VllmRewardModel
 from raypo.weight_sync.probe import NUM_PROBES
 
 CALLERS = 64
@@ -33,6 +33,12 @@ def class_and_arguments(
             kwargs["probes"] = NUM_PROBES  # only if probes join batches that are in flight
         return Engine, kwargs | lengths | {"lora": lora if holds_adapter else None}
     assert isinstance(config, OnlineConfig), "others have engines only"
+    if role.kind == "judge":
+        judge = config.reward.judge
+        assert judge is not None, "the role is the judge's"
+        lengths |= {"max_model_len": judge.max_model_len}
+        sampled = {"chat": judge.chat, "sampling": judge.merged_sampling}
+        return VllmJudge, kwargs | lengths | sampled
     in_vllm, is_reference = role.section.backend == "vllm", role.kind == "reference"
     if in_vllm:
         kwargs |= lengths | ({"max_model_len": config.max_reference_len} if is_reference else {})

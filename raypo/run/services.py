@@ -1,4 +1,4 @@
-"""Start engines, reference and reward models beside the learner (step 2 of `raypo.recipes.ppo`).
+"""Start engines and frozen models beside the learner (step 2 of `raypo.recipes.ppo`).
 
 They run in the learner workers' placement group. Rank 0 creates the actors for all workers.
 """
@@ -38,20 +38,28 @@ from raypo.run.run import Run
 from raypo.run.served_roles import deployment_of
 from raypo.run.setup import Shared
 from raypo.run.shared_services import of_shared
-from raypo.serving.client import EngineClient, FrozenClient, ReferenceClient, RewardModelClient
+from raypo.serving.client import (
+    EngineClient,
+    FrozenClient,
+    JudgeClient,
+    ReferenceClient,
+    RewardModelClient,
+)
 
 
 @dataclass(frozen=True)
 class Services:
-    """Clients of the engines and of the reference and reward models."""
+    """Clients of the engines, of the reference and reward models, and of the judge."""
 
     engine: EngineClient
     references: dict[str, ReferenceClient]
     """Reference models by role: at most one in PPO, one for each teacher in distillation."""
     rewards: dict[str, RewardModelClient] = field(default_factory=dict)
     """Reward models by role, in the order of `model.reward`."""
+    judge: JudgeClient | None = None
+    """Judge of `reward.judge.path`."""
     elsewhere: frozenset[str] = frozenset()
-    """Roles that are not colocated with these workers: engine, reference, reward_0, ..."""
+    """Roles that are not colocated with these workers: engine, reference, reward_0, ..., judge."""
     in_pool: bool = False
     """True if several runs share the engines. They push adapters only."""
     joins: bool = False
@@ -64,8 +72,9 @@ class Services:
 
     @property
     def frozen(self) -> list[tuple[str, FrozenClient]]:
-        """All reference and reward models with their roles."""
-        return [*self.references.items(), *self.rewards.items()]
+        """All reference and reward models, and the judge, with their roles."""
+        judge = [("judge", self.judge)] if self.judge else []
+        return [*self.references.items(), *self.rewards.items(), *judge]
 
     @property
     def reference(self) -> ReferenceClient | None:
@@ -88,7 +97,7 @@ class Services:
 
 
 def start_services(run: Run[OnlineConfig]) -> Services:
-    """Start engines, reference and reward models. On GPUs, wait until they have started."""
+    """Start engines and frozen models. On GPUs, wait until they have started."""
     run.tell.phase("starting the engine and the frozen models")
     services = start_deployments(
         run.config,
@@ -175,7 +184,7 @@ def start_deployments(
     }
     of_kind = {
         kind: {role.name: handles[role.name] for role in roles if role.kind == kind}
-        for kind in ("reference", "reward")
+        for kind in ("reference", "reward", "judge")
     }
     apart = elsewhere if torch.cuda.is_available() else (dedicated or {})
     pool = shared if shared is not None and shared.pool and "engine" in elsewhere else None
@@ -184,6 +193,7 @@ def start_deployments(
         engine=EngineClient(handles["engine"]),
         references={name: ReferenceClient(h) for name, h in of_kind["reference"].items()},
         rewards={name: RewardModelClient(h) for name, h in of_kind["reward"].items()},
+        judge=next(map(JudgeClient, of_kind["judge"].values()), None),
         elsewhere=frozenset(elsewhere),
         in_pool=pool is not None,
         joins=pool is not None and pool.share_batches,

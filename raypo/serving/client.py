@@ -28,6 +28,7 @@ from raypo.serving.frozen import (
     TorchModel,
 )
 from raypo.serving.requests import Completion, Load, SamplingRequest, Stretch
+from raypo.serving.vllm_frozen import VllmJudge
 from raypo.types import Rollout
 from raypo.weights.manifest import Manifest
 from raypo.weights.messages import OfferedBucket, PushStart, Ready, Rendezvous
@@ -204,7 +205,7 @@ class EngineClient:
 
 @dataclass(frozen=True)
 class FrozenClient:
-    """Client of a deployment of a frozen model: reference, teacher or reward model."""
+    """Client of a deployment of a frozen model: reference, teacher, reward model or judge."""
 
     handle: DeploymentHandle
 
@@ -238,6 +239,14 @@ class ReferenceClient(FrozenClient):
     ) -> Future[list[TopTokens]]:
         """Return the top tokens at each response position (`ReferenceModel.top_log_probs`)."""
         return self.handle.call(ReferenceModel.top_log_probs, sequences, count, vocabulary)
+
+
+class JudgeClient(FrozenClient):
+    """Client of a judge."""
+
+    def answers(self, prompts: list[str]) -> Future[list[str | ValueError]]:
+        """Return the judge's answer to each prompt, in the order given (`VllmJudge.answers`)."""
+        return self.handle.call(VllmJudge.answers, prompts)
 
 
 class RewardModelClient(FrozenClient):

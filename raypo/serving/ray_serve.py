@@ -92,9 +92,10 @@ def serve_on_ray(config: LLMConfig, *, host: str, port: int, ready: Callable[[st
     status = serve.status()
     if status.proxies or status.applications:  # its proxies may listen to other machines
         raise ConfigError(
-            f"--ray: this cluster serves already ({', '.join(status.applications) or 'nothing'}). "
-            f"Add the model there: serve.run(build_openai_app({{'llm_configs': "
-            f"[raypo.llm_config(...)]}}), name=..., route_prefix=...)."
+            "--ray: this cluster already serves applications "
+            f"({', '.join(status.applications) or 'nothing'}). Add the model there: "
+            "serve.run(build_openai_app({'llm_configs': [raypo.llm_config(...)]}), name=..., "
+            "route_prefix=...)."
         )
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     try:

@@ -1,6 +1,7 @@
-"""Reference and reward models in vLLM, for models too large for one device.
+"""Judges, and reference and reward models in vLLM, for models too large for one device.
 
-The results equal those of `raypo.serving.frozen`, except for rounding.
+The results of reference and reward models equal those of `raypo.serving.frozen`, except for
+rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from raypo.config import FrozenSection
+from raypo.config import ConfigError, FrozenSection
+from raypo.data.chat_messages import render
+from raypo.data.stop_tokens import prompt_ids
 from raypo.models.checkpoint import cached_folder, check_weights
 from raypo.models.loading import load_tokenizer, refuse_other_labels, same_vocabulary
 from raypo.models.model_shape import ModelShape
@@ -297,6 +300,89 @@ class VllmRewardModel(VllmModel):
         for row, output in zip(rows, outputs, strict=True):
             (scores[row],) = output.outputs.data.float().flatten().tolist()
         return scores
+
+
+class VllmJudge(VllmModel):
+    """One replica of a judge: prompts in, answers out."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        section: FrozenSection,
+        dtype: str,
+        max_model_len: int,
+        chat: bool,
+        sampling: dict[str, Any],
+        num_threads: int | None = None,
+    ) -> None:
+        """Start vLLM with a causal language model.
+
+        Args:
+            model: Folder or hub id.
+            section: Devices and memory.
+            dtype: float32 or bfloat16.
+            max_model_len: Maximum number of tokens of prompt and answer, at most the model's number
+                of positions.
+            chat: True to put each prompt into the chat template as the user's message.
+            sampling: Arguments of vLLM's SamplingParams.
+            num_threads: CPU threads for tensor operations. None keeps the current number.
+
+        Raises:
+            ConfigError: `sampling` has an unknown argument or an invalid value.
+            RuntimeError: vLLM is missing or its version is not supported.
+        """
+        self._sampling, self._chat = _sampling_params(sampling), chat
+        self._tokenizer = load_tokenizer(model, key="reward.judge.path")
+        super().__init__(
+            model,
+            kind=AutoModelForCausalLM,
+            section=section,
+            dtype=dtype,
+            max_model_len=longest_text(model, max_model_len),
+            num_threads=num_threads,
+        )
+
+    def answers(self, prompts: list[str]) -> list[str | ValueError]:
+        """Return the answer to each prompt, in the order given.
+
+        All prompts form one batch. A prompt that leaves no room for the answer gets an error.
+        """
+        texts = prompts
+        if self._chat:
+            messages = ([{"role": "user", "content": prompt}] for prompt in prompts)
+            texts = [render(self._tokenizer, each, prompting=True) for each in messages]
+        room = self._max_model_len - (self._sampling.max_tokens or 1)
+        answers: list[str | ValueError] = [
+            ValueError(
+                f"reward.judge.max_model_len ({self._max_model_len}): leaves room for a prompt of "
+                f"{room} tokens beside the answer, and the judge's prompt has another number. "
+                f"Raise it, or lower max_tokens of reward.judge.sampling."
+            )
+        ] * len(prompts)
+        encoded = prompt_ids(self._tokenizer, texts)
+        rows = [row for row, ids in enumerate(encoded) if 0 < len(ids) <= room]
+        inputs: Any = [{"prompt_token_ids": encoded[row]} for row in rows]
+        with self._working():
+            outputs = self._llm.generate(inputs, self._sampling, use_tqdm=False) if rows else []
+        for row, output in zip(rows, outputs, strict=True):
+            answers[row] = output.outputs[0].text
+        return answers
+
+
+def _sampling_params(values: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    structured = values.get("structured_outputs")
+    try:
+        if isinstance(structured, dict):
+            values = values | {"structured_outputs": StructuredOutputsParams(**structured)}
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"reward.judge.sampling: vLLM's SamplingParams refuses it: {error}. Correct it."
+        ) from error
 
 
 def longest_text(model: str, most: int) -> int:

@@ -23,7 +23,7 @@ class Sharing:
     """Deployments that the sweep starts, for its trials to share."""
 
     models: tuple[str, ...] = ()
-    """Roles of the frozen models that all trials use: reference, reward_0, ..."""
+    """Roles of the frozen models that all trials use: reference, reward_0, ..., judge."""
     engines: bool = False
     """True if each deployment of engines serves one trial after the other."""
     pool: bool = False
@@ -67,7 +67,11 @@ class Sharing:
         for trial in trials:
             assert isinstance(trial, OnlineConfig), "the recipe is the base's"
             apart |= roles_apart(trial, base)
-        by_kind = {"reference": base.references, "reward": base.reward_models}
+        by_kind = {
+            "reference": base.references,
+            "reward": base.reward_models,
+            "judge": base.judge_models,
+        }
         models = [
             role
             for kind, roles in by_kind.items()
@@ -90,10 +94,10 @@ class Sharing:
         """Return a description as lines for the terminal."""
         told = []
         if self.roles:
-            place = f", in {len(self.bundles)} bundles of their own" if self.bundles else ""
+            place = f", in {len(self.bundles)} separate bundles" if self.bundles else ""
             told.append(f"  all trials share {', '.join(self.roles)}{place}")
         if self.engines:
-            told.append("  engines are handed on from trial to trial")
+            told.append("  engines are reused from trial to trial")
         if self.share_batches:
             told.append("  trials sample in the same batches: their numbers depend on timing")
         return told

@@ -57,8 +57,8 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
     recorded = recorded_sweep(files)
     if recorded is None:
         raise ConfigError(
-            f"name ({sweep.name}): {files.location} holds a run, no sweep. Choose another name or "
-            f"storage_path."
+            f"name ({sweep.name}): {files.location} holds a run, not a sweep. Choose another "
+            "name or storage_path."
         )
     earlier, earlier_base = recorded
     origin = f"{files.location}/config.yaml"
@@ -68,8 +68,8 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
     if changes:
         lines = "\n  ".join(changes)
         raise ConfigError(
-            f"name ({sweep.name}): {files.location} holds another sweep:\n  {lines}\n"
-            f"Change these keys back to go on, choose another name, or start over with --fresh."
+            f"name ({sweep.name}): {files.location} holds another sweep:\n  {lines}\nChange "
+            "these keys back to resume it, choose another name, or start over with --fresh."
         )
     if read_trials(files):
         check_recorded_inputs(base, files)

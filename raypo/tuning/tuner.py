@@ -120,16 +120,16 @@ class Tuner:
         *,
         resume_errored: bool = False,
     ) -> Self:
-        """Return a `Tuner` whose `fit` goes on with an experiment that was stopped or killed.
+        """Return a `Tuner` whose `fit` resumes an experiment that was stopped or killed.
 
-        Trials that had begun go on from the last checkpoints of their runs, and the searcher from
-        its last result. A scheduler begins anew, as in Ray Tune's own `restore`. Search space,
-        Tune's configs and `share` are those that the experiment began with.
+        Unfinished trials continue from the last checkpoints of their runs, and the searcher from
+        its last result. A scheduler starts anew, as in Ray Tune's own `restore`. Search space,
+        Tune's configs and `share` are those with which the experiment was started.
 
         Args:
             path: Folder or URI of the experiment: its `location`.
-            config: Config or trainer that the experiment began with.
-            resume_errored: Whether trials that failed are tried again.
+            config: Config or trainer with which the experiment was started.
+            resume_errored: Whether trials that failed are resumed, too.
 
         Raises:
             ConfigError: the folder holds no experiment, or one of another config.
@@ -139,8 +139,8 @@ class Tuner:
         if written is None:
             raise ConfigError(
                 f"path ({path}): holds no experiment of raypo.Tuner, as there is no {ARGUMENTS}. "
-                f"Give the folder <storage_path>/<name> of its RunConfig. (`raypo sweep` goes on "
-                f"with its own folders.)"
+                f"Give the folder <storage_path>/<name> of its RunConfig. (`raypo sweep` resumes "
+                f"its own folders.)"
             )
         base, arguments = cloudpickle.loads(written)
         storage_path, name = parent_and_name(files.location)
@@ -149,8 +149,8 @@ class Tuner:
         if changes := base_changes(parse_run_config(base, origin=files.location), tuner._base):
             lines = "\n  ".join(changes)
             raise ConfigError(
-                f"config ({tuner._base.name}): {files.location} was begun with another one:\n"
-                f"  {lines}\nChange these keys back to go on, or begin an experiment of its own."
+                f"config ({tuner._base.name}): {files.location} was started with another one:\n"
+                f"  {lines}\nChange these keys back to resume, or start a new experiment."
             )
         check_recorded_inputs(tuner._base, files, given=tuner._trainer.given_functions)
         kinds: Any = ResumeConfig.ResumeType  # Ray annotates them as str
@@ -174,7 +174,7 @@ class Tuner:
         check_not_started_by_import(self._base)
         check_models(self._base)
         interruption = Interruption()
-        said = f"Stopping all trials; Tuner.restore({self.location!r}, ...) goes on with them."
+        said = f"Stopping all trials; Tuner.restore({self.location!r}, ...) resumes them."
         with self._files.lock(), connected(self._base, interruption, said=said):
             if self._resume is None:
                 self._check_folder()
@@ -197,9 +197,9 @@ class Tuner:
         searcher = self._tune_config.search_alg
         if limits_itself(searcher) and plan.num_slots < self.max_concurrent:
             raise ConfigError(
-                f"search_alg ({type(searcher).__name__}): would start {self.max_concurrent} trials "
-                f"at a time, and the cluster has room for {plan.num_slots}. Set its max_concurrent "
-                f"to {plan.num_slots}, or give a searcher without a limit of its own."
+                f"search_alg ({type(searcher).__name__}): would start {self.max_concurrent} "
+                f"trials at a time, but the cluster has room for {plan.num_slots}. Set its "
+                f"max_concurrent to {plan.num_slots}, or give a searcher without its own limit."
             )
         is_resumed, given = self._resume is not None, trainer.given_functions
         for change in record_inputs(base, self._files, resumes=is_resumed, given=given):
@@ -282,15 +282,16 @@ class Tuner:
             if "ppo.preset" in point:
                 raise ConfigError(
                     f"param_space.ppo.preset ({point['ppo.preset']}): the config already has the "
-                    f"values of its own preset, which would hide those of another. Search the keys "
-                    f"themselves, like ppo.advantage, or search the preset by `raypo sweep`."
+                    "values of its own preset, which would override those of another preset. "
+                    "Search the keys themselves, like ppo.advantage, or search the preset by "
+                    "`raypo sweep`."
                 )
             for key in point:
                 check_key(key, type(self._base), space="param_space")
             if "reward.function" in point and self._trainer.given_functions:
                 raise ConfigError(
                     "param_space.reward.function: every trial has the function that the trainer "
-                    "was given in Python. Leave one of them out."
+                    "was given in Python. Leave one of the two out."
                 )
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             trial = with_values(self._values, {**point, "name": self._files.name})
@@ -313,8 +314,8 @@ class Tuner:
         if taken:
             raise ConfigError(
                 f"RunConfig.name ({self._files.name}): {self._files.location} holds {taken[0]}. "
-                f"Choose another name, or leave it out for one of its own. Tuner.restore goes on "
-                f"with an experiment that was stopped."
+                "Choose another name, or leave it out for a generated name. Tuner.restore resumes "
+                "an experiment that was stopped."
             )
 
     def _result(self, trial: str, result: Any) -> Any:
@@ -366,7 +367,7 @@ def _check_run_config(run: tune.RunConfig) -> None:
     if run.storage_filesystem is not None:
         raise ConfigError(
             f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): runs write "
-            f"through storage_path. Give it as a URI, like s3://bucket/folder."
+            "to storage_path. Give it as a URI, like s3://bucket/folder."
         )
     rule = run.stop
     are_stoppers = isinstance(rule, list) and all(isinstance(each, Stopper) for each in rule)

@@ -1,6 +1,7 @@
 """Samples that GRPO needs to reach a pass@1 on arithmetic tasks: with a curriculum and without.
 
     python -m tests.benchmarks.curriculum [--seeds 0 1 2] [--only uniform curriculum] [--steps 40]
+        [--rows 1024]
 
 First: examples/arithmetic/make_data.py. Every run starts from the same SFT policy. Runs that are
 finished are not run again, and others go on, so that several calls can share the work. Prints a
@@ -25,7 +26,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "uniform": {},
     "curriculum": {"data.curriculum": {}},
 }
-LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9)
+LEVELS = (0.5, 0.55, 0.6, 0.65, 0.7)
 
 
 def main() -> None:
@@ -34,16 +35,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--prompts", type=int, default=256, help="prompts per step")
+    parser.add_argument("--rows", type=int, default=3500, help="first rows of the training prompts")
     parser.add_argument("--runs", type=Path, default=Path("runs/curriculum"))
     arguments = parser.parse_args()
     arguments.runs = arguments.runs.absolute()
     config = SFTConfig.load(EXAMPLE / "sft.yaml", overrides={"storage_path": str(arguments.runs)})
     connect(config.cluster)
     SFTTrainer(config).fit()
+    rows = (EXAMPLE / "data" / "prompts.jsonl").read_text().splitlines()[: arguments.rows]
+    prompts = arguments.runs / f"prompts-{arguments.rows}.jsonl"
+    prompts.write_text("\n".join(rows))
     print("arm         seed  " + "  ".join(f"pass@1 {level:g}" for level in LEVELS) + "  last")
     for seed in arguments.seeds:
         for arm in arguments.only:
-            name = f"{arm}-{seed}-{arguments.prompts}x{arguments.steps}"
+            name = f"{arm}-{seed}-{arguments.prompts}x{arguments.steps}-{arguments.rows}"
             overrides = {
                 "name": name,
                 "seed": seed,
@@ -52,8 +57,9 @@ def main() -> None:
                 "model.policy": str(arguments.runs / config.name / "policy"),
                 "rollout.prompts_per_step": arguments.prompts,
                 "ppo.minibatch_size": arguments.prompts * 4,
-                "eval.every": 2,
-                "checkpoint.every": 4,
+                "data.prompts": str(prompts),
+                "eval.every": 4,
+                "checkpoint.every": 8,
                 **ARMS[arm],
             }
             PPOTrainer(PPOConfig.load(EXAMPLE / "grpo.yaml", overrides=overrides)).fit()

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raypo.learner.learner import minibatch_order
+from raypo.learner.deepspeed_config import Sharding
+from raypo.learner.learner import Learner, minibatch_order
 from raypo.models.loading import load_causal_lm
+from raypo.models.model_shape import ITEMSIZE, ModelShape
 from raypo.models.networks import Policy
+from raypo.plan.memory import trained as plan_of
 from raypo.ppo.losses import policy_loss
 from raypo.types import Experience
 from tests.integration.learning import (
@@ -88,6 +91,23 @@ def test_two_epochs_are_those_of_newton_schulz_in_float64(model: str, stage: int
     assert "ppo/policy_grad_norm" not in update.metrics
 
 
+def assert_plan_counts_the_moments(trained: Learner, model: str, stage: int, dtype: str) -> None:
+    """Compare the optimizer's state with the moments that `raypo plan` counts, up to padding."""
+    shape = ModelShape.read(model)
+    counted, _, _ = plan_of(
+        shape.parameters,
+        shape.largest_tensor,
+        Sharding(max(stage, 1) if dtype == "bfloat16" else stage),
+        itemsize=ITEMSIZE[dtype],
+        matrices=shape.layers * shape.layer_weights,
+    )
+    moments = counted["optimizer"] - (4 * shape.parameters if stage or dtype == "bfloat16" else 0)
+    policy = trained._policy
+    states = [state for state in policy._optimizer.state.values() for state in state.values()]
+    held = sum(each.nbytes for each in states if torch.is_tensor(each) and each.numel() > 1)
+    assert held == pytest.approx(moments, rel=0.01)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_cut_into_microbatches_changes_nothing(model: str, stage: int):
     results = []
@@ -106,6 +126,7 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(
     trained = learner(model, stage=stage, optimizer=MUON, dtype=dtype)
     batch = with_targets(trained.with_log_probs_and_values(experience()))
     trained.update(batch, step=1)
+    assert_plan_counts_the_moments(trained, model, stage, dtype)
     trained.save(tmp_path)
     _, expected = trained.update(batch, step=2)
 

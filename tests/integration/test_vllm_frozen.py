@@ -1,15 +1,22 @@
 """Frozen models in vLLM say what they say in torch."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
 
-from raypo.config import FrozenSection
+from raypo.config import ConfigError, FrozenSection
+from raypo.config.placement_section import JudgeModelSection
 from raypo.serving.frozen import ReferenceModel, RewardModel
-from raypo.serving.vllm_frozen import VllmModel, VllmReference, VllmRewardModel
+from raypo.serving.vllm_frozen import VllmJudge, VllmModel, VllmReference, VllmRewardModel
 from tests.integration.test_reference import rollouts
 from tests.tiny import tiny_policy, tiny_tokenizer
 
@@ -62,6 +69,28 @@ def test_reference_and_reward_model_agree_with_torch(tmp_path: Path):
         assert_too_long_is_told(reward)
     finally:
         reward.shutdown()
+
+
+def test_a_judge_answers_as_greedy_decoding_does(tmp_path: Path):
+    model = str(tiny_policy(tmp_path / "judge"))
+    values: dict[str, Any] = {"section": JudgeModelSection(), "dtype": "float32"}
+    values |= {"max_model_len": 64, "chat": True}
+    with pytest.raises(ConfigError, match=r"reward\.judge\.sampling: vLLM's SamplingParams"):
+        VllmJudge(model, sampling={"no_such": 1}, **values)
+    judge = VllmJudge(model, sampling={"temperature": 0.0, "max_tokens": 8}, **values)
+    try:
+        answers = judge.answers(["Grade 1+1=2.", "x" * 64, "Grade it."])
+        assert judge.answers([]) == []
+    finally:
+        judge.shutdown()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network: Any = AutoModelForCausalLM.from_pretrained(model)
+    for prompt, answer in (("Grade 1+1=2.", answers[0]), ("Grade it.", answers[2])):
+        ids = tokenizer(f"user: {prompt}\nassistant: ", return_tensors="pt").input_ids
+        greedy = network.generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
+        assert answer == tokenizer.decode(greedy, skip_special_tokens=True)
+    assert isinstance(answers[1], ValueError)
+    assert "reward.judge.max_model_len (64): leaves room for a prompt of 56" in str(answers[1])
 
 
 def assert_a_teacher_tells_the_same(reference: VllmReference, ours: ReferenceModel) -> None:

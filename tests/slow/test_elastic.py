@@ -26,7 +26,7 @@ def test_a_run_loses_a_node_gets_one_and_is_told_of_one_that_goes(tmp_path: Path
     saved = {
         int(match[1])
         for each in found["messages"]
-        if (match := re.search(r"step (\d+): a node is about to be taken away", each))
+        if (match := re.search(r"step (\d+): a node is about to be preempted", each))
     }
     assert goes_on[0][0] % 5 == goes_on[1][0] % 5 == 0
     assert goes_on[2][0] in saved

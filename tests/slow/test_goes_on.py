@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pyarrow.parquet import read_table
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.storage.checkpoints import checkpoint_state, find_checkpoint
@@ -57,6 +58,34 @@ def test_a_run_that_was_stopped_and_lengthened_is_the_one_that_never_was(
     rows, ended = run(task, "longer")
     assert ended == {"status": "finished", "step": 4}
     assert numbers(rows) == numbers(first.metrics)
+
+
+def test_a_deployed_judge_gives_the_same_grades_wherever_it_runs_and_after_a_resume(task: Path):
+    judge = {
+        "path": str(task.parent / "policy"),
+        "template": "{label}? {response} {criterion}",
+        "criteria": {"right": {"text": "A", "weight": 3}, "kind": "B"},
+        "grades": {"YES": 1.0, "NO": 0.0},
+        "max_model_len": 128,
+        "sampling": {"max_tokens": 4, "structured_outputs": {"choice": ["YES", "NO"]}},
+    }
+    keys = {"reward.function": None, "reward.judge": judge}
+    whole, _ = run(task, "judged", **keys)
+    apart, _ = run(task, "apart", **keys, **{"placement.mode": {"judge": "dedicated"}})
+    run(task, "judged-halves", **keys | {"num_steps": 2})
+    halves, _ = run(task, "judged-halves", **keys)
+    for rows in (whole, apart, halves):
+        for row in rows:
+            assert row.pop("reward/judge_s") > 0.0
+            row.pop("eval/reward/judge_s", None)
+            row.pop("eval/initial_reward/judge_s", None)
+    assert numbers(apart) == numbers(halves) == numbers(whole)
+    assert all(row["reward/judge_ungraded"] == 0.0 for row in whole)
+    folder = task.parent / "runs" / "judged" / "rollouts"
+    for row in read_table(folder / "step_00001.parquet").to_pylist(maps_as_pydicts="strict"):
+        texts = row["reward_texts"]
+        grades = [float(texts[f"judge/{name}"] == "YES") for name in ("right", "kind")]
+        assert row["score"] == (3 * grades[0] + grades[1]) / 4
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])

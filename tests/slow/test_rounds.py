@@ -103,6 +103,7 @@ def test_a_policy_teaches_itself_and_goes_on_to_the_same_numbers(folder: Path):
 
     def distillation(name: str, num_steps: int = 2, **changes: Any) -> list[dict[str, Any]]:
         values = rounds_values(folder, "distillation") | {"name": name, "num_steps": num_steps}
+        values["learner"]["lr_schedule"] = "constant"  # a run may be lengthened
         for section, keys in changes.items():
             values[section] |= keys
         shown = {"teacher_prompt": f"{folder}/hints.py:hint", "max_teacher_prompt_tokens": 64}

@@ -284,7 +284,7 @@ def test_an_experiment_that_was_stopped_goes_on(
     script.send_signal(signal.SIGTERM)
     out, _ = script.communicate(timeout=60)
     assert out.splitlines()[-1] == "ENDED", out[-5000:]
-    assert f"Tuner.restore('{stopped}', ...) goes on" in out
+    assert f"Tuner.restore('{stopped}', ...) resumes" in out
     assert len(read_metrics(first)) == 200
     assert 30 <= len(read_metrics(second)) < 200
 

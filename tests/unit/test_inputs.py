@@ -22,7 +22,7 @@ ROW = {"prompt": "a", "response": "b", "chosen": "c", "rejected": "d", "answer":
 
 def values_of(recipe: str, folder: Path) -> dict:
     """A run file of a recipe with everything outside of it that it may name."""
-    for name in ("policy", "critic", "judge", "reference", "teacher"):
+    for name in ("policy", "critic", "judge", "grader", "reference", "teacher"):
         (folder / name).mkdir(exist_ok=True)
         for file in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
             (folder / name / file).write_text(f"{name} {file}")
@@ -48,6 +48,8 @@ def values_of(recipe: str, folder: Path) -> dict:
     if recipe == "ppo":
         model |= {"critic": str(folder / "critic"), "reference": str(folder / "reference")}
         model["reward"] = [{"path": str(folder / "judge"), "weight": 0.5}]
+        judge = {"path": str(folder / "grader"), "template": "{response}"}
+        values["reward"] = {"function": function, "judge": judge}
         values["ppo"] = {"policy_loss": function}
     if recipe == "distillation":
         model["teacher"] = str(folder / "teacher")
@@ -112,6 +114,7 @@ def touch(name: str, content: str = "another") -> Callable[[Path], object]:
         (touch("words.py"), "ppo.policy_loss ({0}/mine.py:score): words.py has changed"),
         (touch("critic/config.json"), "model.critic ({0}/critic): config.json has changed"),
         (touch("judge/model.safetensors"), "model.reward.path ({0}/judge): model.safetensors has"),
+        (touch("grader/config.json"), "reward.judge.path ({0}/grader): config.json has changed"),
         (touch("reference/tokenizer.json"), "model.reference ({0}/reference): tokenizer.json has"),
         (touch("policy/chat_template.jinja"), "model.policy ({0}/policy): chat_template.jinja has"),
         (touch("policy/adapter_config.json"), "model.policy ({0}/policy): adapter_config.json is"),
@@ -257,7 +260,7 @@ def test_a_run_that_begins_with_a_checkpoint_needs_the_model_that_it_is_of(tmp_p
     touch("rows.jsonl")(tmp_path)  # it may learn from others
     check_run_folder(RECIPES["sft"].parse(values), following)
     touch("policy/model.safetensors")(tmp_path)
-    assert "its run was begun with another model" in refusal(values, following)
+    assert "its run was started with another model" in refusal(values, following)
     check_run_folder(RECIPES["sft"].parse(accepting(values)), following)
 
 

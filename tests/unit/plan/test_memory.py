@@ -47,6 +47,14 @@ def test_gradients_from_stage_2_and_weights_at_stage_3():
     assert update["gathered weights"] == 2 * N
 
 
+def test_muon_has_one_moment_from_stage_2_in_the_dtype_of_the_weights():
+    whole, _, _ = trained(N, 100, Sharding(0), itemsize=4, matrices=800)
+    assert whole["optimizer"] == 800 * 4 + 200 * 8
+    for stage, moment in ((1, 4), (2, 2), (3, 2)):
+        held, _, _ = trained(N, 100, Sharding(stage, workers=4), itemsize=2, matrices=800)
+        assert held["optimizer"] == (N * 4 + 800 * moment + 200 * 8) // 4
+
+
 def test_what_is_off_loaded_lies_in_ram():
     held, _, host = trained(N, 100, Sharding(3, 4, True, True), itemsize=2)
     assert host["optimizer"] == 12 * N // 4
@@ -202,6 +210,21 @@ def test_an_adapter_has_the_weights_that_peft_gives_it(tmp_path: Path, targets: 
     model = add_adapter(load_causal_lm(str(tmp_path), dtype="float32"), section)
     learning = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert adapter_weights(section, shape) == learning
+
+
+def test_a_run_with_muon_holds_one_moment_of_the_linear_layers(tmp_path: Path):
+    folder = str(tiny_policy(tmp_path))
+    values = {"name": "run", "data": {"prompts": "prompts.jsonl"}}
+    values |= {"model": {"policy": folder, "dtype": "float32"}}
+
+    def optimizer(name: str) -> int:
+        run = PPOConfig.parse(values | {"learner": {"optimizer": name}})
+        held = roles_of(run, Models.read(run), Sharding(2), "cpu", None)[0].memory.held
+        return held["policy optimizer"]
+
+    modules = load_causal_lm(folder, dtype="float32").base_model.modules()
+    linear = sum(m.weight.numel() for m in modules if isinstance(m, torch.nn.Linear))
+    assert optimizer("adamw") - optimizer("muon") == 4 * linear
 
 
 def test_lora_takes_the_optimizer_and_the_reference_out_of_the_plan(tmp_path: Path):

@@ -117,6 +117,32 @@ def test_a_device_that_cannot_load_what_it_could_train_is_told(values: dict, tmp
     assert problem.startswith("memory (node 0 GPU 0): needs 17.9 GB in the phase load")
 
 
+def test_a_deployed_judge_takes_memory_and_time(values: dict, tmp_path: Path):
+    without = plan(values, "8xGPU80G")
+    criteria = {"right": "it is right", "kind": "it is kind"}
+    template = "Is it true that {criterion} of {response}?"
+    judge = {"path": str(tmp_path / "8b"), "template": template, "criteria": criteria}
+    values["reward"] = {"judge": judge}
+    values["placement"] = {"frozen": {"judge": {"tensor_parallel": 2, "gpu_memory_fraction": 0.5}}}
+    made = plan(values, "8xGPU80G")
+    (role,) = [role for role in made.roles if role.name == "judge"]
+    assert role.memory.held["weights"] == pytest.approx(8.03e9 * 2 / 2, rel=0.001)
+    assert sum(role.memory.held.values()) == pytest.approx(0.5 * (made.gpu_bytes or 0), rel=0.001)
+    replicas = [each for bundle in made.bundles for each in bundle.roles if "judge" in each]
+    assert sorted(replicas) == sorted([f"judge:{number}" for number in range(4)] * 2)
+
+    rates = Rates(1e15, 1e12, 1e11, 1e10, store=1e9)
+
+    def score(each: Plan) -> float:
+        return next(p for p in step_time(each, rates).phases if p.phase == "score").seconds
+
+    # 512 responses of two criteria on four replicas: 256 answers of 512 tokens each, at once
+    read = 512 * 8.03e9 * 2 / 2 / rates.memory
+    assert score(made) - score(without) >= read
+    judge |= {"criteria": {}, "template": "{response}", "sampling": {"max_tokens": 8}}
+    assert score(plan(values, "8xGPU80G")) - score(without) < read
+
+
 def test_stage_3_is_a_remedy_where_policy_and_critic_are_apart(values: dict, tmp_path: Path):
     values["model"]["policy"] = str(tmp_path / "8b")
     values["learner"] |= SMALL_UPDATE | {"critic_workers": 8}
@@ -301,7 +327,9 @@ def test_workers_that_share_a_replica_and_lie_apart_are_found(values: dict):
     (problem,) = plan(values, "3xGPU80G,2").problems
     assert problem.startswith("rollout.engine.tensor_parallel (2): learner workers 2 to 3 would")
     values["placement"] = {"strategy": "STRICT_SPREAD"}
-    with pytest.raises(ConfigError, match=r"placement\.strategy \(STRICT_SPREAD\): .* own, and 2"):
+    with pytest.raises(
+        ConfigError, match=r"placement\.strategy \(STRICT_SPREAD\): .* own node, but 2"
+    ):
         plan(values, "3xGPU80G,2")
 
 
@@ -374,7 +402,9 @@ def test_frozen_models_lie_on_every_gpu_or_as_often_as_is_asked(values: dict):
     occupants = [role for bundle in bundles for role in bundle.roles if "reference" in role]
     assert occupants == ["reference:0", "reference:1", "reference:2"]
     values["placement"] = {"frozen": {"reference": {"num_replicas": 9}}}
-    with pytest.raises(ConfigError, match=r"there are 8 .* for 9 of them \(placement\.frozen\.ref"):
+    with pytest.raises(
+        ConfigError, match=r"there are 8 .* for 9 replicas \(placement\.frozen\.ref"
+    ):
         plan(values, "8xGPU80G")
 
 

@@ -5,6 +5,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 from raypo.collectives import Workers
 from raypo.config import ConfigError, JudgeSection, ModelSection, PPOConfig, RewardSection
 from raypo.rewards.functions import open_servers
-from raypo.rewards.judge import Judge
+from raypo.rewards.judge import DeployedJudge, Judge
+from raypo.rewards.judge_servers import JudgeServers
 from raypo.rewards.remote import JsonServers
 from raypo.rewards.scoring import FailedScore, RewardError, parts_of, score, texts_of
 from raypo.rewards.wire import from_answer, to_answer
@@ -42,11 +44,28 @@ def judge(url: str, **changes: Any) -> Judge:
     }
     values = {"url": url, "model": "judge", "template": TEMPLATE, "grades": [1, 5]} | changes
     section = JudgeSection.model_validate(values)
-    return Judge(
-        section,
-        JsonServers([url], token=None, backoff_s=(0.01, 0.05), **servers),
-        max_attempts=servers["max_attempts"],
-    )
+    servers_of = JsonServers([url], token=None, backoff_s=(0.01, 0.05), **servers)
+    asked = JudgeServers(section, servers_of)
+    return Judge(section, asked, max_attempts=servers["max_attempts"])
+
+
+class Replicas:
+    """A deployed judge that answers each call from a list, and keeps what it was asked."""
+
+    def __init__(self, *calls: list[str | ValueError]) -> None:
+        self.calls, self.asked = list(calls), list[list[str]]()
+
+    def answers(self, prompts: list[str]) -> Future[list[str | ValueError]]:
+        self.asked.append(prompts)
+        future: Future[list[str | ValueError]] = Future()
+        future.set_result(self.calls.pop(0))
+        return future
+
+
+def deployed(replicas: Replicas, **changes: Any) -> Judge:
+    values = {"path": "p", "template": "{response}?", "grades": [1, 5]} | changes
+    section = JudgeSection.model_validate(values)
+    return Judge(section, DeployedJudge(replicas), max_attempts=3)
 
 
 def said(text: str) -> tuple[int, Any]:
@@ -144,7 +163,7 @@ def test_the_template_names_columns_and_what_a_response_writes_is_not_replaced()
         asked = judge(url, template="{rubric}|{prompt}|{label}|{response}")
         messages = [{"role": "user", "content": "2+2?"}]
         score(asked, [rollout("{label}{rubric}", row={"rubric": "be kind"}, messages=messages)])
-        with pytest.raises(RewardError, match=r"template: names \{rubric\}, and row 0 has no such"):
+        with pytest.raises(RewardError, match=r"template: names \{rubric\}, but row 0 has no such"):
             score(asked, [rollout("four")])
     assert [prompt_of(each) for each in requests] == ["be kind|2+2?|4|{label}{rubric}"]
 
@@ -207,8 +226,8 @@ def test_a_key_gives_ungraded_answers_a_score_but_not_failed_requests():
         (500, {"error": "out of order"}, "status 500: out of order", 3),
         (401, {"error": {"message": "the API key is wrong"}}, "the API key is wrong", 1),
         (200, b"<html>", "Expecting value", 1),
-        (200, {"choices": []}, "has not one choice with a text", 1),
-        (200, [1], "has not one choice with a text", 1),
+        (200, {"choices": []}, "does not have exactly one choice with a text", 1),
+        (200, [1], "does not have exactly one choice with a text", 1),
         (200, {"choices": [{"message": {"content": None}}]}, "named no grade", 1),
     ],
 )
@@ -307,25 +326,84 @@ def test_a_run_measures_the_grades_and_keeps_the_answers():
     assert [row["reward_texts"] for row in rows] == [{"judge": "I say 10"}, {"judge": "no idea"}]
 
 
+def test_a_deployed_judge_gets_all_requests_of_a_batch_in_one_call():
+    replicas = Replicas(["5", "1", "too long?", "3"])
+    asked = deployed(replicas, template="{response} {criterion}?", criteria={"a": "A", "b": "B"})
+    first, second = score(asked, [rollout("four"), rollout("five", sample_index=1)])
+    assert replicas.asked == [["four A?", "four B?", "five A?", "five B?"]]
+    assert first == 0.5
+    assert texts_of(first) == {"judge/a": "5", "judge/b": "1"}
+    assert isinstance(second, FailedScore)
+    assert "p at replicas of the run named no grade" in second.reason
+    assert parts_of(second)["judge_ungraded"] == 0.5
+
+
+def test_a_deployed_judge_is_asked_again_only_where_a_grade_is_missing():
+    no_room = ValueError("reward.judge.max_model_len (8): leaves room for ...")
+    replicas = Replicas(["hm", "2", no_room], ["hm"], ["4"])
+    asked = deployed(replicas, sampling={"temperature": 1.0})
+    found = score(asked, [rollout(text, sample_index=i) for i, text in enumerate("abc")])
+    assert replicas.asked == [["a?", "b?", "c?"], ["a?"], ["a?"]]
+    assert found[:2] == [0.75, 0.25]
+    assert isinstance(found[2], FailedScore)
+    assert "reward.judge.max_model_len (8)" in found[2].reason
+    assert parts_of(found[2])["judge_ungraded"] == 0.0
+
+
+def test_a_batch_is_judged_as_a_whole_after_sampling_wherever_the_judge_runs():
+    section = RewardSection.model_validate(
+        {"judge": {"path": "p", "template": "{response}"}, "weights": {"judge": 2}}
+    )
+    assert open_servers(section) == {}
+    replicas = Replicas(["10", "1"])
+    for models_apart in (False, True):
+        scorer = Scorer.from_config(
+            None,
+            (),
+            reward=section,
+            model=ModelSection(policy="p"),
+            judge=deployed(replicas, grades=[1, 10]),
+            models_apart=models_apart,
+        )
+        scoring = scorer.begin()
+        assert not scoring.scores_early
+        replicas.calls[:] = [["10", "1"]]
+        batch = [rollout("four"), rollout("five", sample_index=1)]
+        scoring.add(batch)
+        scored = scoring.results(batch)
+        assert [each.score for each in scored] == [2.0, 0.0]
+        assert [each.scores_by_source for each in scored] == [{"judge": 1.0}, {"judge": 0.0}]
+    assert [len(prompts) for prompts in replicas.asked] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"url": "127.0.0.1:8000"}, r"reward\.judge\.url \(127\.0\.0\.1:8000\): must begin"),
-        ({"template": "no place"}, r"reward\.judge\.template: does not name \{response\}"),
-        ({"criteria": {"a": "b"}}, r"reward\.judge\.criteria \(a\): the template names"),
+        ({"template": "no place"}, r"reward\.judge\.template: does not contain \{response\}"),
+        ({"criteria": {"a": "b"}}, r"reward\.judge\.criteria \(a\): the template must contain"),
         ({"template": "{response}{criterion}"}, r"reward\.judge\.criteria \(none\)"),
         (
             {"criteria": {"score": "b"}, "template": "{response}{criterion}"},
-            r"reward\.judge\.criteria \(score\): every score has it",
+            r"reward\.judge\.criteria \(score\): every score has a part of this name",
         ),
         (
             {"criteria": {"judge_s": "b"}, "template": "{response}{criterion}"},
-            r"reward\.judge\.criteria \(judge_s\): every score has it",
+            r"reward\.judge\.criteria \(judge_s\): every score has a part of this name",
         ),
-        ({"grades": [5, 1]}, r"reward\.judge\.grades \(\[5\.0, 1\.0\]\): must rise"),
-        ({"grades": {}}, r"reward\.judge\.grades \(\{\}\): has no word"),
-        ({"pattern": "("}, r"reward\.judge\.pattern \(\(\): is no regular expression"),
-        ({"model": None}, r"reward\.judge\.model"),
+        ({"grades": [5, 1]}, r"reward\.judge\.grades \(\[5\.0, 1\.0\]\): must increase"),
+        (
+            {"grades": {}},
+            r"reward\.judge\.grades \(\{\}\): must contain words, and none may be empty",
+        ),
+        ({"pattern": "("}, r"reward\.judge\.pattern \(\(\): is not a regular expression"),
+        ({"model": None}, r"reward\.judge\.path \(None\): no judge is named.*reward\.judge\.model"),
+        ({"path": "p"}, r"reward\.judge\.model \(judge\): has no effect"),
+        ({"max_model_len": 100}, r"reward\.judge\.max_model_len \(100\): has no effect"),
+        (
+            {"path": "p", "url": None, "model": None, "max_model_len": 1023},
+            r"max_model_len \(1023\): the judge may have to read and write 1024 tokens",
+        ),
     ],
 )
 def test_a_judge_that_cannot_work_is_refused(changes, message):
@@ -336,6 +414,7 @@ def test_a_judge_that_cannot_work_is_refused(changes, message):
                 "name": "judged",
                 "model": {"policy": "p"},
                 "data": {"prompts": "p.jsonl"},
+                "rollout": {"max_new_tokens": 512},
                 "reward": {"judge": values},
             }
         )

@@ -119,7 +119,7 @@ def test_an_experiment_is_restored_with_the_arguments_that_it_began_with(
     assert restored.trials[0].model_dump()["learner"]["lr"] == 0.1
     assert restored._resume is not None
     assert restored._resume.errored == tune.ResumeConfig.ResumeType.RESUME
-    with pytest.raises(ConfigError, match=r"was begun with another one:\n  num_steps: .* -> 99"):
+    with pytest.raises(ConfigError, match=r"was started with another one:\n  num_steps: .* -> 99"):
         Tuner.restore(moved, values | {"num_steps": 99})
 
 
@@ -174,8 +174,8 @@ def test_a_waiting_trial_is_told_once_with_who_holds_the_room(
     assert said == [
         "",
         "",
-        "mine-1 waits for room: 4 CPU are not free. Placement groups that hold the rest: "
-        "raypo:mine-0:workers (8 CPU).\n",
+        "mine-1 waits for room: 4 CPU are not free. Placement groups that hold the missing "
+        "resources: raypo:mine-0:workers (8 CPU).\n",
         "",
         "",
         "",
