@@ -183,7 +183,7 @@ def fit_trials(
         run_config: Tune's own config. The sweep sets its name and storage path, and `stop` replaces
             its stop rule. `RoomWatch` is added to its callbacks.
         stop: Stopper of the experiment.
-        resume: Which trials of the experiment in the folder go on. None begins a new one.
+        resume: Which trials of the experiment in the folder are resumed. None starts a new one.
 
     Raises:
         PlacementError: the resources of the shared models were not free in time.

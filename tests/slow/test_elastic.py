@@ -19,7 +19,7 @@ def test_a_run_loses_a_node_gets_one_and_is_told_of_one_that_goes(tmp_path: Path
     goes_on = [
         tuple(map(int, match.groups()))
         for each in found["messages"]
-        if (match := re.search(r"checkpoint of step (\d+) is of (\d) workers?, and .* (\d):", each))
+        if (match := re.search(r"step (\d+) was written by (\d) workers? .* with (\d):", each))
     ]
     assert [(before, now) for _, before, now in goes_on] == [(2, 1), (1, 2), (2, 1)]
     # The first two steps are those of `checkpoint.every`. The last was saved before its node went.
