@@ -175,7 +175,7 @@ def test_an_engine_that_sleeps_refuses_and_wakes_by_parts(served: Pair) -> None:
     engine.wake_up("weights")
     served.change()
     engine.load_weights(served.push())
-    with pytest.raises(RuntimeError, match="it sleeps"):
+    with pytest.raises(RuntimeError, match="asleep"):
         engine.generate([ask(5)])
 
     engine.wake_up("kv_cache")
@@ -463,7 +463,7 @@ def test_an_engine_that_falls_asleep_gives_back_what_it_samples(engine: Engine):
     given_back = answers[0].result(timeout=SOON_S)
     assert given_back.finish_reason == "paused"
     assert_begins(whole, given_back)
-    with pytest.raises(RuntimeError, match="it sleeps"):
+    with pytest.raises(RuntimeError, match="asleep"):
         engine.submit([ask(5)])
     engine.wake_up()
     assert {each.finish_reason for each in results(answers[1:])} <= {"length", "paused"}

@@ -116,7 +116,7 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_its_weights(tmp_
     free, total = torch.cuda.mem_get_info()
     engine.sleep()
     assert torch.cuda.mem_get_info()[0] - free > 0.2 * total
-    with pytest.raises(RuntimeError, match="it sleeps"):
+    with pytest.raises(RuntimeError, match="asleep"):
         engine.generate(probes(PROMPTS, 4))
     engine.wake_up()
     assert gaps(learner, engine.generate(probes(PROMPTS, 40))).mean() < MAX_GAP
