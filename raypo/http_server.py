@@ -35,8 +35,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(
-            f"--port ({port}): cannot be listened on at {host} ({os.strerror(error.errno or 0)}). "
-            f"Choose another."
+            f"--port ({port}): the server cannot listen on this port at {host} "
+            f"({os.strerror(error.errno or 0)}). Choose another."
         ) from None
 
 

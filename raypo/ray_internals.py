@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.train import Result
     from ray.train.torch import TorchTrainer
-    from ray.tune import ResultGrid
+    from ray.tune import ResultGrid, ResumeConfig, Tuner
     from ray.tune.experiment import Trial
     from ray.tune.schedulers import TrialScheduler
 
@@ -206,6 +206,16 @@ def is_driver() -> bool:
 def forget_failed(controller: Any, trial: Trial) -> None:
     """Remove a failed trial from a Tune controller's live trials, which schedulers read."""
     controller.get_live_trials().discard(trial)
+
+
+def resume_experiment(tuner: Tuner, resume: ResumeConfig) -> None:
+    """Let `tuner.fit` go on with the experiment in its folder.
+
+    `tune.Tuner.restore` would use the stop rule and the callbacks that were pickled when the
+    experiment began, instead of those of this process.
+    """
+    local: Any = tuner._local_tuner
+    local._tuner_kwargs["resume_config"] = resume
 
 
 def with_runs(results: ResultGrid, result_of: Callable[[str, Any], Any]) -> ResultGrid:

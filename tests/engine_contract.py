@@ -169,7 +169,7 @@ def test_an_engine_that_sleeps_refuses_and_wakes_by_parts(served: Pair) -> None:
     engine = served.engine
     engine.sleep()
     assert repr(engine).endswith("asleep)")
-    with pytest.raises(RuntimeError, match=r"it sleeps\. Call wake_up first"):
+    with pytest.raises(RuntimeError, match=r"it is asleep\. Call wake_up first"):
         engine.generate([ask(5)])
 
     engine.wake_up("weights")
@@ -191,14 +191,14 @@ def test_a_push_that_is_left_half_done_serves_nothing_until_the_next_one(served:
 
     with pytest.raises(RuntimeError, match=r"refuses to sample: the push .* failed half-way"):
         served.engine.generate([ask(5)])
-    with pytest.raises(WeightError, match=r"what arrived is not .*: missing"):
+    with pytest.raises(WeightError, match=r"the tensors that arrived are not .*: missing"):
         served.engine.finish_push(push.manifest)
     with pytest.raises(WeightError, match=f"version {push.version} is arriving"):
         served.engine.finish_push(replace(push.manifest, version=99))
 
     served.engine.load_weights(served.push())
     served.assert_exact(ask(40), *served.engine.generate([ask(40)]))
-    with pytest.raises(ReplicaLost, match="no push was begun"):
+    with pytest.raises(ReplicaLost, match="no push has begun"):
         served.engine.load_bucket(push.buckets[0])
 
 
@@ -370,7 +370,7 @@ def test_a_push_that_fails_half_way_loses_no_request(served: Pair):
     until(runs(engine, RUNNING, 10))
     push = served.push()
     engine.begin_push(PushStart(push.version))
-    with pytest.raises(WeightError, match="what arrived is not"):
+    with pytest.raises(WeightError, match="the tensors that arrived are not"):
         engine.finish_push(push.manifest)
     with pytest.raises(RuntimeError, match="failed half-way"):
         engine.submit([ask(5)])

@@ -69,18 +69,19 @@ def _check_judged(config: OnlineConfig) -> None:
         return
     if not isinstance(config, DistillationConfig):
         raise ConfigError(
-            "reward.function (None): nothing judges the responses. Set it to file.py:name or "
-            "package.module:name, set model.reward, reward.url or reward.judge, or pass reward_fn "
-            "to the trainer."
+            "reward.function (None): nothing scores the responses. Set it to file.py:name or "
+            "package.module:name, set model.reward, reward.url or reward.judge, or pass "
+            "reward_fn to the trainer."
         )
     if config.distillation.teacher_prompt == "success":
         raise ConfigError(
-            "distillation.teacher_prompt (success): shows a sample that passes, and nothing judges "
-            "the responses. Set reward.function, model.reward, reward.url or reward.judge."
+            "distillation.teacher_prompt (success): shows the teacher a sample that passed, but "
+            "nothing scores the responses. Set reward.function, model.reward, reward.url or "
+            "reward.judge."
         )
     if config.eval.prompts and not (config.eval.function or functions_of(config.eval.prompts)):
         raise ConfigError(
-            "eval.function (None): nobody judges the answers to eval.prompts. Set it to "
+            "eval.function (None): no function scores the answers to eval.prompts. Set it to "
             "file.py:name or package.module:name, or remove eval.prompts."
         )
 
@@ -121,9 +122,9 @@ def _require_functions(
     for source in sources:
         if source_name(source) not in having:
             raise ConfigError(
-                f"{common} (None): sources have functions of their own, and {source_name(source)} "
-                f"of {key} has none. Give it one, or set {common}, which judges all sources that "
-                f"have none."
+                f"{common} (None): some sources have their own function, but "
+                f"{source_name(source)} of {key} has none. Give it one, or set {common}, which "
+                "scores all sources without their own function."
             )
 
 
@@ -149,8 +150,8 @@ def check_reward_function(function: Any, *, key: str = "reward.function") -> Non
     for line, name, attribute in _unknown_attributes(_definition(function)):
         called = function if isinstance(function, str) else function_name(function)
         raise ConfigError(
-            f"{key} ({called}): line {line} reads {name}.{attribute}, and a rollout has no "
-            f"{attribute}. It has {', '.join(_FIELDS)}."
+            f"{key} ({called}): line {line} reads {name}.{attribute}, but a rollout has no "
+            f"{attribute}. A rollout has {', '.join(_FIELDS)}."
         )
 
 

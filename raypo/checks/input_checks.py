@@ -98,8 +98,9 @@ def _notes_on_elastic(config: AnyConfig) -> list[str]:
     if config.max_failures:
         return []
     return [
-        f"learner.min_workers ({learner.min_workers}): the run goes on with fewer workers only if "
-        f"max_failures, which is 0, allows for as many losses; give it a number, or -1 for any"
+        f"learner.min_workers ({learner.min_workers}): the run can go on with fewer workers only "
+        "if max_failures, which is 0, allows failures; set max_failures to a positive number, or "
+        "to -1 for no limit"
     ]
 
 
@@ -130,18 +131,19 @@ def _notes_on_ppo(config: PPOConfig) -> list[str]:
         is_async = rollout.mode == "async"
         key = f"max_staleness ({rollout.staleness})" if is_async else f"mode ({rollout.mode})"
         notes.append(
-            f"rollout.{key}: old samples are learned from as if they were new; "
-            f"ppo.correction.kind tis weighs them (docs/asynchronous.md says what either was "
-            f"measured to cost)"
+            f"rollout.{key}: stale samples are trained on as if they were on-policy; "
+            "ppo.correction.kind: tis reweights them (docs/asynchronous.md has measurements with "
+            "and without it)"
         )
     if model.critic is not None and not config.needs_critic:
         notes.append(
-            f"model.critic ({model.critic}): has no effect, ppo.advantage {ppo.advantage} has no "
-            f"critic"
+            f"model.critic ({model.critic}): has no effect, because ppo.advantage {ppo.advantage} "
+            "has no critic"
         )
     if model.reference is not None and not ppo.needs_reference:
         notes.append(
-            f"model.reference ({model.reference}): has no effect, ppo.kl.coef is {ppo.kl.coef:g}"
+            f"model.reference ({model.reference}): has no effect, because ppo.kl.coef is "
+            f"{ppo.kl.coef:g}"
         )
     return notes
 
@@ -160,7 +162,7 @@ def _check_cpus(config: Any) -> None:
     if len(place(workers, [{"CPU": cores}], "PACK")) < len(workers):
         cores_needed = len(workers) * learner.cpus_per_worker
         raise ConfigError(
-            f"learner.cpus_per_worker ({learner.cpus_per_worker}): {len(workers)} learner "
-            f"workers need {cores_needed} CPU cores, this machine has {cores}. Lower "
-            f"learner.num_workers or learner.cpus_per_worker, or set cluster.address."
+            f"learner.cpus_per_worker ({learner.cpus_per_worker}): {len(workers)} learner workers "
+            f"need {cores_needed} CPU cores, but this machine has {cores}. Lower "
+            "learner.num_workers or learner.cpus_per_worker, or set cluster.address."
         )

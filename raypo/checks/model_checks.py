@@ -44,7 +44,7 @@ def check_model(key: str, path: str, *, is_trained: bool = False) -> None:
     looks_like_hub_id = path.count("/") <= 1 and not path.startswith((".", "/", "~"))
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     if not looks_like_hub_id or offline:
-        why = "and HF_HUB_OFFLINE is set" if offline else "and it is no hub id"
+        why = "and HF_HUB_OFFLINE is set" if offline else "and it is not a hub id"
         raise ConfigError(
             f"{key} ({path}): there is no such folder, {why}. Give a folder written by "
             f"save_pretrained, or a hub id like organisation/model."
@@ -110,8 +110,8 @@ def _check_teacher_prompts(config: DistillationConfig) -> None:
         if positions is not None and config.max_teacher_len > positions:
             raise ConfigError(
                 f"distillation.max_teacher_prompt_tokens + {config.rollout.length_key} "
-                f"({config.max_teacher_len}): {key} ({path}) has positions for {positions} tokens. "
-                f"Lower the two by {config.max_teacher_len - positions} together."
+                f"({config.max_teacher_len}): {key} ({path}) has positions for {positions} "
+                f"tokens. Lower their sum by {config.max_teacher_len - positions}."
             )
 
 
@@ -134,7 +134,7 @@ def check_positions_of(config: Any, key: str, path: str) -> None:
         response = config.rollout.length_key
         raise ConfigError(
             f"data.max_prompt_tokens + {response} ({longest}): {key} ({path}) has positions for "
-            f"{positions} tokens. Lower the two by {longest - positions} together."
+            f"{positions} tokens. Lower their sum by {longest - positions}."
         )
 
 
@@ -234,8 +234,8 @@ def _check_same_tokens(key: str, path: str, policy: str) -> None:
         is_same = vocabulary_size(path) == vocabulary_size(policy)
     if is_same:
         return
-    remedy = "or learn its texts by the recipe sft" if is_teacher else f"or remove {key}"
+    remedy = "or train on its texts with the recipe sft" if is_teacher else f"or remove {key}"
     raise ConfigError(
-        f"{key} ({path}): its tokens are not those of model.policy ({policy}), whose token ids it "
-        f"reads. Give a model with the same tokenizer, {remedy}."
+        f"{key} ({path}): its vocabulary is not that of model.policy ({policy}), but it reads the "
+        f"policy's token ids. Give a model with the same tokenizer, {remedy}."
     )

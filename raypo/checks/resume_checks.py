@@ -42,8 +42,8 @@ def check_run_folder(
     recorded, done = files.config(), files.last_step()
     if recorded is not None and RECORDED_BASE in recorded:
         raise ConfigError(
-            f"name ({config.name}): {files.location} holds a sweep, no run. Choose another name or "
-            f"storage_path."
+            f"name ({config.name}): {files.location} holds a sweep, not a run. Choose another "
+            "name or storage_path."
         )
     if recorded is None or not done:  # without a step there is nothing to protect
         if config.from_checkpoint is not None:
@@ -58,22 +58,23 @@ def check_run_folder(
         may_change = (*may_change, "num_steps")
         if config.num_steps < done:
             raise ConfigError(
-                f"num_steps ({config.num_steps}): the run in {files.location} has done {done} "
-                f"steps. Set num_steps to {done} or more, choose another name, or start over with "
-                f"{start_over}."
+                f"num_steps ({config.num_steps}): the run in {files.location} has already done "
+                f"{done} steps. Set num_steps to {done} or more, choose another name, or start "
+                f"over with {start_over}."
             )
     changes = earlier.differences(config, ignore=may_change)
     if any(change.startswith("num_steps:") for change in changes):
         changes.append(
-            f"(the learning rates of all steps follow from num_steps: learner.lr_schedule is "
+            "(num_steps sets the learning rate of every step, because learner.lr_schedule is "
             f"{config.learner.lr_schedule})"  # pyright: ignore[reportAttributeAccessIssue]
         )
     if changes:
         lines = "\n  ".join(changes)
         raise ConfigError(
-            f"name ({config.name}): {files.location} holds a run of another config:\n  {lines}\n"
-            f"Change these keys back to go on, choose another name (with from_checkpoint: "
-            f"{files.location} it begins where that run is), or start over with {start_over}."
+            f"name ({config.name}): {files.location} holds a run with another config:\n  {lines}\n"
+            "Change these keys back to resume it, choose another name (with from_checkpoint: "
+            f"{files.location} the new run starts from that run's last checkpoint), or start over "
+            f"with {start_over}."
         )
     check_recorded_inputs(config, files, given=given, start_over=start_over)
 
@@ -111,9 +112,10 @@ def check_recorded_inputs(
     if found := changes(known, inputs_of(config, given)):
         lines = "\n  ".join(found)
         raise ConfigError(
-            f"checkpoint.changed_inputs (refuse): {files.location} was begun with other inputs:\n"
-            f"  {lines}\nPut them back to go on, set checkpoint.changed_inputs to accept to go on "
-            f"with what is there now, choose another name, or start over with {start_over}."
+            f"checkpoint.changed_inputs (refuse): {files.location} was started with other "
+            f"inputs:\n  {lines}\nRestore these inputs to resume, set checkpoint.changed_inputs "
+            "to accept to resume with the present ones, choose another name, or start over with "
+            f"{start_over}."
         )
 
 
@@ -149,8 +151,9 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
     state, earlier = checkpoint_state(checkpoint), config_of(checkpoint)
     if config.num_steps <= state["step"]:
         raise ConfigError(
-            f"num_steps ({config.num_steps}): from_checkpoint ({place}) is of step "
-            f"{state['step']}, and steps count on. Set num_steps above {state['step']}."
+            f"num_steps ({config.num_steps}): from_checkpoint ({place}) is from step "
+            f"{state['step']}, and step numbers continue from there. Set num_steps above "
+            f"{state['step']}."
         )
     run = RunFiles.at(parent_and_name(checkpoint)[0])
     # The checkpoint's state fits only this base model. It holds an adapter for the model, or
@@ -159,8 +162,9 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
     if found := changes(recorded_inputs(run), now, keys=("model.policy",)):
         lines = "\n  ".join(found)
         raise ConfigError(
-            f"from_checkpoint ({place}): its run was begun with another model:\n  {lines}\nPut it "
-            f"back, or set checkpoint.changed_inputs to accept to begin with what is there now."
+            f"from_checkpoint ({place}): its run was started with another model:\n  {lines}\n"
+            "Restore that model, or set checkpoint.changed_inputs to accept to start with the "
+            "present one."
         )
     config = decided_as(config, earlier)
     if earlier:  # parse it, to fill in defaults of keys that are newer than the checkpoint
@@ -172,6 +176,6 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
             if earlier and theirs.get(name) != mine.get(name):
                 raise ConfigError(
                     f"{name} ({mine.get(name)}): from_checkpoint ({place}) holds the state of a "
-                    f"run with {theirs.get(name)}. Set {name} to that; for only its weights, "
-                    f"remove from_checkpoint and set model.policy to that run's policy/."
+                    f"run with {theirs.get(name)}. Set {name} to that value; to load only the "
+                    "weights, remove from_checkpoint and set model.policy to that run's policy/."
                 )

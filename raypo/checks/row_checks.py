@@ -163,18 +163,18 @@ def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.fun
     if graded and not has_truth:
         called = graded[0] if isinstance(graded[0], str) else function_name(graded[0])
         raise ConfigError(
-            f"data.label_key (None): {called} gets a ground_truth, and rows of data.prompts have "
-            'no reward_model["ground_truth"], as those of verl. Set data.label_key to the column '
-            "of the answers."
+            f"data.label_key (None): {called} takes a ground_truth, but rows of data.prompts have "
+            'no reward_model["ground_truth"] as rows of verl do. Set data.label_key to the '
+            "column of the answers."
         )
     there.pop("prompt", None)  # passed under the name `prompts`
     for name, each in needed:
         if name not in there:
             called = each if isinstance(each, str) else function_name(each)
             raise ConfigError(
-                f"{key} ({called}): has the argument {name}, and data.prompts has no such column, "
-                f"it has {', '.join(there) or 'none besides the prompt'}. Add the column, rename "
-                f"the argument, or give it a default."
+                f"{key} ({called}): has the argument {name}, but data.prompts has no such column. "
+                f"It has {', '.join(there) or 'none besides the prompt'}. Add the column, rename "
+                "the argument, or give it a default."
             )
 
 
@@ -195,8 +195,8 @@ def check_judge_columns(config: OnlineConfig) -> None:
         for row in islice(read_rows(source, key="data.prompts", bad=bad), COLUMN_ROWS):
             if missing := [name for name in columns if name not in row.values]:
                 raise ConfigError(
-                    f"reward.judge.template: names {{{missing[0]}}}, and {row.where} has no such "
-                    f"column, it has {', '.join(row.values)}. Add the column, or correct the "
+                    f"reward.judge.template: names {{{missing[0]}}}, but {row.where} has no such "
+                    f"column. It has {', '.join(row.values)}. Add the column, or correct the "
                     "template."
                 )
 

@@ -21,7 +21,7 @@ def evaluate(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A ppo, sft or dpo config; of a run's folder its own is the default."),
+        typer.Option(help="A ppo, sft or dpo config. Default: the config of the run."),
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Also write the metrics as JSON.")] = None,
 ) -> None:
@@ -33,14 +33,14 @@ def evaluate(
     source = config or run_config
     if source is None:
         raise ConfigError(
-            f"--config: {model} is no run folder, so the prompts and the judge must be named. "
-            f"Give a run config with an eval section."
+            f"--config: {model} is not a run folder, so a config must name the prompts and the "
+            "reward function. Give a run config with an eval section."
         )
     settings = load_run_config(source, overrides)
     if not isinstance(settings, OnlineConfig | PolicyExamplesConfig):
         raise ConfigError(
-            f"--config ({source}): recipe {settings.recipe} samples nothing. Give a ppo, sft or "
-            f"dpo config."
+            f"--config ({source}): recipe {settings.recipe} samples no responses. Give a ppo, sft "
+            "or dpo config."
         )
     from raypo.checks.input_checks import check_evaluation
     from raypo.checks.model_checks import check_evaluated
@@ -68,7 +68,7 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run's folder.")],
     to: Annotated[Path, typer.Option(help="A folder that does not exist yet.")],
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a LoRA run: only the adapter, for peft.")
+        bool, typer.Option("--adapter", help="For a LoRA run: write only the adapter, for peft.")
     ] = False,
 ) -> None:
     """Copy a run's trained model, with any LoRA adapter merged, as a Hugging Face folder."""
@@ -81,7 +81,7 @@ def export(
     if not found and adapter:
         raise ConfigError(
             f"--adapter: there is no adapter/ in {run}. Give the folder of a run with model.lora "
-            f"that has reached a checkpoint, or leave --adapter out."
+            "that has reached a checkpoint, or omit --adapter."
         )
     if not found:
         raise ConfigError(
@@ -89,7 +89,9 @@ def export(
             f"has reached a checkpoint."
         )
     if to.exists():
-        raise ConfigError(f"--to ({to}): it exists. Name a new folder, or remove this one.")
+        raise ConfigError(
+            f"--to ({to}): this path exists already. Name a new folder, or remove this one."
+        )
     shutil.copytree(found[0], to)
     typer.echo(f"raypo: {found[0]} -> {to}")
 

@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 def explain(
     key: Annotated[
         str | None,
-        typer.Argument(help="Like ppo.kl.coef; a section; a preset. Default: the first keys."),
+        typer.Argument(
+            help="A key like ppo.kl.coef, a section or a preset. Default: the most important keys."
+        ),
     ] = None,
-    recipe: Annotated[str, typer.Option(help="ppo, sft, dpo, ..., or sweep.")] = "ppo",
+    recipe: Annotated[
+        str, typer.Option(help="Recipe whose keys are meant: ppo, sft, dpo, ..., or sweep.")
+    ] = "ppo",
 ) -> None:
     """Print a key's meaning, allowed values and default, as in docs/configuration.md."""
     from raypo.config import PRESETS, RECIPES, ConfigError
@@ -32,7 +36,7 @@ def explain(
     root = roots[recipe]
     key = key and key.partition("=")[0].strip(". ")  # accept an override, key=value
     if key in PRESETS:
-        typer.echo(f"ppo.preset: {key} sets below ppo\n  {preset_text(key)}")
+        typer.echo(f"ppo.preset: {key} sets these keys of the section ppo\n  {preset_text(key)}")
         return
     if key is None and recipe == "ppo":
         found = [keys_at(each, root)[0] for each in FIRST_KEYS]

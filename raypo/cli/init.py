@@ -14,10 +14,12 @@ from raypo.cli.exit_status import exit_status
 
 @exit_status()
 def init(
-    from_trl: Annotated[Path | None, typer.Option(help="A Python script of TRL.")] = None,
+    from_trl: Annotated[Path | None, typer.Option(help="A Python script that uses TRL.")] = None,
     from_verl: Annotated[str | None, typer.Option(help="A command, or a shell file.")] = None,
     from_openrlhf: Annotated[str | None, typer.Option(help="A command, or a shell file.")] = None,
-    to: Annotated[Path, typer.Option(help="The run file; must not exist yet.")] = Path("run.yaml"),
+    to: Annotated[Path, typer.Option(help="Run file to write. It must not exist yet.")] = Path(
+        "run.yaml"
+    ),
 ) -> None:
     """Translate a TRL script, a verl command or an OpenRLHF command into a run file.
 
@@ -32,7 +34,9 @@ def init(
     if len(chosen) != 1:
         raise ConfigError("Give one of --from-trl, --from-verl and --from-openrlhf.")
     if to.exists():
-        raise ConfigError(f"--to ({to}): is there already. Name another file, or remove it.")
+        raise ConfigError(
+            f"--to ({to}): this file exists already. Name another file, or remove it."
+        )
     ((project, source),) = chosen.items()
     is_file = os.path.isfile(source)  # False, not an error, for a command too long for a file name
     if not is_file and (project == "TRL" or not re.search(r"[\s=]", str(source))):
@@ -43,7 +47,7 @@ def init(
     else:
         recipe, arguments = "ppo", read_command(text, project)
     if not arguments:
-        raise ConfigError(f"--from-{project.lower()}: no argument of {project} was found in it.")
+        raise ConfigError(f"--from-{project.lower()}: it contains no argument of {project}.")
     to.write_text(translate(project, arguments, recipe))
     plan = f"raypo plan {to} --cluster 8xH100"
-    typer.echo(f"raypo: wrote {to}. Read the notes at its top; then, with your GPUs: {plan}")
+    typer.echo(f"raypo: wrote {to}. Read the notes at its top; then run, with your GPUs: {plan}")

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 def monitor(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(help="Run folders or URIs, or one of a sweep. Default: for Grafana."),
+        typer.Argument(
+            help="Folders or URIs of runs, or of one sweep. Without any, the Grafana dashboard is "
+            "written."
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 picks a free one.")] = 0,
     session: Annotated[
-        Path, typer.Option(help="Grafana: folder of the Ray session on this machine.")
+        Path, typer.Option(help="For Grafana: folder of the Ray session on this machine.")
     ] = Path("/tmp/ray/session_latest"),
     dashboard: Annotated[
-        Path | None, typer.Option(help="Grafana: only write the dashboard's JSON there.")
+        Path | None, typer.Option(help="For Grafana: only write the dashboard's JSON to this path.")
     ] = None,
 ) -> None:
     """Serve a live page of a run; without one, write raypo's dashboard for Grafana."""
@@ -53,7 +56,10 @@ def _serve_page(runs: Sequence[str], host: str, port: int) -> None:
 
     def ready(address: str) -> None:
         typer.echo(f"raypo: live page of {' '.join(runs)} at {address}/?token={token}")
-        typer.echo("raypo: whoever has this address can read the run; Ctrl-C ends the page only.")
+        typer.echo(
+            "raypo: anyone with this address can read the run; Ctrl-C stops only this page, not "
+            "the run."
+        )
 
     try:
         run_server(make_app(make_page, version, token=token), host=host, port=port, ready=ready)
@@ -112,7 +118,7 @@ def _write_dashboard(session: Path, dashboard: Path | None) -> None:
     config = session.resolve() / "metrics"  # Ray writes Prometheus' and Grafana's config there
     if dashboard is None and not (config / "grafana").exists():
         raise ConfigError(
-            f"--session ({session}): no Ray is there that exports its metrics. Start a run or "
+            f"--session ({session}): no Ray in this session exports its metrics. Start a run or "
             "`ray start --head` on this machine first, with the dashboard (ray[default])."
         )
     path = dashboard or config / "grafana" / "dashboards" / "raypo.json"
@@ -122,10 +128,9 @@ def _write_dashboard(session: Path, dashboard: Path | None) -> None:
     if dashboard is None:
         files = f"{config}/prometheus/prometheus.yml", f"{config}/grafana/grafana.ini"
         typer.echo(
-            "Start both in terminals of their own:\n"
-            f"  prometheus --config.file={files[0]}\n"
-            "    (not installed? `ray metrics launch-prometheus` downloads one and starts it)\n"
-            f"  grafana server --homepath=/usr/share/grafana --config={files[1]}\n"
-            f"raypo's dashboard is then at http://127.0.0.1:3000/d/{UID}, and Ray's own dashboard "
-            "shows curves on its Metrics page."
+            "Start each of these in its own terminal:\n  prometheus "
+            f"--config.file={files[0]}\n    (not installed? `ray metrics launch-prometheus` "
+            "downloads one and starts it)\n  grafana server --homepath=/usr/share/grafana "
+            f"--config={files[1]}\nraypo's dashboard is then at http://127.0.0.1:3000/d/{UID}, "
+            "and Ray's own dashboard shows curves on its Metrics page."
         )

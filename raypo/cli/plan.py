@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from raypo.plan.times import Rates
 
 CLUSTER_HELP = (
-    "The hardware: 8xH100,2 is two nodes, each with 8 GPUs (8xGPU80G: of 80 GB, whatever kind); "
-    "4xCPU,16G is one with 4 cores and 16 GB; kinds of nodes are joined by +. Left out: the "
-    "cluster at cluster.address or RAY_ADDRESS, else this machine."
+    "The hardware. 8xH100,2 is two nodes with 8 GPUs each (8xGPU80G: any GPUs with 80 GB); "
+    "4xCPU,16G is one node with 4 cores and 16 GB; + joins kinds of nodes. Default: the cluster "
+    "at cluster.address or RAY_ADDRESS, else this machine."
 )
 
 

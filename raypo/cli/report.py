@@ -12,11 +12,12 @@ from raypo.cli.exit_status import exit_status
 
 @exit_status()
 def report(
-    runs: Annotated[list[str], typer.Argument(help="Run folders or URIs, or one of a sweep.")],
+    runs: Annotated[list[str], typer.Argument(help="Folders or URIs of runs, or of one sweep.")],
     out: Annotated[
-        Path | None, typer.Option("--out", help="The page; default: report.html in the run folder.")
+        Path | None,
+        typer.Option("--out", help="HTML file to write. Default: report.html in the run folder."),
     ] = None,
-    samples: Annotated[bool, typer.Option(help="Put samples of the rollouts in.")] = True,
+    samples: Annotated[bool, typer.Option(help="Include samples of the rollouts.")] = True,
 ) -> None:
     """Write one HTML page with result, curves, time, samples and config; compare several runs."""
     from raypo.extras import require

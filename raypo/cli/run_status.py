@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 def status(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(help="Folders or URIs of runs, of sweeps, or of many. Default: runs"),
+        typer.Argument(
+            help="Folders or URIs of runs or sweeps, or folders that contain several. Default: runs"
+        ),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Also the runs under way on this Ray cluster: host:port, or auto."),
+        typer.Option(help="Also show the active runs on this Ray cluster: host:port, or auto."),
     ] = None,
 ) -> None:
     """Show the status, progress, scores and remaining time of each run."""
@@ -42,7 +44,7 @@ def status(
         try:
             sweep = sweep_status(files, now)
         except ConfigError as error:  # a sweep of an older version must not hide the other runs
-            return run and replace(run, recipe="sweep", notes=(f"Its config is refused: {error}",))
+            return run and replace(run, recipe="sweep", notes=(f"Its config is invalid: {error}",))
         return sweep or (run and as_trial(run, files))
 
     found: list[RunStatus] = []
@@ -60,7 +62,7 @@ def status(
         known = {run.location for run in found}
         found += [run for run in _under_way(cluster, now) if run.location not in known]
     if not found:
-        typer.echo(f"raypo: no run is under way on {cluster}, and none is under runs/.")
+        typer.echo(f"raypo: no run is active on {cluster}, and runs/ contains none.")
         return
     if len(found) == 1:
         typer.echo("\n".join(paragraph(found[0])))

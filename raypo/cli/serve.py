@@ -18,16 +18,18 @@ def serve(
     model: Annotated[str, typer.Argument(help="A run's folder, a Hugging Face folder or hub id.")],
     further: Annotated[
         list[str] | None,
-        typer.Argument(help="After `--`: arguments of vLLM's server, which win over these here."),
+        typer.Argument(
+            help="After `--`: arguments of vLLM's server, which override the options here."
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 picks a free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="That clients ask for; default: the end of the path.")
+        str | None, typer.Option(help="Model name for clients. Default: the end of the path.")
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Default: the run's, else float32."),
+        typer.Option(help="Default: the dtype of the run, else float32."),
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -35,14 +37,18 @@ def serve(
     ] = None,
     kv_cache_gb: Annotated[
         float | None,
-        typer.Option(min=0.01, help="KV cache; default: 1 GB on CPU, all on GPU."),
+        typer.Option(
+            min=0.01,
+            help="Size of the KV cache. Default: 1 GB on CPU, the remaining share on GPU.",
+        ),
     ] = None,
     gpu_memory_fraction: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Share of a GPU's memory.")
     ] = 0.9,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs to shard the model over.")] = 1,
     ray: Annotated[
-        bool, typer.Option("--ray", help="By Ray Serve, on the cluster of RAY_ADDRESS or a new one")
+        bool,
+        typer.Option("--ray", help="Use Ray Serve, on the cluster of RAY_ADDRESS or a new one."),
     ] = False,
 ) -> None:
     """Serve a policy to OpenAI clients with vLLM's server or with Ray Serve, until Ctrl-C."""
@@ -56,7 +62,7 @@ def serve(
 
     if ray:
         _check_open(host, further or ())
-    token_for(host, "RAYPO_API_KEY", ", which clients bring as their API key")
+    token_for(host, "RAYPO_API_KEY", ", which clients send as their API key")
     policy, run_config = policy_of(model)
     check_model("MODEL", policy)
     section = EngineSection(
@@ -102,13 +108,13 @@ def _check_open(host: str, further: Sequence[str]) -> None:
 
     if host not in ("127.0.0.1", "::1", "localhost") or os.environ.get("RAYPO_API_KEY"):
         raise ConfigError(
-            f"--ray (--host {host}): Ray Serve asks clients for no API key. Leave --host and "
-            f"RAYPO_API_KEY out and put a proxy that asks for one in front, or leave --ray out."
+            f"--ray (--host {host}): Ray Serve does not check API keys. Omit --host and "
+            "RAYPO_API_KEY and put a proxy that checks keys in front, or omit --ray."
         )
     if further:
         raise ConfigError(
             f"-- ({' '.join(further)}): --ray passes no command line to vLLM. Give these to "
-            f"raypo.llm_config(engine_kwargs=...) in a script, or leave --ray out."
+            "raypo.llm_config(engine_kwargs=...) in a script, or omit --ray."
         )
 
 

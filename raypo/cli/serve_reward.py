@@ -24,10 +24,12 @@ def serve_reward(
         ),
     ],
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of a model.")] = "float32",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port. 0 picks a free one.")] = 8000,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Dtype of a model.")
+    ] = "float32",
     max_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Of a model: most tokens of one forward pass.")
+        int, typer.Option(min=1, help="For a model: maximum number of tokens in a forward pass.")
     ] = 4096,
 ) -> None:
     """Serve rewards as JSON over HTTP until Ctrl-C; runs use it through reward.url."""
@@ -80,7 +82,7 @@ def token_for(host: str, variable: str, use: str) -> str | None:
     token = os.environ.get(variable)
     if host not in ("127.0.0.1", "::1", "localhost") and not token:
         raise ConfigError(
-            f"--host ({host}): anyone who reaches this port could send work. Set the environment "
-            f"variable {variable}{use}, or leave --host out."
+            f"--host ({host}): anyone who can reach this port could send requests. Set the "
+            f"environment variable {variable}{use}, or omit --host."
         )
     return token

@@ -22,7 +22,9 @@ def sweep(
         bool,
         typer.Option("--dry-run", help="Print trials, resources and concurrency; start nothing."),
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; removes the sweep.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Remove the sweep and start over.")
+    ] = False,
 ) -> None:
     """Start or resume a search over keys of a run config, or report that it is finished.
 

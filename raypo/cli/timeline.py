@@ -13,9 +13,10 @@ from raypo.cli.exit_status import exit_status
 
 @exit_status()
 def timeline(
-    run: Annotated[str, typer.Argument(help="A run folder or URI; also of a run under way.")],
+    run: Annotated[str, typer.Argument(help="Folder or URI of a run, which may still be active.")],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Default: timeline.json in the run folder.")
+        Path | None,
+        typer.Option("--out", help="File to write. Default: timeline.json in the run folder."),
     ] = None,
 ) -> None:
     """Write a trace of phases and calls by worker and replica, for ui.perfetto.dev."""
@@ -26,7 +27,7 @@ def timeline(
     files = RunFiles.at(run)
     if not files.timeline():
         raise ConfigError(
-            f"RUN ({run}): no timeline is there. Give the folder of a run, "
+            f"RUN ({run}): this folder has no timeline. Give the folder of a run, "
             "<storage_path>/<name>, after its first step."
         )
     path = out or (Path() if "://" in run else files.folder) / "timeline.json"

@@ -16,7 +16,7 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, like ppo.kl.coef=0.02")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; removes the run.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the run and start over.")] = False,
 ) -> None:
     """Start a run, resume an interrupted run, or report that it is finished."""
     from raypo.checks.input_checks import check_inputs
@@ -35,8 +35,8 @@ def train(
     check_run_folder(run, files)
     if is_finished(files, run):
         typer.echo(
-            f"raypo: {run.name} is finished, files in {files.location}; with a higher num_steps it "
-            "goes on, --fresh starts over."
+            f"raypo: {run.name} is finished, files in {files.location}; a higher num_steps "
+            "continues it, --fresh starts over."
         )
         return
     from raypo.trainer import trainer_for  # imports Ray and torch

@@ -79,8 +79,8 @@ def start_named(cls: type, name: str, *, options: dict[str, Any], kwargs: dict[s
                 raise
             if time.monotonic() > deadline:
                 raise DeploymentError(
-                    f"{name}: an actor of this name is alive. Another run of the same name uses "
-                    f"this cluster: stop it, or choose another name."
+                    f"{name}: an actor with this name is alive. Another run with the same name "
+                    "uses this cluster: stop it, or choose another name."
                 ) from None
             time.sleep(0.5)
 

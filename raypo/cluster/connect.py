@@ -98,8 +98,8 @@ def connect(section: ClusterSection) -> bool:
     else:
         if running and refusal(running) is None:
             Console().message(
-                f"raypo: starting a Ray of its own beside the one that runs on this machine "
-                f"({running}); cluster.address=auto takes that one"
+                "raypo: starting a new Ray beside the one that runs on this machine "
+                f"({running}); cluster.address=auto uses the running one"
             )
         # Processes of a local Ray inherit variables; a runtime_env would cost each process a
         # second.
@@ -132,9 +132,9 @@ def connect(section: ClusterSection) -> bool:
         raise
     if is_auto:
         Console().message(
-            f"raypo: on the Ray that runs on this machine "
-            f"({ray.get_runtime_context().gcs_address}); without {source.removesuffix('=auto')} "
-            f"one of its own is started"
+            "raypo: using the Ray that runs on this machine "
+            f"({ray.get_runtime_context().gcs_address}); without {source.removesuffix('=auto')}, "
+            "raypo starts a new one"
         )
     _our_job = _job()
     return True
@@ -287,18 +287,18 @@ def _authenticate(address: str, source: str) -> None:
     token, mode = _token(), os.environ.get("RAY_AUTH_MODE")
     if token is None:
         raise ConfigError(
-            f"{source} ({address}): this Ray asks for a token, and none is here. Set "
-            f"RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node."
+            f"{source} ({address}): this Ray requires a token, but none is set. Set "
+            "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node."
         )
     if not _answer(address, source, token=token):
         raise ConfigError(
-            f"{source} ({address}): this Ray asks for another token than the one that is here "
-            f"(RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token). Set "
-            f"RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node."
+            f"{source} ({address}): this Ray requires a different token from the one that was "
+            "found (RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token). Set "
+            "RAY_AUTH_TOKEN to what `ray get-auth-token` prints on its head node."
         )
     if mode not in (None, "token"):
         raise ConfigError(
-            f"RAY_AUTH_MODE ({mode}): the Ray at {address} asks for a token. Set it to token."
+            f"RAY_AUTH_MODE ({mode}): the Ray at {address} requires a token. Set it to token."
         )
     os.environ["RAY_AUTH_MODE"] = "token"
     read_environment_again()
@@ -322,8 +322,8 @@ def _answer(address: str, source: str, *, token: str | None) -> bool:
                 return False
             if code != grpc.StatusCode.DEADLINE_EXCEEDED:  # at a timeout the head may be busy
                 raise ConfigError(
-                    f"{source} ({address}): what listens there is not the head of a Ray "
-                    f"({code.name}). Give the address that `ray start --head` printed, port 6379 "
-                    f"unless it was told another."
+                    f"{source} ({address}): the service there is not the head node of a Ray "
+                    f"cluster ({code.name}). Give the address that `ray start --head` printed; "
+                    "its port is 6379 by default."
                 ) from None
     return True

@@ -47,8 +47,9 @@ def check_accelerators(resources: Mapping[str, float]) -> None:
     found = [name for name in OTHERS if resources.get(name)]
     if found and not resources.get("GPU"):
         raise ConfigError(
-            f"learner.use_gpu (auto): the cluster has {found[0]}, and raypo runs on GPUs and CPUs. "
-            f"Set learner.use_gpu to false to run on its CPUs, or use a cluster with GPUs."
+            f"learner.use_gpu (auto): the cluster has {found[0]}, but raypo runs only on GPUs "
+            "and CPUs. Set learner.use_gpu to false to run on its CPUs, or use a cluster with "
+            "GPUs."
         )
 
 
@@ -110,8 +111,8 @@ def check_capability(dtype: str) -> None:
     if found < BFLOAT16_CAPABILITY:
         raise ConfigError(
             f"model.dtype (bfloat16): {torch.cuda.get_device_name()} has compute capability "
-            f"{found[0]}.{found[1]}, and bfloat16 needs 8.0, an A100 or younger. Use other GPUs, "
-            f"or set model.dtype to float32."
+            f"{found[0]}.{found[1]}, and bfloat16 needs 8.0, an A100 or newer. Use other GPUs, "
+            "or set model.dtype to float32."
         )
 
 
@@ -128,9 +129,9 @@ def check_choice(*, has_devices: bool, environ: Mapping[str, str] = os.environ) 
     for variable, flag in NOSET.items():
         if has_devices and _is_set(environ, flag) and not environ.get(variable):
             raise ConfigError(
-                f"{flag} ({environ[flag]}): Ray shows no worker its devices, and Ray Train looks "
-                f"for them in {variable}. Set {variable} to all devices of a node (like 0,1,2,3), "
-                f"or unset {flag}."
+                f"{flag} ({environ[flag]}): with this flag Ray does not set {variable} for "
+                f"workers, but Ray Train reads their devices from it. Set {variable} to all "
+                f"devices of a node (like 0,1,2,3), or unset {flag}."
             )
 
 

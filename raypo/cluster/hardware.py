@@ -133,7 +133,7 @@ def _group(group: str, text: str) -> tuple[Node, int]:
             known = ", ".join(each.name for each in GPUS)
             raise _refusal(
                 text,
-                f"{item!r} is no NxKIND ({known}), NxGPUmG, NxCPU, mG, mGbit or number of nodes",
+                f"{item!r} is not NxKIND ({known}), NxGPUmG, NxCPU, mG, mGbit or a number of nodes",
             )
         for name, number in item_values.items():
             if name in found or float(number) <= 0:
@@ -141,7 +141,7 @@ def _group(group: str, text: str) -> tuple[Node, int]:
                 raise _refusal(text, f"{item!r} {problem}")
             found[name] = float(number)
     if not found.keys() - {"count", "gbit"}:
-        raise _refusal(text, f"{group.strip()!r} does not say what a node has")
+        raise _refusal(text, f"{group.strip()!r} does not describe a node")
     node = Node(
         "",
         gpus=int(found.get("gpus", 0)),

@@ -11,16 +11,17 @@ from raypo.cluster.actors import DeploymentError
 
 LEARNER_REMEDY = (
     "Lower learner.max_tokens_per_microbatch, raise learner.zero_stage or learner.num_workers "
-    "(learner.critic_workers for a critic that has its own), use model.dtype bfloat16, or lower "
-    "rollout.engine.gpu_memory_fraction; `raypo plan` shows what each of them saves."
+    "(learner.critic_workers for a critic on its own workers), use model.dtype bfloat16, or "
+    "lower rollout.engine.gpu_memory_fraction; `raypo plan` shows how much each of these saves."
 )
 ENGINE_REMEDY = (
     "Lower rollout.engine.gpu_memory_fraction or set rollout.engine.kv_cache_gb, lower "
-    "data.max_prompt_tokens or rollout.max_new_tokens; `raypo plan` shows who needs what."
+    "data.max_prompt_tokens or rollout.max_new_tokens; `raypo plan` shows what each role needs."
 )
 FROZEN_REMEDY = (
     "Lower learner.max_tokens_per_microbatch, set placement.mode to dedicated for it, or "
-    "placement.frozen.*.backend to vllm with tensor_parallel; `raypo plan` shows who needs what."
+    "placement.frozen.*.backend to vllm with tensor_parallel; `raypo plan` shows what each role "
+    "needs."
 )
 
 _SIGNS = (

@@ -329,15 +329,16 @@ def torn_apart(role: ServedRole, nodes: Sequence[Hashable]) -> str | None:
     for ranks in workers_beside(role, nodes):
         if ranks.stop > len(nodes):
             return (
-                f"{key} ({size}): every colocated replica needs as many learner workers, and there "
-                f"are too few (learner.num_workers). Lower it or rollout.engine.count, or raise "
-                f"learner.num_workers."
+                f"{key} ({size}): a colocated replica uses the devices of {size} learner "
+                "workers, but there are too few (learner.num_workers). Lower it or "
+                "rollout.engine.count, or raise learner.num_workers."
             )
         if (count := len(set(nodes[ranks.start : ranks.stop]))) > 1:
             return (
-                f"{key} ({size}): learner workers {ranks[0]} to {ranks[-1]} would share a replica "
-                f"and lie on {count} nodes. Set placement.strategy to PACK and learner.num_workers "
-                f"so that each node holds a multiple of {size}, or placement.mode to dedicated."
+                f"{key} ({size}): learner workers {ranks[0]} to {ranks[-1]} would share a "
+                f"replica but are on {count} nodes. Set placement.strategy to PACK and "
+                f"learner.num_workers so that each node holds a multiple of {size}, or "
+                "placement.mode to dedicated."
             )
     return None
 
@@ -495,8 +496,8 @@ def _refusal(
         return (
             f"learner.num_workers ({len(workers)}): asks for {_count(len(workers), 'bundle')} of "
             f"{words(workers[0].resources)}, each on one node; the cluster has {words(total)} on "
-            f"{count}{with_labels(workers[0].labels)}, the largest has {words(largest)}: under "
-            f"placement.strategy {strategy} there is room for {fits}. "
+            f"{count}{with_labels(workers[0].labels)}, and the largest node has "
+            f"{words(largest)}: under placement.strategy {strategy} there is room for {fits}. "
             f"{_change(workers, nodes, strategy)}, or use a larger cluster."
         )
     alike: dict[str, list[Bundle]] = {}

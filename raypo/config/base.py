@@ -79,7 +79,7 @@ class Config(BaseModel):
         # which YAML reads as text.
         annotation = cls.model_fields[str(info.field_name)].annotation
         if _has_boolean(value) and _wants_number(annotation):
-            raise ValueError("must be a number, and true or false is none. Write the number.")
+            raise ValueError("must be a number, not true or false. Write the number.")
         return value
 
     @model_validator(mode="after")
@@ -115,7 +115,7 @@ class Config(BaseModel):
         """
         for key, value in self.set_keys(*keys.split()):
             said = f"{value:g}" if isinstance(value, float) else value
-            yield f"{key} ({said}): has no effect, {why}. Remove {key}, or {remedy}."
+            yield f"{key} ({said}): has no effect, because {why}. Remove {key}, or {remedy}."
 
 
 class RunFile(Config):
@@ -237,15 +237,17 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
     folder = path if path.is_dir() else None
     if folder and not (path := folder / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder}: is a folder, and no run's, for it has no config.yaml. Give a run config "
-            f"(YAML) or the folder of a run, <storage_path>/<name>."
+            f"{folder}: this folder is not a run's, because it has no config.yaml. Give a run "
+            "config (YAML) or the folder of a run, <storage_path>/<name>."
         )
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file. Give the path of a run config (YAML).")
     try:
         tree = OmegaConf.load(path)
         if not isinstance(tree, DictConfig):
-            raise ConfigError(f"{path}: a run config is a mapping of keys, this is a list or text.")
+            raise ConfigError(
+                f"{path}: a run config must be a mapping of keys, but this is a list or text."
+            )
         if folder:
             tree.storage_path = os.path.dirname(os.path.abspath(folder))  # also right for ".."
             tree.pop(RECORDED_BASE, None)
@@ -255,7 +257,8 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
             OmegaConf.update(tree, key, value, merge=is_section, force_add=True)
         if DIR in tree:
             raise ConfigError(
-                f"{path}: {DIR}: ${{{DIR}}} is the folder of the file. Remove the key."
+                f"{path}: {DIR}: this key is reserved, because ${{{DIR}}} is the folder of the "
+                "file. Remove the key."
             )
         tree[DIR] = str(path.parent)
         values = OmegaConf.to_container(tree, resolve=True)
@@ -449,7 +452,9 @@ def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, 
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"{text!r} is no override. Write key=value, like ppo.kl.coef=0.02.")
+            raise ConfigError(
+                f"{text!r} is not an override. Write key=value, like ppo.kl.coef=0.02."
+            )
         yield key.strip(), parsed(value)
 
 
@@ -520,7 +525,7 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
 
 def _rule(detail: Any) -> str:
     if detail["type"] in ("model_type", "model_attributes_type"):
-        return "must be a section, keys with values"
+        return "must be a section with keys and values"
     message = detail["msg"].replace("Input should", "must").replace("should", "must")
     return message[0].lower() + message[1:]
 

@@ -49,8 +49,8 @@ class PreferencesSection(PairsSection):
         if (self.ref_chosen_key is None) != (self.ref_rejected_key is None):
             missing = "ref_chosen_key" if self.ref_chosen_key is None else "ref_rejected_key"
             yield (
-                f"data.{missing} (None): the reference's log-probs are given of both responses or "
-                f"of none. Set data.{missing}, or the other one to null."
+                f"data.{missing} (None): the reference's log-probs must be given for both "
+                f"responses or for neither. Set data.{missing}, or set the other key to null."
             )
 
 
@@ -153,5 +153,5 @@ class DPOConfig(PolicyExamplesConfig):
         if not self.dpo.needs_reference:
             yield from self._idle("model.reference", f"dpo.loss {loss} has no reference", other)
         if self.data.ref_chosen_key is not None:
-            why = "data.ref_chosen_key has what it says"
+            why = "data.ref_chosen_key gives the reference's log-probs"
             yield from self._idle("model.reference", why, "remove data.ref_chosen_key")

@@ -97,7 +97,7 @@ def explain(key: str, root: type[BaseModel]) -> list[Key]:
             parts = key.split(".")
             above = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
             near = next((each for each in above if each in known_keys(root)), "")
-            shown = near or "the keys that matter first, and the sections"
+            shown = near or "the most important keys and the sections"
             remedy = f"`{f'raypo config {near}'.strip()}` prints {shown}."
         raise ConfigError(f"KEY ({key}): there is no such key. {remedy}")
     return found

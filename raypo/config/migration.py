@@ -58,16 +58,16 @@ _TABLES = {
     "TRL": """
 model_name_or_path | | = model.policy | A Hugging Face folder or a hub id.
 ref_model | | = model.reference |
-reward_model_path | | = model.reward | A model that scores; a function is `reward.function`.
+reward_model_path | | = model.reward | A model that scores. For a function use `reward.function`.
 train_dataset, dataset_name | | data.prompts | Files or a hub id. Rows from Python: `train_dataset=` of the trainers.
 eval_dataset | | eval.prompts |
 reward_funcs | | reward.function | `file.py:name`. Several: one function that returns their sum and parts (docs/rewards.md, Several at once), or `reward_funcs=` of the trainers.
 peft_config, use_peft | | model.lora | `{rank: 16, alpha: 32}`.
 num_generations | 8 | = rollout.samples_per_prompt | Responses per prompt.
-generation_batch_size | | rollout.prompts_per_step | TRL counts responses, raypo prompts: divide by `num_generations`.
+generation_batch_size | | rollout.prompts_per_step | TRL counts responses, raypo counts prompts: divide by `num_generations`.
 steps_per_generation | | rollout.prompts_per_step | A step of raypo samples `prompts_per_step` x `samples_per_prompt` responses and makes one update per `ppo.minibatch_size` of them.
 per_device_train_batch_size | 8 | ppo.minibatch_size, learner.batch_size | TRL counts responses (in SFT, DPO and reward models: examples) per device, raypo over all workers: multiply by the number of processes and `gradient_accumulation_steps`.
-gradient_accumulation_steps | 1 | ppo.minibatch_size, learner.batch_size | Part of the minibatch, which raypo cuts by `learner.max_tokens_per_microbatch`; the cut changes no number.
+gradient_accumulation_steps | 1 | ppo.minibatch_size, learner.batch_size | Part of the minibatch, which raypo splits by `learner.max_tokens_per_microbatch`; the split does not change results.
 max_prompt_length | | = data.max_prompt_tokens | Tokens. Longer prompts are skipped, not cut.
 max_completion_length, response_length | 512 | = rollout.max_new_tokens, data.max_response_tokens | Tokens.
 max_length | 1024 | data.max_prompt_tokens + data.max_response_tokens | Tokens. TRL cuts the sum of both; raypo skips longer rows.
@@ -76,7 +76,7 @@ epsilon, cliprange | 0.2 | = ppo.clip_low + ppo.clip_high | Clip range below and
 epsilon_high | | = ppo.clip_high |
 delta | | = ppo.dual_clip | Bound on the ratio of tokens with a negative advantage.
 num_iterations, num_ppo_epochs | 1 | = ppo.num_epochs | Passes over the responses of a step.
-num_mini_batches | 1 | ppo.minibatch_size | TRL counts minibatches; raypo the responses of one.
+num_mini_batches | 1 | ppo.minibatch_size | TRL counts minibatches; raypo counts the responses of one.
 loss_type | dapo | ppo.aggregation, dpo.loss | With `ppo.preset: grpo`: `dapo`, `bnpo`: token_mean; `grpo`: sequence_mean; `dr_grpo`: constant; `cispo`, `sapo`, `vespo` are values of `ppo.policy_loss`. The preset dapo also filters groups, shapes lengths and raises the clip, which TRL's loss_type does not.
 scale_rewards | group | ppo.advantage | `group`: grpo; `none`: dr_grpo.
 importance_sampling_level | token | ppo.policy_loss | `sequence`: gspo, with its own clip range.
@@ -86,20 +86,20 @@ use_adaptive_entropy | false | ppo.entropy_target | A target turns the controlle
 kl_coef | 0.05 | = ppo.kl.coef |
 cliprange_value | 0.2 | = ppo.value_clip |
 lam | 0.95 | = ppo.gae_lambda |
-vf_coef | 0.1 | | The critic is a model of its own with its own rate, `learner.critic_lr`.
-repetition_penalty | 1.0 | | Tokens would not come from the policy's own distribution, which the ratios compare.
+vf_coef | 0.1 | | The critic is a separate model with its own learning rate, `learner.critic_lr`.
+repetition_penalty | 1.0 | | Tokens would no longer come from the policy's distribution, which the ratios assume.
 use_vllm | false | ~ | Responses are always sampled by vLLM.
 vllm_mode | colocate | placement.mode | `server`: dedicated.
 vllm_gpu_memory_utilization | 0.3 | = rollout.engine.gpu_memory_fraction |
 vllm_tensor_parallel_size | 1 | = rollout.engine.tensor_parallel |
 vllm_enable_sleep_mode | false | rollout.engine.sleep |
 vllm_importance_sampling_correction | true | ppo.correction.kind | raypo's default is none.
-vllm_importance_sampling_mode | sequence_mask | ppo.correction.kind | `token_truncate`: tis; `sequence_truncate`: sequence_tis; `token_mask`: icepop with `low: 0`; `sequence_mask`: sequence_tis, which gives responses above the bound the weight of the bound where TRL drops them.
+vllm_importance_sampling_mode | sequence_mask | ppo.correction.kind | `token_truncate`: tis; `sequence_truncate`: sequence_tis; `token_mask`: icepop with `low: 0`; `sequence_mask`: sequence_tis. TRL drops responses above the bound; raypo gives them the weight of the bound.
 vllm_importance_sampling_clip_max, vllm_importance_sampling_cap | 3.0 | = ppo.correction.cap |
-reward_weights | 1 each | reward.weights | TRL weighs functions; raypo the sum of functions, of models and of servers. Weights of functions: factors in the function that adds them, or `reward_weights=` of the trainers.
+reward_weights | 1 each | reward.weights | TRL weights each function; raypo weights the sum of functions, of models and of servers. Weights of functions: factors in the function that adds them, or `reward_weights=` of the trainers.
 learning_rate | 1e-6 | = learner.policy_lr, learner.lr |
 lr_scheduler_type | linear | = learner.lr_schedule | constant is the default; linear and cosine too.
-warmup_steps, warmup_ratio | 0 | learner.lr_warmup_steps | Steps of raypo: of recipes that sample, rollout batches and not optimizer steps. Hugging Face's first update has rate 0, raypo's the highest / (warm-up + 1).
+warmup_steps, warmup_ratio | 0 | learner.lr_warmup_steps | Steps of raypo: of recipes that sample, rollout batches and not optimizer steps. Hugging Face's first update has learning rate 0; raypo's has the peak rate / (warm-up + 1).
 adam_beta1, adam_beta2 | 0.9, 0.999 | learner.adam_betas | `[0.9, 0.999]`.
 adam_epsilon | 1e-8 | = learner.adam_eps |
 gradient_checkpointing | true | = learner.activation_checkpointing |
@@ -123,7 +123,7 @@ logging_steps, logging_strategy | 10 | ~ | Every step is logged.
 log_completions, num_completions_to_print | false | ~ | Responses are always kept in the run's folder, and `raypo show` prints them.
 eval_strategy | no | | Set `eval.prompts`, and `eval.every` to steps.
 per_device_eval_batch_size | 8 | ~ | Held-out prompts need no batch size.
-resume_from_checkpoint | | from_checkpoint | A run resumes by itself; `from_checkpoint` starts from another run.
+resume_from_checkpoint | | from_checkpoint | A run resumes automatically; `from_checkpoint` starts from another run.
 """,
     "peft": """
 r, lora_r, lora_rank | 8 | = model.lora.rank | TRL's command line has `lora_r`, 16.
@@ -159,17 +159,17 @@ actor_rollout_ref.rollout.top_p | 1 | = rollout.top_p |
 actor_rollout_ref.rollout.top_k | -1 | rollout.top_k | -1: null.
 actor_rollout_ref.rollout.gpu_memory_utilization | 0.5 | = rollout.engine.gpu_memory_fraction |
 actor_rollout_ref.rollout.tensor_model_parallel_size | 2 | = rollout.engine.tensor_parallel |
-actor_rollout_ref.rollout.free_cache_engine | true | ~ rollout.engine.sleep | raypo decides it by the memory, `auto`.
+actor_rollout_ref.rollout.free_cache_engine | true | ~ rollout.engine.sleep | `auto` decides by the available memory.
 actor_rollout_ref.rollout.multi_turn.max_assistant_turns | | = rollout.max_turns |
 actor_rollout_ref.rollout.val_kwargs.n | 1 | = eval.samples_per_prompt |
 actor_rollout_ref.rollout.val_kwargs.temperature | 0 | = eval.temperature |
 actor_rollout_ref.rollout.val_kwargs.do_sample | false | ~ eval.temperature | 0 is greedy.
-actor_rollout_ref.actor.ppo_mini_batch_size | 256 | ppo.minibatch_size | verl counts prompts, raypo responses: multiply by `rollout.samples_per_prompt`.
-actor_rollout_ref.actor.use_dynamic_bsz | false | ~ learner.max_tokens_per_microbatch | Passes are always cut by tokens.
+actor_rollout_ref.actor.ppo_mini_batch_size | 256 | ppo.minibatch_size | verl counts prompts, raypo counts responses: multiply by `rollout.samples_per_prompt`.
+actor_rollout_ref.actor.use_dynamic_bsz | false | ~ learner.max_tokens_per_microbatch | Passes are always split by tokens.
 actor_rollout_ref.actor.fsdp_config.param_offload, actor_rollout_ref.actor.fsdp_config.optimizer_offload, critic.model.fsdp_config.param_offload, critic.model.fsdp_config.optimizer_offload | false | | true: `learner.deepspeed: {zero_optimization: {offload_optimizer: {device: cpu}}}`, or `offload_param` with `learner.zero_stage: 3`.
 actor_rollout_ref.ref.fsdp_config.param_offload | false | ~ rollout.engine.sleep | The reference leaves the GPU while it has no work, if memory is short.
-actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu, actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu, actor_rollout_ref.ref.log_prob_micro_batch_size, actor_rollout_ref.rollout.log_prob_micro_batch_size, critic.ppo_micro_batch_size_per_gpu | | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.actor.ppo_micro_batch_size | | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu, actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu, actor_rollout_ref.ref.log_prob_micro_batch_size, actor_rollout_ref.rollout.log_prob_micro_batch_size, critic.ppo_micro_batch_size_per_gpu | | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The split does not change results.
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.actor.ppo_micro_batch_size | | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The split does not change results.
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu | 16384 | = learner.max_tokens_per_microbatch | Tokens.
 actor_rollout_ref.actor.ppo_epochs | 1 | = ppo.num_epochs | Passes over the responses of a step.
 actor_rollout_ref.actor.clip_ratio | 0.2 | = ppo.clip_low + ppo.clip_high |
@@ -220,12 +220,12 @@ ds.lora.rank, lora_rank | 0 | model.lora.rank | 0 there: leave out `model.lora`.
 ds.lora.alpha, lora_alpha | 16 | model.lora.alpha | The scale is alpha / rank in both.
 ds.lora.target_modules, target_modules | all-linear | model.lora.target_modules |
 ds.lora.dropout, lora_dropout | 0 | | raypo has no dropout: old and new log-probs must come from the same function.
-ds.load_in_4bit, load_in_4bit | false | | A policy with quantized weights is not trained.
+ds.load_in_4bit, load_in_4bit | false | | raypo does not train policies with quantized weights.
 data.prompt_dataset, prompt_data | | = data.prompts |
 data.dataset | | = data.prompts |
 data.prompt_split, prompt_split | train | data.prompts | `{path, split}`, for a hub id.
 data.prompt_probs, prompt_data_probs | | data.prompts | A source has a `weight`: `{path, weight}`.
-data.max_samples, max_samples | | data.prompts | Rows. For a hub id `{path, split: "train[:1000]"}`; a file is cut by hand.
+data.max_samples, max_samples | | data.prompts | Rows. For a hub id `{path, split: "train[:1000]"}`; shorten a file by hand.
 eval.dataset, eval_dataset | | = eval.prompts |
 eval.split, eval_split | train | eval.prompts | `{path, split}`, for a hub id.
 eval.temperature, eval_temperature | 0.6 | = eval.temperature |
@@ -243,17 +243,17 @@ rollout.batch_size, rollout_batch_size | 1024 | = rollout.prompts_per_step | Pro
 rollout.n_samples_per_prompt, n_samples_per_prompt | 1 | = rollout.samples_per_prompt | Responses per prompt.
 rollout.vllm_generate_batch_size, vllm_generate_batch_size | | ~ | All prompts of a step are sampled at once.
 train.batch_size, train_batch_size | 128 | = ppo.minibatch_size, learner.batch_size | Responses (examples) per optimizer step over all workers, in both.
-train.micro_batch_size, rollout.micro_batch_size, micro_train_batch_size, micro_rollout_batch_size | 1 | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The cut changes no number.
-train.dynamic_batch_enable, use_dynamic_batch | false | ~ learner.max_tokens_per_microbatch | Passes are always cut by tokens.
+train.micro_batch_size, rollout.micro_batch_size, micro_train_batch_size, micro_rollout_batch_size | 1 | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The split does not change results.
+train.dynamic_batch_enable, use_dynamic_batch | false | ~ learner.max_tokens_per_microbatch | Passes are always split by tokens.
 train.max_tokens_per_gpu, train_max_tokens_per_gpu | 16192 | = learner.max_tokens_per_microbatch | Tokens.
 rollout.max_tokens_per_gpu, rollout_max_tokens_per_gpu | | ~ learner.max_tokens_per_microbatch | One limit for all passes.
 train.max_epochs, max_epochs | 1 | = ppo.num_epochs, num_epochs | Passes over the responses of a step.
 train.num_episodes, num_episodes | 1 | num_steps | OpenRLHF counts passes over the prompts; rows / `rollout.prompts_per_step` are one.
-train.async_enable, async_train | false | rollout.mode | `async`, with engines of their own (`placement.mode: dedicated`).
+train.async_enable, async_train | false | rollout.mode | `async`, with dedicated engines (`placement.mode: dedicated`).
 train.async_queue_size, async_queue_size | 1 | = rollout.max_staleness | Weight versions.
 train.colocate_all, colocate_all_models, train.colocate_actor_ref, train.colocate_critic_reward, colocate_actor_ref, colocate_critic_reward | false | ~ placement.mode | `colocated`, raypo's default.
 train.seed, seed | 42 | = seed |
-train.enable_ema, enable_ema | false | | There is no average of the weights.
+train.enable_ema, enable_ema | false | | raypo keeps no average of the weights.
 actor.eps_clip, eps_clip | 0.2 | = ppo.clip_low + ppo.clip_high |
 actor.eps_clip_low_high, eps_clip_low_high | | ppo.clip_low + ppo.clip_high |
 actor.dual_clip, dual_clip | | = ppo.dual_clip |
@@ -272,15 +272,15 @@ actor.min_lr_ratio | 0.1 | learner.lr_floor | With `learner.lr_schedule: cosine`
 actor.lr_warmup_ratio, lr_warmup_ratio | 0.03 | learner.lr_warmup_steps | A share of num_steps.
 actor.max_norm, max_norm | 1.0 | = learner.max_grad_norm |
 actor.gradient_checkpointing_enable, gradient_checkpointing | false | = learner.activation_checkpointing |
-actor.gradient_checkpointing_reentrant, gradient_checkpointing_use_reentrant | false | ~ learner.activation_checkpointing | It changes no number.
+actor.gradient_checkpointing_reentrant, gradient_checkpointing_use_reentrant | false | ~ learner.activation_checkpointing | It does not change results.
 ds.zero_stage, zero_stage | 2 | = learner.zero_stage |
 ds.adam_offload, adam_offload | false | learner.deepspeed | `{zero_optimization: {offload_optimizer: {device: cpu}}}`.
 ds.param_dtype, param_dtype, data_type, bf16 | bf16 | model.dtype | `bfloat16`; float16 has no counterpart.
 ds.packing_samples, packing_samples | false | ~ | Rows are always packed.
-ds.attn_implementation, attn_implementation, flash_attn | flash_attention_2 | ~ model.attention | raypo chooses it by the device, `auto`.
+ds.attn_implementation, attn_implementation, flash_attn | flash_attention_2 | ~ model.attention | `auto` chooses by the device.
 ds.use_liger_kernel, use_liger_kernel | false | ~ | Log-probs are always computed in chunks.
 ds.overlap_comm, overlap_comm | false | ~ learner.deepspeed | On for several workers with GPUs.
-ds.enable_sleep, deepspeed_enable_sleep | false | ~ rollout.engine.sleep | raypo decides it by the memory, `auto`.
+ds.enable_sleep, deepspeed_enable_sleep | false | ~ rollout.engine.sleep | `auto` decides by the available memory.
 ref.offload, reward.offload, ref_reward_offload | false | ~ rollout.engine.sleep | Frozen models leave the GPU while they have no work, if memory is short.
 actor.num_nodes, actor_num_nodes | 1 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
 actor.num_gpus_per_node, actor_num_gpus_per_node | 8 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.
@@ -289,10 +289,10 @@ vllm.num_engines, vllm_num_engines | | = rollout.engine.count |
 vllm.tensor_parallel_size, vllm_tensor_parallel_size | 1 | = rollout.engine.tensor_parallel |
 vllm.gpu_memory_utilization, vllm_gpu_memory_utilization | 0.95 | = rollout.engine.gpu_memory_fraction |
 vllm.enable_prefix_caching, enable_prefix_caching | false | ~ rollout.engine.prefix_caching | On by default.
-vllm.enforce_eager, enforce_eager | false | ~ rollout.engine.extra | It changes the speed only: `{enforce_eager: true}`.
-vllm.enable_sleep, vllm_enable_sleep | false | ~ rollout.engine.sleep | raypo decides it by the memory, `auto`.
-vllm.sync_backend, vllm_sync_backend | nccl | rollout.engine.transport | `auto`: nccl is for engines on GPUs of their own, colocated engines have ipc.
-vllm.sync_with_ray, vllm_sync_with_ray | false | ~ rollout.engine.transport | raypo chooses it by the placement, `auto`.
+vllm.enforce_eager, enforce_eager | false | ~ rollout.engine.extra | It changes only the speed: `{enforce_eager: true}`.
+vllm.enable_sleep, vllm_enable_sleep | false | ~ rollout.engine.sleep | `auto` decides by the available memory.
+vllm.sync_backend, vllm_sync_backend | nccl | rollout.engine.transport | `auto`: nccl for engines on their own GPUs, ipc for colocated engines.
+vllm.sync_with_ray, vllm_sync_with_ray | false | ~ rollout.engine.transport | `auto` chooses by the placement.
 algo.advantage.estimator, advantage_estimator | gae | ppo.advantage | `group_norm`: grpo; the others have the same names.
 algo.advantage.lambd, lambd | 1 | = ppo.gae_lambda |
 algo.advantage.gamma, gamma | 1 | = ppo.gamma |
@@ -303,7 +303,7 @@ algo.kl.horizon, kl_horizon | 10000 | = ppo.kl.horizon | Responses.
 algo.kl.estimator, kl_estimator | k1 | = ppo.kl.estimator |
 algo.kl.use_loss, use_kl_loss | false | ppo.kl.placement | true: `loss`.
 algo.dynamic_filtering_enable, dynamic_filtering | false | = ppo.filter.enabled |
-reward.normalize_enable, normalize_reward | false | = ppo.shaping.normalize | OpenRLHF subtracts the fixed `mean`, and divides by the fixed `std`, of the reward model's config.json (0 and 1 if it has none; its reward training writes them), and shifts the critic's values alike. raypo uses the running mean and std of the run's scores.
+reward.normalize_enable, normalize_reward | false | = ppo.shaping.normalize | OpenRLHF subtracts the fixed `mean`, and divides by the fixed `std`, of the reward model's config.json (0 and 1 if it has none; its reward training writes them), and shifts the critic's values in the same way. raypo uses the running mean and std of the run's scores.
 reward.clip_range, reward_clip_range | [-10, 10] | ppo.shaping.clip_low + ppo.shaping.clip_high | raypo's default is no clip. raypo clips scores; OpenRLHF clips what rloo, group_norm, dr_grpo and reinforce_baseline make of them.
 reward.overlong_buffer_len, overlong_buffer_len | | = ppo.shaping.overlong_buffer_tokens | Tokens.
 reward.overlong_penalty_factor, overlong_penalty_factor | 1 | = ppo.shaping.overlong_factor |
@@ -314,7 +314,7 @@ ckpt.output_dir, save_path | ./ckpt | storage_path + name | The run's folder is 
 ckpt.path, ckpt_path | ./ckpt/checkpoints_ppo_ray | ~ storage_path | Checkpoints are in the run's folder.
 ckpt.save_hf, save_hf_ckpt | false | ~ | The policy is always saved as Hugging Face files.
 ckpt.disable_ds, disable_ds_ckpt | false | ~ checkpoint.every | The last step always has a checkpoint.
-ckpt.load_enable, load_checkpoint | false | ~ | A run resumes by itself.
+ckpt.load_enable, load_checkpoint | false | ~ | A run resumes automatically.
 ckpt.save_steps, save_steps | -1 | = checkpoint.every | Steps of raypo.
 ckpt.max_num, max_ckpt_num | 3 | = checkpoint.keep |
 eval.steps, eval_steps | -1 | = eval.every |

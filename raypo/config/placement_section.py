@@ -19,7 +19,7 @@ class DeploymentSection(Config):
     """
 
     gone: ClassVar[Mapping[str, str]] = {
-        "max_queued_requests": "Queues of replicas have no limit any more. Remove it."
+        "max_queued_requests": "Queues of replicas no longer have a limit. Remove it."
     }
 
     request_timeout_s: float | None = Field(default=None, gt=0.0)
@@ -97,8 +97,8 @@ class FrozenSections(Config):
             if section.tensor_parallel > 1 and section.backend == "torch":
                 key = f"placement.frozen.{role}"
                 yield (
-                    f"{key}.tensor_parallel ({section.tensor_parallel}): backend torch computes on "
-                    f"one device. Set {key}.backend to vllm, or {key}.tensor_parallel to 1."
+                    f"{key}.tensor_parallel ({section.tensor_parallel}): backend torch uses a "
+                    f"single device. Set {key}.backend to vllm, or {key}.tensor_parallel to 1."
                 )
 
 
@@ -141,8 +141,9 @@ class PlacementSection(Config):
                 yield f"{key}.{name}: must be one of learner, {', '.join(roles)}. Correct the role."
             elif groups.get(name) == "colocated":
                 yield (
-                    f"{key}.{name} ({each}): has no effect, a colocated role lies in the learner "
-                    f"workers' bundles. Remove it, or set placement.mode to {{{name}: dedicated}}."
+                    f"{key}.{name} ({each}): has no effect, because a colocated role uses the "
+                    f"learner workers' bundles. Remove it, or set placement.mode to {{{name}: "
+                    "dedicated}."
                 )
 
     def group_of(self, role: RoleKind) -> Group:

@@ -232,10 +232,10 @@ class PPOSection(Config):
         if self.old_log_probs == "engine" and section.acts:
             key, off = ("kind", "none") if section.kind != "none" else ("token_veto", "null")
             yield (
-                f"ppo.correction.{key} ({getattr(section, key)}): weighs the learner's log-probs "
-                f"before the update against the engine's, and ppo.old_log_probs: engine leaves "
-                f"them uncomputed: the ratio of the loss corrects already. Set "
-                f"ppo.old_log_probs to learner, or ppo.correction.{key} to {off}."
+                f"ppo.correction.{key} ({getattr(section, key)}): compares the learner's "
+                "log-probs before the update with the engine's, but with ppo.old_log_probs: "
+                "engine they are not computed, because the ratio in the loss corrects the "
+                f"difference. Set ppo.old_log_probs to learner, or ppo.correction.{key} to {off}."
             )
         yield from self._problems_of_maxrl()
         yield from self._problems_of_gdpo()
@@ -250,14 +250,14 @@ class PPOSection(Config):
         why = "ppo.advantage: maxrl divides by a group's mean score, so scores must be at least 0"
         if self.has_kl_in_reward:
             yield (
-                f"ppo.kl.placement (reward): the KL may lower a score below 0, and {why}. Set "
+                f"ppo.kl.placement (reward): the KL may lower a score below 0, but {why}. Set "
                 "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
             )
         if self.shaping.clip_low is None or self.shaping.clip_low < 0.0:
             for key, value in self.shaping.set_keys("normalize", "overlong_buffer_tokens"):
                 yield (
-                    f"{key} ({value}): may lower a score below 0, and {why}. Remove {key}, or set "
-                    "ppo.shaping.clip_low to 0."
+                    f"{key} ({value}): may lower a score below 0, but {why}. Remove {key}, or "
+                    "set ppo.shaping.clip_low to 0."
                 )
 
     def _problems_of_gdpo(self) -> Iterator[str]:
@@ -273,20 +273,20 @@ class PPOSection(Config):
             )
         if self.has_kl_in_reward:
             yield (
-                f"ppo.kl.placement (reward): the KL would change the score, and {why}. Set "
+                f"ppo.kl.placement (reward): the KL would change the score, but {why}. Set "
                 "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
             )
         for key, value in self.shaping.set_keys(*type(self.shaping).model_fields):
-            yield f"{key} ({value}): changes the score, and {why}. Remove {key}."
+            yield f"{key} ({value}): changes the score, but {why}. Remove {key}."
 
     def _problems_of_gigpo(self) -> Iterator[str]:
         if self.advantage != "gigpo":
             return
         if self.has_kl_in_reward:
             yield (
-                "ppo.kl.placement (reward): the KL would be in the scores of episodes and not in "
-                "the returns of turns, which ppo.advantage: gigpo adds. Set ppo.kl.placement to "
-                "loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+                "ppo.kl.placement (reward): the KL would enter the scores of episodes but not "
+                "the returns of turns, which ppo.advantage: gigpo also uses. Set "
+                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
             )
         why, remedy = "ppo.advantage: gigpo discounts by turn", "set ppo.advantage to another"
         yield from self._idle("discount_by", why, remedy)
@@ -313,7 +313,7 @@ class PPOSection(Config):
             yield from self._idle("bootstrap_truncated", why, "set ppo.mask_truncated to false")
         if is_adaptive and self.discount_by == "turn":
             yield (
-                "ppo.gae_lambda (adaptive): follows from the tokens of a response, and "
+                "ppo.gae_lambda (adaptive): depends on the number of tokens of a response, but "
                 "ppo.discount_by: turn applies it to turns. Set ppo.gae_lambda to a number, or "
                 "ppo.discount_by to token."
             )

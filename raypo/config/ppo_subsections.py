@@ -20,8 +20,8 @@ def _crossed(key: str, low: float | None, high_name: str, high: float | None) ->
     """Yield a problem if the lower of two bounds is not below the upper one."""
     if low is not None and high is not None and low >= high:
         yield (
-            f"{key} ({low:g}): must be below {high_name} ({high:g}), or nothing lies between them. "
-            f"Set {key} below {high:g}."
+            f"{key} ({low:g}): must be below {high_name} ({high:g}), or the range is empty. Set "
+            f"{key} below {high:g}."
         )
 
 
@@ -131,7 +131,7 @@ class CorrectionSection(Config):
             for key, value in self.set_keys(name) if self.kind not in kinds else ():
                 yield (
                     f"{key} ({value}): is used by {', '.join(kinds)}, not by "
-                    f"ppo.correction.kind: {self.kind}. {remedy}, or choose such a kind."
+                    f"ppo.correction.kind: {self.kind}. {remedy}, or choose a kind that uses it."
                 )
 
     @property

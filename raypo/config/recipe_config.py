@@ -54,7 +54,9 @@ def parse_run_config(values: Mapping[str, Any], *, origin: str) -> AnyConfig:
         ConfigError: as `load_run_config`.
     """
     if "space" in values and "base" in values:
-        raise ConfigError(f"{origin}: this is a sweep, no run. Start it by raypo sweep {origin}.")
+        raise ConfigError(
+            f"{origin}: this is a sweep, not a run. Start it with raypo sweep {origin}."
+        )
     recipe = values.get("recipe", "ppo")
     if recipe not in RECIPES:
         near = difflib.get_close_matches(str(recipe), RECIPES, n=1)

@@ -98,25 +98,26 @@ class EngineSection(Config):
             if self.transport == "auto":
                 return "object"
             raise ConfigError(
-                "rollout.engine.transport (nccl): NCCL needs another GPU for every member, and "
-                "several engines share one (placement.gpus.engine). Set placement.gpus.engine to "
-                "1, or rollout.engine.transport to auto or object."
+                "rollout.engine.transport (nccl): NCCL needs a separate GPU for every member, "
+                "but several engines share one (placement.gpus.engine). Set "
+                "placement.gpus.engine to 1, or rollout.engine.transport to auto or object."
             )
         fitting = "ipc" if colocated else "nccl"
         if self.transport not in ("auto", fitting):
-            where = "on the learner workers' own GPUs" if colocated else "on GPUs of their own"
+            where = "on the learner workers' own GPUs" if colocated else "on their own GPUs"
             rule = {
                 "ipc": "CUDA IPC needs engine and learner worker on one GPU",
-                "nccl": "NCCL needs another GPU for every member",
+                "nccl": "NCCL needs a separate GPU for every member",
             }[self.transport]
             raise ConfigError(
-                f"rollout.engine.transport ({self.transport}): {rule}, and the engines are "
+                f"rollout.engine.transport ({self.transport}): {rule}, but the engines are "
                 f"{where}. Set rollout.engine.transport to auto, {fitting} or object."
             )
         if not use_gpu:
             raise ConfigError(
-                f"rollout.engine.transport ({self.transport}): needs GPUs, and the learner workers "
-                "have none (learner.use_gpu). Set rollout.engine.transport to auto or object."
+                f"rollout.engine.transport ({self.transport}): needs GPUs, but the learner "
+                "workers have none (learner.use_gpu). Set rollout.engine.transport to auto or "
+                "object."
             )
         return fitting
 
@@ -288,20 +289,20 @@ class RolloutSection(SamplingSection):
         usual = {"sync": 0, "one_step_off": 1}.get(self.mode, self.staleness)
         if self.staleness != usual:
             yield (
-                f"rollout.max_staleness ({self.max_staleness}): mode {self.mode} has {usual}. Set "
-                f"max_staleness to auto, or mode to async."
+                f"rollout.max_staleness ({self.max_staleness}): mode {self.mode} has a staleness "
+                f"of {usual}. Set max_staleness to auto, or mode to async."
             )
         if self.in_flight != "recompute" and not self.has_requests_in_flight:
             yield (
                 f"rollout.in_flight ({self.in_flight}): mode {self.mode} with a staleness of "
-                f"{self.staleness} has no request under way when weights arrive. Remove in_flight, "
-                f"or set mode to async and max_staleness to 1 or more."
+                f"{self.staleness} has no request in flight when weights arrive. Remove "
+                "in_flight, or set mode to async and max_staleness to 1 or more."
             )
 
     def _problems_of_episodes(self) -> Iterator[str]:
         if self.environment is not None and self.agent is not None:
             yield (
-                f"rollout.agent ({self.agent}): takes the place of rollout.environment "
+                f"rollout.agent ({self.agent}): replaces rollout.environment "
                 f"({self.environment}). Remove one of the two."
             )
         of_verifiers = _OF_VERIFIERS if self.verifiers else ""
@@ -309,7 +310,8 @@ class RolloutSection(SamplingSection):
         if self.verifiers is not None and self.environment_processes:
             yield (
                 f"rollout.environment_processes ({self.environment_processes}): has no effect, "
-                f"an environment of verifiers ({self.environment}) is not pickled. Remove it."
+                f"because an environment of verifiers ({self.environment}) is not pickled. "
+                "Remove it."
             )
         for missing, keys in (
             ("agent", " ".join(of_agents) if self.agent is None else ""),
@@ -319,13 +321,14 @@ class RolloutSection(SamplingSection):
             yield from self._idle(keys, f"rollout.{missing} is null", f"set rollout.{missing}")
         if self.is_episodic and self.max_episode_tokens is None:
             yield (
-                "rollout.max_episode_tokens (None): an episode needs a limit, for engine and "
-                "learner make room for it. Set it to what all turns and the environment's "
-                f"texts may take, like {2 * self.max_turns * self.max_new_tokens}."
+                "rollout.max_episode_tokens (None): an episode needs a limit, because engine "
+                "and learner reserve memory for it. Set it to the total length that all turns "
+                "and the environment's texts may have, like "
+                f"{2 * self.max_turns * self.max_new_tokens}."
             )
         if self.is_episodic and self.max_response_tokens < self.max_new_tokens:
             yield (
                 f"rollout.max_episode_tokens ({self.max_episode_tokens}): must not be below "
-                f"rollout.max_new_tokens ({self.max_new_tokens}), that of a single turn. Set "
-                f"it to {self.max_new_tokens} or more."
+                f"rollout.max_new_tokens ({self.max_new_tokens}), the limit of a single turn. "
+                f"Set it to {self.max_new_tokens} or more."
             )

@@ -43,13 +43,13 @@ class RoundsConfig(OnlineConfig):
         if rollout.mode != "sync":
             yield (
                 f"rollout.mode ({rollout.mode}): a round of {recipe} samples with the weights "
-                f"that the round before has trained. Set rollout.mode to sync."
+                "that the previous round has trained. Set rollout.mode to sync."
             )
         if rollout.is_episodic:
             key = "agent" if rollout.agent else "environment"
             yield (
-                f"rollout.{key} ({getattr(rollout, key)}): {recipe} learns responses of "
-                f"one turn. Remove it, or use the recipe ppo."
+                f"rollout.{key} ({getattr(rollout, key)}): {recipe} learns from single-turn "
+                "responses. Remove it, or use the recipe ppo."
             )
         if lora is not None and lora.push == "adapter":
             yield f"model.lora.push (adapter): {recipe} pushes whole weights. Set it to merged."
@@ -196,14 +196,14 @@ class DistillationConfig(RoundsConfig):
         names = [source_name(source) for source in self.data.prompts]
         for name in [name for name in self.teacher_of if name not in names]:
             yield (
-                f"model.teacher ({name}): no source of data.prompts is called so; they are "
-                f"called {', '.join(names)}. Correct the name, or remove it."
+                f"model.teacher ({name}): no source of data.prompts has this name; their names "
+                f"are {', '.join(names)}. Correct the name, or remove it."
             )
         for name in names:
             if name not in self.teacher_of:
                 yield (
                     f"model.teacher ({', '.join(self.teacher_of)}): the source {name} of "
-                    f"data.prompts has none. Add one, or give one path for all."
+                    "data.prompts has no teacher. Add one, or give one path for all."
                 )
 
     def _problems_of_teacher_prompts(self) -> Iterator[str]:
@@ -219,23 +219,24 @@ class DistillationConfig(RoundsConfig):
             return
         if shown == "solution" and self.data.label_key is None:
             yield (
-                "distillation.teacher_prompt (solution): shows the label of a row, and "
+                "distillation.teacher_prompt (solution): shows the label of a row, but "
                 "data.label_key is null. Set data.label_key to the column of the solutions."
             )
         if shown == "success" and self.rollout.samples_per_prompt < 2:
             yield (
-                "distillation.teacher_prompt (success): shows another sample of the prompt, and "
+                "distillation.teacher_prompt (success): shows another sample of the prompt, but "
                 "rollout.samples_per_prompt is 1. Set rollout.samples_per_prompt to 2 or more."
             )
         if fraction < 1.0:
             yield (
                 f"distillation.on_policy_fraction ({fraction:g}): distillation.teacher_prompt "
-                f"({shown}) is for samples of the policy. Set it to 1."
+                f"({shown}) works only with samples of the policy. Set "
+                "distillation.on_policy_fraction to 1."
             )
         if tools is not None:
             yield (
-                f"data.tools_key ({tools}): a prompt of distillation.teacher_prompt ({shown}) "
-                f"names no tools. Remove one of the two."
+                f"data.tools_key ({tools}): the prompts of distillation.teacher_prompt ({shown}) "
+                "describe no tools. Remove one of the two."
             )
         if self.model.teacher is None:
             keys = "distillation.max_teacher_prompt_tokens + rollout.max_new_tokens"
@@ -247,23 +248,27 @@ class DistillationConfig(RoundsConfig):
         if 0.0 < fraction < 1.0 and answered in (0, prompts):
             yield (
                 f"distillation.on_policy_fraction ({fraction:g}): of {prompts} prompts "
-                f"(rollout.prompts_per_step) that is {answered}. Set it to "
-                f"{answered / prompts:g}, or rollout.prompts_per_step higher."
+                f"(rollout.prompts_per_step) that is {answered}. Set "
+                f"distillation.on_policy_fraction to {answered / prompts:g}, or raise "
+                "rollout.prompts_per_step."
             )
         for key, value in self.judges.items() if not (answered or self.eval.prompts) else ():
             yield (
-                f"{key} ({value}): judges what the policy answers, and with "
-                f"distillation.on_policy_fraction 0 it answers nothing. Remove it, or set "
-                f"eval.prompts or a larger distillation.on_policy_fraction."
+                f"{key} ({value}): scores responses of the policy, but with "
+                "distillation.on_policy_fraction 0 the policy samples none. Remove it, or set "
+                "eval.prompts or a larger distillation.on_policy_fraction."
             )
         if fraction < 1.0 and column is None:
             yield (
                 f"distillation.on_policy_fraction ({fraction:g}): the other prompts of a round "
-                f"need a teacher's texts. Set data.response_key to their column, or it to 1."
+                "need a teacher's texts. Set data.response_key to the column of these texts, or "
+                "distillation.on_policy_fraction to 1."
             )
         if fraction == 1.0:
             why = "distillation.on_policy_fraction is 1"
-            yield from self._idle("data.response_key", why, "set that below 1")
+            yield from self._idle(
+                "data.response_key", why, "set distillation.on_policy_fraction below 1"
+            )
         if column is not None:
             longest = self.data.max_prompt_tokens + self.data.max_response_tokens
             keys = "data.max_prompt_tokens + data.max_response_tokens"
@@ -286,8 +291,8 @@ class SelectionSection(Config):
     def _problems(self) -> Iterator[str]:
         if self.top_k is None and self.min_score is None:
             yield (
-                "rejection_sampling.top_k (null): with min_score null too, nothing is rejected. "
-                "Set one of them."
+                "rejection_sampling.top_k (null): nothing is rejected if top_k and min_score "
+                "are both null. Set one of them."
             )
 
 
@@ -307,8 +312,9 @@ class RejectionSamplingConfig(RoundsConfig):
         if self.rejection_sampling.min_score is None and top_k is not None and samples <= top_k:
             yield (
                 f"rollout.samples_per_prompt ({samples}): the best {top_k} "
-                f"(rejection_sampling.top_k) of so many are all. Set rollout.samples_per_prompt "
-                f"to {top_k + 1} or more, or rejection_sampling.min_score."
+                "(rejection_sampling.top_k) of so many samples are all of them. Set "
+                f"rollout.samples_per_prompt to {top_k + 1} or more, or "
+                "rejection_sampling.min_score."
             )
 
 
@@ -361,8 +367,8 @@ class IterativeDPOConfig(RoundsConfig):
             )
         if loss == "kto":
             yield (
-                "dpo.loss (kto): learns from single verdicts, and iterative_dpo makes pairs. Set "
-                "dpo.loss to sigmoid or another loss of pairs."
+                "dpo.loss (kto): learns from single verdicts, but iterative_dpo makes pairs. "
+                "Set dpo.loss to sigmoid or another loss of pairs."
             )
         if not self.dpo.needs_reference:
             why = f"dpo.loss {loss} has no reference"
@@ -370,7 +376,9 @@ class IterativeDPOConfig(RoundsConfig):
             yield from self._idle(keys, why, "choose another dpo.loss")
         elif self.iterative_dpo.reference == "round":
             yield from self._idle(
-                "model.reference", "iterative_dpo.reference is round", "set that to start"
+                "model.reference",
+                "iterative_dpo.reference is round",
+                "set iterative_dpo.reference to start",
             )
         longest = self.data.max_prompt_tokens + 2 * self.rollout.max_new_tokens
         keys = "data.max_prompt_tokens + 2 x rollout.max_new_tokens"

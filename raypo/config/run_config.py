@@ -110,21 +110,22 @@ class RecipeConfig(RunFile):
         has_lora = getattr(getattr(self, "model", None), "lora", None) is not None
         if has_lora and isinstance(learner, WorkersSection) and learner.optimizer == "muon":
             yield (
-                "learner.optimizer (muon): updates whole matrices, and model.lora trains two thin "
-                "factors of each. Remove model.lora, or set learner.optimizer to adamw."
+                "learner.optimizer (muon): updates whole matrices, but model.lora trains two "
+                "low-rank factors of each. Remove model.lora, or set learner.optimizer to adamw."
             )
         watched = {"checkpoint.best_by": self.checkpoint.best_by}
         watched["stop.metric"] = self.stop.metric if self.stop.watches else None
         for key, metric in watched.items():
             if metric and metric.startswith("eval/") and not self.measures_held_out:
                 yield (
-                    f"{key} ({metric}): is measured on held-out prompts, and eval.prompts is null. "
-                    f"Set eval.prompts, or {key} to a metric of the steps, like rollout/score_mean."
+                    f"{key} ({metric}): is measured on held-out prompts, but eval.prompts is "
+                    f"null. Set eval.prompts, or set {key} to a metric of training steps, like "
+                    "rollout/score_mean."
                 )
         if not isinstance(self, OnlineConfig) and self.placement.is_dedicated:
             yield (
-                f"placement.mode (dedicated): the recipe {self.recipe} has nothing that could live "
-                f"in a group of its own. Set placement.mode to colocated."
+                f"placement.mode (dedicated): the recipe {self.recipe} has no role that could "
+                "have a dedicated group. Set placement.mode to colocated."
             )
 
     def with_workers(self, count: int) -> Self:
@@ -293,14 +294,14 @@ class OnlineConfig(RecipeConfig):
         if self.learner.is_elastic and self.placement.is_dedicated:
             yield (
                 f"learner.min_workers ({self.learner.min_workers}): Ray Train decides how many "
-                f"workers there is room for, and takes the devices of the dedicated group for free "
-                f"ones. Set it to null, or placement.mode to colocated."
+                "workers fit, and it would count the devices of the dedicated group as free. "
+                "Set learner.min_workers to null, or placement.mode to colocated."
             )
         reference, temperature = self.placement.frozen.reference, self.trained_temperature
         if reference.backend == "vllm" and temperature != 1.0 and self.references:
             yield (
-                f"placement.frozen.reference.backend (vllm): gives log-probs of prompts at "
-                f"temperature 1 only, and rollout.temperature is {temperature:g}. Set it to torch."
+                "placement.frozen.reference.backend (vllm): gives log-probs at temperature 1 "
+                f"only, but rollout.temperature is {temperature:g}. Set it to torch."
             )
         judge = self.reward.judge
         if judge and judge.path and self.judged_tokens > judge.max_model_len:
@@ -320,22 +321,22 @@ class OnlineConfig(RecipeConfig):
         if is_colocated and num_workers % engine.tensor_parallel:
             yield (
                 f"rollout.engine.tensor_parallel ({engine.tensor_parallel}): must divide "
-                f"learner.num_workers ({num_workers}), whose devices a colocated engine takes. Set "
-                f"it to 1, or placement.mode to dedicated."
+                f"learner.num_workers ({num_workers}), whose devices a colocated engine uses. "
+                "Set it to 1, or placement.mode to dedicated."
             )
         most = num_workers // engine.tensor_parallel
         if is_colocated and engine.count != "auto" and engine.count > most:
             yield (
-                f"rollout.engine.count ({engine.count}): a colocated engine lives beside "
-                f"{engine.tensor_parallel} of the {num_workers} learner workers "
-                f"(rollout.engine.tensor_parallel, learner.num_workers). Set rollout.engine.count "
-                f"to at most {most}, or placement.mode to dedicated."
+                f"rollout.engine.count ({engine.count}): a colocated engine shares the devices "
+                f"of {engine.tensor_parallel} of the {num_workers} learner workers "
+                "(rollout.engine.tensor_parallel, learner.num_workers). Set "
+                f"rollout.engine.count to at most {most}, or placement.mode to dedicated."
             )
         if is_colocated and self.rollout.mode != "sync":
             yield (
-                f"rollout.mode ({self.rollout.mode}): samples while the learner updates, and "
-                f"colocated engines take turns with it. Set placement.mode to dedicated (or to "
-                f"{{engine: dedicated}}), or rollout.mode to sync."
+                f"rollout.mode ({self.rollout.mode}): samples while the learner updates, but "
+                "colocated engines take turns with the learner. Set placement.mode to dedicated "
+                "(or to {engine: dedicated}), or rollout.mode to sync."
             )
         if self.learner.use_gpu != "auto":  # auto is checked once the GPUs are known
             try:
@@ -361,21 +362,22 @@ class OnlineConfig(RecipeConfig):
             is_colocated = self.placement.group_of(role) == "colocated"
             if size > 1 and is_colocated and strategy == "STRICT_SPREAD":
                 yield (
-                    f"placement.strategy ({strategy}): every learner worker has a node of its own, "
-                    f"and {size} of them share a replica ({key}). Set placement.strategy to PACK, "
-                    f"or placement.mode to dedicated for it."
+                    f"placement.strategy ({strategy}): every learner worker has its own node, "
+                    f"but {size} of them share a replica ({key}). Set placement.strategy to "
+                    "PACK, or placement.mode to dedicated for it."
                 )
             share = getattr(self.placement.gpus, role)
             if role == "engine" and self.engines_share_gpus and engine.gpu_memory_fraction >= share:
                 yield (
-                    f"rollout.engine.gpu_memory_fraction ({engine.gpu_memory_fraction:g}): engines "
-                    f"share a GPU (placement.gpus.engine: {share:g}), and each takes memory of the "
-                    f"CUDA runtime besides. Set it below {share:g}, like {0.9 * share:.2g}."
+                    f"rollout.engine.gpu_memory_fraction ({engine.gpu_memory_fraction:g}): "
+                    f"engines share a GPU (placement.gpus.engine: {share:g}), and each also uses "
+                    f"memory for the CUDA runtime. Set it below {share:g}, like "
+                    f"{0.9 * share:.2g}."
                 )
             if size > 1 and share < 1.0 and (not is_colocated or asked is engine):
                 yield (
-                    f"placement.gpus.{role} ({share:g}): a replica on several GPUs "
-                    f"({key} = {size}) takes whole ones. Set it to 1."
+                    f"placement.gpus.{role} ({share:g}): a replica on several GPUs ({key} = "
+                    f"{size}) uses whole GPUs. Set it to 1."
                 )
             if isinstance(asked, EngineSection) or not is_colocated:
                 continue
@@ -383,10 +385,10 @@ class OnlineConfig(RecipeConfig):
             if replicas * size > num_workers:
                 yield (
                     f"placement.frozen.{role}.tensor_parallel ({size}): each colocated replica "
-                    f"lies on the devices of {size} learner workers, and there are {num_workers} "
-                    f"(learner.num_workers) for "
-                    f"{replicas} of them (placement.frozen.{role}.num_replicas). Set one of the "
-                    f"two lower, or placement.mode to dedicated for it."
+                    f"uses the devices of {size} learner workers, but there are {num_workers} of "
+                    f"these (learner.num_workers) for {replicas} replicas "
+                    f"(placement.frozen.{role}.num_replicas). Lower one of the two "
+                    "placement.frozen keys, or placement.mode to dedicated for it."
                 )
 
 
@@ -481,11 +483,11 @@ class PPOConfig(OnlineConfig):
         is_unmoved = is_one_update and self.ppo.old_log_probs == "learner"
         if self.ppo.policy_loss == "kl_cov" and is_unmoved:
             yield (
-                f"ppo.policy_loss (kl_cov): penalises how log-probs change from update to update "
-                f"of a step, and a step has one (ppo.num_epochs 1, ppo.minibatch_size "
-                f"{size} of {responses} responses), before which "
-                f"nothing has changed. Set ppo.minibatch_size lower, ppo.num_epochs to 2 or more, "
-                f"or ppo.policy_loss to clip_cov."
+                "ppo.policy_loss (kl_cov): penalises changes of log-probs between the updates "
+                "of a step, but a step has only one update (ppo.num_epochs 1, "
+                f"ppo.minibatch_size {size} of {responses} responses), and before it nothing has "
+                "changed. Set ppo.minibatch_size lower, ppo.num_epochs to 2 or more, or "
+                "ppo.policy_loss to clip_cov."
             )
         prompts, count = self.rollout.prompts_per_step, self.learner.num_workers
         apart, in_all = self.learner.critic_workers, self.learner.total_workers
@@ -494,7 +496,7 @@ class PPOConfig(OnlineConfig):
                 f"learner.critic_workers ({apart}): every worker needs a prompt of each step "
                 f"(learner.num_workers + learner.critic_workers = {in_all}, "
                 f"rollout.prompts_per_step = {prompts}) and a response of each minibatch "
-                f"(ppo.minibatch_size = {size}). Set it lower, or to 0."
+                f"(ppo.minibatch_size = {size}). Lower it, or set it to 0."
             )
         if count > min(prompts, size):
             yield (
@@ -521,10 +523,10 @@ class PPOConfig(OnlineConfig):
         is_kept_elsewhere = is_uri(self.storage_path) and self.learner.save_critic
         if apart and is_kept_elsewhere and self.checkpoint.best_by:
             yield (
-                f"learner.critic_workers ({apart}): writes the critic on another worker than the "
-                f"policy, and best/ takes both from one disk (storage_path: {self.storage_path}). "
-                f"Set checkpoint.best_by to null, learner.save_critic to false, or storage_path "
-                f"to a folder that all nodes see."
+                f"learner.critic_workers ({apart}): the critic is written by another worker than "
+                "the policy, but best/ copies both from one disk (storage_path: "
+                f"{self.storage_path}). Set checkpoint.best_by to null, learner.save_critic to "
+                "false, or storage_path to a folder that all nodes see."
             )
         if self.learner.save_critic and not self.ppo.needs_critic:
             yield (
@@ -541,14 +543,14 @@ class PPOConfig(OnlineConfig):
         is_credited_by_turn = answers_turns and not self.ppo.needs_group
         for key, value in shaping.set_keys(*of_the_total) if is_credited_by_turn else ():
             yield (
-                f"{key} ({value}): changes the score of a whole episode, and "
-                f"ppo.advantage: {self.ppo.advantage} credits the rewards of its turns. Remove "
-                f"it, and scale the environment's rewards."
+                f"{key} ({value}): changes the score of a whole episode, but ppo.advantage: "
+                f"{self.ppo.advantage} assigns credit by the rewards of its turns. Remove it, "
+                "and scale the environment's rewards."
             )
         if self.data.tools_key and self.rollout.is_episodic:
             yield (
-                f"data.tools_key ({self.data.tools_key}): has no effect, environments and agents "
-                "name the tools that the chat template describes. Remove it."
+                f"data.tools_key ({self.data.tools_key}): has no effect, because environments "
+                "and agents name the tools that the chat template describes. Remove it."
             )
         if self.ppo.advantage == "gigpo" and not answers_turns:
             yield (
@@ -557,15 +559,15 @@ class PPOConfig(OnlineConfig):
             )
         if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
             yield (
-                "ppo.discount_by (turn): a response is one turn where there is no environment and "
-                "no agent. Remove it, or set rollout.environment."
+                "ppo.discount_by (turn): a response is a single turn if there is no environment "
+                "and no agent. Remove it, or set rollout.environment."
             )
         buffer, key = shaping.overlong_tokens(limit), "ppo.shaping.overlong_buffer_tokens"
         if buffer is not None and self.rollout.is_episodic:
             yield (
-                f"{key} ({shaping.overlong_buffer_tokens}): "
-                f"counts what the policy samples, and rollout.max_episode_tokens ({limit}) limits "
-                f"what others write too. Set {key} to null, and let the episode's score say it."
+                f"{key} ({shaping.overlong_buffer_tokens}): counts only the policy's tokens, but "
+                f"rollout.max_episode_tokens ({limit}) also limits the environment's texts. Set "
+                f"{key} to null, and penalise length in the episode's score."
             )
         elif buffer is not None and buffer > limit:
             yield (
@@ -577,23 +579,23 @@ class PPOConfig(OnlineConfig):
         agent = "rollout.agent" if self.rollout.agent else self.rollout.environment
         for key, value in self.judges.items():
             yield (
-                f"{key} ({value}): judges single responses, and an episode of {agent} "
-                f"may have several, with one score that the agent returns. Remove {key}."
+                f"{key} ({value}): scores single responses, but an episode of {agent} may have "
+                f"several, with one score that the agent returns. Remove {key}."
             )
         if not self.ppo.needs_group:
             return
         if self.ppo.has_kl_in_reward:
             yield (
-                f"ppo.kl.placement (reward): the KL of a response is taken off its score, and an "
-                f"episode of {agent} may have several responses with one score. Set "
-                f"ppo.kl.placement to loss."
+                "ppo.kl.placement (reward): the KL of a response is subtracted from its score, "
+                f"but an episode of {agent} may have several responses with one score. Set "
+                "ppo.kl.placement to loss."
             )
         of_a_response = ("overlong_buffer_tokens", "truncated_score", "truncated_scale", "function")
         for key, value in self.ppo.shaping.set_keys(*of_a_response):
             yield (
-                f"{key} ({value}): changes the score of a single response, and an "
-                f"episode of {agent} may have several with one score. Remove it, and "
-                f"let the agent's score say it."
+                f"{key} ({value}): changes the score of a single response, but an episode of "
+                f"{agent} may have several with one score. Remove it, and apply it in the "
+                "agent's score."
             )
 
     def _problems_of_scores(self) -> Iterator[str]:
@@ -607,7 +609,7 @@ class PPOConfig(OnlineConfig):
             )
         if self.ppo.advantage == "pass_at_k" and self.ppo.pass_k > samples >= 2:
             yield (
-                f"ppo.pass_k ({self.ppo.pass_k}): the best of so many samples counts, and "
+                f"ppo.pass_k ({self.ppo.pass_k}): the best of this many samples counts, but "
                 f"rollout.samples_per_prompt is {samples}. Set ppo.pass_k to at most {samples}."
             )
         if horizon is not None and horizon <= MAX_KL_ERROR * self.responses_per_step:
@@ -628,14 +630,14 @@ class PPOConfig(OnlineConfig):
             cutting, at = truncation
             usual = {"rollout.top_p": "1", "rollout.top_k": "null", "rollout.min_p": "0"}[cutting]
             yield (
-                f"{key} ({value}): compares the engine's log-probs with the learner's, and "
-                f"{cutting} ({at:g}) makes the engine's those of a truncated distribution. Set "
-                f"{cutting} to {usual}, or {key} to {off}."
+                f"{key} ({value}): compares the engine's log-probs with the learner's, but "
+                f"{cutting} ({at:g}) truncates the engine's distribution. Set {cutting} to "
+                f"{usual}, or {key} to {off}."
             )
         most, bound = section.max_staleness, self.rollout.staleness
         if most is not None and most >= bound:
             yield (
                 f"ppo.correction.max_staleness ({most}): no token is staler than {bound} "
-                f"(rollout.mode {self.rollout.mode}, rollout.max_staleness). Set it lower, or to "
-                f"null."
+                f"(rollout.mode {self.rollout.mode}, rollout.max_staleness). Lower it, or set it "
+                "to null."
             )

@@ -174,7 +174,7 @@ class DataSection(Config):
     def _is_one_column(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
             raise ValueError(
-                "must be one column. Name one, or leave label_key out: reward functions get every "
+                "must be one column. Name one, or omit label_key: reward functions get every "
                 "column as rollout.row."
             )
         return value
@@ -330,27 +330,36 @@ class JudgeSection(Config):
 
     def _problems_of_grades(self, key: str) -> Iterator[str]:
         if "{response}" not in self.template:
-            yield f"{key}.template: does not name {{response}}. Write it where that belongs."
+            yield (
+                f"{key}.template: does not contain {{response}}. Write it where the response "
+                "belongs."
+            )
         if bool(self.criteria) != ("{criterion}" in self.template):
             yield (
-                f"{key}.criteria ({', '.join(self.criteria) or 'none'}): the template names "
-                "{criterion} if, and only if, there are criteria. Add what is missing."
+                f"{key}.criteria ({', '.join(self.criteria) or 'none'}): the template must "
+                "contain {criterion} if there are criteria, and only then. Add the missing part."
             )
         for name in ("score", "judge_s", "judge_ungraded"):  # names in every score of `Judge`
             if name in self.criteria:
-                yield f"{key}.criteria ({name}): every score has it already. Give it another name."
+                yield (
+                    f"{key}.criteria ({name}): every score has a part of this name already. "
+                    "Choose another name."
+                )
         if self.pattern is not None:
             try:
                 re.compile(self.pattern)
             except re.error as error:
-                problem = f"is no regular expression: {error}"
+                problem = f"is not a regular expression: {error}"
                 yield f"{key}.pattern ({self.pattern}): {problem}. Correct it."
         if isinstance(self.grades, dict):
             if not self.grades or not all(map(str.strip, self.grades)):
                 example = "{CORRECT: 1, WRONG: 0}"
-                yield f"{key}.grades ({self.grades}): has no word. Write it like {example}."
+                yield (
+                    f"{key}.grades ({self.grades}): must contain words, and none may be "
+                    f"empty. Write it like {example}."
+                )
         elif self.grades[0] >= self.grades[1]:
-            yield f"{key}.grades ({list(self.grades)}): must rise. Write it like [1, 10]."
+            yield f"{key}.grades ({list(self.grades)}): must increase. Write it like [1, 10]."
 
 
 _JUDGE_FIELDS = ("prompt", "response", "label", "criterion")
@@ -403,8 +412,8 @@ class RewardSection(Config):
     def _problems(self) -> Iterator[str]:
         if self.request != RewardRequestSection() and self.url is None and self.judge is None:
             yield (
-                "reward.request: has no effect, reward.url and reward.judge are null. Set one of "
-                "them, or remove it."
+                "reward.request: has no effect, because reward.url and reward.judge are null. "
+                "Set one of them, or remove it."
             )
         yield from _url_problems("reward.url", self.url or (), "http://127.0.0.1:8000/score")
 
@@ -521,8 +530,8 @@ class WorkersSection(Config):
             yield f"{key}.stage ({stage}): must be 0, 1, 2 or 3. Set learner.zero_stage instead."
         elif zero.get("overlap_comm") and stage < OVERLAPPED_STAGE:
             yield (
-                f"{key}.overlap_comm ({zero['overlap_comm']}): DeepSpeed overlaps sums of "
-                f"gradients with the backward pass only at ZeRO stages 2 and 3, and the stage is "
+                f"{key}.overlap_comm ({zero['overlap_comm']}): DeepSpeed overlaps gradient "
+                "reduction with the backward pass only at ZeRO stages 2 and 3, but the stage is "
                 f"{stage}. Remove it, or set learner.zero_stage to 2 or 3."
             )
         for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"):
@@ -543,8 +552,9 @@ class WorkersSection(Config):
                 yield f"{key}.{name}.device ({device}): raypo off-loads only to RAM. Set it to cpu."
             elif device == "cpu" and stage in range(lowest):
                 yield (
-                    f"{key}.{name}.device (cpu): DeepSpeed does this only from ZeRO stage {lowest} "
-                    f"on, and the stage is {stage}. Remove it, or set learner.zero_stage to 3."
+                    f"{key}.{name}.device (cpu): DeepSpeed does this only from ZeRO stage "
+                    f"{lowest} on, but the stage is {stage}. Remove it, or set "
+                    "learner.zero_stage to 3."
                 )
 
     def _muon_problems(self) -> Iterator[str]:
@@ -575,9 +585,9 @@ class WorkersSection(Config):
         """
         if self.lr_warmup_steps >= count:
             yield (
-                f"learner.lr_warmup_steps ({self.lr_warmup_steps}): the rates would never reach "
-                f"their highest in {count} steps ({keys}). Set learner.lr_warmup_steps to at most "
-                f"{count - 1}, or num_steps higher."
+                f"learner.lr_warmup_steps ({self.lr_warmup_steps}): the learning rates would not "
+                f"reach their peak within {count} steps ({keys}). Set learner.lr_warmup_steps to "
+                f"at most {count - 1}, or raise num_steps."
             )
 
     def no_room_for(self, longest: int, keys: str) -> Iterator[str]:
@@ -591,7 +601,8 @@ class WorkersSection(Config):
             yield (
                 f"learner.max_tokens_per_microbatch ({self.max_tokens_per_microbatch}): one "
                 f"sequence may have {longest} tokens ({keys}). Set "
-                f"learner.max_tokens_per_microbatch to at least {longest}, or the other two lower."
+                f"learner.max_tokens_per_microbatch to at least {longest}, or lower the limits "
+                "in parentheses."
             )
 
 
@@ -623,8 +634,9 @@ class LearnerSection(WorkersSection):
         yield from super()._problems()
         if self.is_elastic and self.critic_workers:
             yield (
-                f"learner.critic_workers ({self.critic_workers}): needs a fixed number of workers, "
-                f"and learner.min_workers is {self.min_workers}. Set one of them to its default."
+                f"learner.critic_workers ({self.critic_workers}): needs a fixed number of "
+                f"workers, but learner.min_workers is {self.min_workers}. Set one of them to its "
+                "default."
             )
 
 

@@ -60,8 +60,8 @@ class SourceEntry(Config):
         is_file = "://" in path or path.lower().endswith(DATA_FILES)
         if is_file and value != cls.model_fields[str(info.field_name)].default:
             raise ValueError(
-                f"configuration and split are a Hugging Face data set's, and {path} is a file. "
-                f"Remove it."
+                f"only a Hugging Face data set has a configuration and splits, but {path} is a "
+                "file. Remove it."
             )
         return value
 
@@ -118,8 +118,8 @@ def _distinct(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]:
     entries = [source for source in sources if isinstance(source, SourceEntry)]
     if twice and any(entry.weight or entry.function or entry.name for entry in entries):
         raise ValueError(
-            f"two sources are called {twice}, and names tell sources apart. Name each otherwise, "
-            f"like {{path: PATH, name: NAME}}."
+            f"two sources have the name {twice}, but names must be unique. Give each its own "
+            "name, like {path: PATH, name: NAME}."
         )
     return sources
 
@@ -129,7 +129,8 @@ def _all_weighted_or_none(sources: tuple[PromptSource, ...]) -> tuple[PromptSour
     without = [s for s in sources if isinstance(s, str) or s.weight is None]
     if without and len(without) < len(sources):
         raise ValueError(
-            f"{without[0]} has no weight, and others have. Give each source a weight, or none."
+            f"{without[0]} has no weight, but others have one. Give every source a weight, or "
+            "none of them."
         )
     return sources
 
@@ -139,8 +140,8 @@ def _not_weighted(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]
     for source in sources:
         if isinstance(source, SourceEntry) and source.weight is not None:
             raise ValueError(
-                f"{source} has a weight ({source.weight:g}), and every held-out row is used once. "
-                f"Remove the weight."
+                f"{source} has a weight ({source.weight:g}), but every held-out row is used "
+                "once. Remove the weight."
             )
     return sources
 

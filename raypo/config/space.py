@@ -54,7 +54,7 @@ class Domain:
             _check_range(key, kind, list(values))
         elif len({repr(value) for value in values}) < len(values):
             raise ValueError(
-                f"space.{key} ({kind}: {list(values)!r}): a value stands there twice. Remove one."
+                f"space.{key} ({kind}: {list(values)!r}): a value is listed twice. Remove one."
             )
         return cls(kind, tuple(values))
 

@@ -134,8 +134,9 @@ class ExamplesConfig(RecipeConfig):
         for key, given in sources.items():
             if functions := functions_of(given):
                 yield (
-                    f"{key}.function ({next(iter(functions.values()))}): has no effect, nobody "
-                    f"answers these rows, the recipe {self.recipe} learns from them. Remove it."
+                    f"{key}.function ({next(iter(functions.values()))}): has no effect, because "
+                    f"the recipe {self.recipe} trains on these rows without sampling responses. "
+                    "Remove it."
                 )
         count, times = (
             (2, "2 x ") if isinstance(data, PairsSection) else (1, "")

@@ -211,8 +211,8 @@ class SweepConfig(RunFile):
     def _problems(self) -> Iterator[str]:
         if len(self.mode) != len(self.metric) or not self.metric:
             yield (
-                f"mode ({list(self.mode)}): there must be one for each metric "
-                f"({list(self.metric)}). Write as many."
+                f"mode ({list(self.mode)}): there must be one mode for each metric "
+                f"({list(self.metric)}). Write as many modes as metrics."
             )
         ranges = [key for key, domain in self.space.items() if not domain.is_list]
         grids = [key for key, domain in self.space.items() if domain.kind == "grid"]
@@ -223,7 +223,7 @@ class SweepConfig(RunFile):
             )
         elif self.searcher == "grid" and self.num_samples is not None:
             yield (
-                f"num_samples ({self.num_samples}): a grid is tried whole, "
+                f"num_samples ({self.num_samples}): a grid search runs the whole grid, "
                 f"{self.num_trials} trials. Remove num_samples, or set searcher to random."
             )
         elif self.searcher != "grid" and grids:
@@ -233,8 +233,8 @@ class SweepConfig(RunFile):
             )
         if self.scheduler.kind == "pbt" and len(self.metric) > 1:
             yield (
-                f"scheduler.kind (pbt): copies the best trial, and {len(self.metric)} metrics "
-                f"have no best one. Give one metric, or another scheduler."
+                f"scheduler.kind (pbt): copies the best trial, but with {len(self.metric)} "
+                "metrics no single trial is best. Give one metric, or another scheduler."
             )
         if self.scheduler.kind == "pbt" and self.searcher == "optuna":
             yield (
@@ -343,15 +343,15 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
     for metric in (*sweep.metric, *(each.metric for each in sweep.constraint)):
         if metric.startswith("eval/") and not trial.measures_held_out:
             raise ConfigError(
-                f"metric ({metric}): the base evaluates nothing. Set eval.prompts in "
+                f"metric ({metric}): the base config has no evaluation. Set eval.prompts in "
                 f"{sweep.base}, or choose a metric of the rollouts like rollout/score_mean."
             )
         is_judged = getattr(trial, "needs_engine", isinstance(trial, OnlineConfig))
         if metric == "eval/score_mean" and not is_judged:
             raise ConfigError(
-                f"metric ({metric}): answers to held-out prompts are judged by eval.function, and "
-                f"{sweep.base} has none. Set eval.function and eval.prompts there, or choose the "
-                f"metric eval/loss with mode min."
+                f"metric ({metric}): answers to held-out prompts are scored by eval.function, "
+                f"but {sweep.base} has none. Set eval.function and eval.prompts there, or choose "
+                "the metric eval/loss with mode min."
             )
         coef = sweep.space.get("ppo.kl.coef")
         is_end_of_range = (
@@ -360,8 +360,8 @@ def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
         has_kl = isinstance(trial, PPOConfig) and trial.ppo.needs_reference
         if metric.startswith("kl/") and not has_kl and not is_end_of_range:
             raise ConfigError(
-                f"metric ({metric}): a trial with {words} has no reference, so there is no KL to "
-                f"it. Choose another metric, or a ppo.kl.coef above 0 for all trials."
+                f"metric ({metric}): a trial with {words} has no reference model, so there is no "
+                "KL to it. Choose another metric, or a ppo.kl.coef above 0 for all trials."
             )
 
 
@@ -370,9 +370,10 @@ def _check_stop(trial: AnyConfig, words: str) -> None:
         value = getattr(trial.stop, key)
         if value is not None:
             raise ConfigError(
-                f"stop.{key} ({value:g}): trials are compared at the same step, and one with "
-                f"{words} would end at another. Set overrides.stop.{key} to null; a scheduler "
-                f"stops the worse trials, and Ctrl-C ends a sweep so that it goes on later."
+                f"stop.{key} ({value:g}): trials are compared at the same step, but one with "
+                f"{words} would end at another step. Set overrides.stop.{key} to null; a "
+                "scheduler stops the worse trials, and a sweep that was stopped with Ctrl-C can "
+                "be resumed."
             )
 
 
@@ -384,8 +385,8 @@ def _check_examples(sweep: SweepConfig, base: PolicyExamplesConfig | RewardModel
         )
     if sweep.share and sweep.share != "auto":
         raise ConfigError(
-            f"share ({list(sweep.share)}): trials of the recipe {base.recipe} sample nothing that "
-            f"they train on and ask no deployment. Remove share."
+            f"share ({list(sweep.share)}): trials of the recipe {base.recipe} do not train on "
+            "samples, so nothing can be shared. Remove share."
         )
 
 
@@ -393,16 +394,17 @@ def _check_sharing(sweep: SweepConfig, base: AnyConfig) -> None:
     for role in () if sweep.share == "auto" else sweep.share:
         if base.placement.group_of(role) == "dedicated":
             raise ConfigError(
-                f"share ({list(sweep.share)}): what is dedicated (placement.mode) is each trial's "
-                f"own. Leave {role} out, or set overrides.placement.mode to colocated."
+                f"share ({list(sweep.share)}): dedicated roles (placement.mode) cannot be "
+                f"shared, because each trial has its own. Leave {role} out, or set "
+                "overrides.placement.mode to colocated."
             )
     if not sweep.share_batches:
         return
     pushes_adapters = isinstance(base, OnlineConfig) and base.pushes_adapter
     if not pushes_adapters or base.placement.group_of("engine") == "dedicated":
         raise ConfigError(
-            "share_batches (True): trials share batches where they use the same engines, each "
-            "under a LoRA adapter of its own. Set overrides.model.lora.push to adapter and leave "
+            "share_batches (True): trials can share batches only if they use the same engines, "
+            "each with its own LoRA adapter. Set overrides.model.lora.push to adapter and leave "
             "the engines colocated, or remove share_batches."
         )
 
@@ -413,14 +415,15 @@ def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:
     for key in sweep.space:
         if f"{key}.".startswith(_NOT_COPIED):
             raise ConfigError(
-                f"space ({key}): pbt changes values while a trial runs, and a checkpoint is of one "
-                f"model and one optimizer. Leave {key} out, or use another scheduler."
+                f"space ({key}): pbt changes values while a trial runs, but a checkpoint fits "
+                f"only one model and one optimizer. Leave {key} out, or use another scheduler."
             )
     is_adaptive = isinstance(base, PPOConfig) and base.ppo.kl.controller == "adaptive"
     if "ppo.kl.coef" in sweep.space and is_adaptive:
         raise ConfigError(
-            "space (ppo.kl.coef): the adaptive controller steers it, from where the copied trial "
-            "had it. Search ppo.kl.target instead, or set overrides.ppo.kl.controller to fixed."
+            "space (ppo.kl.coef): the adaptive controller sets it, starting from the value of "
+            "the copied trial. Search ppo.kl.target instead, or set overrides.ppo.kl.controller "
+            "to fixed."
         )
     every, kept = sweep.perturb_every(base), base.checkpoint.every
     if any(metric.startswith("eval/") for metric in sweep.metric) and every % base.eval.every:
@@ -431,6 +434,7 @@ def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:
     if every != kept:
         raise ConfigError(
             f"checkpoint.every ({kept}): pbt copies checkpoints every {every} steps "
-            f"(scheduler.perturb_every, else eval.every of the base), and others would take their "
-            f"place before they are copied. Set overrides.checkpoint.every to {every}."
+            "(scheduler.perturb_every, else eval.every of the base), but newer checkpoints "
+            "would replace them before they are copied. Set overrides.checkpoint.every to "
+            f"{every}."
         )

@@ -9,4 +9,4 @@ def text_of(error: BaseException) -> str:
     """Return the text of an exception, even if its `__str__` raises."""
     with suppress(Exception):
         return str(error)
-    return "its text cannot be had"
+    return "its message is not available"

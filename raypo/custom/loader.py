@@ -109,16 +109,16 @@ def check_callable(function: Any, *, name: str, key: str = "reward.function") ->
             signature.bind(**dict.fromkeys(GROUND_TRUTH))
         except TypeError:
             raise ConfigError(
-                f"{key} ({name}): has the form of verl, which is called with "
-                f"{', '.join(GROUND_TRUTH)}, and it has the parameters {signature}. Give all "
-                "others a default."
+                f"{key} ({name}): has the form of a verl function, which is called with "
+                f"{', '.join(GROUND_TRUTH)}, but it has the parameters {signature}. Give all "
+                "other parameters a default."
             ) from None
         return
     try:
         signature.bind([])
     except TypeError:
         raise ConfigError(
-            f"{key} ({name}): it is called with one argument, {takes}, and it has the parameters "
+            f"{key} ({name}): it is called with one argument, {takes}, but it has the parameters "
             f"{signature}. Give a function like def score({takes.split()[-1]}): ..."
         ) from None
 
@@ -327,7 +327,7 @@ def function_name(function: Callable[..., Any]) -> str:
 def _check_methods(cls: Any, methods: Methods, optional: Methods, spec: str, key: str) -> None:
     def refused(problem: str) -> ConfigError:
         wanted = ", ".join(f"{method}({', '.join(given)})" for method, given in methods.items())
-        return ConfigError(f"{key} ({spec}): a class with {wanted} is wanted, and {problem}.")
+        return ConfigError(f"{key} ({spec}): must be a class with {wanted}, but {problem}.")
 
     if not isinstance(cls, type):
         raise refused(f"it is a {type(cls).__name__}")
@@ -471,16 +471,16 @@ def _defined(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 def _parts(spec: str, key: str) -> tuple[str, str]:
     if spec.startswith("__main__:"):
         raise ConfigError(
-            f"{key} ({spec}): is a function of a Python script, which only that script has. Start "
-            f"the script again, or set {key} to file.py:name."
+            f"{key} ({spec}): this function exists only in a Python script. Start the script "
+            f"again, or set {key} to file.py:name."
         )
     place, _, name = spec.rpartition(":")
     parts = [name] if place.endswith(".py") else [name, *place.split(".")]
     if place and all(part.isidentifier() for part in parts):
         return place, name
     raise ConfigError(
-        f"{key} ({spec}): a function is named file.py:name or package.module:name. "
-        f"Set {key} so, for example rewards.py:score."
+        f"{key} ({spec}): a function is named file.py:name or package.module:name. Write it like "
+        "rewards.py:score."
     )
 
 
@@ -489,8 +489,8 @@ def _existing(place: str, spec: str, key: str) -> Path:
     if path.is_file():
         return path
     raise ConfigError(
-        f"{key} ({spec}): there is no file {path}. Correct the path; a relative one is taken from "
-        "the folder that raypo is started in."
+        f"{key} ({spec}): there is no file {path}. Correct the path; a relative path starts at "
+        "the folder in which raypo is started."
     )
 
 

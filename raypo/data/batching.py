@@ -43,7 +43,7 @@ def batches_by_tokens(
     the packs are `[[0, 1], [2]]`; with a budget of 7 they are `[[0], [1], [2]]`.
     """
     if max_tokens < 1:
-        raise ValueError(f"max_tokens ({max_tokens}): a batch takes at least one token.")
+        raise ValueError(f"max_tokens ({max_tokens}): a batch needs at least one token.")
     if not is_packed:
         return _padded_batches(prompt_lengths, response_lengths, max_tokens)
     rows_of: dict[Hashable, list[int]] = {}

@@ -52,7 +52,7 @@ def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 def _normalised(place: int, message: Mapping[str, Any]) -> Message:
     where = f"messages.{place}"
     if not isinstance(message.get("role"), str):
-        raise MessageError(f"{where}.role: a message has a role, and it is a text")
+        raise MessageError(f"{where}.role: a message must have a role, which is a text")
     plain: Message = without_nulls(message)
     calls = plain.pop("tool_calls", None)
     plain["content"] = _text(where, plain.get("content"), may_lack=bool(calls) or says_more(plain))
@@ -61,8 +61,8 @@ def _normalised(place: int, message: Mapping[str, Any]) -> Message:
             plain["tool_calls"] = [_call(call) for call in calls]
         except (TypeError, KeyError, ValueError, AttributeError):
             raise MessageError(
-                f"{where}.tool_calls: these are no tool calls. Each has a function with a name, "
-                "and arguments that are an object or the JSON text of one"
+                f"{where}.tool_calls: these are not tool calls. Each must have a function with a "
+                "name, and arguments that are an object or the JSON text of one"
             ) from None
     return plain
 
@@ -84,11 +84,11 @@ def _text(where: str, content: Any, *, may_lack: bool) -> str:
             return "".join(texts)
         wrong = next((str(kind) for kind in kinds if kind != "text"), "text without a text")
         raise MessageError(
-            f"{where}.content: has a part of type {wrong}, and only texts are read. Parts are "
-            '{"type": "text", "text": TEXT}'
+            f"{where}.content: has a part of type {wrong}, but only text parts are supported. A "
+            'part is {"type": "text", "text": TEXT}'
         )
     kind = "null" if content is None else type(content).__name__
-    raise MessageError(f"{where}.content: must be a text, this is {kind}. Write it as a text")
+    raise MessageError(f"{where}.content: must be a text, but this is {kind}. Write it as a text")
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = json.loads(arguments.strip() or "{}")
     if not isinstance(arguments, Mapping) or not isinstance(function["name"], str):
-        raise TypeError("a name is a text, arguments are an object")
+        raise TypeError("a name must be a text, and arguments must be an object")
     # Fixed key order, because Arrow keeps the order of the first row that it saw.
     return {**call, "function": {"name": function["name"], "arguments": dict(arguments)}}
 
@@ -242,8 +242,8 @@ def render(
     if continues and (says_more(messages[-1]) or not messages[-1]["content"]):
         raise MessageError(
             f"messages.{len(messages) - 1}: the last message is the assistant's, and a response "
-            "can only continue one that is a text. Remove it, or let a message of another role "
-            "follow"
+            "can continue it only if it is a text. Remove it, or add a message of another role "
+            "after it"
         )
     text = tokenizer.apply_chat_template(
         messages,

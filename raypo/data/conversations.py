@@ -51,7 +51,7 @@ def conversation(
     messages = row.values[column]
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"data.messages_key ({column}): {row.where} has chat messages, and the tokenizer has "
+            f"data.messages_key ({column}): {row.where} has chat messages, but the tokenizer has "
             "no chat template. Use a chat model."
         )
     messages = [
@@ -80,14 +80,14 @@ def conversation(
         raise _refused(
             row,
             column,
-            "a turn of the assistant that the template writes otherwise once others follow. Mark "
-            "the assistant's text in the template by {% generation %}, or give the last answer as "
-            "a response (data.response_key)",
+            "a turn of the assistant that the template renders differently when later turns "
+            "follow. Mark the assistant's text in the template by {% generation %}, or give the "
+            "last answer as a response (data.response_key)",
         )
     ids, mask = (np.asarray(each) for each in learns)
     learned = np.flatnonzero(mask)
     if not len(learned) or not learned[0]:
-        raise _refused(row, column, "nothing of the assistant behind a prompt")
+        raise _refused(row, column, "no assistant message after a prompt")
     first, last = learned[0], learned[-1] + 1
     kept = mask[first:last].astype(bool)
     tokens = ids.astype(np.int32)

@@ -56,7 +56,7 @@ class LoadedExamples(Generic[Item]):
         reasons = {
             "have a prompt longer than data.max_prompt_tokens or a response longer than "
             "data.max_response_tokens": self.num_skipped,
-            "have equal or empty responses": self.num_unusable,
+            "have equal responses or an empty one": self.num_unusable,
         }
         skipped = [f"{n} {rows} {why} and are skipped" for why, n in reasons.items() if n]
         return skipped + self.bad.notes(key)
@@ -128,15 +128,16 @@ def _load_conversations(
             if section.too_long == "error":
                 raise ConfigError(
                     f"data.max_response_tokens ({section.max_response_tokens}): the conversation "
-                    f"of {row.where} has {item.num_tokens} tokens, with data.max_prompt_tokens "
-                    f"{longest} are allowed. Set data.max_response_tokens to at least "
+                    f"of {row.where} has {item.num_tokens} tokens, but at most {longest} are "
+                    "allowed (data.max_prompt_tokens + data.max_response_tokens). Set "
+                    "data.max_response_tokens to at least "
                     f"{item.num_tokens - section.max_prompt_tokens}, or data.too_long to skip."
                 )
         sizes.append(len(items) - sum(sizes))
     if not items and num_unusable:
         raise ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} conversations have "
-            "empty answers only and no other is left, so there is nothing to learn. Look at "
+            "only empty answers and no others are left, so there is nothing to learn. Look at "
             f"{section.messages_key}."
         )
     if not items and not num_skipped:
@@ -206,8 +207,8 @@ def load_verdicts(
         value = row.values[column]
         if value not in (True, False):  # this accepts 1 and 0 too
             raise RowError(
-                f"data.desirable_key ({column}): {row.where} has {value!r} there. A verdict is "
-                "true or false. Correct the row or remove it."
+                f"data.desirable_key ({column}): {row.where} has {value!r} there. A verdict must "
+                "be true or false. Correct the row or remove it."
             )
         (response,) = responses
         judged = row.prompt_ids, response.ids, bool(value)
@@ -232,8 +233,8 @@ def _with_others(rows: Sequence[_Judged], key: str) -> Sequence[Verdict]:
     differs = [not np.array_equal(a[0], b[0]) for a, b in zip(rows, following, strict=True)]
     if not any(differs):
         raise ConfigError(
-            f"{key}: all {count} responses answer one prompt, and kto compares responses with "
-            "those to other prompts. Give more prompts, or choose another dpo.loss."
+            f"{key}: all {count} responses answer one prompt, but kto compares responses to "
+            "different prompts. Give more prompts, or choose another dpo.loss."
         )
     last = differs.index(True)
     others = array("q", [0]) * count
@@ -326,9 +327,9 @@ def _nothing_left(
     """Return the error to raise if no row of the sources is usable."""
     if num_unusable:
         return ConfigError(
-            f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} rows have equal or "
-            "empty responses and no other row is left, so there is nothing to learn. Look at "
-            f"{' and '.join(response_keys.values())}."
+            f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} rows have equal "
+            "responses or an empty one and no other rows are left, so there is nothing to "
+            f"learn. Look at {' and '.join(response_keys.values())}."
         )
     if not num_skipped:
         bad.refuse_all(key)
@@ -393,8 +394,8 @@ def _written(
         if says_more(message):
             raise RowError(
                 f"{config_key} ({column}): {row.where} has tool calls or reasoning there, which "
-                "only a chat template writes, and a text as prompt. Write the prompt as chat "
-                "messages."
+                "only a chat template can render, but its prompt is a text. Write the prompt as "
+                "chat messages."
             )
         text = bare["content"] + stops.end_of(message["content"])
         return _Written(text, stops.default, is_empty)
@@ -410,9 +411,10 @@ def _written(
     opened = prompt[shared:]
     if says_more(message):
         raise RowError(
-            f"{config_key} ({column}): {row.where} has tool calls or reasoning there, and the "
-            f"template's generation prompt ends with {opened!r}, which it leaves out of messages. "
-            "Write the response as one text, as the model shall write it."
+            f"{config_key} ({column}): {row.where} has tool calls or reasoning there, but the "
+            f"template's generation prompt ends with {opened!r}, which the template omits from "
+            "complete messages. Write the response as one text, exactly as the model should "
+            "write it."
         )
     content = bare["content"]
     mark = opened.strip()
@@ -420,9 +422,10 @@ def _written(
         content = content.lstrip().removeprefix(mark).lstrip("\n")
     elif (tag := _TAG.match(mark)) and tag[0].replace("<", "</", 1) not in mark + content:
         raise RowError(
-            f"{config_key} ({column}): {row.where} has a response that neither repeats nor closes "
-            f"{mark}, which the template's generation prompt opens: it would be learned as what "
-            "stands inside. Write the response as the model shall write it."
+            f"{config_key} ({column}): {row.where} has a response that neither repeats nor "
+            f"closes {mark}, which the template's generation prompt opens, so all of it would be "
+            "learned as the content of that tag. Write the response exactly as the model should "
+            "write it."
         )
     (behind,) = ids_behind(tokenizer, [whole[shared:]])
     end = next((token for token in behind if token in stops.ids), stops.default)
@@ -431,8 +434,8 @@ def _written(
 
 def _inside(row: Row, config_key: str, column: str, text: str) -> RowError:
     return RowError(
-        f"{config_key} ({column}): {row.where} has the stop token {text} inside the response, "
-        "which would end there. Correct the row or remove it."
+        f"{config_key} ({column}): {row.where} has the stop token {text} inside the response, so "
+        "the response would end there. Correct the row or remove it."
     )
 
 

@@ -66,9 +66,9 @@ class ItemStore(Sequence[Item]):
                 self._file.write(content)
         except OSError as error:
             raise ConfigError(
-                f"TMPDIR ({os.environ.get('TMPDIR')}): rows that do not fit into memory are stored "
-                f"in the temporary folder, and a file there cannot be written: {error}. Set TMPDIR "
-                f"to a folder with more room, on every node."
+                f"TMPDIR ({os.environ.get('TMPDIR')}): rows that do not fit into memory are "
+                f"stored in the temporary folder, but a file there cannot be written: {error}. "
+                "Set TMPDIR to a folder with more room, on every node."
             ) from error
         self._ends.append(self._ends[-1] + len(content))
 

@@ -23,8 +23,8 @@ def repetition_note(
         return None
     what = "prompts" if key == "rollout.prompts_per_step" else "examples"
     return (
-        f"a step takes {rows_per_step} {what} ({key}) and data.prompts has {num_rows}, so {what} "
-        f"repeat within a step; give more, or set {key} to at most {num_rows}"
+        f"a step takes {rows_per_step} {what} ({key}), but data.prompts has only {num_rows}, so "
+        f"{what} repeat within a step; give more, or set {key} to at most {num_rows}"
     )
 
 
@@ -48,7 +48,7 @@ def mix_of(section: DataSection, sizes: Sequence[int], block: int) -> Mix | None
             return None
         if not size:
             raise ConfigError(
-                f"data.prompts ({source}): none of its rows can be used, and it has the weight "
+                f"data.prompts ({source}): none of its rows can be used, but it has the weight "
                 f"{weight:g}. Raise data.max_prompt_tokens, or remove it."
             )
         weights.append(weight)
@@ -79,8 +79,8 @@ def few_rows_notes(
         share = math.ceil(round(rows_per_step * weight / sum(mix.weights), 6))
         if size < share:
             notes.append(
-                f"{source_name(source)} has {size} rows and {share} of them come in a step (its "
-                f"weight is {weight:g}, {key} {rows_per_step}), so they repeat within a step; give "
-                f"more, or a lower weight"
+                f"{source_name(source)} has {size} rows, but a step takes {share} of them (its "
+                f"weight is {weight:g}, {key} {rows_per_step}), so they repeat within a step; "
+                "give more, or a lower weight"
             )
     return notes

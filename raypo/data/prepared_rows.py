@@ -56,9 +56,9 @@ def prepared_row(
         row = _replaced(row, name, _chat(row, "data.prompt_key", name))
     elif not isinstance(value, str):
         raise RowError(
-            f"data.prompt_key ({name}): {row.where} has {short(value)} there. "
-            "A prompt is a text, or a list of chat messages with role and content. Correct "
-            "the row or remove it."
+            f"data.prompt_key ({name}): {row.where} has {short(value)} there. A prompt must be a "
+            "text, or a list of chat messages with role and content. Correct the row or remove "
+            "it."
         )
     for config_key, column in responses.items():
         row = _replaced(row, column, _response(row, config_key, column))
@@ -115,8 +115,8 @@ def with_columns(row: Row, source: PromptSource, columns: Mapping[str, str]) -> 
             raise _no_column(row, source, config_key, name, columns)
         there = ", ".join(row.values) or "none"
         raise RowError(
-            f"{config_key} ({name}): {row.where} has no such key, it has {there}. "
-            "Correct the row or remove it."
+            f"{config_key} ({name}): {row.where} has no such key. It has {there}. Correct the "
+            "row or remove it."
         )
     read = {
         name: _chat_of_text(row, config_key, name)
@@ -138,11 +138,11 @@ def _no_column(
         row.values.get(columns.get("data.chosen_key", ""))
     ):
         remedy = (
-            "Whole conversations in the columns of the responses are not read: put the messages "
-            "that they share into a column of prompts, as extract_prompt of TRL does."
+            "Whole conversations in the columns of the responses are not supported: put the "
+            "messages that they share into a column of prompts, as TRL's extract_prompt does."
         )
     return ConfigError(
-        f"{config_key} ({name}): {source} has no such column, it has {there}. {remedy}"
+        f"{config_key} ({name}): {source} has no such column. It has {there}. {remedy}"
     )
 
 
@@ -171,9 +171,9 @@ def _chat_of_text(row: Row, config_key: str, name: str) -> Any:
     if is_chat(messages):
         return messages
     raise RowError(
-        f"{config_key} ({name}): {row.where} has {short(text)} there: chat messages as text, "
-        "and no JSON list of objects with role and content. Write it as json.dumps does, or lists "
-        "of messages into a jsonl or parquet file."
+        f"{config_key} ({name}): {row.where} has {short(text)} there: chat messages as text, but "
+        "not a JSON list of objects with role and content. Write it as json.dumps does, or "
+        "write lists of messages to a jsonl or parquet file."
     )
 
 
@@ -193,15 +193,15 @@ def _response(row: Row, config_key: str, column: str) -> Message:
         return {"role": "assistant", "content": value}
     if not is_chat(value) or len(value) != 1:
         raise RowError(
-            f"{config_key} ({column}): {row.where} has {short(value)} there. A response "
-            "is a text, or a list of one chat message with role and content. Correct the "
-            "row or remove it."
+            f"{config_key} ({column}): {row.where} has {short(value)} there. A response must be "
+            "a text, or a list of one chat message with role and content. Correct the row or "
+            "remove it."
         )
     (message,) = _chat(row, config_key, column)
     if message["role"] != "assistant":
         raise RowError(
             f"{config_key} ({column}): {row.where} has a message of the role {message['role']} "
-            "there. A response is the assistant's. Correct the row or remove it."
+            "there. A response must be the assistant's. Correct the row or remove it."
         )
     return message
 
@@ -240,18 +240,18 @@ def _with_tools(row: Row, config_key: str, column: str, section: DataSection) ->
         try:
             tools = json.loads(tools or "[]")
         except json.JSONDecodeError:
-            raise RowError(f"{where}{short(tools)} there, which is no JSON. Correct it.") from None
+            raise RowError(f"{where}{short(tools)} there, which is not JSON. Correct it.") from None
     else:
         tools = without_nulls(tools)
     if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
         raise RowError(
-            f"{where}{short(tools)} there. Tools are a list of JSON schemas, or its JSON text. "
-            "Correct the row or remove it."
+            f"{where}{short(tools)} there. Tools must be a list of JSON schemas, or its JSON "
+            "text. Correct the row or remove it."
         )
     if tools and not is_chat(row.values[column]):
         raise RowError(
-            f"{where}tools, and a text in {config_key} ({column}), in which nothing describes "
-            "them. Write it as chat messages, or remove the tools."
+            f"{where}tools, but the text in {config_key} ({column}) cannot describe them. Write "
+            "it as chat messages, or remove the tools."
         )
     return _replaced(row, name, tools or None)
 
@@ -264,13 +264,13 @@ def _with_system_prompt(row: Row, config_key: str, column: str, system_prompt: s
     where = f"data.system_prompt ({short(system_prompt)}): {row.where} has "
     if not is_chat(messages):
         raise RowError(
-            f"{where}a text in {config_key} ({column}), which no chat template reads. Write it as "
-            f'[{{"role": "user", "content": TEXT}}], or remove data.system_prompt.'
+            f"{where}a text in {config_key} ({column}), to which no chat template applies. Write "
+            'it as [{"role": "user", "content": TEXT}], or remove data.system_prompt.'
         )
     if any(message["role"] in ("system", "developer") for message in messages):
         raise RowError(
-            f"{where}a system message of its own in {config_key} ({column}). Remove it there, or "
-            f"remove data.system_prompt."
+            f"{where}its own system message in {config_key} ({column}). Remove it there, or "
+            "remove data.system_prompt."
         )
     system = {"role": "system", "content": system_prompt}
     return row._replace(values=row.values | {column: [system, *messages]})

@@ -181,13 +181,13 @@ def _kind_of(source: str, key: str) -> str:
     known = ", ".join(extension[1:] for extension in DATA_FILES)
     if is_folder:
         raise ConfigError(
-            f"{key} ({source}): this is a folder. Name the files in it ({known}), all of a kind by "
-            f"a pattern like {source}/*.jsonl."
+            f"{key} ({source}): this is a folder. Name the files in it ({known}), or all files "
+            f"of one kind with a pattern like {source}/*.jsonl."
         )
     if suffix.lower() not in DATA_FILES:
         raise ConfigError(
-            f"{key} ({source}): {suffix or 'no extension'} is not a kind of file that "
-            f"raypo reads. Give a file of the kind {known}, or a Hugging Face data set id."
+            f"{key} ({source}): {suffix or 'no extension'} is not a file type that raypo reads. "
+            f"Give a file of the type {known}, or a Hugging Face data set id."
         )
     if not is_file:
         raise ConfigError(f"{key} ({source}): there is no such file in {place}.")
@@ -248,7 +248,7 @@ def _json(source: str, key: str, bad: BadRows) -> Iterator[Row]:
         raise _unreadable(source, problem, key) from None
     if not isinstance(rows, list):
         raise ConfigError(
-            f"{key} ({source}): a json file must hold one list of rows, this holds "
+            f"{key} ({source}): a json file must hold one list of rows, but this one holds "
             f"{type(rows).__name__}. Write a list, or one object a line in a .jsonl file."
         )
     yield from bad.each(row_of, enumerate(rows, start=1))
@@ -278,7 +278,7 @@ def _csv(source: str, key: str, bad: BadRows) -> Iterator[Row]:
                 raise _unreadable(where, str(error), key) from None
             if None in values or None in values.values():
                 columns = len(reader.fieldnames or ())
-                problem = f"the row has not as many fields as the header ({columns})"
+                problem = f"the row does not have as many fields as the header ({columns})"
                 bad.add(_bad_row(f"{source}:{reader.line_num}", problem, key))
                 continue
             yield Row(f"{source}:{reader.line_num}", dict(values))
@@ -319,15 +319,16 @@ def _saved(source: PromptSource, key: str) -> Any:
     splits = list(map(str, loaded)) if isinstance(loaded, DatasetDict) else []
     if entry.config or (not splits and str(entry) != entry.path):
         raise ConfigError(
-            f"{key} ({source}): a folder of save_to_disk has no configurations, and this one "
-            f"{f'has the splits {splits}' if splits else 'no splits'}. Remove what it has not."
+            f"{key} ({source}): a folder written by save_to_disk has no configurations, and this "
+            f"one has {f'the splits {splits}' if splits else 'no splits'}. Remove what it does "
+            "not have."
         )
     if not splits:
         return loaded
     if entry.split in splits:
         return loaded[entry.split]
     raise ConfigError(
-        f"{key} ({source}): the folder has no split {entry.split}, it has {', '.join(splits)}. "
+        f"{key} ({source}): the folder has no split {entry.split}. It has {', '.join(splits)}. "
         f"Set {key}={{path: {entry.path}, split: {splits[0]}}}."
     )
 
@@ -464,7 +465,7 @@ def _decoded(file: Iterator[str], source: str, key: str) -> Iterator[str]:
 def _object(value: Any, where: str, key: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise _bad_row(where, f"a row must be an object, this is {type(value).__name__}", key)
+    raise _bad_row(where, f"a row must be an object, but this is {type(value).__name__}", key)
 
 
 def _no_rows(source: PromptSource, key: str) -> ConfigError:

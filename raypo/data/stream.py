@@ -44,7 +44,7 @@ class ShuffledStream(Generic[Item]):
 
     def __init__(self, items: Sequence[Item], *, seed: int, mix: Mix | None = None) -> None:
         if not len(items):
-            raise ValueError("a stream needs at least one item, it got none.")
+            raise ValueError("a stream needs at least one item, but it got none.")
         self.items = items
         """The items in their original order."""
         sizes = mix.sizes if mix else (len(items),)

@@ -68,7 +68,7 @@ def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBa
         return value
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"data.prompt_key ({column}): {row.where} has chat messages, and the policy's "
+            f"data.prompt_key ({column}): {row.where} has chat messages, but the policy's "
             "tokenizer has no chat template. Use a chat model, or prompts that are text."
         )
     try:
@@ -110,8 +110,8 @@ def template_error(
                     "or write it into the messages of the user."
                 )
             return RowError(
-                f"{config_key} ({column}): {row.where} begins with one, and {refuses} Write it "
-                "into the first message of the user."
+                f"{config_key} ({column}): {row.where} begins with a system message, but "
+                f"{refuses} Write it into the first message of the user."
             )
     return RowError(
         f"{config_key} ({column}): the tokenizer's chat template refuses {row.where}: "

@@ -146,7 +146,7 @@ class TurnTokens:
         self, messages: list[dict[str, Any]], tools: Tools, *, goes_on: bool = True
     ) -> str:
         if not self._tokenizer.chat_template:
-            raise ValueError("these are chat messages, and the tokenizer has no chat template")
+            raise ValueError("these are chat messages, but the tokenizer has no chat template")
         return render(self._tokenizer, messages, prompting=goes_on, tools=tools)
 
     def _ids(self, text: str) -> np.ndarray:
@@ -174,8 +174,8 @@ def messages_of(observation: Any) -> list[Message]:
     if is_chat(messages):
         return chat_messages(messages)
     raise ValueError(
-        f"an observation is a text, a chat message or a list of them, or a list of token ids, and "
-        f"this is {observation!r:.100} of type {type(observation).__name__}"
+        "an observation must be a text, a chat message, a list of chat messages, or a list of "
+        f"token ids, but this is {observation!r:.100} of type {type(observation).__name__}"
     )
 
 

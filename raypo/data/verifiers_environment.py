@@ -67,7 +67,7 @@ def load_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
     if not isinstance(environment, verifiers.Environment):
         raise ConfigError(
             f"{key} (verifiers:{name}): its load_environment returned a "
-            f"{type(environment).__name__}, and a verifiers.Environment is wanted."
+            f"{type(environment).__name__} instead of a verifiers.Environment."
         )
     return environment
 
@@ -84,8 +84,8 @@ def _check_version(name: str, key: str) -> None:
     numbers = tuple(int(each) for each in installed.split(".")[:3] if each.isdigit())
     if not OLDEST <= numbers < TOO_NEW:
         raise ConfigError(
-            f"{key} (verifiers:{name}): verifiers {installed} is installed, and 0.1.14 to 0.3 are "
-            "supported. pip install 'raypo[verifiers]' on every node."
+            f"{key} (verifiers:{name}): verifiers {installed} is installed, but only 0.1.14 to "
+            "0.3 are supported. pip install 'raypo[verifiers]' on every node."
         )
 
 

@@ -283,9 +283,9 @@ class DeploymentHandle:
         if not left:
             last = self.replicas[-1]
             raise DeploymentError(
-                f"{self.name}: no replica is left. Each is restarted max_restarts "
-                f"({self.limits.max_restarts}) times, and not after it was shut down or the "
-                f"process that started it has ended. The last one, {last.name}, was lost: "
+                f"{self.name}: no replica is left. Each replica is restarted up to max_restarts "
+                f"({self.limits.max_restarts}) times, but not after it was shut down or after "
+                f"the process that started it has ended. The last one, {last.name}, was lost: "
                 f"{last.gone}"
             )
         able = [replica for replica in left if replica.index not in unprepared]
@@ -297,9 +297,9 @@ class DeploymentHandle:
         limit = self.limits.start_timeout_s
         if limit is not None and all(replica.down_s > limit for replica in able):
             raise DeploymentError(
-                f"{', '.join(replica.name for replica in able)}: not started again in {limit:g} s "
-                f"(placement.timeout_s). The node may be gone, or its devices be taken; look at "
-                f"the replica's log in the Ray dashboard."
+                f"{', '.join(replica.name for replica in able)}: not started again in {limit:g} "
+                "s (placement.timeout_s). The node may be gone, or its devices may be in use; "
+                "look at the replica's log in the Ray dashboard."
             )
         awake = [replica for replica in able if not replica.is_resting] or able
         by_index = {replica.index: replica for replica in awake}

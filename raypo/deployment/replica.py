@@ -169,7 +169,7 @@ class Replica:
         if self._target is None and call.method in ("sleep", "wake_up"):
             return None  # no object yet, so no memory to move
         if self._target is None and call.method == "peak_memory":
-            return Unprepared("it is not built yet, and this call is no reason to build it")
+            return Unprepared("it is not built yet, and this call does not build it")
         try:
             target = self._built()
         except Exception as error:

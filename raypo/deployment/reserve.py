@@ -124,8 +124,8 @@ def _why_it_waits(
     first = waiting[0] if waiting else len(bundles) - 1
     return (
         f"bundle {first} of {what} ({bundles[first]}) is not free; the group asks for "
-        f"{len(bundles)} bundles under placement.strategy {placement.strategy}, free are "
-        f"{words(free)}. {_holders(group.id.hex())}"
+        f"{len(bundles)} bundles under placement.strategy {placement.strategy}, and "
+        f"{words(free)} are free. {_holders(group.id.hex())}"
     )
 
 
@@ -136,8 +136,10 @@ def _holders(waiting: str) -> str:
         if info["state"] == "CREATED" and info["placement_group_id"] != waiting:
             names.append(f"{info['name'] or info['placement_group_id'][:8]} ({words(_held(info))})")
     if not names:
-        return "No placement group holds the rest: actors or tasks of other programs do."
-    return f"Placement groups that hold the rest: {', '.join(names)}."
+        return (
+            "No placement group holds the missing resources: actors or tasks of other programs do."
+        )
+    return f"Placement groups that hold the missing resources: {', '.join(names)}."
 
 
 def _held(info: dict[str, Any]) -> Resources:

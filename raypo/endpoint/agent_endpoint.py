@@ -81,9 +81,9 @@ class AgentEndpoint:
                     listening = socket.create_server((self._host, 0), backlog=2048)
                 except OSError as error:
                     raise ConfigError(
-                        f"rollout.endpoint_host ({self._host}): cannot be listened on here: "
-                        f"{error}. Set it to 127.0.0.1, to 0.0.0.0, or to an address of every "
-                        f"worker's node."
+                        f"rollout.endpoint_host ({self._host}): this machine cannot listen on "
+                        f"this address: {error}. Set it to 127.0.0.1, to 0.0.0.0, or to an "
+                        "address of every worker's node."
                     ) from error
                 host = get_node_ip_address() if self._host == "0.0.0.0" else self._host
                 self._base_url = f"http://{host}:{listening.getsockname()[1]}/v1"

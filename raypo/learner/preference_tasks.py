@@ -180,7 +180,9 @@ def _references(
     known = [item.ref_log_probs[which] for item in items if item.ref_log_probs]
     if not known:
         return None
-    assert len(known) == len(items), "the reference was asked of some preferences, not of all"
+    assert len(known) == len(items), (
+        "some preferences have reference log-probs and others have none"
+    )
     return to_device(torch.tensor(known, dtype=torch.float32), device)
 
 

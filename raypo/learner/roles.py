@@ -103,8 +103,8 @@ class Roles:
         if first < 1:
             raise ValueError(
                 f"learner.critic_workers ({critic_workers}): the group has {workers.count} "
-                f"workers, and the policy needs one of them. Start it with learner.num_workers + "
-                f"learner.critic_workers workers."
+                "workers, but the policy needs one of them. Start it with learner.num_workers + "
+                "learner.critic_workers workers."
             )
         teams = (range(first), range(first, workers.count))
         own = workers.team([len(team) for team in teams])

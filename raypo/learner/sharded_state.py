@@ -218,7 +218,7 @@ def _load_moments(
         own, other = ("muon", "adamw") if fragment.is_muon else ("adamw", "muon")
         raise ConfigError(
             f"learner.optimizer ({own}): the checkpoint has the state of {other}. Set it to "
-            f"{other}, or start from the weights alone, with model.policy."
+            f"{other}, or load only the weights, with model.policy."
         )
     device = fragment.owner.device
     state = optimizer.state[fragment.owner]

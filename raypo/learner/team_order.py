@@ -21,6 +21,8 @@ def compare_within(group: Any) -> None:
         orders: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(orders, order, group=group)
         if any(each != order for each in orders):
-            raise RuntimeError(f"workers run the modules of one model in other orders: {orders}")
+            raise RuntimeError(
+                f"workers run the modules of one model in different orders: {orders}"
+            )
 
     coordinator.assert_ints_same_as_other_ranks = assert_same

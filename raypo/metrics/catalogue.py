@@ -111,7 +111,7 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         ),
         Plot("Implicit rewards", ["*/*_reward_mean"], "beta x log-ratio"),
         Plot("Log-probabilities", ["*/*_log_prob_mean"], "nats per response"),
-        Plot("Margin: chosen less rejected", ["eval/margin_mean", "train/margin_mean"], "reward"),
+        Plot("Margin: chosen minus rejected", ["eval/margin_mean", "train/margin_mean"], "reward"),
         Plot("Held out, pass@k", ["eval/pass_at_*"], "share of prompts"),
         Plot(
             "Pass rates of the prompts",
@@ -132,7 +132,7 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
     ),
     "Updates": (
         Plot("Selected in a round", ["selection/responses", "selection/p*"], "of all workers"),
-        Plot("Score of what was selected", ["selection/score_mean"]),
+        Plot("Score of the selected responses", ["selection/score_mean"]),
         Plot("Score gap of the pairs", ["selection/score_gap_mean"]),
         Plot("Probability of the teacher's top tokens", ["train/teacher_told"]),
         Plot("Clipped tokens", ["ppo/clip_fraction"], "share"),
@@ -161,7 +161,7 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
             "seconds of a step",
         ),
         Plot(
-            "Tokens per second while it lasts",
+            "Tokens per second of each phase",
             [f"perf/{phase}_tokens_per_s" for phase in ("generate", "log_probs", "update")],
             "tokens",
         ),
@@ -201,56 +201,76 @@ def reference(rows: Sequence[Row], name: str) -> float | None:
 
 MEANINGS = {
     "eval/score_mean": "the score of held-out prompts, by `eval.function`",
-    "eval/accuracy": "share of held-out pairs, or verdicts, that come out right",
+    "eval/accuracy": "share of held-out pairs, or verdicts, that the model predicts correctly",
     "eval/loss": "the loss of held-out examples",
-    "eval/pass_at_<k>": "share of held-out prompts with a right answer among k samples",
-    "rollout/score_mean": "the score that is trained on, before KL and shaping",
+    "eval/pass_at_<k>": "share of held-out prompts with a correct answer among k samples",
+    "rollout/score_mean": "the training score, before KL and shaping",
     "curriculum/pass_rate_p<q>": "quantile of the prompts' mean pass rates, over the prompts "
     "sampled so far: [Curriculum](methods.md#curriculum)",
     "curriculum/step_pass_rate": "share of a step's samples that passed",
-    "curriculum/seen_fraction": "share of the prompts that were sampled so far",
-    "selection/responses": "samples that a round learns from",
-    "selection/prompts_too_long": "samples that are not learned because their teacher's prompt is "
-    "too long: [Self-distillation](recipes.md#self-distillation)",
-    "rollout/score_mean/<source>": "the same by "
-    "[source](your-own-run.md#prompts-and-examples), where there are several; also of `eval/`",
-    "reward/<name>": "a named part of a reward function's answers",
-    "rollout/response_tokens_mean": "tokens that the policy sampled of a response, an agent's "
-    "whole episode being one; also of `eval/`",
+    "curriculum/seen_fraction": "share of all prompts that have been sampled so far",
+    "selection/responses": "samples that a round trains on",
+    "selection/prompts_too_long": (
+        "samples left out of training because their teacher's prompt is too long: "
+        "[Self-distillation](recipes.md#self-distillation)"
+    ),
+    "rollout/score_mean/<source>": (
+        "the training score for each [source](your-own-run.md#prompts-and-examples), if there "
+        "are several; also for `eval/`"
+    ),
+    "reward/<name>": "a named part of the score, as the reward function returns it",
+    "rollout/response_tokens_mean": (
+        "number of tokens that the policy sampled for a response. An agent's whole episode "
+        "counts as one response. Also for `eval/`"
+    ),
     "rollout/truncated_fraction": "share of responses cut off at `rollout.max_new_tokens`",
     "rollout/turns_mean": "turns of the policy, with an [environment](environments.md)",
     "rollout/episodes_failed": "episodes without a score",
     "rollout/staleness_mean": "weight versions between a response and the update that trains it: "
     "[Sampling while the learner updates](asynchronous.md)",
-    "rollout/staleness_share_<k>": "share of the tokens that are k versions old, where any is",
-    "rollout/samples_<fate>": "what became of each sample: [Accounts](asynchronous.md#accounts)",
-    "episode/<name>": "what environments or agents [measured](environments.md#what-is-seen), the "
-    "mean over episodes; also of `eval/`",
-    "tools/calls_mean": "calls of [tools](tools.md) in an episode",
-    "tools/failures": "calls of a step that went wrong",
+    "rollout/staleness_share_<k>": (
+        "share of the tokens that are k weight versions old, if there are any"
+    ),
+    "rollout/samples_<fate>": (
+        "number of samples with each outcome: [Accounts](asynchronous.md#accounts)"
+    ),
+    "episode/<name>": (
+        "metrics that environments or agents [report](environments.md#what-is-seen), averaged "
+        "over episodes; also for `eval/`"
+    ),
+    "tools/calls_mean": "mean number of [tool](tools.md) calls in an episode",
+    "tools/failures": "number of failed tool calls in a step",
     "train/loss": "the loss of the examples of a step",
-    "train/accuracy": "share of their pairs, or verdicts, that come out right",
-    "kl/ref_response_mean": "KL to the reference, in nats per response, an agent's whole episode "
-    "being one",
-    "mismatch/kl": "KL of engine and learner on the same weights, in nats per token",
-    "mismatch/unknown_tokens": "tokens that an engine gave no log-prob (NaN)",
+    "train/accuracy": "share of a step's pairs, or verdicts, that the model predicts correctly",
+    "kl/ref_response_mean": (
+        "KL to the reference, in nats per response. An agent's whole episode counts as one response"
+    ),
+    "mismatch/kl": "KL between engine and learner with the same weights, in nats per token",
+    "mismatch/unknown_tokens": "tokens for which an engine returned no log-prob (NaN)",
     "ppo/entropy": "entropy of the policy, in nats per token",
     "ppo/clip_fraction": "share of tokens whose ratio is clipped",
-    "ppo/policy_learning_rate": "the learning rate of a step; also of the critic and `train/`",
+    "ppo/policy_learning_rate": "the learning rate of a step; also for the critic and `train/`",
     "time/<phase>_s": "seconds of each phase; they add up to `time/step_s`",
-    "time/wait_for_rollouts_s": "of them, seconds that the learner waited for rollouts",
-    "perf/engine_<load>": "the engines' load since the push before: "
-    "[Where the time goes](asynchronous.md#where-the-time-goes)",
-    "perf/engine_idle_s": "seconds that an engine did not compute, on average",
+    "time/wait_for_rollouts_s": "seconds of the step that the learner waited for rollouts",
+    "perf/engine_<load>": (
+        "the engines' load since the previous weight push: [Where the time "
+        "goes](asynchronous.md#where-the-time-goes)"
+    ),
+    "perf/engine_idle_s": "mean seconds that an engine was idle",
     "perf/environment_s_mean": "seconds that an episode waited for its environment",
-    "perf/tools_s_mean": "of them, seconds that tools took",
-    "perf/wait_for_environments_s": "seconds that the engines waited for all environments, in "
-    "training, of the worker that waited longest",
-    "perf/<phase>_tokens_per_s": "the rate of a phase while it lasts",
+    "perf/tools_s_mean": "seconds of that wait that tools took",
+    "perf/wait_for_environments_s": (
+        "seconds in training without a request in flight, because episodes waited for their "
+        "environments, for the worker that waited longest"
+    ),
+    "perf/<phase>_tokens_per_s": "tokens per second during a phase",
     "perf/samples_per_s": "samples per second of the whole step",
     "perf/response_tokens_per_s": "response tokens per second of the whole step",
-    "perf/mfu": "share of the devices' peak FLOP/s that the models needed",
-    "perf/memory_<role>_gb": "most RAM that the largest process of a role has held so far",
-    "perf/gpu_memory_<role>_gb": "the same of its GPU",
+    "perf/mfu": (
+        "model FLOPs utilisation: share of the devices' peak FLOP/s that the models' "
+        "computation needs"
+    ),
+    "perf/memory_<role>_gb": "peak RAM so far of the largest process of a role",
+    "perf/gpu_memory_<role>_gb": "peak GPU memory so far of the largest process of a role",
 }
 """Descriptions of metrics and families of metrics, for the documentation."""

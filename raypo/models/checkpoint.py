@@ -83,7 +83,7 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
             raise
         what = _KINDS[kind]
         raise ConfigError(
-            f"{key} ({path}): transformers has no {what} of the architecture {config.model_type}. "
+            f"{key} ({path}): transformers has no {what} for the architecture {config.model_type}. "
             f"Give a model that {kind.__name__} loads."
         ) from None
 
@@ -179,8 +179,8 @@ def check_loaded(
     if untied:
         raise ConfigError(
             f"{key} ({path}): its config.json says tie_word_embeddings, and its files have "
-            f"{untied[0]} with other values than the embedding. Engines would take the embedding. "
-            f"Set tie_word_embeddings to false in config.json."
+            f"{untied[0]} with other values than the embedding. Engines would use the embedding. "
+            "Set tie_word_embeddings to false in config.json."
         )
     if not (missing or inside or heads or shapes):
         return
@@ -188,7 +188,7 @@ def check_loaded(
     if missing:
         problems.append(f"its files lack {_some(missing)}, which would start at random")
     if foreign := (unexpected if missing else sorted({*inside, *heads})):
-        problems.append(f"they have {_some(foreign)}, for which there is no place")
+        problems.append(f"they have {_some(foreign)}, which the model does not have")
     if shapes:
         name, found, wanted = shapes[0]
         problems.append(f"{name} has the shape {list(found)} in its files, not {list(wanted)}")
@@ -224,23 +224,23 @@ def _remedy(
         )
     if heads and is_classifier:
         return (
-            "Rename the head's weight [1, hidden size] to score.weight in the files, and leave a "
-            "bias out: it shifts all scores alike."
+            "Rename the head's weight [1, hidden size] to score.weight in the files, and remove "
+            "any bias: it shifts all scores equally."
         )
     if heads:
         return (
-            f"This is a reward model or a critic. Give a causal language model, or take "
-            f"{heads[0].split('.')[0]} out of the files. A critic's value head belongs into "
-            f"value_head.safetensors, as weight [1, hidden size] and bias [1]."
+            "This is a reward model or a critic. Give a causal language model, or take "
+            f"{heads[0].split('.')[0]} out of the files. A critic's value head belongs in "
+            "value_head.safetensors, as weight [1, hidden size] and bias [1]."
         )
     if is_classifier and missing and all(name.split(".")[0] in HEADS for name in missing):
         return (
-            "A reward model is a sequence classifier with its trained score head. Train one by the "
-            "recipe reward_model, or give its folder."
+            "A reward model is a sequence classifier with its trained score head. Train one "
+            "with the recipe reward_model, or give its folder."
         )
     biases = [name for name in foreign if name.split(".")[0] in HEADS and name.endswith(".bias")]
     if is_classifier and biases and biases == foreign and not missing:
-        return f"Leave {_some(biases)} out of the files: it shifts all scores alike."
+        return f"Remove {_some(biases)} from the files: it shifts all scores equally."
     if any("lora_" in name for name in foreign):
         return "Merge the adapter into the model (merge_and_unload of peft) and save that."
     if missing == ["lm_head.weight"]:
@@ -290,5 +290,5 @@ def first_line(error: Exception) -> str:
 _KINDS = {
     AutoModel: "model",
     AutoModelForCausalLM: "causal language model",
-    AutoModelForSequenceClassification: "sequence classifier, so no reward model,",
+    AutoModelForSequenceClassification: "sequence classifier (reward model)",
 }

@@ -65,8 +65,8 @@ def critic_start(
     if model.critic is not None:
         if not is_causal(model.critic):
             raise ConfigError(
-                f"model.critic ({model.critic}): its attention sees later tokens, and a value must "
-                f"not know what comes. Give a decoder, or remove model.critic."
+                f"model.critic ({model.critic}): its attention sees later tokens, but a value "
+                "must not depend on later tokens. Give a decoder, or remove model.critic."
             )
         return CriticStart(model.critic)
     entries = model.reward or ()
@@ -74,12 +74,14 @@ def critic_start(
         if not same_vocabulary(entry.path, model.policy) or not is_causal(entry.path):
             continue
         if normalizes:
-            remark = "times 0: ppo.shaping.normalize finds the scale of the scores as they come"
+            remark = (
+                "times 0: ppo.shaping.normalize measures the scale of the scores during the run"
+            )
             return CriticStart(entry.path, 0.0, remark)
         weight = weights.model * entry.weight
         is_alone = len(entries) == 1 and not has_other_judges
         remarks = [f"times {weight:g}"] if weight != 1.0 else []
-        remarks += [] if is_alone else ["what the other judges add is learned"]
+        remarks += [] if is_alone else ["the other scores are learned"]
         return CriticStart(entry.path, weight, "; ".join(remarks))
     return CriticStart(model.policy)
 
@@ -122,9 +124,9 @@ class Critic(nn.Module):
             return critic, words
         if lora.critic == "head":
             critic.backbone.requires_grad_(False)
-            return critic, f"{words}; only the value head learns"
+            return critic, f"{words}; only the value head is trained"
         add_adapter(critic.backbone, lora)
-        return critic, f"{words}; an adapter and the value head learn"
+        return critic, f"{words}; an adapter and the value head are trained"
 
     @classmethod
     def _load_whole(cls, start: CriticStart, **loaded: Any) -> tuple[Self, str]:

@@ -175,9 +175,9 @@ def check_tokens(path: str, *, key: str = "model.policy") -> None:
     for token, name in {**ends, **named}.items():
         if token is not None and not 0 <= token < size:
             raise ConfigError(
-                f"{key} ({path}): {name} has the id {token}, and the model has embeddings "
-                f"for ids 0 to {size - 1}. Give the tokenizer and the generation_config.json that "
-                f"belong to the model, or resize its embeddings (resize_token_embeddings)."
+                f"{key} ({path}): {name} has the id {token}, but the model has embeddings for "
+                f"ids 0 to {size - 1}. Give the tokenizer and the generation_config.json that "
+                "belong to the model, or resize its embeddings (resize_token_embeddings)."
             )
 
 
@@ -219,14 +219,14 @@ class Limits:
             if largest >= self.vocabulary:
                 raise ConfigError(
                     f"{row} has the token {tokenizer.convert_ids_to_tokens(largest)!r} "
-                    f"({largest}), and model.policy ({self.path}) has embeddings for ids 0 to "
+                    f"({largest}), but model.policy ({self.path}) has embeddings for ids 0 to "
                     f"{self.vocabulary - 1}. Give the tokenizer of the model, or resize its "
-                    f"embeddings (resize_token_embeddings)."
+                    "embeddings (resize_token_embeddings)."
                 )
             raise ConfigError(
-                f"{row} has {length} tokens, and model.policy ({self.path}) has positions for "
+                f"{row} has {length} tokens, but model.policy ({self.path}) has positions for "
                 f"{self.positions}. Lower data.max_prompt_tokens and data.max_response_tokens to "
-                f"{self.positions} together: longer rows are then skipped."
+                f"{self.positions} in sum: longer rows are then skipped."
             )
 
 
@@ -294,8 +294,8 @@ def stop_token_ids(path: str, tokenizer: Any, *, key: str = "model.policy") -> t
     for each in found:
         if not isinstance(each, int) or each < 0 or tokenizer.convert_ids_to_tokens(each) is None:
             raise ConfigError(
-                f"{key} ({path}): eos_token_id of its generation_config.json names "
-                f"{each!r}, and its tokenizer, of {len(tokenizer)} tokens, has no such id. Correct "
+                f"{key} ({path}): eos_token_id of its generation_config.json names {each!r}, but "
+                f"its tokenizer, with {len(tokenizer)} tokens, has no such id. Correct "
                 "eos_token_id in generation_config.json."
             )
     return found
@@ -329,8 +329,8 @@ def _load(
     except (ImportError, ValueError) as error:
         if not chosen:
             raise ConfigError(
-                f"model ({path}): transformers cannot load it: {first_line(error)} Install what it "
-                f"asks for, or give another model."
+                f"model ({path}): transformers cannot load it: {first_line(error)} Install what "
+                "it needs, or give another model."
             ) from error
         raise ConfigError(
             f"model.attention ({attention}): {path} cannot be loaded with it: {error} "
@@ -338,9 +338,9 @@ def _load(
         ) from error
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
-            f"model ({path}): its files have an adapter (adapter_config.json), with which "
-            f"transformers loads a model whose own weights are frozen. Merge it into its base "
-            f"model (merge_and_unload of peft, save_pretrained) and give that folder."
+            f"model ({path}): its files include an adapter (adapter_config.json), so "
+            "transformers loads the model with frozen base weights. Merge it into its base "
+            "model (merge_and_unload of peft, save_pretrained) and give that folder."
         )
     check_loaded(model, info, path=path, new_head=new_head)
     _make_saveable(model)

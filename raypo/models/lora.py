@@ -114,8 +114,8 @@ def add_adapter(model: Any, section: LoraSection | None) -> Any:
     blocks = tuple(f"{name.rpartition('.')[0]}." for name in fused)
     if fused and any(name.startswith(blocks) for name in _layers(model)):
         warnings.warn(
-            f"model.lora.target_modules ({_told(section)}): the shared experts get adapters, the "
-            f"others ({fused[0]}) stay as they are.",
+            f"model.lora.target_modules ({_told(section)}): the shared experts get adapters, but "
+            f"the others ({fused[0]}) get none.",
             stacklevel=2,
         )
     for name in _heads(model):
@@ -264,7 +264,7 @@ def _refuse_experts(model: nn.Module, section: LoraSection, fused: str) -> None:
     ]
     raise ConfigError(
         f"model.lora.target_modules ({_told(section)}): the experts of {type(model).__name__} "
-        f"({fused}) lie in one tensor, and adapters go into linear layers. Name those of the "
+        f"({fused}) are in one tensor, but adapters need linear layers. Name those of the "
         f"attention, [{', '.join(dict.fromkeys(names))}], or train without model.lora."
     )
 
@@ -286,7 +286,7 @@ def _refuse_layers(model: nn.Module, section: LoraSection) -> None:
         if type(base) not in (nn.Linear, OneDnnLinear, Conv1D):
             raise ConfigError(
                 f"model.lora.target_modules ({_told(section)}): {name} is a "
-                f"{type(base).__name__}, and adapters go into linear layers. Leave it out."
+                f"{type(base).__name__}, but adapters need plain linear layers. Leave it out."
             )
         if uses[id(base.weight)] > 1:
             raise ConfigError(

@@ -23,7 +23,10 @@ def config_of(folder: Path, key: str) -> dict[str, Any]:
     """
     has_adapter = (folder / "adapter_config.json").is_file()
     if not (folder / "config.json").is_file():
-        what, remedy = "so it is no Hugging Face model", "Give a folder written by save_pretrained"
+        what, remedy = (
+            "so it is not a Hugging Face model",
+            "Give a folder written by save_pretrained",
+        )
         if has_adapter:
             what = "only a LoRA adapter"
             remedy = (
@@ -35,10 +38,10 @@ def config_of(folder: Path, key: str) -> dict[str, Any]:
         )
     if has_adapter:
         raise ConfigError(
-            f"{key} ({folder}): the folder has an adapter_config.json beside its config.json, and "
-            f"transformers would load that adapter onto another base model. Merge the adapter "
-            f"(merge_and_unload of peft) and save the model into a folder of its own; if it is "
-            f"merged already, remove adapter_config.json."
+            f"{key} ({folder}): the folder has an adapter_config.json beside its config.json, "
+            "and transformers would load that adapter onto another base model. Merge the "
+            "adapter (merge_and_unload of peft) and save the model to a separate folder; if it "
+            "is merged already, remove adapter_config.json."
         )
     try:
         values = json.loads((folder / "config.json").read_text())
@@ -47,7 +50,9 @@ def config_of(folder: Path, key: str) -> dict[str, Any]:
             f"{key} ({folder}): its config.json cannot be read: {error}. Correct the file."
         ) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{key} ({folder}): its config.json is no JSON object. Correct the file.")
+        raise ConfigError(
+            f"{key} ({folder}): its config.json is not a JSON object. Correct the file."
+        )
     return values
 
 
@@ -67,9 +72,9 @@ def refuse_quantized(values: dict[str, Any], path: str, key: str) -> None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     raise ConfigError(
-        f"{key} ({path}): its weights are quantised ({method or 'quantization_config'}), and "
-        f"gradients need weights in float32 or bfloat16. Give the model before it was quantised, "
-        f"or load it with dequantize and save that."
+        f"{key} ({path}): its weights are quantised ({method or 'quantization_config'}), but "
+        "gradients need weights in float32 or bfloat16. Give the model before it was quantised, "
+        "or load it with dequantize and save that."
     )
 
 
@@ -121,8 +126,9 @@ def weight_files(folder: Path, key: str) -> list[Path]:
     if not files:
         others = sorted(each.name for each in folder.iterdir())[:8]
         raise ConfigError(
-            f"{key} ({folder}): the folder has no weights: no {' or '.join(SINGLE)}, nor an index "
-            f"of shards. It has {', '.join(others)}. Give a folder written by save_pretrained."
+            f"{key} ({folder}): the folder has no weights: no {' or '.join(SINGLE)}, and no "
+            f"index of shards. It has {', '.join(others)}. Give a folder written by "
+            "save_pretrained."
         )
     return files
 
@@ -159,8 +165,8 @@ def _shards(index: Path, key: str) -> list[Path]:
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise ConfigError(
-            f"{key} ({folder}): its {index.name} names {', '.join(absent)}, and {len(absent)} of "
-            f"these {len(names)} files are not there. Copy the folder again, or save it anew."
+            f"{key} ({folder}): its {index.name} names {', '.join(absent)}, but {len(absent)} of "
+            f"its {len(names)} files are missing. Copy the folder again, or save the model again."
         )
     return [folder / name for name in names]
 

@@ -262,13 +262,13 @@ def _folder(path: str, key: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(path, "config.json")).parent
     except huggingface_hub.errors.LocalEntryNotFoundError:
         raise ConfigError(
-            f"{key} ({path}): there is no such folder, and the hub was not reached to look for a "
-            f"model of this id. Connect to it, or give a local folder."
+            f"{key} ({path}): there is no such folder, and the hub could not be reached to look "
+            "up a model with this id. Connect to the hub, or give a local folder."
         ) from None
     except Exception as error:  # huggingface_hub raises a dozen unrelated types
         raise ConfigError(
-            f"{key} ({path}): its config.json cannot be had: {type(error).__name__}. Give a local "
-            f"folder, or correct the hub id."
+            f"{key} ({path}): its config.json cannot be loaded: {type(error).__name__}. Give a "
+            "local folder, or correct the hub id."
         ) from None
 
 

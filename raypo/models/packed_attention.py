@@ -99,9 +99,9 @@ def use_packed_attention(model: Any) -> None:
     model.set_attn_implementation(before if problem else NAME)
     if problem:
         warnings.warn(
-            f"{type(model).__name__} cannot read packed rows ({problem}). Each response is read "
-            f"with its prompt and padding, which takes longer. Set model.attention to {before} if "
-            f"that is meant.",
+            f"{type(model).__name__} cannot read packed rows ({problem}). Each response is "
+            "instead computed in its own padded row, together with its prompt, which takes "
+            f"longer. Set model.attention to {before} to accept that.",
             stacklevel=2,
         )
 
@@ -129,7 +129,11 @@ def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
     # could hide a leak in a single state, which the float32 trial finds.
     dim = None if dtype == torch.bfloat16 else -1
     gap = float(((states - apart).norm(dim=dim) / apart.norm(dim=dim)).max())
-    return None if gap <= MAX_GAP.get(dtype, EXACT) else f"its answers are {gap:.2g} of them off"
+    return (
+        None
+        if gap <= MAX_GAP.get(dtype, EXACT)
+        else f"its outputs have a relative error of {gap:.2g}"
+    )
 
 
 @contextmanager
@@ -303,7 +307,7 @@ def attention_by_rows(
     """Compute `packed_attention` without flex attention: [1, N, H, D]."""
     if layout is None:
         if attention_mask is not None and attention_mask.shape[-1] == 1 < query.shape[2]:
-            raise ValueError(f"{type(module).__name__} is not told the layout of packed rows.")
+            raise ValueError(f"{type(module).__name__} did not receive the layout of packed rows.")
         more |= {"scaling": scaling, "dropout": dropout}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     assert dropout == 0.0, "models are loaded with their dropout off"

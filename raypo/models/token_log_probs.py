@@ -63,7 +63,7 @@ def packed_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs and entropy (or None) of packed rows: [M] each, both differentiable."""
     if temperature <= 0.0:
-        raise ValueError(f"temperature ({temperature}): log-probs need a positive one.")
+        raise ValueError(f"temperature ({temperature}): it must be positive.")
     ids = packed.response_ids
     if not _has_bare_head(model):
         logits = own_logits(model, packed)

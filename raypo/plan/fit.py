@@ -148,7 +148,10 @@ class Plan:
         if self.device == "cuda" and any(n.gpus and n.gpu_bytes is None for n in self.nodes):
             notes.append("the memory of the GPUs is not known, so it is not checked: use --cluster")
         if self.device == "cuda" and any(n.gpus and n.gpu is None for n in self.nodes):
-            notes.append("the kind of the GPUs is not known, so no times: --cluster 8xH100 says it")
+            notes.append(
+                "the kind of the GPUs is not known, so no times are predicted: name it like "
+                "--cluster 8xH100"
+            )
         if any(node.ram_bytes is None for node in self.nodes):
             notes.append("the nodes' RAM is not stated, so it is not checked")
         return notes
@@ -288,7 +291,9 @@ def decide_for_gpus(config: AnyConfig, gpu_bytes: int) -> tuple[AnyConfig, Seque
         plan = make_plan(anywhere, [Node("the cluster", gpus=10**6, gpu_bytes=gpu_bytes)])
     except ConfigError as error:  # the plan cannot read the model; it may still run
         decided, _ = least_memory(config, gpu_bytes)
-        return decided, [f"auto is set for the least memory, because there is no plan: {error}"]
+        return decided, [
+            f"auto keys are set for the lowest memory use, because there is no plan: {error}"
+        ]
     decided = with_value(plan.config, "learner.use_gpu", config.learner.use_gpu)
     strategy = config.placement.strategy
     return with_value(decided, "placement.strategy", strategy), plan.decisions
@@ -313,7 +318,9 @@ def decided(plan: Plan) -> Plan:
         decisions.append(f"learner.max_tokens_per_microbatch is auto: {tokens}{_because(found)}")
     if sleep_is_open(plan.config) and isinstance(found.config, OnlineConfig):
         sleeps = found.config.rollout.engine.sleeps
-        value = "true, models take turns" if sleeps else "false, all models fit side by side"
+        value = (
+            "true, the models take turns" if sleeps else "false, all models fit at the same time"
+        )
         decisions.append(f"rollout.engine.sleep is auto: {value}{_because(found)}")
     return replace(found, decisions=tuple(decisions))
 
@@ -328,7 +335,7 @@ def _because(plan: Plan) -> str:
     """Describe the fullest GPU of a plan."""
     gpus = [load for load in plan.loads if load.is_gpu and load.available]
     if not gpus:
-        return ", the memory of the GPUs is not known"
+        return ", because the memory of the GPUs is not known"
     worst = max(gpus, key=lambda load: load.needed / (load.available or 1))
     return f" ({worst.needed / GB:.3g} of {(worst.available or 0) / GB:.3g} GB of a GPU)"
 
@@ -452,7 +459,7 @@ def _impossible(plan: Plan) -> Iterator[str]:
             f"rollout.engine.kv_cache_gb ({section.kv_cache_gb:g}): one sequence of {length} "
             f"tokens (data.max_prompt_tokens + {config.rollout.length_key}) takes "
             f"{one / 1e9:.3g} GB of keys and values. Set rollout.engine.kv_cache_gb to at least "
-            f"{_up(one / 1e9)}, or the lengths lower."
+            f"{_up(one / 1e9)}, or lower the lengths."
         )
         return
     assert gpu_bytes is not None
@@ -465,8 +472,8 @@ def _impossible(plan: Plan) -> Iterator[str]:
     yield (
         f"rollout.engine.gpu_memory_fraction ({section.gpu_memory_fraction:g}): of "
         f"{gpu_bytes / GB:.3g} GB it leaves {cache / GB:.2g} GB for keys and values beside the "
-        f"engine's weights, and one sequence of {length} tokens takes {one / GB:.2g} GB. {change}, "
-        f"or set the lengths lower."
+        f"engine's weights, and one sequence of {length} tokens takes {one / GB:.2g} GB. "
+        f"{change}, or lower the lengths."
     )
 
 

@@ -23,12 +23,12 @@ def tables(plan: Plan) -> Iterator[Table]:
 
 def times(step: StepTime, changes: Sequence[tuple[str, float]]) -> Table:
     """Return a table of a step's phases and their limits, with the keys that would save most."""
-    title = f"A step of {step.responses:,} responses, as long as they may be"
+    title = f"A step of {step.responses:,} responses of maximum length"
     table = _table(title, "phase", "limited by", right="seconds")
     table.add_column("moved by each device, GB", justify="right")
     for each in step.phases:
         table.add_row(each.phase, each.limit, f"{each.seconds:.3g}", gb(int(each.moved)))
-    how = "the longer of rollouts and update" if step.is_ahead else "all after one another"
+    how = "longer of rollouts and update" if step.is_ahead else "sum of all phases"
     table.add_row("step", how, f"{step.seconds:.3g}", "", style="bold")
     faster = "; ".join(f"{change}: {seconds:.3g} s" for change, seconds in changes)
     longest = step.longest
@@ -77,7 +77,7 @@ def _roles(roles: list[Role]) -> Table:
 
 
 def _loads(loads: list[DeviceLoad]) -> Table:
-    table = _table("Devices at their worst phase", "device", "phase", right="needs GB")
+    table = _table("Peak memory of each device", "device", "phase", right="needs GB")
     table.add_column("has GB", justify="right")
     table.add_column("")
     for load in loads:

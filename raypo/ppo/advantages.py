@@ -278,8 +278,8 @@ def group_baseline(
     check_choice("kind", kind, GROUP_ADVANTAGES)
     if scores.shape[1] < 2:
         raise ValueError(
-            f"samples a prompt ({scores.shape[1]}) must be at least 2 for {kind!r}: "
-            "there is no other sample to compare with. Set rollout.samples_per_prompt to 2 or more."
+            f"samples per prompt ({scores.shape[1]}) must be at least 2 for {kind!r}: there is "
+            "no other sample to compare with. Set rollout.samples_per_prompt to 2 or more."
         )
     valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
     check_same_shape(scores=scores, valid=valid)
@@ -377,8 +377,8 @@ def _refuse_negative(scores: Tensor) -> None:
     lowest = float(scores.min()) if scores.numel() else 0.0
     if lowest < 0.0:
         raise ValueError(
-            f"ppo.advantage (maxrl): divides by a group's mean score, so scores must be at least "
-            f"0, and the lowest of this step is {lowest:g}. Let the reward function return 0 for "
+            "ppo.advantage (maxrl): divides by a group's mean score, so scores must be at least "
+            f"0, but the lowest of this step is {lowest:g}. Let the reward function return 0 for "
             "failures, set ppo.shaping.clip_low to 0, or choose another ppo.advantage."
         )
 

@@ -223,6 +223,7 @@ def _check_finite(kept: Tensor, label: str) -> None:
     wrong = int((~torch.isfinite(kept)).sum())
     if wrong:
         raise CustomFunctionError(
-            f"{label} returned NaN or infinity in {wrong} of {kept.numel()} places that count. "
-            "Look for logarithms of 0 and divisions by 0, such as by a deviation of equal scores."
+            f"{label} returned NaN or infinity in {wrong} of {kept.numel()} unmasked places. "
+            "Look for logarithms of 0 and divisions by 0, such as by a deviation of equal "
+            "scores."
         )

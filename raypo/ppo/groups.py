@@ -256,8 +256,8 @@ def pass_at_k(
     least = int(num_samples.min())
     if not 1 <= k <= least:
         raise ValueError(
-            f"k ({k}) must lie between 1 and the samples a prompt ({least}). "
-            "Draw more samples or lower k."
+            f"k ({k}) must lie between 1 and the samples per prompt ({least}). Draw more samples "
+            "or lower k."
         )
     if bool(((num_correct < 0) | (num_correct > num_samples)).any()):
         raise ValueError("num_correct must lie between 0 and num_samples.")

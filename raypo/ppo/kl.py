@@ -163,8 +163,8 @@ def kl_loss_terms(
     """
     if kind == "k1":
         raise ValueError(
-            "kind ('k1') cannot be a loss term: its gradient is 0 in expectation, so it pulls "
-            "nowhere. Use 'k2' or 'k3', or place the penalty in the reward."
+            "kind ('k1') cannot be a loss term: its gradient is 0 in expectation, so it has no "
+            "effect. Use 'k2' or 'k3', or place the penalty in the reward."
         )
     check_choice("kind", kind, KL_LOSS_KINDS)
     reference = ref_log_probs.detach()
@@ -238,7 +238,9 @@ class KLController:
                     f"target ({self.target}) and horizon ({self.horizon}) must be positive."
                 )
             if self.coef == 0.0:
-                raise ValueError("coef (0.0) would stay 0: an adaptive one starts above 0.")
+                raise ValueError(
+                    "coef (0.0) would stay 0: an adaptive coefficient must start above 0."
+                )
 
     def updated(self, kl: float, num_responses: int) -> KLController:
         """Return the controller for the next step.

@@ -53,7 +53,9 @@ class Tokens:
         if self.dual_clip is not None and self.dual_clip <= 1.0:
             raise ValueError(f"dual_clip ({self.dual_clip}) must be above 1; None switches it off.")
         if self.cispo_low is not None and not 0.0 <= self.cispo_low <= 1.0:
-            raise ValueError(f"cispo_low ({self.cispo_low}) must lie in [0, 1]; None: no bound.")
+            raise ValueError(
+                f"cispo_low ({self.cispo_low}) must lie in [0, 1]; None means no bound."
+            )
 
 
 @dataclass(frozen=True)
@@ -302,13 +304,15 @@ def _masked_surrogate(tokens: Tokens, distance: Tensor) -> TokenLoss:
 
 def _covariant(kind: str, tokens: Tokens) -> Tensor:
     if tokens.covariant is None:
-        raise ValueError(f"kind ({kind!r}) needs the tokens of high covariance; pass covariant.")
+        raise ValueError(
+            f"kind ({kind!r}) needs the mask of tokens with high covariance; pass `covariant`."
+        )
     return tokens.covariant & tokens.mask
 
 
 def _refuse_dual_clip(kind: str, tokens: Tokens) -> None:
     if tokens.dual_clip is not None:
         raise ValueError(
-            f"dual_clip ({tokens.dual_clip}) has no place in {kind!r}, which bounds the loss of "
-            "negative advantages in its own way. Set it to null."
+            f"dual_clip ({tokens.dual_clip}) cannot be used with {kind!r}, which bounds the loss "
+            "of negative advantages in its own way. Set it to null."
         )

@@ -48,7 +48,7 @@ class DPORecipe(PolicyExamplesRecipe[DPOConfig, Any]):
         config = self.run.config
         if not config.dpo.needs_reference or config.data.ref_chosen_key:
             return
-        self.run.tell.phase("asking the reference")
+        self.run.tell.phase("computing the reference's log-probs")
         items = self.stream.items
         drawn = list(range(len(items)))
         goes_on = config.from_checkpoint or self.run.runtime.resume_from

@@ -46,7 +46,7 @@ class Change:
         if self.margin is None:
             return f"{self.basis}: too few for an interval"
         if self.num_changed == 0:
-            return f"no single one changed; {self.basis}"
+            return f"no value changed; {self.basis}"
         gain = self.after - self.before
         low, high = gain - self.margin, gain + self.margin
         digits = decimals(self.margin)

@@ -86,7 +86,7 @@ def load_run(location: str) -> RunData:
     config, rows, summary = files.config() or {}, files.metrics(), files.summary() or {}
     if not config and not rows:
         raise ConfigError(
-            f"RUN ({location}): no run is there, neither config.yaml nor metrics.jsonl. Give the "
+            f"RUN ({location}): there is no run, neither config.yaml nor metrics.jsonl. Give the "
             "folder that `raypo train` names at its end: <storage_path>/<name>."
         )
     status = "running" if files.is_running() else summary.get("status", "unfinished")
@@ -128,14 +128,14 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
 
 
 _KL_NOTE = (
-    "Score against KL is what the run paid for its gain: up is better, right is further away. "
-    "A path that goes right without going up is drift; one that comes down is a reward gamed or a "
-    "policy lost."
+    "Score against KL shows what the gain in score cost in distance from the reference: up is "
+    "better, right is further away. A path that goes right without going up is drift; a path "
+    "that comes down means reward hacking or a degraded policy."
 )
 _SAMPLES_NOTE = (
-    "Samples of some steps. A trained token's colour is its advantage (what the update made more, "
-    "blue, or less likely, orange) or its change of log-probability since the reference. Held-out "
-    "prompts come again in every evaluation."
+    "Samples of some steps. The colour of a trained token shows its advantage (blue: the update "
+    "made it more likely, orange: less likely) or its change in log-probability from the "
+    "reference. The same held-out prompts appear in every evaluation."
 )
 
 
@@ -205,17 +205,17 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
 
     If the scores are not comparable, the sentence says why.
     """
-    unknown = "Which of them is best is not decided:"
+    unknown = "It is not decided which run is best:"
     last = {name: (run.files.rollout_steps(held_out=True) or [0])[-1] for name, run in runs.items()}
     if not all(last.values()):
-        return f"{unknown} not all have held-out answers from training."
+        return f"{unknown} some have no held-out responses from training."
     judges = set[str]()
     for config in (run.config for run in runs.values()):
         trained = config.get("reward"), (config.get("model") or {}).get("reward")
         trained += tuple(own_functions(config.get("data") or {}))
         judges.add(judge_of_held_out(config) or str(trained))
     if len(judges) > 1:
-        return f"{unknown} their held-out scores have different judges."
+        return f"{unknown} their held-out scores come from different functions."
     scores = {name: held_out_scores(run.files, last[name]) for name, run in runs.items()}
     if len({frozenset(each) for each in scores.values()}) > 1 or not all(scores.values()):
         return f"{unknown} their held-out prompts are not the same."
@@ -271,7 +271,7 @@ def _warnings(
             notices.append((f"{prefix}step {low[0]}", what, "Read its held-out samples."))
     is_ppo = any("ppo/policy_loss" in row for run in runs.values() for row in run.rows[:1])
     watched = "KL, length, clipping, engine against learner, groups, entropy, phases"
-    watched = watched if is_ppo else "updates that had to be skipped"
+    watched = watched if is_ppo else "skipped updates"
     if any(run.rows for run in runs.values()):
         section.add(Notices(notices, none=f"None: raypo watches {watched}."))
 
@@ -312,7 +312,7 @@ def _scores(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None
     models = {"eval/reward_model_mean": "held out, reward model"}
     return [
         chart("Held-out score", held_out, note=f"by {short_name(str(judge))}"),
-        chart("Score that it trains on", trained | models),
+        chart("Training score", trained | models),
     ]
 
 

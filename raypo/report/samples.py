@@ -95,13 +95,13 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
     when = "before the first update" if first == 0 else f"after step {first}"
     section.add(
         Words(
-            f"{up} better, {down} worse of {len(judged)} held-out prompts: their score after step "
-            f"{last} against {when}.",
+            f"{up} better, {down} worse of {len(judged)} held-out prompts: their scores after "
+            f"step {last} compared with {when}.",
             strong=True,
         ),
         Words(
-            "Evenly chosen ones, first those with another score (a third or more of them "
-            "worse, if there are as many), then those with another response:"
+            "Evenly spaced examples. Prompts whose score changed come first (at least a third "
+            "of them worse, if there are that many), then prompts whose response changed:"
         ),
         Table(
             ["prompt", "label", when, "score", f"after step {last}", "score"],
@@ -132,9 +132,11 @@ def _typical(section: Section, files: RunFiles, first: int, last: int) -> None:
         for step in (first, last)
         for place, row in typical(files.rollouts(step)).items()
     ]
-    words = "Trained samples of the first and the last step: at the lower tenth, the middle and "
+    words = (
+        "Trained samples of the first and the last step: at the 10th percentile, the median and "
+    )
     section.add(
-        Words(f"{words}the upper tenth of their scores."),
+        Words(f"{words}the 90th percentile of their scores."),
         Table(["", "prompt", "response", "score"], rows),
     )
 

@@ -78,7 +78,7 @@ _STATUS = {
     "running": "The run is going on",
     "failed": "The run failed",
     "interrupted": "The run was stopped",
-    "unfinished": "The run ended without a word",
+    "unfinished": "The run ended unexpectedly",
 }
 
 
@@ -116,7 +116,7 @@ def _judges(config: Mapping[str, Any]) -> str:
     if held_out is None or not trained:
         return ""
     judges, judge = " and ".join(trained), short_name(held_out)
-    return f"It trained on the score of {judges}; {judge} judges the held-out responses."
+    return f"It trained on the score of {judges}; {judge} scores the held-out responses."
 
 
 def _samples(rows: Sequence[Row]) -> str:
@@ -128,7 +128,7 @@ def _samples(rows: Sequence[Row]) -> str:
         "filtered": "left out by the filter",
         "failed": "not scored or empty",
         "dropped": "dropped as too old",
-        "carried": "sampled or begun for a step that never came",
+        "carried": "sampled or in flight for a step that was never trained",
     }
     rest = [f"{totals[name]:,} {text}" for name, text in words.items() if totals[name]]
     again = totals["asked_again"]
@@ -150,7 +150,7 @@ def _progress(rows: Sequence[Row], status: str, wall_s: float | None) -> str:
         "failed": f"The run failed after {steps}{lasted}; its log is in logs/.",
         "interrupted": f"The run was stopped after {steps}{lasted}; the same command resumes it.",
     }
-    gone = f"The run ended without a word after {steps}: its process is gone, or cannot be seen"
+    gone = f"The run ended unexpectedly after {steps}: its process is gone, or not visible"
     return how.get(status, f"{gone} from here. The same command resumes it.")
 
 
@@ -181,7 +181,7 @@ def _learning(
     text = f"{label} {_moved(trained.before, trained.after)} ({trained.words})"
     words = _with_verdict(direction, text)
     if direction == 1 and got_worse:
-        words = words.replace("It learned.", "It learned its training examples only.", 1)
+        words = words.replace("It learned.", "It learned only its training examples.", 1)
     return " ".join([words, *others])
 
 
@@ -215,7 +215,7 @@ def _of_pairs(
     training = f"training score {_moved(trained.before, trained.after)} ({trained.words})"
     if direction == -1 and trained.direction == 1:
         is_gamed = judge_of_held_out(config) is not None
-        how = "It games its reward" if is_gamed else "It fits its training prompts and no others"
+        how = "It games its reward" if is_gamed else "It fits only its training prompts"
         return f"{how}: the {text}, while the {training}."
     return f"{_with_verdict(direction, text)} The {training}."
 

@@ -200,8 +200,8 @@ class Judge:
     def _refuse_missing_columns(self, rollout: Rollout) -> None:
         if missing := [each for each in self._section.columns if each not in rollout.row]:
             raise RewardError(
-                f"reward.judge.template: names {{{missing[0]}}}, and row {rollout.prompt_index} "
-                f"has no such column, it has {', '.join(rollout.row) or 'none'}. Add the column, "
+                f"reward.judge.template: names {{{missing[0]}}}, but row {rollout.prompt_index} "
+                f"has no such column. It has {', '.join(rollout.row) or 'none'}. Add the column, "
                 "or correct the template."
             )
 

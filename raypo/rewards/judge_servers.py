@@ -58,5 +58,7 @@ class JudgeServers:
             (choice,) = body["choices"]
             text = choice["message"]["content"] if self._section.chat else choice["text"]
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"the answer has not one choice with a text: {body!r:.200}") from None
+            raise ValueError(
+                f"the answer does not have exactly one choice with a text: {body!r:.200}"
+            ) from None
         return text or "", response.elapsed.total_seconds()

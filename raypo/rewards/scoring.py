@@ -310,7 +310,7 @@ def _as_list(answer: Any, expected: int, name: str) -> list[Any]:
     if len(answer) != expected:
         raise RewardError(
             f"{name} returned {len(answer)} scores for {expected} rollouts. Return one score per "
-            "rollout, in their order; None where there is none."
+            "rollout, in their order, and None for a rollout without a score."
         )
     return list(answer)
 
@@ -329,12 +329,13 @@ def _number(answer: Any, place: int, name: str) -> float:
     if not isinstance(answer, Real):
         raise RewardError(
             f"{name} returned {_short(answer)} ({type(answer).__name__}) as score {place}. "
-            "Return a number, or None where there is none."
+            "Return a number, or None if there is no score."
         )
     if is_too_large(answer):
         raise RewardError(
-            f"{name} returned {_short(answer)} as score {place}. Scores are at most {LARGEST:.2g}, "
-            "the largest number of float32. Return smaller numbers, or None where there is none."
+            f"{name} returned {_short(answer)} as score {place}. Scores are at most "
+            f"{LARGEST:.2g}, the largest number of float32. Return smaller numbers, or None if "
+            "there is no score."
         )
     value = float(answer)
     return value if math.isfinite(value) else math.nan
@@ -358,8 +359,8 @@ def score_of_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
     """
     if SCORE not in answer or not all(isinstance(key, str) for key in answer):
         raise RewardError(
-            f"{name} returned {_short(answer)} as score {place}. Named parts are texts, and "
-            f"{SCORE!r} is the one that is trained on."
+            f"{name} returned {_short(answer)} as score {place}. The names of parts must be "
+            f"texts, and the part {SCORE!r}, which is trained on, is required."
         )
     texts = {key: part for key, part in answer.items() if isinstance(part, str) and key != SCORE}
     parts = {

@@ -40,7 +40,7 @@ def make_app(
             return _error(401, "the token is missing or wrong")
         if waiting > max_queued:
             busy = {"Retry-After": str(RETRY_AFTER_S)}
-            return _error(503, f"{waiting} requests wait already", headers=busy)
+            return _error(503, f"{waiting} requests are already waiting", headers=busy)
         try:
             rollouts = from_request(await _content(request))
         except WireError as error:

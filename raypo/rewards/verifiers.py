@@ -112,9 +112,9 @@ def _text_of(label: Any, where: str) -> str:
     text = str(label) if is_plain else ""
     if not text.strip():
         raise ValueError(
-            f"data.label_key: the label of {where} is {_short(label)}. A label is a text that is "
-            "not empty, or a number. Correct the row or remove it, or set data.label_key to the "
-            "column of the answers."
+            f"data.label_key: the label of {where} is {_short(label)}. A label must be a number "
+            "or a text that is not empty. Correct the row or remove it, or set data.label_key "
+            "to the column of the answers."
         )
     return text
 
@@ -124,9 +124,9 @@ def _number_of(label: Any, where: str) -> Fraction:
     number = parse_number(final_answer(text) or text)
     if number is None:
         raise ValueError(
-            f"data.label_key: the label of {where} is no number: {_short(text)}. Correct the row "
-            "or remove it, or set reward.function to raypo.rewards.math_verifiers:math_answer, "
-            "which reads formulas too."
+            f"data.label_key: the label of {where} is not a number: {_short(text)}. Correct the "
+            "row or remove it, or set reward.function to "
+            "raypo.rewards.math_verifiers:math_answer, which reads formulas too."
         )
     return number
 
@@ -142,9 +142,9 @@ def formula_of(label: Any, where: str) -> str:
     text = final_answer(text) or text
     if len(text.split()) > MAX_WORDS and is_words(plain_words(text)):
         raise ValueError(
-            f"data.label_key: the label of {where} is prose: {_short(text)}. A label is a formula, "
-            f"a number or at most {MAX_WORDS} words. Correct the row or remove it, or set "
-            "data.label_key to the column of the answers."
+            f"data.label_key: the label of {where} is prose: {_short(text)}. A label must be a "
+            f"formula, a number or at most {MAX_WORDS} words. Correct the row or remove it, or "
+            "set data.label_key to the column of the answers."
         )
     return text
 
@@ -158,8 +158,8 @@ def entry_of(label: Any, where: str) -> dict[str, Any]:
     metadata = label.get("metadata") if isinstance(label, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("source_dataset"), str):
         raise ValueError(
-            f"data.label_key: the label of {where} is no entry of reasoning-gym. Set data.prompts "
-            "to reasoning_gym://TASK and data.label_key to entry."
+            f"data.label_key: the label of {where} is not an entry of reasoning-gym. Set "
+            "data.prompts to reasoning_gym://TASK and data.label_key to entry."
         )
     return label
 

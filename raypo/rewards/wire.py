@@ -90,14 +90,14 @@ def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
     scores = body.get("scores") if isinstance(body, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
         found = f"{len(scores)} scores" if isinstance(scores, list) else f"{body!r:.200}"
-        raise WireError(f'the answer must be {{"scores": [{count} numbers]}}, it is {found}')
+        raise WireError(f'the answer must be {{"scores": [{count} numbers]}}, but it is {found}')
     for score in scores:
         if isinstance(score, dict) and SCORE in score:
             continue
         if score is not None and (isinstance(score, str) or not isinstance(score, Real)):
-            raise WireError(f"a score must be a number or null, one is {score!r:.200}")
+            raise WireError(f"a score must be a number or null, but one is {score!r:.200}")
         if score is not None and is_too_large(score):
-            raise WireError(f"a score is at most {LARGEST:.2g} (float32), one has more digits")
+            raise WireError(f"a score must be at most {LARGEST:.2g} (float32), but one is larger")
     return [score if score is None or isinstance(score, dict) else float(score) for score in scores]
 
 

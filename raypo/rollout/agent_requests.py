@@ -65,13 +65,13 @@ def _refuse_what_is_fixed(wanted: Wanted, section: RolloutSection) -> None:
         value, fixed = getattr(wanted, key), getattr(section, key)
         if value not in (None, fixed):
             raise RequestError(
-                f"{key} ({value}): a run samples what it trains with rollout.{key} ({fixed}). "
+                f"{key} ({value}): training samples are drawn with rollout.{key} ({fixed}). "
                 f"Leave {key} out, or set rollout.{key}."
             )
     if wanted.seed is not None:
         raise RequestError(
-            f"seed ({wanted.seed}): each turn of an episode has one of its own, made from the "
-            "run's. Leave it out."
+            f"seed ({wanted.seed}): each turn of an episode has its own seed, derived from the "
+            "run's seed. Leave it out."
         )
 
 
@@ -84,7 +84,7 @@ async def _sample(
         raise RequestError(str(error), code=LIMIT) from None
     sampled, tokenizer = turn.completion, session.settings.tokenizer
     if sampled.finish_reason not in ("stop", "length"):
-        raise RequestError(f"the response was given back: {sampled.finish_reason}", 503)
+        raise RequestError(f"the response is incomplete: {sampled.finish_reason}", 503)
     ids, ends = sampled.token_ids, session.sampling.stop_token_ids
     if words is not None:
         # The ids contain the stop string, so the remembered text must contain it too. Only a

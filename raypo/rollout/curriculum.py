@@ -53,9 +53,10 @@ def few_draws_note(num_prompts: int, num_draws: int) -> str | None:
     if num_draws > num_prompts:
         return None
     return (
-        f"data.curriculum: has little to go by, the run draws {num_draws} prompts "
-        f"(num_steps x rollout.prompts_per_step) and data.prompts has {num_prompts}, so that most "
-        f"are new when they are chosen; give fewer prompts or more steps, or remove it"
+        f"data.curriculum: has little data to learn from: the run draws {num_draws} prompts "
+        f"(num_steps x rollout.prompts_per_step) and data.prompts has {num_prompts}, so most "
+        "prompts have no pass rate yet when they are chosen; give fewer prompts or more steps, "
+        "or remove it"
     )
 
 

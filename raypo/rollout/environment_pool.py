@@ -139,8 +139,9 @@ def _pickled(value: Any, what: str) -> bytes:
         return cloudpickle.dumps(value)
     except Exception as error:
         raise TypeError(
-            f"with rollout.environment_processes {what} is pickled, and this cannot be: {error}. "
-            f"Open in each step what cannot be, or set rollout.environment_processes to 0."
+            f"with rollout.environment_processes {what} is pickled, but this failed: {error}. "
+            "Create objects that cannot be pickled anew in each step, or set "
+            "rollout.environment_processes to 0."
         ) from error
 
 

@@ -228,8 +228,9 @@ class Episodes:
             session.first_text, ids = self._settings.tokens.first(first, chat=chat, tools=tools)
         if tools and not chat and not is_ids(first):
             raise WrongAnswer(
-                "the environment has tools, of which a chat template tells the policy, and the "
-                "prompt is a text: give prompts as messages, or return messages from reset"
+                "the environment has tools, which only a chat template can describe to the "
+                "policy, but the prompt is a text: give prompts as messages, or return messages "
+                "from reset"
             )
         return chat, ids
 
@@ -270,7 +271,7 @@ def _checked(answer: Any) -> tuple[Any, float, bool]:
     if not is_finite(reward):
         raise WrongAnswer(f"step returned the reward {reward!r:.100}, not a finite number")
     if observation is None and not done:
-        raise WrongAnswer("step returned no observation, and the episode is not done")
+        raise WrongAnswer("step returned no observation, but the episode is not done")
     return observation, float(reward), bool(done)
 
 

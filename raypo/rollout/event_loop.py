@@ -108,9 +108,10 @@ class EventLoop:
             return  # no user code: the thread only waits for the GIL
         raise LoopStandsStill(
             f"{line.filename}, line {line.lineno}, in {line.name} ({line.line}): has blocked the "
-            f"event loop of all episodes for {seconds:.0f} s (rollout.step_timeout_s), so that no "
-            f"time-out can end it. Write await before what can be awaited, call what cannot by "
-            f"await asyncio.to_thread(...), or make the method a plain one, which runs in a thread."
+            f"event loop of all episodes for {seconds:.0f} s (rollout.step_timeout_s), so no "
+            "time-out can stop it. Await calls that can be awaited, run the others with await "
+            "asyncio.to_thread(...), or make the method a plain one without async, which runs "
+            "in a thread."
         )
 
 

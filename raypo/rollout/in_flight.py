@@ -120,7 +120,7 @@ def _is_complete(completion: Completion) -> bool:
     """
     if completion.finish_reason in ("cancelled", "timeout"):
         raise RuntimeError(
-            f"an engine has given a request back ({completion.finish_reason}): it answers another "
-            "attempt of this run, or its time was up."
+            f"an engine has ended a request early ({completion.finish_reason}): the engine now "
+            "serves another attempt of this run, or the request has timed out."
         )
     return completion.finish_reason != "paused"

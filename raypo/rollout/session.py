@@ -330,10 +330,10 @@ class Session:
         room = min(section.max_episode_tokens - taken, max_tokens - len(ids))
         if room < 1:
             raise EpisodeLimit(
-                f"after {len(ids)} tokens, {taken} of them behind its prompt, there is no room for "
-                f"a turn: a conversation may have {max_tokens} "
-                f"(data.max_prompt_tokens and rollout.max_episode_tokens), and "
-                f"{section.max_episode_tokens} behind its prompt (rollout.max_episode_tokens)"
+                f"after {len(ids)} tokens, {taken} of them after the prompt, there is no room "
+                f"for another turn: a conversation may have {max_tokens} tokens "
+                "(data.max_prompt_tokens and rollout.max_episode_tokens), of which "
+                f"{section.max_episode_tokens} after the prompt (rollout.max_episode_tokens)"
             )
         return room
 

@@ -61,7 +61,7 @@ def evaluate_model(
     function = evaluation_function(config.eval, of_training)
     if function is None and not plays:
         raise ConfigError(
-            "eval.function (None): no function judges the answers. Set it to file.py:name or "
+            "eval.function (None): no function scores the answers. Set it to file.py:name or "
             "package.module:name."
         )
     tokenizer = load_tokenizer(model)

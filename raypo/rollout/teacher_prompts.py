@@ -109,7 +109,7 @@ def tokenised_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> np.n
         text = render(tokenizer, chat_messages(prompt), prompting=True)
     except Exception as error:  # templates can raise anything
         raise ConfigError(
-            f"distillation.teacher_prompt: returned {short(prompt)}, which is no text and cannot "
-            f"be rendered as chat messages: {error}. Correct what it returns."
+            f"distillation.teacher_prompt: returned {short(prompt)}, which is not a text and "
+            f"cannot be rendered as chat messages: {error}. Correct what it returns."
         ) from error
     return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)

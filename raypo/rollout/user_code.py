@@ -49,8 +49,8 @@ class UserClass:
         if self.tools is not None and not isinstance(self.tools, list | tuple):
             raise ConfigError(
                 f"rollout.environment ({section.environment}): its attribute tools is a "
-                f"{type(self.tools).__name__}, and chat templates are told a list of functions "
-                f"or of schemas. Make it one, or give it another name."
+                f"{type(self.tools).__name__}, but chat templates need a list of functions or "
+                "schemas. Make it such a list, or rename it."
             )
         self.quota = asyncio.Semaphore(section.max_concurrent_steps)
         self.limit_s = section.step_timeout_s
@@ -84,7 +84,9 @@ class UserObject:
         if metrics is None:
             return {}
         if not isinstance(metrics, Mapping) or not all(map(is_finite, metrics.values())):
-            raise WrongAnswer(f"metrics is {metrics!r:.100}, not finite numbers by their names")
+            raise WrongAnswer(
+                f"metrics is {metrics!r:.100}, not a mapping of names to finite numbers"
+            )
         return {str(name): float(value) for name, value in metrics.items()}
 
     def work_time(self, method: str) -> WorkTime:

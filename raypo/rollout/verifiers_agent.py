@@ -48,13 +48,13 @@ def open_verifiers(name: str, arguments: Mapping[str, Any]) -> partial[Verifiers
     environment = load_verifiers(name, arguments, key=key)
     if environment.requires_group_rollouts:
         raise ConfigError(
-            f"{key} (verifiers:{name}): its rubric scores all episodes of a group together, and "
-            "raypo scores each by itself. Use reward functions of single episodes; ppo.advantage: "
-            "grpo compares the group."
+            f"{key} (verifiers:{name}): its rubric scores all episodes of a group together, but "
+            "raypo scores each episode separately. Use reward functions for single episodes; "
+            "ppo.advantage: grpo compares the group."
         )
     if environment.message_type != "chat":
         raise ConfigError(
-            f"{key} (verifiers:{name}): its message_type is {environment.message_type}, and only "
+            f"{key} (verifiers:{name}): its message_type is {environment.message_type}, but only "
             "chat is supported."
         )
     for rubric in _rubrics(environment.rubric):

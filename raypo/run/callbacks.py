@@ -76,8 +76,10 @@ def ask_callbacks(
 def _new(name: Any, label: str, there: Mapping[str, float]) -> str:
     if isinstance(name, str) and name and name not in there:
         return name
-    what = "a metric of that name is there" if name in there else "a name is a text"
-    raise CallbackError(f"{label} returned {name!r}: {what}. Name it otherwise, like mine/{name}.")
+    what = "a metric with this name exists already" if name in there else "a name must be a text"
+    raise CallbackError(
+        f"{label} returned {name!r}: {what}. Rename it, for example to mine/{name}."
+    )
 
 
 def _number(value: Any, name: str, label: str) -> float:
@@ -88,5 +90,5 @@ def _number(value: Any, name: str, label: str) -> float:
     if value is None:
         return math.nan
     raise CallbackError(
-        f"{label} returned {name}: {value!r} ({type(value).__name__}). Metrics are numbers."
+        f"{label} returned {name}: {value!r} ({type(value).__name__}). Metrics must be numbers."
     )

@@ -161,7 +161,9 @@ class Records:
         run = self._run
         # All workers call this: Ray Train returns rank 0's information to each of them.
         if is_leaving := ray.train.get_preemption_info() is not None:
-            run.tell.message(f"step {step}: a node is about to be taken away, so it is saved")
+            run.tell.message(
+                f"step {step}: a node is about to be preempted, so a checkpoint is saved"
+            )
         if self._callbacks:
             shares = run.workers.gather_first(list(samples))
             added: dict[str, float] = {}

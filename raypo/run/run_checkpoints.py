@@ -144,7 +144,7 @@ class Checkpoints:
                     yield each.checkpoint, True
         elif (other := self._other()) is not None:
             if self.run.runtime.resume_from is None:
-                self.run.tell.message(f"beginning with the state in {other}")
+                self.run.tell.message(f"starting from the state in {other}")
             yield Checkpoint(other), False
 
     def _other(self) -> str | None:
@@ -161,8 +161,8 @@ class Checkpoints:
         before, now = state["workers"], run.workers.count
         if before != now:
             run.tell.message(
-                f"the checkpoint of step {state['step']} is of {_workers(before)}, and goes on "
-                f"with {now}: with the same numbers up to rounding"
+                f"the checkpoint of step {state['step']} was written by {_workers(before)} and "
+                f"is resumed with {now}: results are equal up to rounding"
             )
         if rollouts is not None:
             rollouts.load_state_dict(state, run.workers)
@@ -224,8 +224,8 @@ class Checkpoints:
             }
             (directory / STATE).write_text(json.dumps(of_run | position | dict(state)))
             (directory / _README).write_text(
-                "The training state of a run, for resuming and from_checkpoint. It is no model:\n"
-                f"the trained model is a Hugging Face folder in {run.files.location}\n"
+                "The training state of a run, for resuming and from_checkpoint. It is not a "
+                f"model:\nthe trained model is a Hugging Face folder in {run.files.location}\n"
                 "(policy/ or reward_model/; best/ has that of the best step).\n"
             )
         self._write_manifest(directory)

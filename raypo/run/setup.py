@@ -116,9 +116,8 @@ def _bare_runtime() -> Runtime:
     system, folder = kept_runs(context.get_storage())
     if not isinstance(system, pyarrow.fs.LocalFileSystem):
         raise ConfigError(
-            f"RunConfig.storage_path: the bare train_loop_per_worker writes to a local or shared "
-            f"folder, this is {system.type_name}. "
-            f"Use raypo.PPOTrainer for a URI."
+            "RunConfig.storage_path: the bare train_loop_per_worker writes to a local or shared "
+            f"folder, but this is {system.type_name}. Use raypo.PPOTrainer for a URI."
         )
     return Runtime(
         name=context.get_experiment_name(),

@@ -117,8 +117,8 @@ def borrow(
         if not ray.wait([leased], timeout=SAY_AFTER_S)[0]:
             users = ", ".join(ray.get(engine_pool.runs.remote()))
             Console().message(
-                f"waiting for engines, up to {timeout_s:g} s (placement.timeout_s): {users} use "
-                f"those of the sweep"
+                f"waiting for engines, up to {timeout_s:g} s (placement.timeout_s): {users} are "
+                "using those of the sweep"
             )
         lease = ray.get(leased)
         if lease is not None and shared.pool and lease.before is not None:

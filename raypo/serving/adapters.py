@@ -102,7 +102,7 @@ class Adapters:
         if name not in self._versions:
             held = ", ".join(sorted(self._versions)) or "none"
             raise ValueError(
-                f"adapter ({name}): this engine does not hold it, but {held}. Push it first."
+                f"adapter ({name}): this engine does not hold it. It holds {held}. Push it first."
             )
         return self._requests[name]
 
@@ -130,7 +130,7 @@ class Adapters:
         free = set(range(1, self._most + 1)) - set(self._numbers.values())
         if not free:
             raise WeightError(
-                f"adapter ({name}): this engine holds {self._most} already: "
+                f"adapter ({name}): this engine already holds its maximum of {self._most}: "
                 f"{', '.join(sorted(self._numbers))}. Drop one, or start it with room for more."
             )
         self._numbers[name] = min(free)
@@ -169,6 +169,6 @@ class Adapters:
                     lines.append(f"{key} has shape {shape}, its layer {weight}")
         if lines:
             raise WeightError(
-                f"{push!r} is not of the engine's model: {summary(lines)}. Start engine and "
-                f"learner with the same model."
+                f"{push!r} does not fit the engine's model: {summary(lines)}. Start engine and "
+                "learner with the same model."
             )

@@ -72,8 +72,8 @@ def _remember(engine: Engine | None) -> None:
 def _refuse_a_second() -> None:
     if (other := _in_this_process and _in_this_process()) is not None:
         raise RuntimeError(
-            f"this process has {other!r} already, and vLLM allows one at a time. "
-            "Start the second in an actor of its own, or shut the first down."
+            f"this process has {other!r} already, but vLLM allows only one at a time. Start the "
+            "second in an actor of its own, or shut the first down."
         )
 
 
@@ -348,7 +348,7 @@ class Engine:
         """
         self._require_unbroken()
         if "weights" in self._serving.asleep:
-            raise WeightError("the engine's weights sleep: wake them before a push begins.")
+            raise WeightError("the engine's weights are asleep: wake them up before a push.")
         self._loop.settle()
         if self._paused_by is not None:
             self.resume()
@@ -397,15 +397,16 @@ class Engine:
         arriving = self._require_a_push()
         if manifest.version != arriving.version:
             raise WeightError(
-                f"version {arriving.version} is arriving, and version {manifest.version} was "
-                "to be finished. Only one push at a time may go to an engine."
+                f"version {arriving.version} is arriving, but the call finishes version "
+                f"{manifest.version}. An engine accepts only one push at a time."
             )
         self._tensors.check(manifest)
         arrived = Manifest.of(manifest.version, self._arrived)
         lines = manifest.differences(arrived)
         if lines:
             raise WeightError(
-                f"what arrived is not what version {manifest.version} announced: {summary(lines)}."
+                f"the tensors that arrived are not those that version {manifest.version} "
+                f"announced: {summary(lines)}."
             )
         self._processes.ask("raypo_finish_push")
         if self._adapters:
@@ -415,7 +416,7 @@ class Engine:
             out = self._loop.restart_running if in_pause else self._loop.give_back_running
             out(adapters=self._adapters.forget_all())
         if not self._loop.forget_keys():
-            raise WeightError("vLLM did not let go of the old weights' prefix cache.")
+            raise WeightError("vLLM did not reset the prefix cache of the old weights.")
         self._serving.version, self._arriving = manifest.version, None
         self._loop.note_version(None, manifest.version)
         self._held[None] = arriving.id
@@ -490,7 +491,7 @@ class Engine:
                     self._llm.wake_up(tags=[name])
             self._serving.asleep -= {name}
         if "kv_cache" in parts and not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not let go of the prefix cache that it slept through.")
+            raise RuntimeError("vLLM did not reset its prefix cache after sleep.")
 
     @_between_steps
     def load_adapter(self, push: AdapterPush, in_flight: InFlight | None = None) -> None:
@@ -541,7 +542,7 @@ class Engine:
         missing = [kept for kept in pushes if not self._holds(kept)]
         found = [(kept, kept.fetch()) for kept in missing]
         if any(push is None for _, push in found):
-            raise WeightError("this engine has lost its weights, and nothing of them is kept.")
+            raise WeightError("this engine has lost its weights, and no copy of them is stored.")
         if found:
             self._load_all(found, in_flight)
         if self._paused_by in {kept.id for kept in pushes}:
@@ -603,7 +604,9 @@ class Engine:
     def _require_a_push(self) -> PushStart:
         self._require_unbroken()
         if self._arriving is None:
-            raise ReplicaLost("this engine was restarted during a push: no push was begun on it.")
+            raise ReplicaLost(
+                "this engine was restarted during a push: no push has begun on the new process."
+            )
         return self._arriving
 
     def _require_adapters(self) -> Adapters:

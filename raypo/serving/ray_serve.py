@@ -92,13 +92,18 @@ def serve_on_ray(config: LLMConfig, *, host: str, port: int, ready: Callable[[st
     status = serve.status()
     if status.proxies or status.applications:  # its proxies may listen to other machines
         raise ConfigError(
-            f"--ray: this cluster serves already ({', '.join(status.applications) or 'nothing'}). "
-            f"Add the model there: serve.run(build_openai_app({{'llm_configs': "
-            f"[raypo.llm_config(...)]}}), name=..., route_prefix=...)."
+            "--ray: this cluster already serves applications "
+            f"({', '.join(status.applications) or 'nothing'}). Add the model there: "
+            "serve.run(build_openai_app({'llm_configs': [raypo.llm_config(...)]}), name=..., "
+            "route_prefix=...)."
         )
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     try:
-        serve.run(build_openai_app({"llm_configs": [config]}), name="raypo", route_prefix="/")
+        # By default the ingress reserves a core, which a machine of two cores lacks: the engine and
+        # its replica reserve one each. Ray Serve would wait for it without a message.
+        ingress = {"ray_actor_options": {"num_cpus": 0}}
+        app = build_openai_app({"llm_configs": [config], "ingress_deployment_config": ingress})
+        serve.run(app, name="raypo", route_prefix="/")
         ready(address(host, port))
         threading.Event().wait()
     finally:

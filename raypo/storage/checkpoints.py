@@ -43,7 +43,7 @@ def find_checkpoint(place: str) -> str:
         snapshot = json.loads(run.read(CHECKPOINTS) or b"{}")
     except ValueError:
         raise ConfigError(
-            f"from_checkpoint ({place}): {CHECKPOINTS} of it is cut short. Name one of its "
+            f"from_checkpoint ({place}): its {CHECKPOINTS} is truncated. Name one of its "
             f"folders: {', '.join(sorted(_folders(run)))}."
         ) from None
     listed: list[dict[str, Any]] = snapshot.get("checkpoint_results", [])
@@ -51,10 +51,10 @@ def find_checkpoint(place: str) -> str:
     if step is not None:
         wanted = [each for each in listed if each["metrics"].get("step") == step]
     if not wanted or wanted[-1] is None:
-        what = f"the checkpoint of step {step} is gone" if step else "no checkpoint is there"
+        what = f"the checkpoint of step {step} is gone" if step else "there is no checkpoint"
         raise ConfigError(
-            f"from_checkpoint ({place}): {what}. Give the folder of a run that has reached one, "
-            f"its {BEST}/, or a checkpoint_* folder."
+            f"from_checkpoint ({place}): {what}. Give the folder of a run that has written a "
+            f"checkpoint, its {BEST}/, or a checkpoint_* folder."
         )
     return below(run.location, wanted[-1]["checkpoint_dir_name"])
 
@@ -106,7 +106,7 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
     try:
         manifest = json.loads((directory / MANIFEST).read_bytes())
     except (OSError, ValueError):
-        return [f"{MANIFEST} is missing or cut short"]
+        return [f"{MANIFEST} is missing or truncated"]
     found: list[str] = []
     for name in sorted(manifest)[rank::count]:
         size, digest = manifest[name]
@@ -114,9 +114,9 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
         if not path.is_file():
             found.append(f"{name} is missing")
         elif path.stat().st_size != size:
-            found.append(f"{name} has {path.stat().st_size} bytes in place of {size}")
+            found.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
         elif _digest(path) != digest:
-            found.append(f"{name} has other content than was written")
+            found.append(f"{name} has different content from what was written")
     return found
 
 
@@ -147,7 +147,7 @@ def no_whole_checkpoint(
     if not is_own:
         give_up = "begin with a model's weights: remove from_checkpoint and set model.policy"
     return DamagedCheckpointError(
-        f"{run.location}: no checkpoint is whole:{lines}\n{remedy}, or {give_up}."
+        f"{run.location}: no checkpoint is intact:{lines}\n{remedy}, or {give_up}."
     )
 
 
@@ -187,12 +187,12 @@ def mend_list(files: RunFiles) -> str | None:
                     step, metrics = state["step"], state["metrics"]
                     kept.append((name, {**metrics, "step": step, **score_of(metrics, **by)}))
         kept.sort(key=lambda each: (each[1].get(SCORE, 0.0), each[1]["step"]))
-        problem = "it is cut short"
+        problem = "it is truncated"
     if not kept:
         raise no_whole_checkpoint({CHECKPOINTS: problem}, files)
     files.write(CHECKPOINTS, checkpoint_list(kept))
     files.sync()
-    return f"warning: {CHECKPOINTS} was written anew, because {problem}"
+    return f"warning: {CHECKPOINTS} was rewritten, because {problem}"
 
 
 def _folders(run: RunFiles) -> set[str]:
@@ -209,8 +209,8 @@ def checkpoint_state(checkpoint: str) -> dict[str, Any]:
         return json.loads(RunFiles.at(checkpoint).read(STATE) or b"{}")
     except ValueError:
         raise DamagedCheckpointError(
-            f"{checkpoint}: {STATE} is cut short. Restore it from a copy, or name another "
-            f"checkpoint in from_checkpoint."
+            f"{checkpoint}: {STATE} is truncated. Restore it from a copy, or name another "
+            "checkpoint in from_checkpoint."
         ) from None
 
 

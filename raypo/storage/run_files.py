@@ -296,9 +296,9 @@ class RunFiles:
         strangers.sort(key=_CONFIG.__eq__)  # config.yaml last: other names explain more
         if strangers and not is_this_run:
             raise ConfigError(
-                f"name ({self.name}): {self.location} is not the folder of such a {kind}, it holds "
-                f"{strangers[0]}, so it is not removed. Choose another name or storage_path, or "
-                "remove the folder yourself."
+                f"name ({self.name}): {self.location} is not the folder of such a {kind}, "
+                f"because it holds {strangers[0]}, so it is not removed. Choose another name or "
+                "storage_path, or remove the folder yourself."
             )
         self._folder.remove()
 
@@ -311,9 +311,9 @@ class RunFiles:
         taken = [name for name in self._folder.names() if _WRITTEN.fullmatch(name)]
         if taken and not self.exists():
             raise ConfigError(
-                f"name ({self.name}): {self.location} holds {taken[0]}, and no config.yaml, so "
-                f"it is no run's folder and its files could be overwritten. Choose another name or "
-                f"storage_path, or move the files away."
+                f"name ({self.name}): {self.location} holds {taken[0]}, but no config.yaml, so it "
+                "is not a run's folder and its files could be overwritten. Choose another name "
+                "or storage_path, or move the files away."
             )
 
     def is_running(self) -> bool | None:

@@ -204,7 +204,7 @@ def _command(config: Mapping[str, Any], location: str, status: str) -> str:
         return f"raypo report {location}"
     function = str((config.get("reward") or {}).get("function") or "")
     if function.startswith("__main__:"):
-        return "the same Python script; its reward function is known there only"
+        return "the same Python script; its reward function exists only there"
     if "://" in location:
         return "the same raypo train command"
     return f"raypo train {location}"
@@ -214,7 +214,12 @@ def _notes(status: str, done: int, silent_s: float | None) -> tuple[str, ...]:
     if status == "dead":
         return ("No process writes to it any more, and it did not end by itself: it was killed.",)
     if status == "running" and silent_s is not None:
-        return (f"It is alive, but has written nothing for {duration(silent_s)}: see the log.",)
+        return (
+            (
+                f"Its process is alive, but has written nothing for {duration(silent_s)}: see the "
+                "log."
+            ),
+        )
     if status == "running" and not done:
         return ("It is starting: no step has ended yet.",)
     return ()
@@ -231,6 +236,6 @@ def _cells(run: RunStatus) -> tuple[str, ...]:
 def no_run(location: str) -> ConfigError:
     """Return the error for a location that has no run and no folder of runs."""
     return ConfigError(
-        f"RUN ({location}): no run is there, nor a folder of runs. Give <storage_path>/<name>, or "
-        "<storage_path> for all of its runs; raypo train starts one."
+        f"RUN ({location}): there is neither a run nor a folder of runs. Give "
+        "<storage_path>/<name>, or <storage_path> for all of its runs; raypo train starts one."
     )

@@ -57,7 +57,7 @@ async def calculator(expression: str) -> str:
         value = _value(ast.parse(expression.strip(), mode="eval").body)
         return str(value) if isinstance(value, int) else f"{value:.15g}"
     except (SyntaxError, RecursionError, MemoryError):
-        raise ToolError(f"this is no arithmetic expression: {expression:.100}") from None
+        raise ToolError(f"this is not an arithmetic expression: {expression:.100}") from None
     except OverflowError:
         raise ToolError("a number is too large") from None
     except (ArithmeticError, ValueError, TypeError) as error:

@@ -135,7 +135,7 @@ def _split(text: str, begin: int, tools: Tools) -> tuple[str, list[ToolCall]]:
         # If a value contains tags like those of the call, the call may have been closed too early.
         # The real closing tags are then left over.
         if can_end_early and _STRAY.search(text[place : mark.start() if mark else len(text)]):
-            raise ToolError("a tool call can be read in two ways: its tags stand in a value too")
+            raise ToolError("a tool call is ambiguous: its tags also occur in a value")
         if mark is None:
             return text[:first], calls
         first = mark.start() if first is None else first
@@ -362,4 +362,4 @@ def _call(found: Any) -> ToolCall:
         told = json.dumps([found["name"], arguments], ensure_ascii=False, allow_nan=False)
         return ToolCall(*json.loads(told.encode()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ToolError(f"a tool call has what JSON does not: {error}") from None
+        raise ToolError(f"a tool call has a value that JSON cannot hold: {error}") from None

@@ -160,7 +160,7 @@ def _leave_namespaces() -> None:
         os.close(unshared)
         _, status = os.waitpid(helper, 0)
     if status:
-        raise OSError("the users of a new namespace cannot be named in /proc/PID/uid_map")
+        raise OSError("the users of a new namespace cannot be mapped in /proc/PID/uid_map")
 
 
 def _map_users(supervisor: int) -> None:
@@ -254,9 +254,7 @@ def _machine() -> int:
     """Return the index of this CPU architecture in MACHINES."""
     name = os.uname().machine
     if name not in MACHINES:
-        raise OSError(
-            f"the numbers of system calls are known for {', '.join(MACHINES)}, not {name}"
-        )
+        raise OSError(f"system call numbers are known only for {', '.join(MACHINES)}, not {name}")
     return MACHINES.index(name)
 
 

@@ -89,7 +89,7 @@ class Console:
             self.message(f"Ray dashboard: {dashboard_url} (actors: raypo:{run_name}:*)")
             if dashboard_token:
                 shown = dashboard_token if self._live else "what `ray get-auth-token` prints"
-                self.message(f"  the token that it asks for: {shown}")
+                self.message(f"  the token that it requires: {shown}")
 
     def resume(self, first_step: int) -> None:
         """Set the step at which the run starts. If it is not the first, report the resume.

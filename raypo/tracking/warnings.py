@@ -27,10 +27,14 @@ MIN_FALL = 0.2
 chance, the mean score of a few hundred responses moves less."""
 
 _PHASE_REMEDIES = {
-    "time/generate_s": "Give the engines more (rollout.engine.count, "
-    "rollout.engine.gpu_memory_fraction), or lower rollout.max_new_tokens.",
-    "time/wait_for_rollouts_s": "Give the engines more (rollout.engine.count), lower "
-    "rollout.max_new_tokens, or make the reward function faster.",
+    "time/generate_s": (
+        "Give the engines more devices or memory (rollout.engine.count, "
+        "rollout.engine.gpu_memory_fraction), or lower rollout.max_new_tokens."
+    ),
+    "time/wait_for_rollouts_s": (
+        "Add engines (rollout.engine.count), lower rollout.max_new_tokens, or make the reward "
+        "function faster."
+    ),
     "time/score_s": "Make the reward function faster or batch its calls.",
     "time/log_probs_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers.",
     "time/update_s": "Raise learner.max_tokens_per_microbatch or learner.num_workers, or lower "
@@ -122,7 +126,7 @@ def _kl_drift(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     other = "Raise ppo.kl.coef or use ppo.kl.controller: adaptive"
     remedy = (
         f"{'Lower ppo.kl.target' if is_adaptive else other}, and read the samples: a score that "
-        "rises at this distance is often a reward that is gamed."
+        "rises at this distance is often a sign of reward hacking."
     )
     if token and min(token) > MAX_KL_PER_TOKEN:
         return f"the policy has drifted {token[-1]:.2f} nats per token from the reference.", remedy
@@ -185,9 +189,9 @@ def _policy_dies(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
         return None
     return (
         f"the {label} score fell from {start[0]:.3f}, before the first update, to "
-        f"{newest[-1]:.3f}: the policy loses what it could.",
-        "Read the newest samples. Lower learner.policy_lr or ppo.num_epochs, or raise ppo.kl.coef, "
-        "and start over: later steps seldom mend it."
+        f"{newest[-1]:.3f}: the policy is losing abilities that it had.",
+        "Read the newest samples. Lower learner.policy_lr or ppo.num_epochs, or raise "
+        "ppo.kl.coef, and start over: later steps rarely repair it."
         if "rollout/score_mean" in rows[-1]
         else "Read the newest answers, and lower learner.lr.",
     )
@@ -208,7 +212,7 @@ def _length_explodes(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
         return (
             f"responses have shrunk from {start:.0f} to {lengths[-1]:.0f} tokens.",
             "Check whether the reward favours short answers, and whether ppo.kl.coef is so high "
-            "that ending at once costs least.",
+            "that the shortest responses cost least.",
         )
     return None
 
@@ -220,11 +224,11 @@ def _engine_mismatch(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     is_bare = (_get(config, "ppo", "correction") or {}).get("kind", "none") == "none"
     if gaps and min(gaps) > MAX_MISMATCH_KL:
         age = rows[-1].get("rollout/staleness_mean", 0.0)
-        which = f"weights that are {age:.1f} versions apart" if age else "the same weights"
+        which = f"weights {age:.1f} versions apart" if age else "the same weights"
         return (
             f"engine and learner differ by {gaps[-1]:.3f} nats per token on {which}.",
-            f"Remove {' and '.join(cut)} from rollout: the engine's log-probs are of a truncated "
-            "distribution, the learner's of all of it."
+            f"Remove {' and '.join(cut)} from rollout: the engine's log-probs come from a "
+            "truncated distribution, the learner's from the full one."
             if cut
             else f"{'Set ppo.correction.kind: tis, or use' if is_bare else 'Use'} model.dtype: "
             "float32.",
@@ -238,13 +242,18 @@ def _zero_variance(rows: Sequence[Row], config: Mapping[str, Any]) -> Words:
     shares = _newest(rows, "rollout/zero_variance_fraction")
     if shares and min(shares) > MAX_ZERO_VARIANCE:
         return (
-            f"in {shares[-1]:.0%} of the groups all samples score the same, so they teach nothing.",
-            "Use prompts of fitting difficulty, "
+            (
+                f"in {shares[-1]:.0%} of the groups all samples score the same, so the policy "
+                "learns nothing from them."
+            ),
+            "Use prompts of suitable difficulty, "
             + (
-                "or more rollout.samples_per_prompt; drawing others instead takes its time."
+                "or more rollout.samples_per_prompt; drawing other groups instead takes time."
                 if (_get(config, "ppo", "filter") or {}).get("enabled")
-                else "more rollout.samples_per_prompt, or ppo.filter.enabled: true to draw others "
-                "instead."
+                else (
+                    "more rollout.samples_per_prompt, or ppo.filter.enabled: true to draw other "
+                    "groups instead."
+                )
             ),
         )
     return None
@@ -311,7 +320,7 @@ _RULES: dict[str, Rule] = {
         "rollout/truncated_fraction",
         0.5,
         "{:.0%} of the responses are cut off at rollout.max_new_tokens.",
-        "Where answers should end by themselves, raise rollout.max_new_tokens, or check that the "
+        "If answers should end by themselves, raise rollout.max_new_tokens, or check that the "
         "policy learned to end them.",
     ),
     "clip_fraction": _beyond(
@@ -324,7 +333,7 @@ _RULES: dict[str, Rule] = {
     "correction_drops": _beyond(
         "mismatch/dropped_fraction",
         0.5,
-        "{:.0%} of the tokens are dropped by ppo.correction and teach nothing.",
+        "{:.0%} of the tokens are dropped by ppo.correction and not trained on.",
         "Widen ppo.correction.low and ppo.correction.high (short responses drift further from a "
         "geometric mean of 1 than long ones), or set ppo.correction.kind: tis.",
     ),

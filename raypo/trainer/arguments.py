@@ -99,9 +99,9 @@ def read_arguments(
         given.processing_class, "save_pretrained"
     ):
         raise ConfigError(
-            f"processing_class ({given.processing_class!r}): is no tokenizer. Give the object that "
-            f"AutoTokenizer.from_pretrained returns, or leave it out: a run loads the tokenizer "
-            f"from the model's folder."
+            f"processing_class ({given.processing_class!r}): is not a tokenizer. Give the object "
+            "that AutoTokenizer.from_pretrained returns, or leave it out: a run loads the "
+            "tokenizer from the model's folder."
         )
     models = _set_models(values, kind, given)
     if given.peft_config is not None:
@@ -117,7 +117,7 @@ def read_arguments(
     for name, key in (("model", "model.policy"), ("train_dataset", "data.prompts")):
         section, _, last = key.partition(".")
         if is_built and last not in (values.get(section) or {}):
-            raise ConfigError(f"{name} (None): is needed. Give {name}, or {key} in args.")
+            raise ConfigError(f"{name} (None): is required. Give {name}, or {key} in args.")
     made = kind.parse(values, origin=origin)
     return Given(made, reward_fn, callbacks, rows, models, is_built)
 
@@ -141,9 +141,9 @@ def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], st
     if isinstance(given, str | Path):
         is_file = Path(given).exists() or Path(given).suffix in (".yaml", ".yml")
         if not is_file or Path(given, "config.json").exists():
-            what = "is a model's folder" if is_file else "there is no such run file"
+            what = "this is a model's folder" if is_file else "there is no such run file"
             raise ConfigError(
-                f"config ({given}): {what}. Give the path of a run file, or the model as "
+                f"config ({given}): {what}. Give the path of a run file, or pass the model as "
                 f"model={str(given)!r}."
             )
         return read_yaml(Path(given), ()), str(given)
@@ -158,7 +158,11 @@ def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], st
             put(values, str(key), value)
         return values, "args"
     name = type(given).__name__
-    of_trl = " docs/migrating.md has the keys of TRL." if "trl" in type(given).__module__ else ""
+    of_trl = (
+        " docs/migrating.md maps TRL's arguments to config keys."
+        if "trl" in type(given).__module__
+        else ""
+    )
     raise ConfigError(
         f"config ({name}): must be a {kind.__name__}, a mapping of its keys like "
         f'{{"num_steps": 100, "learner.policy_lr": 1e-6}}, or the path of a run file.{of_trl}'
@@ -190,18 +194,18 @@ def _check_model(model: Any, name: str, tokenizer: Any) -> None:
     given = f"{name} ({type(model).__name__})"
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            f"{given}: has adapters, and a run trains its own. Give model.merge_and_unload(), or "
-            f"the base model and peft_config."
+            f"{given}: already has adapters, but a run trains its own. Give "
+            "model.merge_and_unload(), or the base model and peft_config."
         )
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(
-            f"{given}: is no transformers model. Give a folder, a hub id, or an object with "
-            f"save_pretrained."
+            f"{given}: is not a transformers model. Give a folder, a hub id, or an object with "
+            "save_pretrained."
         )
     if tokenizer is None:
         raise ConfigError(
-            f"{given}: an object is saved into the run's folder with its tokenizer. Give "
-            f"processing_class, or the model's folder or hub id as a text."
+            f"{given}: a model object is saved to the run's folder together with its tokenizer. "
+            "Give processing_class, or give the model's folder or hub id as a text."
         )
 
 
@@ -212,7 +216,7 @@ def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
     if own and policy and own != policy and Path(own).absolute() != Path(policy).absolute():
         raise ConfigError(
             f"processing_class ({own}): a run loads the tokenizer from model.policy ({policy}). "
-            f"Save both into one folder, or give the model as an object."
+            "Save model and tokenizer to one folder, or give the model as an object."
         )
 
 
@@ -224,20 +228,20 @@ def _lora_of(given: Any) -> dict[str, Any]:
 
     if not isinstance(given, LoraConfig):
         raise ConfigError(
-            f"peft_config ({type(given).__name__}): raypo trains LoRA adapters. Give a LoraConfig, "
-            f"or a mapping like {{'rank': 16, 'alpha': 32}}."
+            f"peft_config ({type(given).__name__}): raypo trains only LoRA adapters. Give a "
+            "LoraConfig, or a mapping like {'rank': 16, 'alpha': 32}."
         )
     usual, values = LoraConfig().to_dict(), given.to_dict()
     for name in values.keys() - LORA_KEYS.keys() - _LORA_IGNORED:
         if values[name] != usual.get(name) and values[name] not in (None, [], {}):
             raise ConfigError(
-                f"peft_config.{name} ({values[name]!r}): raypo has r, lora_alpha and "
-                f"target_modules, without dropout. Leave it out."
+                f"peft_config.{name} ({values[name]!r}): raypo supports r, lora_alpha and "
+                "target_modules, without dropout. Leave it out."
             )
     if values["target_modules"] is None:
         raise ConfigError(
-            "peft_config.target_modules (None): peft would choose by the architecture. Set it to "
-            "'all-linear' or to names like ['q_proj', 'v_proj']."
+            "peft_config.target_modules (None): peft would choose the layers by the "
+            "architecture. Set it to 'all-linear' or to names like ['q_proj', 'v_proj']."
         )
     modules = values["target_modules"]
     values["target_modules"] = modules if isinstance(modules, str) else sorted(modules)
@@ -286,8 +290,9 @@ def _set_rewards(
     each = list(funcs) if isinstance(funcs, list | tuple) else [funcs] * (funcs is not None)
     if each and not issubclass(kind, OnlineConfig):
         raise ConfigError(
-            f"reward_funcs ({each[0]}): only what a run samples is judged. Leave it out; "
-            f"eval.function of an SFTConfig or DPOConfig judges answers to held-out prompts."
+            f"reward_funcs ({each[0]}): this recipe trains on given rows, so no samples are "
+            "scored. Leave it out; eval.function of an SFTConfig or DPOConfig scores answers to "
+            "held-out prompts."
         )
     each += [] if given.reward_fn is None else [given.reward_fn]
     weights = [1.0] * len(each) if given.reward_weights is None else [*given.reward_weights]
@@ -297,7 +302,9 @@ def _set_rewards(
             f"for each."
         )
     if not all(isinstance(each, Real) and math.isfinite(each) for each in weights):
-        raise ConfigError(f"reward_weights ({weights}): weights are finite numbers. Correct them.")
+        raise ConfigError(
+            f"reward_weights ({weights}): weights must be finite numbers. Correct them."
+        )
     functions: list[Any] = []
     factors: list[float] = []
     models: list[dict[str, Any]] = []
@@ -336,7 +343,7 @@ def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyC
         if is_uri(config.storage_path):
             raise ConfigError(
                 f"{key} ({type(model).__name__}): storage_path ({config.storage_path}) is a URI, "
-                f"and models are loaded from folders. Save the model, and give its folder."
+                "but models are loaded from folders. Save the model, and give its folder."
             )
         folder = RunFiles(config.storage_path, config.name).folder / GIVEN_MODELS
         temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"

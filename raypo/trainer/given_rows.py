@@ -48,7 +48,9 @@ def named_rows(
         *(rows or {}).items(),
     ]:
         if key in found:
-            raise ConfigError(f"datasets ({key}): its rows are given twice. Give them once.")
+            raise ConfigError(
+                f"datasets ({key}): the rows of this key are given twice. Give them once."
+            )
         found[key] = value
     return found
 
@@ -63,14 +65,14 @@ def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
     for key, rows in given.items():
         if key not in known:
             raise ConfigError(
-                f"datasets ({key}): its keys are train and eval. The argument rows takes the keys "
-                f"of the config: {', '.join(known)}."
+                f"datasets ({key}): the keys must be train and eval. The argument rows takes the "
+                f"keys of the config: {', '.join(known)}."
             )
         if isinstance(rows, str | Mapping) or not (is_ray_data(rows) or hasattr(rows, "__len__")):
             raise ConfigError(
-                f"{key} ({type(rows).__module__}.{type(rows).__name__}): rows are a "
-                f"ray.data.Dataset, a datasets.Dataset or a list of dicts. What streams is written "
-                f"to files first (save_to_disk, write_parquet), and {key} names them."
+                f"{key} ({type(rows).__module__}.{type(rows).__name__}): rows must be a "
+                "ray.data.Dataset, a datasets.Dataset or a list of dicts. Write a streaming "
+                f"data set to files first (save_to_disk, write_parquet), and name them in {key}."
             )
 
 
@@ -146,7 +148,8 @@ def _lines(key: str, rows: Iterable[Any]) -> Iterator[bytes]:
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"{key} (given in Python): row {number} cannot be written as JSON: {error}. Rows "
-                f"are mappings of texts, numbers, lists and mappings; leave other columns out."
+                "must be mappings that contain texts, numbers, lists and mappings; leave other "
+                "columns out."
             ) from None
 
 

@@ -35,27 +35,37 @@ RAY_RUN_NAME = "ray_train_run-"
 """Prefix of the names that RunConfig generates."""
 
 _REFUSED = {
-    "train_loop_per_worker": "the recipe is the loop. For a loop of your own use Ray's "
-    "TorchTrainer; raypo.train_loop_per_worker runs under it.",
-    "train_loop_config": "the first argument is the config of the loop. Change that one.",
-    "dataset_config": "every worker draws from whole data sets, in an order that depends on the "
-    "seed alone. Leave it out.",
-    "validation_config": "Ray Train validates a checkpoint apart from the run, and raypo's loops "
-    "evaluate the present weights between two steps. Set eval.every, and give held-out rows as "
-    "datasets={'eval': ...} or eval.prompts.",
-    "metadata": "Ray Train has no place for it. Keep it beside the run folder.",
-    "resume_from_checkpoint": "a run goes on by itself from the last checkpoint in its folder. "
-    "Give the storage_path and name of the run.",
+    "train_loop_per_worker": (
+        "the recipe provides the loop. To write your own loop, use Ray's TorchTrainer; "
+        "raypo.train_loop_per_worker runs under it."
+    ),
+    "train_loop_config": "the first argument is the config of the loop. Change it instead.",
+    "dataset_config": (
+        "every worker reads the whole data sets, in an order that depends only on the seed. "
+        "Leave it out."
+    ),
+    "validation_config": (
+        "Ray Train validates a checkpoint separately from the run, but raypo's loops evaluate "
+        "the current weights between two steps. Set eval.every, and give held-out rows as "
+        "datasets={'eval': ...} or eval.prompts."
+    ),
+    "metadata": "Ray Train cannot store it. Keep it beside the run folder.",
+    "resume_from_checkpoint": (
+        "a run resumes automatically from the last checkpoint in its folder. Give the "
+        "storage_path and name of the run."
+    ),
 }
 """Remedy for each argument of TorchTrainer that would have no effect, by argument."""
 _OF_TRL = {
-    "compute_metrics": "callbacks are functions of a StepView that return metrics.",
+    "compute_metrics": "use callbacks, which are functions of a StepView that return metrics.",
     "data_collator": "rows are packed by raypo. Leave it out.",
     "optimizers": "the learner section configures AdamW and its schedule. Leave it out.",
     "reward_model": "give its folder or hub id in reward_funcs.",
     "reward_processing_classes": "a reward model's folder has its tokenizer. Leave it out.",
-    "rollout_func": "rollout.environment and rollout.agent name classes that sample (docs/"
-    "environments.md).",
+    "rollout_func": (
+        "rollout.environment and rollout.agent name classes that sample episodes "
+        "(docs/environments.md)."
+    ),
     "tokenizer": "it is called processing_class.",
     "value_model": "set model.critic in args to its folder or hub id.",
 }
@@ -78,23 +88,24 @@ def check_arguments(
         if name in _REFUSED and value is not None:
             raise ConfigError(f"{name} ({type(value).__name__}): {_REFUSED[name]}")
         if name in _OF_TRL:
-            raise ConfigError(f"{name}: is no argument of raypo's trainers; {_OF_TRL[name]}")
+            raise ConfigError(f"{name}: is not an argument of raypo's trainers; {_OF_TRL[name]}")
     if scaling is not None and scaling.use_tpu:
         raise ConfigError(
-            "ScalingConfig.use_tpu (True): raypo runs on CPUs and GPUs. Leave it out."
+            "ScalingConfig.use_tpu (True): raypo runs only on CPUs and GPUs. Leave it out."
         )
     if run is not None and run.storage_filesystem is not None:
         raise ConfigError(
-            f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): metrics and "
-            "models of a run would go elsewhere than its checkpoints. Give storage_path as a URI, "
-            "like s3://bucket/folder?endpoint_override=host."
+            f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): metrics "
+            "and models of a run would not be stored with its checkpoints. Give storage_path as "
+            "a URI, like s3://bucket/folder?endpoint_override=host."
         )
     if reward_fn is None:
         return
     if not issubclass(kind, OnlineConfig):
         raise ConfigError(
-            f"reward_fn ({_function_name(reward_fn)}): only what a run samples is judged. Leave it "
-            f"out; eval.function of an SFTConfig or DPOConfig judges answers to held-out prompts."
+            f"reward_fn ({_function_name(reward_fn)}): this recipe trains on given rows, so no "
+            "samples are scored. Leave it out; eval.function of an SFTConfig or DPOConfig "
+            "scores answers to held-out prompts."
         )
     check_callable(reward_fn, name=_function_name(reward_fn), key="reward_fn")
 
@@ -106,9 +117,11 @@ def check_not_started_by_import(config: RecipeConfig) -> None:
         ConfigError: this process is importing the script, or it runs the script and the current
             statement would also run on import.
     """
-    remedy = 'Put what starts the run below `if __name__ == "__main__":`.'
+    remedy = 'Put the code that starts the run below `if __name__ == "__main__":`.'
     if (spec := imported_now()) is not None:
-        raise ConfigError(f"{spec}: a run imports this file, which starts a run. {remedy}")
+        raise ConfigError(
+            f"{spec}: a run imports this file, but the file itself starts a run. {remedy}"
+        )
     frame: FrameType | None = sys._getframe()
     while frame is not None and not _is_script(frame):
         frame = frame.f_back
@@ -118,8 +131,8 @@ def check_not_started_by_import(config: RecipeConfig) -> None:
     for key, spec in functions_of_user(config):
         if script in source_files(spec)[:1] and not _is_guarded(script, line):
             raise ConfigError(
-                f"{key} ({spec}): workers import this file, and line {line} of it would start the "
-                f"run once more. {remedy}"
+                f"{key} ({spec}): workers import this file, and line {line} of it would start "
+                f"the run again. {remedy}"
             )
 
 
@@ -184,9 +197,9 @@ def _labels(config: RecipeConfig, scaling: ScalingConfig) -> dict[str, Any]:
     each = given if isinstance(given, list) else [given]
     if any(selector != each[0] for selector in each):
         raise ConfigError(
-            f"ScalingConfig.label_selector ({given}): Ray Train numbers its workers by node, so no "
-            f"selector can be for a certain worker. Give one mapping for all workers; by role "
-            f"placement.label_selector has one for each."
+            f"ScalingConfig.label_selector ({given}): Ray Train numbers its workers by node, so "
+            "a selector cannot apply to one worker only. Give one mapping for all workers; "
+            "placement.label_selector has a selector for each role."
         )
     kind = scaling.accelerator_type
     labels = {**each[0], **({ACCELERATOR_LABEL: kind} if kind else {})}

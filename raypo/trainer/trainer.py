@@ -84,7 +84,7 @@ AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 POLL_S = 0.2
 """Interval at which the driver polls the monitor for events."""
 _HABITS = {
-    "train": "Call fit(): it runs or resumes, and returns Ray Train's Result.",
+    "train": "Call fit(): it starts or resumes the run, and returns Ray Train's Result.",
     "save_model": "A run saves the model itself: its folder has policy/.",
     "save_pretrained": "A run saves the model itself: its folder has policy/.",
     "push_to_hub": "Upload the folder policy/ of the run: `hf upload NAME runs/.../policy`.",
@@ -181,8 +181,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         kind: Any = type(self).config_class
         if others:
             raise ConfigError(
-                f"{type(self).__name__} ({1 + len(others)} positional arguments): only the config "
-                "may have no name. Write model=..., reward_funcs=..., args=..., train_dataset=..."
+                f"{type(self).__name__} ({1 + len(others)} positional arguments): only the "
+                "config may be positional. Write model=..., reward_funcs=..., args=..., "
+                "train_dataset=..."
             )
         check_arguments(kind, scaling_config, run_config, reward_fn, torch_trainer_arguments)
         arguments = Arguments(
@@ -254,8 +255,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self._check_folder()
             if is_finished(self._files, self.config):
                 Console().message(
-                    f"raypo: {self.config.name} is finished, files in {self._files.location}; "
-                    "with a higher num_steps it goes on, fresh=True starts over."
+                    f"raypo: {self.config.name} is finished, files in {self._files.location}; a "
+                    "higher num_steps continues it, fresh=True starts over."
                 )
                 return self._with_every_step(Result.from_path(self._files.location))
             config: Any = self.config
@@ -279,8 +280,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         if self._reward_fn is None and not self._given.callbacks:
             return "The config, as a run file"
         return (
-            "The config. It is a record and no run file to start: functions of this script are in "
-            "it by name, and only this script starts the run"
+            "The config. It is only a record, because it contains functions of this script by "
+            "name: only this script can start the run"
         )
 
     def _checked(self, config: Any) -> AnyConfig:
@@ -427,7 +428,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         def stop() -> None:
             monitor.request_stop.remote()
             console.message(
-                "Stopping after this step, with a checkpoint; once more to stop at once."
+                "Stopping after this step, with a checkpoint; interrupt again to stop immediately."
             )
 
         with stop_on_signal(stop):
@@ -442,8 +443,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     monitor.request_stop.remote()
                     deadline = math.inf
                     console.message(
-                        f"{after_s:g} s have passed (stop.after_s): stopping after this step, with "
-                        "a checkpoint; the same command goes on."
+                        f"{after_s:g} s have passed (stop.after_s): stopping after this step, "
+                        "with a checkpoint; the same command resumes the run."
                     )
             show_events(console, monitor)
             return outcome.result()
@@ -470,7 +471,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     raise failure from None
             monitor.tell.remote(
                 "message",
-                "Ray Train's controller was lost; the run goes on from its last checkpoint.",
+                "Ray Train's controller was lost; the run resumes from its last checkpoint.",
             )
             self._wait_for_room(monitor, partial(monitor.tell.remote, "message"))
             self._allow_failures(left)
@@ -496,8 +497,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             if not has_autoscaler():
                 raise
             Console().message(
-                f"The nodes that the cluster has now ({len(nodes)}) do not hold this run. It waits "
-                f"until Ray's autoscaler has added nodes, up to "
+                f"The nodes that the cluster has now ({len(nodes)}) have no room for this run. "
+                "The run waits until Ray's autoscaler has added nodes, up to "
                 f"{self.config.placement.timeout_s:g} s (placement.timeout_s)."
             )
 

@@ -88,8 +88,8 @@ def _end_with_ray(address: str, is_over: threading.Event) -> None:
     if is_over.is_set():
         return
     Console().message(
-        "Ray has ended too, as at a signal to the whole process group, so this step has no "
-        "checkpoint. The same command goes on from the last one."
+        "Ray has ended too, for example by a signal to the whole process group, so this step "
+        "has no checkpoint. The same command resumes from the last checkpoint."
     )
     main = threading.main_thread().ident
     assert main is not None
@@ -127,7 +127,7 @@ def failures_left(max_failures: int, failures: int) -> int | None:
 def advice(max_failures: int) -> str:
     """Return the remedy for a run that cannot go on by itself."""
     return (
-        f"max_failures ({max_failures}): the process of Ray Train's controller ended, and the run "
-        "either had as many failures as it may have or had not begun. Start it again: it goes on "
-        "from its last checkpoint. With a higher max_failures it does so by itself."
+        f"max_failures ({max_failures}): the process of Ray Train's controller ended, and the "
+        "run either had already used up its failures or had not started. Start it again: it "
+        "resumes from its last checkpoint. With a higher max_failures it does so automatically."
     )

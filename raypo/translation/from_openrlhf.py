@@ -103,9 +103,9 @@ def _prompts(get: Arguments, notes: list[str]) -> Settings:
             rows = f"{split}[:{most:.0f}]" if is_cut else split
             entry |= {} if rows == "train" else {"split": rows}
         elif split != "train":
-            notes.append(f"prompt_split ({split}): data.prompts. {path} is no hub id.")
+            notes.append(f"prompt_split ({split}): data.prompts. {path} is not a hub id.")
     if most and not is_cut:
-        notes.append(f"max_samples ({most:g}): data.prompts is cut by hand, as files are.")
+        notes.append(f"max_samples ({most:g}): shorten the files of data.prompts by hand.")
     if weights := get("data.prompt_probs"):
         for entry, weight in zip(entries, map(parsed, str(weights).split(",")), strict=False):
             entry["weight"] = weight
@@ -142,8 +142,9 @@ def _lengths(get: Arguments, notes: list[str]) -> Settings:
     if response is None:
         notes.insert(
             0,
-            f"max_len ({total:g}): data.max_prompt_tokens and rollout.max_new_tokens. OpenRLHF "
-            f"gives a response what its prompt leaves of max_len; raypo has a limit for each.",
+            f"max_len ({total:g}): data.max_prompt_tokens and rollout.max_new_tokens. In "
+            "OpenRLHF a response may use the tokens of max_len that its prompt leaves; raypo "
+            "has a limit for each.",
         )
         return {}
     done: Settings = {"rollout.max_new_tokens": (response, get.origin("rollout.max_new_tokens"))}
@@ -200,6 +201,6 @@ def _models(get: Arguments, notes: list[str]) -> Settings:
         done["rollout.engine.transport"] = "auto", origin
         notes.append(
             f"{origin} ({backend}): rollout.engine.transport is auto: ipc for colocated engines, "
-            f"and nccl for engines on GPUs of their own (placement.mode: dedicated)."
+            "and nccl for engines on their own GPUs (placement.mode: dedicated)."
         )
     return done

@@ -62,7 +62,9 @@ def from_trl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
     if recipe == "ppo":
         notes += _several_rewards(get)
     names = [each for each in done if each.endswith(("batch_size", "prompts_per_step"))]
-    notes.append(f"{' and '.join(names)}: of one process. Multiply by the number of processes.")
+    notes.append(
+        f"{' and '.join(names)}: these count one process. Multiply by the number of processes."
+    )
     idle = [name for name, values in _IDLE.items() if str(get.given.get(name)) in values]
     get.used.update(idle)
     get.idle += [f"{name} ({get.given[name]})" for name in idle]
@@ -86,11 +88,13 @@ def _loss(get: Arguments, notes: list[str]) -> Settings:
             bound = (4.0, "ScaleRL's 5 - 1") if high is None else (high - 1, "epsilon_high - 1")
             done["ppo.clip_high"] = bound
     else:
-        notes.append(f"loss_type ({loss}): no counterpart is known; docs/methods.md has all.")
+        notes.append(
+            f"loss_type ({loss}): no counterpart is known; docs/methods.md lists all losses."
+        )
     if (scale := get("scale_rewards")) in (False, "none"):
         done["ppo.advantage"] = "dr_grpo", "scale_rewards"
     elif scale not in (True, "group"):
-        notes.append(f"scale_rewards ({scale}): ppo.advantage. docs/methods.md has its values.")
+        notes.append(f"scale_rewards ({scale}): ppo.advantage. docs/methods.md lists its values.")
     return done
 
 
@@ -160,9 +164,9 @@ def _lora(get: Arguments, notes: list[str]) -> Settings:
         get.used.add("target_modules")
         done["model.lora.target_modules"] = ["q_proj", "v_proj"], "peft's default"
         notes.append(
-            "target_modules (None): peft chooses by the architecture, for Llama, Qwen, Mistral and "
-            "Gemma q_proj and v_proj. For others set model.lora.target_modules; raypo's default is "
-            "all-linear."
+            "target_modules (None): peft chooses by the architecture: q_proj and v_proj for "
+            "Llama, Qwen, Mistral and Gemma. For other models set model.lora.target_modules; "
+            "raypo's default is all-linear."
         )
     return done
 
@@ -196,8 +200,8 @@ def _several_rewards(get: Arguments) -> list[str]:
     parts = ", ".join(f'"{name}": {each}' for name, each in zip(names, scores, strict=True))
     calls = ", ".join(f"{name}(completions=completions, **columns)" for name in names)
     return [
-        f"reward_funcs ([{', '.join(names)}]), reward_weights ({weights}): reward.function is one "
-        f"function. Write it beside them, and set reward.function: file.py:reward. def "
-        f'reward(completions, **columns): return [{{"score": {total}, {parts}}} for '
-        f"{', '.join(scores)} in zip({calls})]"
+        f"reward_funcs ([{', '.join(names)}]), reward_weights ({weights}): reward.function takes "
+        "one function. Write it in the file that has these functions, and set reward.function: "
+        f'file.py:reward. def reward(completions, **columns): return [{{"score": {total}, '
+        f"{parts}}} for {', '.join(scores)} in zip({calls})]"
     ]

@@ -51,7 +51,9 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
         has_lora = has_lora or match[1] == "Lora"
     if not recipe:
         which = ", ".join(f"{each}Trainer" for each in TRL_RECIPES)
-        raise ConfigError(f"--from-trl: no {which} of TRL is made in it. Give a script with one.")
+        raise ConfigError(
+            f"--from-trl: the script creates no {which} of TRL. Give a script that does."
+        )
     return recipe, given | ({"peft_config": "LoraConfig"} if has_lora else {})
 
 

@@ -56,9 +56,9 @@ class SweepPlan:
 def _check_fixed(base: AnyConfig) -> None:
     if base.learner.is_elastic:
         raise ConfigError(
-            f"learner.min_workers ({base.learner.min_workers}): every trial of a sweep holds its "
-            f"resources from start to end. Set learner.num_workers to one number in the base, or "
-            f"by overrides.learner.num_workers."
+            f"learner.min_workers ({base.learner.min_workers}): every trial of a sweep keeps its "
+            "resources from start to end. Set learner.num_workers to one number in the base, or "
+            "by overrides.learner.num_workers."
         )
 
 
@@ -84,8 +84,8 @@ def plan_sweep(
         lay_out(base, nodes, use_gpu=use_gpu)
     except PlacementError as error:
         raise PlacementError(
-            f"{error} These are keys of {sweep.base}: in the sweep file learner.num_workers is "
-            f"overrides.learner.num_workers."
+            f"{error} These are keys of {sweep.base}; in the sweep file, write for example "
+            "overrides.learner.num_workers for learner.num_workers."
         ) from error
     at_once = sweep.num_trials if sweep.max_concurrent == "auto" else sweep.max_concurrent
     plan = plan_trials(
@@ -106,14 +106,16 @@ def plan_sweep(
         if limit < asked:
             raise ConfigError(
                 f"resources.{key} ({limit:g}): one trial takes {asked:g} {name}. Set "
-                f"resources.{key} to at least {asked:g}, or give a trial of the base less."
+                f"resources.{key} to at least {asked:g}, or lower the resources of a trial in "
+                "the base."
             )
         num_slots = min(num_slots, int(limit / asked + 1e-9))
     if sweep.scheduler.kind == "pbt" and num_slots < sweep.num_trials:
         raise ConfigError(
-            f"num_samples ({sweep.num_trials}): pbt compares trials that run at the same time, and "
-            f"{num_slots} of {_words(bundles)} fit here. Set num_samples to "
-            f"{max(2, num_slots)}, or have a trial take less (overrides.learner.cpus_per_worker)."
+            f"num_samples ({sweep.num_trials}): pbt compares trials that run at the same time, "
+            f"and {num_slots} of {_words(bundles)} fit here. Set num_samples to "
+            f"{max(2, num_slots)}, or lower the resources of a trial "
+            "(overrides.learner.cpus_per_worker)."
         )
     return replace(plan, num_slots=num_slots)
 
@@ -166,8 +168,8 @@ def plan_trials(
             sharing = Sharing()
         elif not beside:
             raise ConfigError(
-                f"share ({', '.join(sharing.roles)}): with these in "
-                f"{len(sharing.bundles)} bundles of their own, no trial fits. Set share to []."
+                f"share ({', '.join(sharing.roles)}): with these roles in {len(sharing.bundles)} "
+                "separate bundles, no trial fits. Set share to []."
             )
         else:
             num_slots = beside
@@ -210,10 +212,10 @@ def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> str:
             device_s = trial_s * plan.num_trials * plan.num_devices
             wall_s = trial_s * -(-plan.num_trials // plan.num_slots)
             return (
-                f"at most {device_s:.0f} device-seconds, {duration(wall_s)}, judged by the run "
-                f"{name}; start-up comes on top"
+                f"at most {device_s:.0f} device-seconds, {duration(wall_s)}, estimated from the "
+                f"run {name}; start-up takes additional time"
             )
-    return "not known before a first run of the base"
+    return "not known before the base config has run once"
 
 
 def grid_points(sweep: SweepConfig) -> list[dict[str, Any]]:

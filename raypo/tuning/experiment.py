@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 import ray
 from ray import tune
 from ray.actor import ActorHandle
-from ray.tune import Callback, ResultGrid, Stopper
+from ray.tune import Callback, ResultGrid, ResumeConfig, Stopper
 from ray.tune.experiment import Trial
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
 from ray.tune.stopper import CombinedStopper
@@ -26,6 +27,7 @@ from raypo.cluster.connect import connect
 from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.config import AnyConfig
 from raypo.deployment.reserve import SAY_AFTER_S, waiting_groups
+from raypo.ray_internals import resume_experiment
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.console import Console
 from raypo.trainer.watch import stop_on_signal
@@ -75,6 +77,24 @@ class StopOnRequest(Stopper):
         return self.is_wanted or (isinstance(self.rule, Stopper) and self.rule.stop_all())
 
 
+class Interruption(Callback):
+    """Tune callback that ends Tune's loop on request.
+
+    Tune then saves its state with the trials unfinished, so that the experiment can be restored. A
+    stopper would not do: Tune records its trials as ended, and restores the stopper too.
+    """
+
+    is_wanted = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune pickles callbacks for its own restore
+
+    def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
+        """End the loop by the signal that Tune handles like Ctrl-C, if this was requested."""
+        if self.is_wanted:
+            signal.raise_signal(signal.SIGUSR1)
+
+
 class RoomWatch(Callback):
     """Tune callback that prints which trial waits for resources, and which programs hold them.
 
@@ -107,7 +127,7 @@ class RoomWatch(Callback):
 
 
 @contextmanager
-def connected(base: AnyConfig, stop: StopOnRequest, *, said: str) -> Iterator[None]:
+def connected(base: AnyConfig, stop: StopOnRequest | Interruption, *, said: str) -> Iterator[None]:
     """Connect to Ray, and disconnect at the end if no caller had connected before.
 
     The first Ctrl-C or SIGTERM stops all trials, and the second raises KeyboardInterrupt. A signal
@@ -117,7 +137,7 @@ def connected(base: AnyConfig, stop: StopOnRequest, *, said: str) -> Iterator[No
 
     Args:
         base: Run config of a trial.
-        stop: Stopper of the experiment.
+        stop: Stopper or interruption of the experiment.
         said: Message at the first signal.
     """
     for name, value in TUNE_ENVIRONMENT.items():
@@ -147,6 +167,7 @@ def fit_trials(
     tune_config: tune.TuneConfig,
     run_config: tune.RunConfig,
     stop: StopOnRequest,
+    resume: ResumeConfig | None = None,
 ) -> ResultGrid:
     """Start the shared deployments, and run trials with them until Tune ends.
 
@@ -162,6 +183,7 @@ def fit_trials(
         run_config: Tune's own config. The sweep sets its name and storage path, and `stop` replaces
             its stop rule. `RoomWatch` is added to its callbacks.
         stop: Stopper of the experiment.
+        resume: Which trials of the experiment in the folder are resumed. None starts a new one.
 
     Raises:
         PlacementError: the resources of the shared models were not free in time.
@@ -175,7 +197,7 @@ def fit_trials(
     )
     with _group_gc() as group_gc, sharing as shared:
         setup = replace(setup, group_gc=group_gc, shared=shared)
-        return tune.Tuner(
+        tuner = tune.Tuner(
             tune.with_resources(
                 tune.with_parameters(trainable, setup=setup),
                 tune.PlacementGroupFactory([DRIVER_RESOURCES]),
@@ -197,7 +219,10 @@ def fit_trials(
                 stop=stop,
                 callbacks=[*(run_config.callbacks or ()), RoomWatch()],
             ),
-        ).fit()
+        )
+        if resume is not None:
+            resume_experiment(tuner, resume)
+        return tuner.fit()
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def who_is_best(
     if len(goal.metrics) > 1:
         count = len(goal.front([trial.judged for trial in trials]))
         others = (
-            f"; {count} trials are on the Pareto front, which no other one beats in all metrics"
+            f"; {count} trials are on the Pareto front: no other trial beats them in all metrics"
         )
         return f"{name} is first by {label}: {score}{others if count > 1 else ''}."
     peers = [
@@ -52,16 +52,18 @@ def who_is_best(
         and goal.is_feasible(trial.metrics) == goal.is_feasible(best.metrics)
     ]
     if not peers:
-        alone = "; no other trial has such a score of that step" if len(trials) > 1 else ""
+        alone = "; no other trial has a comparable score at that step" if len(trials) > 1 else ""
         return f"{name} is first: {score}{alone}."
     second = peers[0]
     other = point_text(second.point)
     if metric == SCORE:
         scores = {name: held_out(best), other: held_out(second)}
         if len(scores) > 1 and scores[name] and scores[name].keys() == scores[other].keys():
-            return f"{lead_words(scores, label=label)} Both are of step {best.scored_step}."
+            return (
+                f"{lead_words(scores, label=label)} Both scores are from step {best.scored_step}."
+            )
     next_one = f"Next is {other} with {number(second.metrics[metric])}"
-    return f"{name} is first: {score}. {next_one}; how much of that is chance is not known."
+    return f"{name} is first: {score}. {next_one}; the difference may be due to chance."
 
 
 def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:

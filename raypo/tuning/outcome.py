@@ -58,7 +58,10 @@ class Outcome:
             lines.append(f"best: {self.best.name}, {point_text(self.best.point)}; {metrics}")
             lines.append(self.lead)
             if self.broken:
-                lines.append(f"no trial keeps all constraints; it breaks {', '.join(self.broken)}")
+                lines.append(
+                    "no trial satisfies all constraints; this one violates "
+                    f"{', '.join(self.broken)}"
+                )
             if len(self.front) > 1:
                 names = ", ".join(record.name for record in self.front)
                 lines.append(f"Pareto front (*): {names}")
@@ -144,7 +147,7 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
         which = f"of step {scored}" if scored else "from before the first update"
         head.append(f"# It was stopped after step {best.step}; its score is {which}.")
     if sweep.scheduler.kind == "pbt":
-        head.append("# These are its last values; before each copy it trained under others.")
+        head.append("# These are its last values; before each copy it trained with others.")
     text = yaml.safe_dump(escaped(values), sort_keys=False, allow_unicode=True)
     return "\n".join([*head, text])
 

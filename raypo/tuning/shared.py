@@ -94,10 +94,10 @@ class Sharing:
         """Return a description as lines for the terminal."""
         told = []
         if self.roles:
-            place = f", in {len(self.bundles)} bundles of their own" if self.bundles else ""
+            place = f", in {len(self.bundles)} separate bundles" if self.bundles else ""
             told.append(f"  all trials share {', '.join(self.roles)}{place}")
         if self.engines:
-            told.append("  engines are handed on from trial to trial")
+            told.append("  engines are reused from trial to trial")
         if self.share_batches:
             told.append("  trials sample in the same batches: their numbers depend on timing")
         return told

@@ -57,27 +57,28 @@ def check_sweep_folder(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> 
     recorded = recorded_sweep(files)
     if recorded is None:
         raise ConfigError(
-            f"name ({sweep.name}): {files.location} holds a run, no sweep. Choose another name or "
-            f"storage_path."
+            f"name ({sweep.name}): {files.location} holds a run, not a sweep. Choose another "
+            "name or storage_path."
         )
     earlier, earlier_base = recorded
     origin = f"{files.location}/config.yaml"
     changes = earlier.differences(sweep, ignore=TRIALS_DO_NOT_DEPEND_ON)
     begun = parse_run_config(earlier_base, origin=origin)
-    changes += [
-        f"{sweep.base}, {change}"
-        for change in begun.differences(
-            decided_as(base, begun.model_dump()), ignore=("name", *NUMBERS_DO_NOT_DEPEND_ON)
-        )
-    ]
+    changes += [f"{sweep.base}, {change}" for change in base_changes(begun, base)]
     if changes:
         lines = "\n  ".join(changes)
         raise ConfigError(
-            f"name ({sweep.name}): {files.location} holds another sweep:\n  {lines}\n"
-            f"Change these keys back to go on, choose another name, or start over with --fresh."
+            f"name ({sweep.name}): {files.location} holds another sweep:\n  {lines}\nChange "
+            "these keys back to resume it, choose another name, or start over with --fresh."
         )
     if read_trials(files):
         check_recorded_inputs(base, files)
+
+
+def base_changes(begun: AnyConfig, base: AnyConfig) -> list[str]:
+    """Return `key: begun -> now` for each key of the base that may not change."""
+    now = decided_as(base, begun.model_dump())
+    return begun.differences(now, ignore=("name", *NUMBERS_DO_NOT_DEPEND_ON))
 
 
 def is_done(sweep: SweepConfig, files: RunFiles) -> bool:

@@ -116,18 +116,18 @@ def sweep_page(sweep: SweepData) -> Page:
 
 
 _WHY_NOTE = (
-    "The last metrics of each trial by the value that it tried. What trains (the reward model, the "
-    "KL penalty) stands beside what judges: where the reward model rises and the held-out score "
-    "falls, the policy games the reward model."
+    "The last metrics of each trial, plotted by the value that it tried. Training signals (the "
+    "reward model, the KL penalty) appear beside the held-out score: if the reward model's "
+    "score rises and the held-out score falls, the policy games the reward model."
 )
 _TRIALS_NOTE = (
-    "Ranked by the step that a score is of, then by the score: scores of different steps are not "
-    "compared, so a trial that was stopped early is below all that went on."
+    "Ranked by the step that a score is of, then by the score: scores of different steps are "
+    "not compared, so a trial that was stopped early ranks below all trials that continued."
 )
 _FRONT_NOTE = (
-    "Trials on the line are beaten in both by no other one that came as far: a higher score costs "
-    "KL. The intervals above are over held-out prompts; what another seed would change is not in "
-    "them."
+    "No other trial that reached the same step beats a trial on the line in both metrics: a "
+    "higher score costs KL. The intervals above are over held-out prompts; they do not include "
+    "the variation between seeds."
 )
 
 
@@ -144,7 +144,9 @@ def _result(section: Section, sweep: SweepData) -> None:
         words = who_is_best(sweep.trials, sweep.goal, lambda trial: sweep.held_out[trial.name])
         section.add(Words(f"{words}{was}", strong=True))
         if broken := sweep.goal.broken(best.metrics):
-            section.add(Words(f"No trial keeps all constraints; this one breaks {broken[0]}."))
+            section.add(
+                Words(f"No trial satisfies all constraints; this one violates {broken[0]}.")
+            )
     count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
     total = sum(trial.device_s for trial in sweep.trials)
     saved = sum(_saved(trial, sweep) for trial in sweep.trials)

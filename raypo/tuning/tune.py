@@ -51,7 +51,7 @@ def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
         ConfigError: not even one trial fits the cluster.
     """
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # `Board` and the runs record everything
-    said = "Stopping all trials; the same command goes on from their last checkpoints."
+    said = "Stopping all trials; the same command resumes them from their last checkpoints."
     stop = StopOnRequest()
     with connected(base, stop, said=said):
         nodes = alive_nodes()
@@ -190,7 +190,7 @@ class _Sweep:
             self._view.message(line)
         if self._ended or self._left:
             self._view.message(
-                f"{len(self._ended)} trials are done, {len(self._left)} were begun and go on"
+                f"{len(self._ended)} trials are done, {len(self._left)} had started and are resumed"
             )
         self._view.message(f"files in {self._files.location}; Ray dashboard: {dashboard_url()}")
 

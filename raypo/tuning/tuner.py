@@ -1,6 +1,6 @@
 """Ray Tune's Tuner for runs of any recipe, with the user's spaces, searchers and schedulers.
 
-`raypo sweep` does the same for a sweep file. A sweep can also be resumed, and writes a page.
+`raypo sweep` does the same for a sweep file. It also writes a page.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import cloudpickle
 import numpy as np
 import pandas as pd
 from ray import tune
-from ray.tune import ResultGrid, Stopper
+from ray.tune import ResultGrid, ResumeConfig, Stopper
 from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 from ray.tune.search.variant_generator import generate_variants
 
 from raypo.checks.model_checks import check_models
+from raypo.checks.resume_checks import check_recorded_inputs
 from raypo.cluster.placement import lay_out
 from raypo.cluster.resources import alive_nodes
 from raypo.config import AnyConfig, ConfigError, load_run_config, parse_run_config
@@ -33,18 +35,26 @@ from raypo.config.sweep_config import MAX_TEST_POINTS, SharedRole, check_key, wi
 from raypo.inputs import known_digests, record_inputs
 from raypo.ray_internals import with_runs
 from raypo.storage.checkpoints import find_checkpoint
-from raypo.storage.folder import below
+from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.console import Console
 from raypo.trainer import RecipeTrainer, trainer_for
 from raypo.trainer.settings import check_not_started_by_import
 from raypo.tuning.capacity import plan_trials
-from raypo.tuning.experiment import StopOnRequest, connected, fit_trials, limits_itself
+from raypo.tuning.experiment import (
+    Interruption,
+    StopOnRequest,
+    connected,
+    fit_trials,
+    limits_itself,
+)
 from raypo.tuning.population import Segment
 from raypo.tuning.record import Point
-from raypo.tuning.sweep_folder import TRIALS_FOLDER
+from raypo.tuning.sweep_folder import TRIALS_FOLDER, base_changes
 from raypo.tuning.trial import TrialSetup, run_point
 
+ARGUMENTS = "tuner.pkl"
+"""File with the arguments of a `Tuner` and its base config, for `Tuner.restore`."""
 RANDOM_POINTS = 20
 """Points of a random space that are validated against the run config before any trial starts."""
 
@@ -91,6 +101,7 @@ class Tuner:
         self._tune_config = tune_config or tune.TuneConfig()
         self._run_config = run_config or tune.RunConfig()
         self._share: Sequence[SharedRole] | Literal["auto"] = share
+        self._resume: ResumeConfig | None = None
         _check_run_config(self._run_config)
         storage = self._run_config.storage_path
         is_default = storage in (None, tune.RunConfig().storage_path)
@@ -100,6 +111,51 @@ class Tuner:
         )
         self.trials = list(self._checked_trials())
         """Run configs that represent all trials: those of a grid, and random draws."""
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | Path,
+        config: AnyConfig | Mapping[str, Any] | str | Path | RecipeTrainer[Any],
+        *,
+        resume_errored: bool = False,
+    ) -> Self:
+        """Return a `Tuner` whose `fit` resumes an experiment that was stopped or killed.
+
+        Unfinished trials continue from the last checkpoints of their runs, and the searcher from
+        its last result. A scheduler starts anew, as in Ray Tune's own `restore`. Search space,
+        Tune's configs and `share` are those with which the experiment was started.
+
+        Args:
+            path: Folder or URI of the experiment: its `location`.
+            config: Config or trainer with which the experiment was started.
+            resume_errored: Whether trials that failed are resumed, too.
+
+        Raises:
+            ConfigError: the folder holds no experiment, or one of another config.
+        """
+        files = RunFiles.at(str(path))
+        written = files.read(ARGUMENTS)
+        if written is None:
+            raise ConfigError(
+                f"path ({path}): holds no experiment of raypo.Tuner, as there is no {ARGUMENTS}. "
+                f"Give the folder <storage_path>/<name> of its RunConfig. (`raypo sweep` resumes "
+                f"its own folders.)"
+            )
+        base, arguments = cloudpickle.loads(written)
+        storage_path, name = parent_and_name(files.location)
+        moved = replace(arguments["run_config"], storage_path=storage_path, name=name)
+        tuner = cls(config, **{**arguments, "run_config": moved})
+        if changes := base_changes(parse_run_config(base, origin=files.location), tuner._base):
+            lines = "\n  ".join(changes)
+            raise ConfigError(
+                f"config ({tuner._base.name}): {files.location} was started with another one:\n"
+                f"  {lines}\nChange these keys back to resume, or start a new experiment."
+            )
+        check_recorded_inputs(tuner._base, files, given=tuner._trainer.given_functions)
+        kinds: Any = ResumeConfig.ResumeType  # Ray annotates them as str
+        tuner._resume = ResumeConfig(errored=kinds.RESUME if resume_errored else kinds.SKIP)
+        return tuner
 
     def fit(self) -> ResultGrid:
         """Run all trials.
@@ -117,13 +173,14 @@ class Tuner:
         """
         check_not_started_by_import(self._base)
         check_models(self._base)
-        stop = StopOnRequest(self._run_config.stop)
-        said = f"Stopping all trials; their runs are in {self.location}/{TRIALS_FOLDER}"
-        with self._files.lock(), connected(self._base, stop, said=said):
-            self._check_folder()
-            return with_runs(self._fit(stop), self._result)
+        interruption = Interruption()
+        said = f"Stopping all trials; Tuner.restore({self.location!r}, ...) resumes them."
+        with self._files.lock(), connected(self._base, interruption, said=said):
+            if self._resume is None:
+                self._check_folder()
+            return with_runs(self._fit(interruption), self._result)
 
-    def _fit(self, stop: StopOnRequest) -> ResultGrid:
+    def _fit(self, interruption: Interruption) -> ResultGrid:
         trainer, base, nodes = self._trainer, self._base, alive_nodes()
         use_gpu, each = bool(trainer.scaling_config.use_gpu), trainer.worker_resources
         lay_out(base, nodes, use_gpu=use_gpu, each_worker=each)
@@ -140,11 +197,15 @@ class Tuner:
         searcher = self._tune_config.search_alg
         if limits_itself(searcher) and plan.num_slots < self.max_concurrent:
             raise ConfigError(
-                f"search_alg ({type(searcher).__name__}): would start {self.max_concurrent} trials "
-                f"at a time, and the cluster has room for {plan.num_slots}. Set its max_concurrent "
-                f"to {plan.num_slots}, or give a searcher without a limit of its own."
+                f"search_alg ({type(searcher).__name__}): would start {self.max_concurrent} "
+                f"trials at a time, but the cluster has room for {plan.num_slots}. Set its "
+                f"max_concurrent to {plan.num_slots}, or give a searcher without its own limit."
             )
-        record_inputs(base, self._files, resumes=False, given=trainer.given_functions)
+        is_resumed, given = self._resume is not None, trainer.given_functions
+        for change in record_inputs(base, self._files, resumes=is_resumed, given=given):
+            Console().message(f"changed input, accepted: {change}")
+        if not is_resumed:
+            self._write_arguments()
         scheduler = self._tune_config.scheduler
         setup = TrialSetup(
             sweep=self._files.name,
@@ -164,6 +225,7 @@ class Tuner:
         for line in plan.sharing.lines():
             console.message(line)
         named = self._tune_config.trial_name_creator or partial(_name_of, self._files.name)
+        callbacks = [*(self._run_config.callbacks or ()), interruption]
         return fit_trials(
             run_tuned,
             setup,
@@ -172,8 +234,9 @@ class Tuner:
             plan,
             param_space=self._space,
             tune_config=replace(self._tune_config, trial_name_creator=named),
-            run_config=self._run_config,
-            stop=stop,
+            run_config=replace(self._run_config, callbacks=callbacks),
+            stop=StopOnRequest(self._run_config.stop),
+            resume=self._resume,
         )
 
     @property
@@ -219,27 +282,40 @@ class Tuner:
             if "ppo.preset" in point:
                 raise ConfigError(
                     f"param_space.ppo.preset ({point['ppo.preset']}): the config already has the "
-                    f"values of its own preset, which would hide those of another. Search the keys "
-                    f"themselves, like ppo.advantage, or search the preset by `raypo sweep`."
+                    "values of its own preset, which would override those of another preset. "
+                    "Search the keys themselves, like ppo.advantage, or search the preset by "
+                    "`raypo sweep`."
                 )
             for key in point:
                 check_key(key, type(self._base), space="param_space")
             if "reward.function" in point and self._trainer.given_functions:
                 raise ConfigError(
                     "param_space.reward.function: every trial has the function that the trainer "
-                    "was given in Python. Leave one of them out."
+                    "was given in Python. Leave one of the two out."
                 )
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             trial = with_values(self._values, {**point, "name": self._files.name})
             yield parse_run_config(trial, origin=f"a trial with {words}" if words else "a trial")
+
+    def _write_arguments(self) -> None:
+        """Write what `restore` needs, before Tune changes the searcher and the scheduler."""
+        arguments = {
+            "param_space": self._space,
+            "tune_config": self._tune_config,
+            "run_config": self._run_config,
+            "share": self._share,
+        }
+        base = self._base.model_dump(mode="json")
+        self._files.write(ARGUMENTS, cloudpickle.dumps((base, arguments)))
+        self._files.sync()
 
     def _check_folder(self) -> None:
         taken = self._files.names()
         if taken:
             raise ConfigError(
                 f"RunConfig.name ({self._files.name}): {self._files.location} holds {taken[0]}. "
-                f"Choose another name, or leave it out for one of its own. (`raypo sweep` goes on "
-                f"with a sweep that was stopped.)"
+                "Choose another name, or leave it out for a generated name. Tuner.restore resumes "
+                "an experiment that was stopped."
             )
 
     def _result(self, trial: str, result: Any) -> Any:
@@ -291,7 +367,7 @@ def _check_run_config(run: tune.RunConfig) -> None:
     if run.storage_filesystem is not None:
         raise ConfigError(
             f"RunConfig.storage_filesystem ({type(run.storage_filesystem).__name__}): runs write "
-            f"through storage_path. Give it as a URI, like s3://bucket/folder."
+            "to storage_path. Give it as a URI, like s3://bucket/folder."
         )
     rule = run.stop
     are_stoppers = isinstance(rule, list) and all(isinstance(each, Stopper) for each in rule)

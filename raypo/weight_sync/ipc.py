@@ -47,7 +47,7 @@ class IpcTransport(Transport):
         writers = set(workers.gather(device_uuid(self._device)))
         if missing := sorted(self._readers - writers):
             raise WeightError(
-                f"engines run on GPU {', '.join(missing)}, and no learner worker does (they have "
+                f"engines run on GPU {', '.join(missing)}, but no learner worker does (they use "
                 f"{', '.join(sorted(writers))}). IPC needs both on one device: set "
                 "rollout.engine.transport to object or nccl."
             )

@@ -143,7 +143,7 @@ def try_probe(
         raise WeightError(
             f"Push of version {version}: engine and learner give other log-probs to the same "
             f"tokens ({measured:.2g} nats apart, at most {bound.nats:g} is allowed in "
-            f"{probe.dtype}). The engine does not hold the learner's weights, or computes another "
-            f"model; look at rollout.engine.extra."
+            f"{probe.dtype}). The engine does not hold the learner's weights, or computes a "
+            "different model; look at rollout.engine.extra."
         )
     return metrics

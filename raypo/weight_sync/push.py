@@ -60,8 +60,8 @@ def open_transport(
     """
     if kept and section.transport not in ("auto", "object"):
         raise ConfigError(
-            f"rollout.engine.transport ({section.transport}): keeps nothing for engines that are "
-            "started later, and model.lora.push: adapter sends the base once. Set "
+            f"rollout.engine.transport ({section.transport}): keeps no weights for engines that "
+            "start later, but model.lora.push: adapter sends the base model only once. Set "
             "rollout.engine.transport to auto or object, or model.lora.push to merged."
         )
     if kept:

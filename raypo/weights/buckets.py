@@ -145,8 +145,9 @@ def unpack(bucket: Bucket | Staged, *, verify: bool = False) -> Iterator[tuple[s
         for spec, arrived in zip(bucket.specs, checksums(parts), strict=True):
             if arrived != spec.checksum:
                 raise WeightError(
-                    f"{spec.name}: the bytes that arrived do not have the checksum that was sent. "
-                    "Push the weights again; if it happens again, the machine's memory is at fault."
+                    f"{spec.name}: the bytes that arrived do not have the checksum that was "
+                    "sent. Push the weights again; if it happens again, the machine's memory "
+                    "may be faulty."
                 )
     for spec, part in zip(bucket.specs, parts, strict=True):
         yield spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)
@@ -168,4 +169,4 @@ def as_tensor(data: np.ndarray) -> Tensor:
 
 def _require_positive(bucket_bytes: int) -> None:
     if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes ({bucket_bytes}): a bucket holds at least one byte.")
+        raise ValueError(f"bucket_bytes ({bucket_bytes}): a bucket must hold at least one byte.")

@@ -62,7 +62,9 @@ class Manifest:
         counts = Counter(tensor.name for tensor in tensors)
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
-            raise WeightError(f"a push may name each tensor once; named twice: {', '.join(twice)}.")
+            raise WeightError(
+                f"a push may contain each tensor only once; these occur twice: {', '.join(twice)}."
+            )
         return cls(version, tensors)
 
     def differences(self, other: Manifest) -> list[str]:

@@ -121,7 +121,7 @@ class Receiver:
 
     def load_bucket(self, bucket: Any) -> None:
         if self._id is None:
-            raise ReplicaLost("no push was begun")
+            raise ReplicaLost("no push has begun")
         if self._dies.exists():
             self._dies.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -135,7 +135,7 @@ class Receiver:
 
     def finish_push(self, manifest: Manifest) -> Manifest:
         if self._id is None:
-            raise ReplicaLost("no push was begun")
+            raise ReplicaLost("no push has begun")
         self._version, self._held, self._id = manifest.version, self._id, None
         return Manifest.of(manifest.version, self._specs)
 

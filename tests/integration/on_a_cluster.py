@@ -260,7 +260,7 @@ def elastic() -> dict[str, Any]:
         show(self, text)
 
     def wait_for(text: str, count: int) -> None:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while sum(text in each for each in messages) < count and time.monotonic() < deadline:
             time.sleep(0.1)
 
@@ -277,7 +277,7 @@ def elastic() -> dict[str, Any]:
         wait_for("2 of at most 2", 2)
         more_steps(7)
         announce(again.node_id)
-        wait_for("about to be taken away", 1)
+        wait_for("about to be preempted", 3)  # the message of a step comes before its checkpoint
         made.remove_node(again, allow_graceful=False)
         wait_for("1 of at most 2", 2)
         flag.unlink()

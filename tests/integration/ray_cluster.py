@@ -24,12 +24,12 @@ from tests.integration.task import REPOSITORY
 START_S = 120.0
 WITHOUT_TOKEN = {"RAY_AUTH_MODE": "disabled"}
 """Of a cluster on loopback, or in a namespace that nobody else reaches."""
-FAKE_NODES = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-AUTOSCALER_V2 = {
-    "RAY_enable_autoscaler_v2": "1",
-    "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
+FAKE_NODES = {
+    "RAY_FAKE_CLUSTER": "1",
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": FAKE_HEAD_NODE_ID,
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
 }
+AUTOSCALER_V2 = {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID}
 """Variables of a head whose autoscaler adds processes of this machine."""
 
 
@@ -116,6 +116,7 @@ def _autoscaler(node_types: Mapping[str, Any], address: str) -> dict[str, Any]:
             "gcs_address": address,
             "head_node_id": FAKE_HEAD_NODE_ID,
             "launch_multiple": True,
+            "use_node_id_as_ip": True,
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
         },

@@ -147,12 +147,16 @@ def test_the_engine_is_full_at_max_adapters_until_one_is_dropped(
     model = learner(folder, 4)
     for name in ("a", "b"):
         engine.load_adapter(push(model, name, 20, folder))
-    with pytest.raises(WeightError, match=r"adapter \(c\): this engine holds 2 already: a, b"):
+    with pytest.raises(
+        WeightError, match=r"adapter \(c\): this engine already holds its maximum of 2: a, b"
+    ):
         engine.load_adapter(push(model, "c", 1, folder))
     engine.drop_adapter("a")
     engine.load_adapter(push(model, "c", 1, folder))
     assert gap(model, engine.generate(requests("c"))) < AGREES
-    with pytest.raises(ValueError, match=r"adapter \(a\): this engine does not hold it, but b, c"):
+    with pytest.raises(
+        ValueError, match=r"adapter \(a\): this engine does not hold it\. It holds b, c"
+    ):
         engine.generate(requests("a"))
     engine.drop_adapter("c")
 
@@ -168,7 +172,7 @@ def test_a_push_that_is_broken_or_of_another_model_is_refused(
     with pytest.raises(ValueError, match=r"adapter \(b\): this engine does not hold it"):
         engine.generate(requests("b"))
     wide = learner(str(tiny_policy(tmp_path, hidden=96)), 6)
-    with pytest.raises(WeightError, match="is not of the engine's model"):
+    with pytest.raises(WeightError, match="does not fit the engine's model"):
         engine.load_adapter(push(wide, "b", 31, folder))
     engine.load_adapter(good)
     assert gap(model, engine.generate(requests("b"))) < AGREES

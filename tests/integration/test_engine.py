@@ -193,7 +193,7 @@ def bad_pushes(pair: Pair) -> dict[str, WeightPush]:
     lying = replace(good.manifest, tensors=(first, *good.manifest.tensors[1:]))
     return {
         "do not have the checksum": corrupted(good),
-        "what arrived is not what version .* announced: .*: checksum": replace(
+        "the tensors that arrived are not those that version .* announced: .*: checksum": replace(
             good, manifest=lying
         ),
         f"{K_PROJ} is missing": pair.push(without(tensors, K_PROJ)),

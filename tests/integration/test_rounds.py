@@ -113,5 +113,7 @@ def test_a_teacher_with_other_tokens_is_refused_before_a_model_is_loaded(
     file.write_text(file.read_text().replace('"<unk>"', '"<what>"'))
     values: dict[str, Any] = rounds_values(folder, "distillation") | {"name": "other"}
     values["model"] |= {"teacher": str(teacher)}
-    with pytest.raises(Exception, match=r"model\.teacher .* learn its texts by the recipe sft"):
+    with pytest.raises(
+        Exception, match=r"model\.teacher .* train on its texts with the recipe sft"
+    ):
         DistillationTrainer(DistillationConfig.parse(values)).fit()

@@ -192,4 +192,7 @@ def test_a_port_that_is_taken_is_refused_at_once(base_url: str, tmp_path: Path):
     server = raypo("serve", tmp_path / "policy", "--port", port)
     _, told = server.communicate(timeout=20)
     assert server.returncode == 2
-    assert f"--port ({port}): cannot be listened on at 127.0.0.1 (Address already in use)" in told
+    assert (
+        f"--port ({port}): the server cannot listen on this port at 127.0.0.1 (Address already "
+        "in use)"
+    ) in told

@@ -28,4 +28,4 @@ def test_runs_under_way_on_a_cluster_are_told_beside_those_on_disk(local_ray: No
     assert "s3://nowhere/runs/far" in told
 
     ray.kill(monitor)
-    assert f"no run is under way on {address}" in status()
+    assert f"no run is active on {address}" in status()

@@ -34,7 +34,7 @@ def test_what_is_not_free_in_time_names_the_bundle_that_waits_and_who_holds_the_
         "placement.timeout_s (1): bundle 0 of the learner workers' group (1 CPU for learner worker "
         "0) is not free"
     )
-    assert f"Placement groups that hold the rest: others ({cpus:g} CPU)." in message
+    assert f"Placement groups that hold the missing resources: others ({cpus:g} CPU)." in message
     said = "waiting for room, up to 1 s (placement.timeout_s): bundle 0 of the learner workers'"
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(said)]
     assert f"others ({cpus:g} CPU)." in line

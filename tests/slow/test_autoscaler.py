@@ -69,7 +69,7 @@ def test_each_role_waits_for_a_node_with_its_labels(tmp_path: Path):
             'placement.label_selector={learner: {tier: silver}, engine: {tier: "in(gold, brass)"}}',
         )
         assert tiers(cluster) == {"learner": {"silver"}, "engine": {"gold"}}
-    assert "The nodes that the cluster has now (1) do not hold this run. It waits" in said
+    assert "The nodes that the cluster has now (1) have no room for this run. The run waits" in said
     assert len(read_metrics(tmp_path / "task" / "runs" / "tiny")) == 1
 
 
@@ -78,5 +78,5 @@ def test_the_autoscaler_of_older_clusters_adds_nodes_too(tmp_path: Path):
     config = write_task(tmp_path / "task")
     with started_cluster([Host()], autoscaler={"plain": node_type()}, version="v1") as cluster:
         said = train(cluster, config, "placement.mode={engine: dedicated}")
-    assert "(1) do not hold this run. It waits" in said
+    assert "(1) have no room for this run. The run waits" in said
     assert len(read_metrics(tmp_path / "task" / "runs" / "tiny")) == 1

@@ -9,7 +9,7 @@ from tests.integration.task import on_a_cluster
 
 
 def test_a_run_loses_a_node_gets_one_and_is_told_of_one_that_goes(tmp_path: Path):
-    found = on_a_cluster("elastic", str(tmp_path), timeout_s=600)
+    found = on_a_cluster("elastic", str(tmp_path), timeout_s=1500)
     sizes = [
         int(match[1])
         for each in found["messages"]
@@ -19,14 +19,14 @@ def test_a_run_loses_a_node_gets_one_and_is_told_of_one_that_goes(tmp_path: Path
     goes_on = [
         tuple(map(int, match.groups()))
         for each in found["messages"]
-        if (match := re.search(r"checkpoint of step (\d+) is of (\d) workers?, and .* (\d):", each))
+        if (match := re.search(r"step (\d+) was written by (\d) workers? .* with (\d):", each))
     ]
     assert [(before, now) for _, before, now in goes_on] == [(2, 1), (1, 2), (2, 1)]
     # The first two steps are those of `checkpoint.every`. The last was saved before its node went.
     saved = {
         int(match[1])
         for each in found["messages"]
-        if (match := re.search(r"step (\d+): a node is about to be taken away", each))
+        if (match := re.search(r"step (\d+): a node is about to be preempted", each))
     }
     assert goes_on[0][0] % 5 == goes_on[1][0] % 5 == 0
     assert goes_on[2][0] in saved

@@ -58,7 +58,7 @@ def test_a_run_goes_on_under_another_controller_to_the_same_numbers(
     assert numbers(read_metrics(folder)) == numbers(first.metrics)
     assert not [process for process in orphans if process.is_running()]
     wait_until_nothing_is_left(before)
-    assert "Ray Train's controller was lost; the run goes on" in capfd.readouterr().out
+    assert "Ray Train's controller was lost; the run resumes" in capfd.readouterr().out
 
 
 def test_without_failures_left_the_run_ends_with_the_key_that_it_takes(

@@ -71,4 +71,4 @@ def test_a_replica_does_not_span_nodes(beside: dict[str, Any]):
     assert message.startswith(
         "rollout.engine.tensor_parallel (2): learner workers 0 to 1 would share"
     )
-    assert "lie on 2 nodes. Set placement.strategy to PACK" in message
+    assert "are on 2 nodes. Set placement.strategy to PACK" in message

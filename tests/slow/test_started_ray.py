@@ -62,8 +62,8 @@ def test_a_started_ray_is_found_by_auto_which_says_so(cluster: StartedCluster):
     done = drive("auto", cluster.env)
     assert done.returncode == 0, done.stderr
     assert re.match(
-        rf"raypo: on the Ray that runs on this machine \({here(cluster)}\); without "
-        "cluster.address one of its own is started\n",
+        rf"raypo: using the Ray that runs on this machine \({here(cluster)}\); without "
+        "cluster.address, raypo starts a new one\n",
         done.stdout,
     )
     assert "which added to 2" in done.stdout
@@ -73,8 +73,8 @@ def test_a_ray_of_ones_own_names_the_key_that_takes_the_started_one(cluster: Sta
     done = drive("", cluster.env)
     assert done.returncode == 0, done.stderr
     assert re.match(
-        "raypo: starting a Ray of its own beside the one that runs on this machine "
-        rf"\({here(cluster)}\); cluster.address=auto takes that one\n",
+        "raypo: starting a new Ray beside the one that runs on this machine "
+        rf"\({here(cluster)}\); cluster.address=auto uses the running one\n",
         done.stdout,
     )
     assert not re.search(f"connected to {here(cluster)}", done.stdout)
@@ -83,8 +83,8 @@ def test_a_ray_of_ones_own_names_the_key_that_takes_the_started_one(cluster: Sta
 @pytest.mark.parametrize(
     ("token", "said"),
     [
-        (None, "this Ray asks for a token, and none is here. Set RAY_AUTH_TOKEN to"),
-        ("f" * 64, "this Ray asks for another token than the one that is here"),
+        (None, "this Ray requires a token, but none is set. Set RAY_AUTH_TOKEN to"),
+        ("f" * 64, "this Ray requires a different token from the one that was found"),
     ],
 )
 def test_a_token_that_is_missing_or_wrong_is_told_in_words(
@@ -101,7 +101,7 @@ def test_another_port_of_the_cluster_is_told_at_once(cluster: StartedCluster):
     dashboard = cluster.dashboard.removeprefix("http://")
     done = drive(dashboard, cluster.env)
     assert done.returncode == 1
-    assert "what listens there is not the head of a Ray" in done.stderr
+    assert "the service there is not the head node of a Ray" in done.stderr
 
 
 def test_the_script_that_submits_a_run_brings_the_token(cluster: StartedCluster):

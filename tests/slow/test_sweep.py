@@ -154,7 +154,7 @@ def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
     html = sweep_page(sweep).html()
     assert "three-00001" in html
     assert "is first: training score" in html
-    assert "no other trial has such a score of that step" in html
+    assert "no other trial has a comparable score at that step" in html
 
 
 def test_a_trial_that_loses_its_worker_goes_on_where_the_base_allows_it(
@@ -247,7 +247,7 @@ metric: rollout/score_mean
     command = raypo("sweep", path)
     out, error = command.communicate(timeout=TIMEOUT_S)
     assert command.returncode == 0, error
-    assert "0 trials are done, 2 were begun and go on" in out
+    assert "0 trials are done, 2 had started and are resumed" in out
     first, second = (folder / "trials" / f"killed-0000{number}" for number in range(2))
     assert numbers(read_metrics(first)) == numbers(
         read_metrics(three.folder / "trials" / "three-00000")

@@ -1,9 +1,12 @@
 """Ray Tune around runs as a user of Ray writes it, by `raypo.Tuner` and without it."""
 
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,10 @@ from ray.util.state import list_actors
 from transformers import AutoModelForCausalLM
 
 from raypo import PPOConfig, PPOTrainer, Rollout, SFTConfig, SFTTrainer, Tuner
+from raypo.config import parse_run_config
 from raypo.run.callbacks import StepView
 from raypo.storage.checkpoints import STATE
+from raypo.trainer import trainer_for
 from tests.integration.pipeline import (
     dpo_values,
     reward_model_values,
@@ -29,7 +34,8 @@ from tests.integration.pipeline import (
     sft_values,
     write_examples,
 )
-from tests.integration.task import REPOSITORY, numbers, own_ray, read_metrics
+from tests.integration.task import REPOSITORY, numbers, own_ray, read_metrics, wait_for_steps
+from tests.tiny import tiny_policy
 
 
 def alive_names() -> list[str]:
@@ -162,6 +168,33 @@ def test_every_recipe(recipe: str, tmp_path: Path, local_ray: None):
     assert [config["learner"]["lr"] for config in configs] == [1e-4, 5e-3]
 
 
+@pytest.mark.parametrize("recipe", ["distillation", "iterative_dpo"])
+def test_trials_of_rounds_share_their_frozen_model(recipe: str, tmp_path: Path, local_ray: None):
+    """The second trial is the run that it would be alone."""
+    write_examples(tmp_path)
+    values: dict[str, Any] = rounds_values(tmp_path, recipe) | {"num_steps": 2}
+    if recipe == "distillation":
+        values["model"]["teacher"] = str(tiny_policy(tmp_path / "teacher", seed=1))
+    else:
+        values["iterative_dpo"] = {"reference": "start"}
+    watched = Watched()
+    results = Tuner(
+        values,
+        param_space={"learner.lr": tune.grid_search([1e-4, 5e-3])},
+        tune_config=tune.TuneConfig(metric="eval/score_mean", mode="max", max_concurrent_trials=1),
+        run_config=tune.RunConfig(name="rounds", callbacks=[watched], verbose=0),
+    ).fit()
+    assert not results.errors
+    assert {name for name in watched.names if ":reference:" in name} == {
+        "raypo:rounds-shared:reference:0"
+    }
+    values["learner"]["lr"] = 5e-3
+    trainer_for(parse_run_config(values, origin="alone")).fit()
+    alone = numbers(read_metrics(tmp_path / "runs" / recipe))
+    assert numbers(read_metrics(Path(results[1].path))) == alone
+    assert numbers(read_metrics(Path(results[0].path))) != alone
+
+
 def test_rays_population_based_training(tmp_path: Path, local_ray: None):
     """The worse trial goes on from the better one's checkpoint, with another learning rate."""
     write_examples(tmp_path)
@@ -189,12 +222,84 @@ def test_rays_population_based_training(tmp_path: Path, local_ray: None):
     assert not results.errors
     worse, better = (watched.reports[name] for name in sorted(watched.reports))
     assert worse[-1]["step"] == better[-1]["step"] == 4
-    assert worse[1]["eval/loss"] > better[1]["eval/loss"] > worse[-1]["eval/loss"]
+    assert worse[0]["step"] == better[0]["step"] == 2
+    assert worse[0]["eval/loss"] > better[0]["eval/loss"] > worse[-1]["eval/loss"]
     assert worse[-1]["config"]["learner.lr"] != 1e-6
     for row in range(2):
         checkpoint = results[row].checkpoint
         assert checkpoint is not None
         assert json.loads((Path(checkpoint.path) / STATE).read_text())["step"] == 4
+
+
+RATES = """
+import sys
+from ray import tune
+from ray.tune.search.optuna import OptunaSearch
+from raypo import Tuner
+
+def rates(config, name):
+    return Tuner(
+        config,
+        param_space={"learner.lr": tune.loguniform(1e-5, 1e-3)},
+        tune_config=tune.TuneConfig(
+            metric="eval/loss",
+            mode="min",
+            num_samples=3,
+            search_alg=OptunaSearch(seed=0),
+            max_concurrent_trials=1,
+        ),
+        run_config=tune.RunConfig(name=name, verbose=0),
+    )
+
+if __name__ == "__main__":
+    rates(sys.argv[1], "stopped").fit()
+    print("ENDED")
+"""
+
+
+def test_an_experiment_that_was_stopped_goes_on(
+    tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
+):
+    """The second of three trials is stopped; all three are then those of an undisturbed one."""
+    write_examples(tmp_path)
+    values: dict[str, Any] = sft_values(tmp_path) | {"num_steps": 200}
+    del values["eval"]["function"]
+    values["eval"]["every"] = values["checkpoint"]["every"] = 20
+    config = tmp_path / "sft.yaml"
+    config.write_text(yaml.safe_dump(values))
+    (tmp_path / "rates.py").write_text(RATES)
+    stopped = tmp_path / "runs" / "stopped"
+    script = subprocess.Popen(
+        [sys.executable, tmp_path / "rates.py", config],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "RAY_ADDRESS": "local"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while len(list(stopped.glob("trials/stopped-*"))) < 2 and script.poll() is None:
+        time.sleep(0.1)
+    first, second = sorted(stopped.glob("trials/stopped-*"), key=lambda each: each.stat().st_ctime)
+    wait_for_steps(second, 30)
+    script.send_signal(signal.SIGTERM)
+    out, _ = script.communicate(timeout=60)
+    assert out.splitlines()[-1] == "ENDED", out[-5000:]
+    assert f"Tuner.restore('{stopped}', ...) resumes" in out
+    assert len(read_metrics(first)) == 200
+    assert 30 <= len(read_metrics(second)) < 200
+
+    restored = Tuner.restore(stopped, config).fit()
+    monkeypatch.syspath_prepend(tmp_path)
+    undisturbed = importlib.import_module("rates").rates(config, "undisturbed").fit()
+    assert [result.error for result in restored] == [None] * 3
+    by_rate = [
+        {(result.metrics or {})["config"]["learner.lr"]: Path(result.path) for result in results}
+        for results in (restored, undisturbed)
+    ]
+    assert by_rate[0].keys() == by_rate[1].keys()
+    assert set(by_rate[0].values()) == set(stopped.glob("trials/stopped-*"))
+    for rate, path in by_rate[0].items():
+        assert numbers(read_metrics(path)) == numbers(read_metrics(by_rate[1][rate]))
 
 
 SCRIPT = """
@@ -242,4 +347,4 @@ def test_a_script_that_has_connected_to_ray_itself(task: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr[-5000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("BEST"))
     assert line.endswith("[None, None, None]")
-    assert line.split()[1].startswith(str(tmp_path / "script" / "trials"))
+    assert Path(line.split()[1]).resolve().is_relative_to(tmp_path / "script" / "trials")

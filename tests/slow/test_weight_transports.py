@@ -187,7 +187,7 @@ def test_a_store_that_was_lost_comes_back_empty_and_is_filled_by_the_next_push(f
     until(lambda: before.fetch() is None)
     ray.get(fleet.replicas["engine:1"].hold.remote(before))  # it has these
     second = fleet.renew("engine:1")
-    with pytest.raises(WeightError, match="nothing of them is kept"):
+    with pytest.raises(WeightError, match="no copy of them is stored"):
         ray.get(second.hold.remote(before))
     fleet.push(transport)
     assert transport.kept is not None

@@ -176,7 +176,7 @@ def test_ids_mean_the_same_tokens_to_all_who_read_them(here: Path, recipe: str, 
     file.write_text(json.dumps(values))
     told = refusal(config_of(recipe, model={key: "other"}))
     assert told.startswith(f"model.{key}")
-    assert "its tokens are not those of model.policy (policy)" in told
+    assert "its vocabulary is not that of model.policy (policy)" in told
     for file in (here / "other").glob("tokenizer*"):
         file.unlink()
     config = config_of(recipe, model={key: "other"})
@@ -204,7 +204,7 @@ def test_a_pad_token_that_one_of_two_tokenizers_has_does_not_matter(here: Path):
     check(config_of("ppo", model={"reference": "other", "critic": "other"}))
     assert reads_tokens("policy", "other", key="model.reference")
     told = refusal(config_of("distillation", model={"teacher": "other"}))
-    assert "its tokens are not those of model.policy (policy)" in told
+    assert "its vocabulary is not that of model.policy (policy)" in told
     with_values(here / "policy", vocab_size=200)  # it may sample what the reference cannot read
     assert not reads_tokens("other", "policy", key="model.reference")
     with_values(here / "other", vocab_size=101, max_position_embeddings=516)
@@ -259,7 +259,7 @@ def test_an_adapter_is_no_model_and_not_beside_one(here: Path):
 def test_quantised_weights_are_not_trained(here: Path):
     with_values(here / "policy", quantization_config={"quant_method": "fp8"})
     told = refusal(config_of("ppo"))
-    assert told.startswith("model.policy (policy): its weights are quantised (fp8), and gradients")
+    assert told.startswith("model.policy (policy): its weights are quantised (fp8), but gradients")
     check_model("model.reference", "policy")
 
 
@@ -275,14 +275,14 @@ def test_what_is_longer_than_the_positions_is_refused(here: Path):
     told = refusal(config_of("ppo", rollout=rollout))
     assert told == (
         "data.max_prompt_tokens + rollout.max_new_tokens (513): model.policy (policy) has "
-        "positions for 512 tokens. Lower the two by 1 together."
+        "positions for 512 tokens. Lower their sum by 1."
     )
     check_inputs(config_of("ppo", rollout={"max_new_tokens": 256}), on_this_machine=False)
     with_values(here / "policy", rope_scaling={"rope_type": "linear", "factor": 2.0})
     check_inputs(config_of("ppo", rollout=rollout), on_this_machine=False)
     with_values(here / "other", max_position_embeddings=300)
     told = refusal(config_of("ppo", model={"reference": "other"}))
-    assert "model.reference (other) has positions for 300 tokens. Lower the two by 20 toge" in told
+    assert "model.reference (other) has positions for 300 tokens. Lower their sum by 20" in told
 
 
 @pytest.mark.parametrize("teacher", ["other", None])
@@ -294,7 +294,7 @@ def test_a_teachers_prompt_is_within_the_positions_of_who_reads_it(here: Path, t
     name = "model.teacher (other)" if teacher else "model.policy (policy)"
     assert told == (
         f"distillation.max_teacher_prompt_tokens + rollout.max_new_tokens (513): {name} has "
-        f"positions for 512 tokens. Lower the two by 1 together."
+        f"positions for 512 tokens. Lower their sum by 1."
     )
     shown["max_teacher_prompt_tokens"] = 448
     check_inputs(
@@ -305,13 +305,15 @@ def test_a_teachers_prompt_is_within_the_positions_of_who_reads_it(here: Path, t
 def test_a_success_that_a_teacher_is_shown_is_judged(here: Path):
     shown = {"teacher_prompt": "success", "max_teacher_prompt_tokens": 100}
     told = refusal(config_of("distillation", distillation=shown))
-    assert told.startswith("distillation.teacher_prompt (success): shows a sample that passes")
+    assert told.startswith(
+        "distillation.teacher_prompt (success): shows the teacher a sample that passed"
+    )
 
 
 def test_a_reward_model_that_reads_the_policys_ids_has_positions_for_them(here: Path):
     with_values(here / "reward", max_position_embeddings=300)
     told = refusal(config_of("ppo", model={"reward": "reward"}))
-    assert "model.reward (reward) has positions for 300 tokens. Lower the two by 20 toge" in told
+    assert "model.reward (reward) has positions for 300 tokens. Lower their sum by 20" in told
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
@@ -324,7 +326,7 @@ def test_a_stop_token_without_an_embedding_is_refused(here: Path, name: str):
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     tokenizer.save_pretrained("policy")
     (here / "policy" / "generation_config.json").unlink()
-    assert f"has the id {len(tokenizer) - 1}, and the model has" in refusal(config_of("sft"))
+    assert f"has the id {len(tokenizer) - 1}, but the model has" in refusal(config_of("sft"))
 
 
 def test_rows_that_the_model_cannot_read_are_shown(here: Path):
@@ -336,7 +338,7 @@ def test_rows_that_the_model_cannot_read_are_shown(here: Path):
         limits.check([(good, np.resize(good, 510))], tokenizer, key="data.prompts")
     tokenizer.add_tokens(["<|think|>"])
     foreign = np.array(tokenizer("2<|think|>")["input_ids"])
-    with pytest.raises(ConfigError, match=r"has the token '<\|think\|>' \(\d+\), and model"):
+    with pytest.raises(ConfigError, match=r"has the token '<\|think\|>' \(\d+\), but model"):
         limits.check([(good, foreign)], tokenizer, key="data.prompts")
 
 
@@ -376,7 +378,7 @@ def test_examples_that_the_policy_cannot_read_end_the_run_before_it_is_loaded(
     kinds: dict[str, Any] = {"sft": SFTRecipe, "dpo": DPORecipe, "reward_model": RewardModelRecipe}
     told: Any = SimpleNamespace(message=print)
     nothing: Any = None
-    with pytest.raises(ConfigError, match=r"data\.prompts: the row .*'1\+1=222.* 605 tokens, and"):
+    with pytest.raises(ConfigError, match=r"data\.prompts: the row .*'1\+1=222.* 605 tokens, but"):
         kinds[recipe](Run(config_of(recipe), nothing, Workers(), nothing, told))
 
 

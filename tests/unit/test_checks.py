@@ -56,9 +56,9 @@ def test_an_empty_prompt_file_is_named(values: dict, tmp_path: Path):
 def test_a_judges_template_names_what_the_rows_have(values: dict):
     judge = {"url": "http://a/v1", "model": "m", "template": "{prompt} {label} {response} {rubric}"}
     values["reward"] = {"judge": judge}
-    text = "reward.judge.template: names {rubric}, and "
+    text = "reward.judge.template: names {rubric}, but "
     assert text in (said := refusal(values))
-    assert "prompts.jsonl:1 has no such column, it has prompt, answer." in said
+    assert "prompts.jsonl:1 has no such column. It has prompt, answer." in said
     judge["template"] = '{"grade": 1}? {label} {response} {answer}'
     check_inputs(PPOConfig.parse(values))
     del values["data"]["label_key"]
@@ -93,7 +93,7 @@ def test_labels_that_the_verifier_reads_pass(values: dict):
 def test_labels_that_are_no_tasks_of_reasoning_gym_are_refused(values: dict):
     values = with_labels(values, "24")
     values["reward"]["function"] = "raypo.rewards.gym_verifiers:reasoning_gym_score"
-    assert "prompts.jsonl:1 is no entry of reasoning-gym" in refusal(values)
+    assert "prompts.jsonl:1 is not an entry of reasoning-gym" in refusal(values)
 
 
 def test_prose_is_no_label_of_the_verifier_of_formulas(values: dict):
@@ -120,9 +120,9 @@ def test_labels_are_read_by_the_function_of_their_source(values: dict, tmp_path:
     values["data"]["prompts"] = [own]
     check_inputs(PPOConfig.parse(values))
     values["eval"] = {"prompts": own["path"], "function": verifier}
-    assert "prompts.jsonl:1 is no number: 'x^2'" in refusal(values)
+    assert "prompts.jsonl:1 is not a number: 'x^2'" in refusal(values)
     config = PPOConfig.parse(values)
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:1 is no number"):
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:1 is not a number"):
         check_evaluation(values["model"]["policy"], config)
 
 
@@ -196,7 +196,7 @@ def test_a_hub_id_is_left_to_the_hub_unless_it_is_offline(
 
 def test_without_a_judge_the_run_is_refused(values: dict):
     values["reward"] = {}
-    assert "reward.function (None): nothing judges the responses" in refusal(values)
+    assert "reward.function (None): nothing scores the responses" in refusal(values)
     check_inputs(PPOConfig.parse(values), has_reward_fn=True)
 
 
@@ -210,7 +210,10 @@ def test_an_attribute_that_rollouts_lack_is_refused_with_its_line(values: dict, 
     (tmp_path / "judge.py").write_text(source)
     values["reward"] = {"function": f"{tmp_path}/judge.py:judge"}
     said = refusal(values)
-    assert "line 2 reads each.completion, and a rollout has no completion. It has prompt" in said
+    assert (
+        "line 2 reads each.completion, but a rollout has no completion. A rollout has prompt"
+        in said
+    )
     for accepted in (
         source.replace("completion", "response"),
         source.replace("\n", "\n    rollouts = mine(rollouts)\n", 1),
@@ -225,7 +228,7 @@ def test_more_workers_than_cores_are_refused_with_the_sum(values: dict):
     cores = cpu_count()
     values["learner"] = {"num_workers": 2, "cpus_per_worker": cores}
     text = refusal(values)
-    assert f"2 learner workers need {2 * cores} CPU cores, this machine has {cores}" in text
+    assert f"2 learner workers need {2 * cores} CPU cores, but this machine has {cores}" in text
     # One worker is enough for an elastic run.
     values["learner"] = {
         "num_workers": [1, 2],
@@ -270,7 +273,7 @@ def test_a_folder_of_somebody_elses_is_not_written_to(values: dict, name: str):
     (files.folder / "train.log").touch()  # `raypo train > runs/run/train.log`
     check_run_folder(config, files)  # a run that died at its start leaves logs
     (files.folder / name).mkdir()
-    with pytest.raises(ConfigError, match=rf"name \(run\): .* holds {name}, and no config\.yaml"):
+    with pytest.raises(ConfigError, match=rf"name \(run\): .* holds {name}, but no config\.yaml"):
         check_run_folder(config, files)
 
 
@@ -301,7 +304,9 @@ def test_a_run_is_given_more_epochs_where_no_learning_rate_follows_from_them(val
     files.append_metrics(2, {})
     check_run_folder(of(num_epochs=2), files)
     check_run_folder(of(num_epochs=None, num_steps=3), files)
-    with pytest.raises(ConfigError, match=r"num_steps \(1\): the run in .* has done 2 steps"):
+    with pytest.raises(
+        ConfigError, match=r"num_steps \(1\): the run in .* has already done 2 steps"
+    ):
         check_run_folder(of(num_epochs=0.5), files)
     linear = sft["learner"] | {"lr_schedule": "linear"}
     files.write_config(of(learner=linear).model_dump(mode="json"))
@@ -326,7 +331,7 @@ def test_the_number_of_steps_may_change_but_not_below_those_done(values: dict):
     files.append_metrics(5, {})
     check_run_folder(PPOConfig.parse(values | {"num_steps": 60}), files)
     check_run_folder(PPOConfig.parse(values | {"num_steps": 5}), files)
-    with pytest.raises(ConfigError, match=r"num_steps \(4\): .* has done 5 steps\. Set"):
+    with pytest.raises(ConfigError, match=r"num_steps \(4\): .* has already done 5 steps\. Set"):
         check_run_folder(PPOConfig.parse(values | {"num_steps": 4}), files)
 
 
@@ -373,12 +378,14 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
     with pytest.raises(ConfigError, match="the checkpoint of step 2 is gone"):
         beginning(values, best)
     (checkpoint.parent / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_res')
-    with pytest.raises(ConfigError, match=r"is cut short. Name one of its folders: checkpoint_a\."):
+    with pytest.raises(
+        ConfigError, match=r"is truncated\. Name one of its folders: checkpoint_a\."
+    ):
         beginning(values, checkpoint.parent)
-    with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): no checkpoint is there"):
+    with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): there is no checkpoint"):
         beginning(values, checkpoint.parent.parent / "nowhere")
     (checkpoint / "run.json").write_text('{"step": 3')
-    with pytest.raises(ConfigError, match=r"checkpoint_a: run.json is cut short"):
+    with pytest.raises(ConfigError, match=r"checkpoint_a: run.json is truncated"):
         beginning(values, checkpoint)
 
 
@@ -421,7 +428,7 @@ def test_how_an_adapter_travels_is_no_part_of_a_checkpoint(values: dict, checkpo
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"num_steps": 3}, r"num_steps \(3\): from_checkpoint .* is of step 3"),
+        ({"num_steps": 3}, r"num_steps \(3\): from_checkpoint .* is from step 3"),
         ({"ppo": {"advantage": "reinforce"}}, r"ppo.advantage \(reinforce\): .* with gae"),
         ({"learner": {"optimizer": "muon"}}, r"learner.optimizer \(muon\): .* with adamw"),
     ],
@@ -450,8 +457,8 @@ def test_prompts_that_repeat_within_a_step_are_a_note_with_both_numbers(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(row * 3)
     assert notes() == [
-        "a step takes 4 prompts (rollout.prompts_per_step) and data.prompts has 3, so prompts "
-        "repeat within a step; give more, or set rollout.prompts_per_step to at most 3"
+        "a step takes 4 prompts (rollout.prompts_per_step), but data.prompts has only 3, so "
+        "prompts repeat within a step; give more, or set rollout.prompts_per_step to at most 3"
     ]
     values["data"]["prompts"] = [str(prompts), str(prompts)]
     assert notes() == []
@@ -475,8 +482,9 @@ def test_where_sources_have_functions_none_is_left_without(values: dict, tmp_pat
     check_inputs(PPOConfig.parse(values))
     values["data"]["prompts"].append({"path": path, "name": "chats"})
     assert refusal(values) == (
-        "reward.function (None): sources have functions of their own, and chats of data.prompts "
-        "has none. Give it one, or set reward.function, which judges all sources that have none."
+        "reward.function (None): some sources have their own function, but chats of "
+        "data.prompts has none. Give it one, or set reward.function, which scores all sources "
+        "without their own function."
     )
     check_inputs(PPOConfig.parse(values), has_reward_fn=True)
     values["reward"]["function"] = function
@@ -489,8 +497,9 @@ def test_where_sources_have_functions_none_is_left_without(values: dict, tmp_pat
     check_inputs(PPOConfig.parse(values))
     values["eval"] = {"prompts": path}
     assert refusal(values) == (
-        "eval.function (None): sources have functions of their own, and prompts of eval.prompts "
-        "has none. Give it one, or set eval.function, which judges all sources that have none."
+        "eval.function (None): some sources have their own function, but prompts of "
+        "eval.prompts has none. Give it one, or set eval.function, which scores all sources "
+        "without their own function."
     )
 
 
@@ -506,7 +515,7 @@ def test_held_out_episodes_are_not_judged_by_what_trains(values: dict, tmp_path:
     values["eval"] = {"prompts": [{"path": path, "name": "a", "function": function}]}
     check_inputs(PPOConfig.parse(values))
     values["eval"]["prompts"].append({"path": path, "name": "b"})
-    assert refusal(values).startswith("eval.function (None): sources have functions of their own")
+    assert refusal(values).startswith("eval.function (None): some sources have their own")
     del values["eval"]["prompts"][0]
     check_inputs(PPOConfig.parse(values))
 
@@ -527,18 +536,18 @@ def test_old_samples_without_a_correction_are_told_of(values: dict):
         "placement": {"mode": {"engine": "dedicated"}},
         "rollout": {"mode": "async", "max_staleness": 2},
     }
-    (told,) = [note for note in check_inputs(PPOConfig.parse(values)) if "old samples" in note]
+    (told,) = [note for note in check_inputs(PPOConfig.parse(values)) if "stale samples" in note]
     assert told.startswith("rollout.max_staleness (2): ")
     for ppo in ({"correction": {"kind": "tis"}}, {"old_log_probs": "engine"}):
         notes = check_inputs(PPOConfig.parse(values | {"ppo": ppo}))
-        assert not any("old samples" in note for note in notes)
+        assert not any("stale samples" in note for note in notes)
     for rollout, start in (
         ({"mode": "async"}, "rollout.max_staleness (1): "),
         ({"mode": "one_step_off"}, "rollout.mode (one_step_off): "),
         ({"mode": "async", "max_staleness": 0}, None),
     ):
         notes = check_inputs(PPOConfig.parse(values | {"rollout": rollout}))
-        told = [note for note in notes if "old samples" in note]
+        told = [note for note in notes if "stale samples" in note]
         assert [note.startswith(start or "") for note in told] == [True] * (start is not None)
 
 
@@ -549,8 +558,8 @@ def test_models_that_nobody_asks_are_told_of(values: dict):
     values["ppo"] = {"advantage": "grpo", "kl": {"coef": 0.0}}
     told = [each for each in check_inputs(PPOConfig.parse(values)) if "has no effect" in each]
     assert told == [
-        f"model.critic ({policy}): has no effect, ppo.advantage grpo has no critic",
-        f"model.reference ({policy}): has no effect, ppo.kl.coef is 0",
+        f"model.critic ({policy}): has no effect, because ppo.advantage grpo has no critic",
+        f"model.reference ({policy}): has no effect, because ppo.kl.coef is 0",
     ]
 
 

@@ -209,12 +209,12 @@ def test_what_is_wrong_and_what_fits_is_told_without_importing_anything_heavy(
     assert no_model[0] == 2
     assert "model.policy (none/such/folder)" in no_model[2]
     assert no_run[0] == 2
-    assert "no run is there" in no_run[2]
+    assert "there is no run" in no_run[2]
     assert no_key[0] == 2
     assert "Did you mean ppo.kl.coef?" in no_key[2]
     assert fits[0] == 0, fits[2]
     assert "run fits." in fits[1]
-    assert "Note: a step takes 32 prompts (rollout.prompts_per_step) and data" in fits[1]
+    assert "Note: a step takes 32 prompts (rollout.prompts_per_step), but data" in fits[1]
     assert no_memory[0] == 2
     assert "memory (node 0 RAM): needs" in no_memory[2]
     assert no_gpu[0] == 2
@@ -244,7 +244,9 @@ def test_status_reads_runs_below_a_folder_or_one_of_them_without_anything_heavy(
     assert "  go on      raypo report runs/first\n" in one[1]
     assert by_uri[1].startswith("first: ppo, finished, step 2 of 12\n")
     assert (none[0], empty[0]) == (2, 2)
-    assert none[2].startswith("raypo: RUN (elsewhere): no run is there, nor a folder of runs.")
+    assert none[2].startswith(
+        "raypo: RUN (elsewhere): there is neither a run nor a folder of runs."
+    )
 
 
 def test_export_copies_the_merged_model_or_the_adapter(
@@ -327,7 +329,7 @@ def test_config_of_a_wrong_key_names_the_right_one(capsys: pytest.CaptureFixture
     assert "Factor on the log-ratio" in capsys.readouterr().out
     for wrong, remedy in (
         ("ppo.kl.coef.x", "`raypo config ppo.kl.coef` prints ppo.kl.coef."),
-        ("quux", "`raypo config` prints the keys that matter first, and the sections."),
+        ("quux", "`raypo config` prints the most important keys and the sections."),
     ):
         capsys.readouterr()
         with pytest.raises(typer.Exit):
@@ -343,7 +345,9 @@ def test_config_takes_what_an_override_says_and_a_preset(capsys: pytest.CaptureF
     assert capsys.readouterr().out.startswith("ppo.kl.coef ")
     explain("dr_grpo")
     told = capsys.readouterr().out
-    assert told.startswith("ppo.preset: dr_grpo sets below ppo\n  advantage: dr_grpo, ")
+    assert told.startswith(
+        "ppo.preset: dr_grpo sets these keys of the section ppo\n  advantage: dr_grpo, "
+    )
 
 
 def test_init_writes_a_run_file_and_keeps_one_that_is_there(
@@ -356,10 +360,10 @@ def test_init_writes_a_run_file_and_keeps_one_that_is_there(
     assert "samples_per_prompt: 5 # actor_rollout_ref.rollout.n" in made.read_text()
     assert f"raypo plan {made} --cluster 8xH100" in capsys.readouterr().out
     assert exit_status(monkeypatch, *given) == 2
-    assert f"--to ({made}): is there already" in capsys.readouterr().err
+    assert f"--to ({made}): this file exists already" in capsys.readouterr().err
     to = ("--to", tmp_path / "other.yaml")
     assert exit_status(monkeypatch, "init", "--from-verl", "ls -l", *to) == 2
-    assert "--from-verl: no argument of verl was found" in capsys.readouterr().err
+    assert "--from-verl: it contains no argument of verl" in capsys.readouterr().err
     assert exit_status(monkeypatch, "init", "--from-verl", "nofile.sh", *to) == 2
     assert "--from-verl (nofile.sh): there is no such file." in capsys.readouterr().err
     longer = " ".join(f"data.key_{number}=1" for number in range(30))  # than a file's name

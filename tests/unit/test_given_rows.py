@@ -131,16 +131,18 @@ def test_held_out_data_of_dpo_are_pairs(values: dict[str, Any], tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"datasets": {"valid": ROWS}}, "datasets (valid): its keys are train and eval. The "
-         "argument rows takes the keys of the config: data.prompts, eval.prompts."),
-        ({"datasets": {"train": ROWS}, "rows": {"data.prompts": ROWS}}, "datasets (data.prompts): "
-         "its rows are given twice. Give them once."),
-        ({"rows": {"data.prompts": iter(ROWS)}}, "data.prompts (builtins.list_iterator): rows are "
-         "a ray.data.Dataset, a datasets.Dataset or a list of dicts. What streams is written to "
-         "files first (save_to_disk, write_parquet), and data.prompts names them."),
-        ({"rows": {"data.prompts": [ROWS[1], {"prompt": b"x"}]}}, "data.prompts (given in Python): "
-         "row 2 cannot be written as JSON: a bytes is in it. Rows are mappings of texts, numbers, "
-         "lists and mappings; leave other columns out."),
+        ({"datasets": {"valid": ROWS}}, "datasets (valid): the keys must be train and eval. "
+            "The argument rows takes the keys of the config: data.prompts, eval.prompts."),
+        ({"datasets": {"train": ROWS}, "rows": {"data.prompts": ROWS}},
+            "datasets (data.prompts): the rows of this key are given twice. Give them once."),
+        ({"rows": {"data.prompts": iter(ROWS)}},
+            "data.prompts (builtins.list_iterator): rows must be a ray.data.Dataset, a "
+            "datasets.Dataset or a list of dicts. Write a streaming data set to files first "
+            "(save_to_disk, write_parquet), and name them in data.prompts."),
+        ({"rows": {"data.prompts": [ROWS[1], {"prompt": b"x"}]}},
+            "data.prompts (given in Python): row 2 cannot be written as JSON: a bytes is in "
+            "it. Rows must be mappings that contain texts, numbers, lists and mappings; leave "
+            "other columns out."),
         ({"datasets": {"train": []}}, "data.prompts (given in Python): there are no rows. Give at "
          "least one."),
     ],
@@ -178,5 +180,5 @@ def test_a_run_goes_on_with_other_rows_only_if_changed_inputs_are_accepted(
     assert "data.prompts (given in Python): the data set has changed" in said
     values["data"]["prompts"] = str(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": 1}\n')
-    with pytest.raises(ConfigError, match=r"a run of another config:\n  data\.prompts: "):
+    with pytest.raises(ConfigError, match=r"a run with another config:\n  data\.prompts: "):
         check_run_folder(trainer(values, tmp_path).config, files)

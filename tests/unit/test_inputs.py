@@ -260,7 +260,7 @@ def test_a_run_that_begins_with_a_checkpoint_needs_the_model_that_it_is_of(tmp_p
     touch("rows.jsonl")(tmp_path)  # it may learn from others
     check_run_folder(RECIPES["sft"].parse(values), following)
     touch("policy/model.safetensors")(tmp_path)
-    assert "its run was begun with another model" in refusal(values, following)
+    assert "its run was started with another model" in refusal(values, following)
     check_run_folder(RECIPES["sft"].parse(accepting(values)), following)
 
 

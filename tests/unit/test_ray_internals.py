@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import signal
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import tune
 from ray._private import worker
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
@@ -27,7 +29,9 @@ from ray.train.v2._internal.execution.storage import StorageContext
 from ray.tune import ResultGrid
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
+from ray.tune.impl import tuner_internal
 from ray.tune.schedulers import MedianStoppingRule
+from ray.tune.tune import _setup_signal_catching
 
 import raypo
 from raypo import ray_internals
@@ -42,10 +46,12 @@ from raypo.ray_internals import (
     kept_runs,
     leave_out_callbacks,
     read_environment_again,
+    resume_experiment,
     run_controllers_here,
     with_runs,
     without_worker_output,
 )
+from raypo.tuning.experiment import Interruption
 
 
 def private_modules(source: str) -> Iterator[str]:
@@ -156,6 +162,35 @@ def test_schedulers_are_handed_what_they_and_raypo_ask_of_tune():
     assert "return self._live_trials" in source
     assert (Trial.RUNNING, Trial.PAUSED) == ("RUNNING", "PAUSED")
     assert isinstance(inspect.getattr_static(Trial, "error_file"), property)
+
+
+def test_a_tuner_is_told_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without Ray: the arguments of `tune.run` are looked at."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(tuner_internal, "run", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(tuner_internal, "ResultGrid", lambda analysis: analysis)
+    tuner = tune.Tuner(
+        lambda config: None, run_config=tune.RunConfig(storage_path=str(tmp_path), name="one")
+    )
+    resume = tune.ResumeConfig()
+    resume_experiment(tuner, resume)
+    tuner.fit()
+    assert given["resume_config"] is resume
+
+
+def test_tunes_loop_ends_at_the_signal_of_an_interruption():
+    earlier = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGUSR1)}
+    interrupted = _setup_signal_catching()
+    try:
+        stop = Interruption()
+        stop.on_step_end(1, [])
+        assert not interrupted.is_set()
+        stop.is_wanted = True
+        stop.on_step_end(2, [])
+        assert interrupted.is_set()
+    finally:
+        for each, handler in earlier.items():
+            signal.signal(each, handler)
 
 
 class EndedTrial:

@@ -144,7 +144,7 @@ def test_elastic_workers_of_python_and_of_a_file_are_the_same():
         (
             (1, 2),
             {"placement": {"mode": "dedicated"}},
-            r"learner.min_workers \(1\): .* the dedicated group for free",
+            r"learner.min_workers \(1\): .* the dedicated group as free",
         ),
         (
             (2, 4),
@@ -180,7 +180,7 @@ def test_what_is_seldom_meant_is_said_before_anything_starts(
     trainer = PPOTrainer(PPOConfig.parse(values | old_as_new), reward_fn=judge)
     with pytest.raises(ConfigError, match="nothing listens there"):
         trainer.fit()
-    assert "Note: rollout.max_staleness (1): old samples are learned from as if" in (
+    assert "Note: rollout.max_staleness (1): stale samples are trained on as if" in (
         capsys.readouterr().out
     )
 
@@ -276,8 +276,8 @@ def test_the_number_of_checkpoints_from_python_is_recorded_and_kept():
 @pytest.mark.parametrize(
     ("reward_fn", "said"),
     [
-        (lambda prompt, response: 0.0, "and it has the parameters (prompt, response)"),
-        (AskedWithTwo(), "and it has the parameters (prompt: str, response: str)"),
+        (lambda prompt, response: 0.0, "but it has the parameters (prompt, response)"),
+        (AskedWithTwo(), "but it has the parameters (prompt: str, response: str)"),
         ([judge], "it is of type list, not a function"),
         (Judge, "it is a class, not a function"),
         ("reward.py:score", "it is of type str, not a function"),
@@ -334,19 +334,23 @@ def test_epochs_become_the_steps_that_they_take(values: dict[str, Any], tmp_path
     sft["learner"]["lr_warmup_steps"] = 3
     SFTTrainer(SFTConfig.parse(sft))
     sft["learner"]["lr_warmup_steps"] = 4
-    with pytest.raises(ConfigError, match=r"lr_warmup_steps \(4\): .* in 4 steps \(num_epochs\)"):
+    with pytest.raises(ConfigError, match=r"lr_warmup_steps \(4\): .* 4 steps \(num_epochs\)"):
         SFTTrainer(SFTConfig.parse(sft))
 
 
 def test_what_is_no_config_of_the_recipe_is_refused(values: dict[str, Any], tmp_path: Path):
     with pytest.raises(ConfigError, match=r"config \(list\): must be a PPOConfig, a mapping of"):
         PPOTrainer([values])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"config \(Qwen/x\): .* or the model as model='Qwen/x'"):
+    with pytest.raises(
+        ConfigError, match=r"config \(Qwen/x\): .* or pass the model as model='Qwen/x'"
+    ):
         PPOTrainer("Qwen/x")
     sft = SFTConfig.parse({**values, "recipe": "sft"})
     with pytest.raises(ConfigError, match=r"config \(SFTConfig\): must be a PPOConfig"):
         PPOTrainer(sft)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"judge\): only what a run samples is judged"):
+    with pytest.raises(
+        ConfigError, match=r"judge\): this recipe trains on given rows, so no samples are scored"
+    ):
         SFTTrainer(sft, reward_fn=judge)
     path = tmp_path / "sft.yaml"
     path.write_text(yaml.safe_dump({**values, "recipe": "sft"}))
@@ -430,7 +434,9 @@ def test_an_import_that_starts_a_run_is_refused_before_it_touches_the_run(
     script = tmp_path / "script.py"
     text = SCRIPT.format(guard="if True:\n", values=values)
     script.write_text(text.replace("reward_fn=judge)", "reward_fn=judge, fresh=True)"))
-    with pytest.raises(ConfigError, match=r"script\.py:seen: a run imports this file, which"):
+    with pytest.raises(
+        ConfigError, match=r"script\.py:seen: a run imports this file, but the file itself"
+    ):
         load_function(f"{script}:seen", key="callbacks")
     assert not (tmp_path / "runs").exists()
 
@@ -458,7 +464,7 @@ def test_fresh_removes_the_run_that_is_there_before_anything_starts(values: dict
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     elsewhere = PPOConfig.parse({**values, "cluster": {"address": address}})
-    with pytest.raises(ConfigError, match="holds a run of another config"):
+    with pytest.raises(ConfigError, match="holds a run with another config"):
         PPOTrainer(elsewhere, reward_fn=judge).fit()
     with pytest.raises(ConfigError, match="nothing listens there"):
         PPOTrainer(elsewhere, reward_fn=judge, fresh=True).fit()

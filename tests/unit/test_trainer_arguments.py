@@ -119,7 +119,7 @@ def test_a_file_or_a_config_takes_the_arguments_too(policy: str, tmp_path: Path)
 def test_columns_of_other_recipes_data(policy: str):
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     chats = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-    assert "as extract_prompt of TRL does" in refusal(
+    assert "as TRL's extract_prompt does" in refusal(
         lambda: DPOTrainer(model=policy, train_dataset=[{"chosen": chats, "rejected": chats}])
     )
     dpo = DPOTrainer(model=policy, ref_model=policy, train_dataset=pairs, eval_dataset=pairs)
@@ -136,7 +136,7 @@ def test_columns_of_other_recipes_data(policy: str):
     assert sft.config.data.response_key == "completion"
     assert "reward_funcs (" in refusal(lambda: SFTTrainer(model=policy, reward_funcs=exact))
     chats = [{"messages": [{"role": "user", "content": "a"}]}]
-    assert "it has messages. Set data.messages_key to messages" in refusal(
+    assert "It has messages. Set data.messages_key to messages" in refusal(
         lambda: SFTTrainer(model=policy, train_dataset=chats)
     )
     assert "Set data.prompt_key to one of them" in refusal(
@@ -188,7 +188,7 @@ def test_models_and_tokenizers_that_could_not_be_used_are_refused(policy: str, t
     assert "Give processing_class" in refusal(lambda: grpo(policy, model=model))
     adapted = SimpleNamespace(peft_config={}, save_pretrained=print)
     assert "merge_and_unload" in refusal(lambda: grpo(policy, model=adapted))
-    assert "is no transformers model" in refusal(lambda: grpo(policy, model=object()))
+    assert "is not a transformers model" in refusal(lambda: grpo(policy, model=object()))
     own = AutoTokenizer.from_pretrained(policy)
     assert grpo(policy, processing_class=own).config.model.policy == policy
     assert "processing_class ('x')" in refusal(lambda: grpo(policy, processing_class="x"))
@@ -279,11 +279,11 @@ def test_arguments_of_trl_without_a_counterpart_say_what_to_do(policy: str):
     assert "in reward_funcs" in refusal(lambda: PPOTrainer(model=policy, reward_model=policy))
     said = refusal(lambda: GRPOTrainer(policy, reward_funcs=exact))
     assert said == (
-        f"config ({policy}): is a model's folder. Give the path of a run file, or the model as "
-        f"model={policy!r}."
+        f"config ({policy}): this is a model's folder. Give the path of a run file, or pass the "
+        f"model as model={policy!r}."
     )
     for weights in ([1.0, None], [1.0, "2"], [float("nan"), 1.0]):
-        assert "weights are finite numbers" in refusal(
+        assert "weights must be finite numbers" in refusal(
             partial(grpo, policy, reward_funcs=[exact, short], reward_weights=weights)
         )
 
@@ -336,7 +336,7 @@ def test_fit_shows_the_config_that_the_arguments_make(
     trainer = grpo(policy, args={"cluster.address": "127.0.0.1:1", "learner.use_gpu": False})
     with pytest.raises(ConfigError, match="nothing listens there"):
         trainer.fit()
-    shown = capsys.readouterr().out.partition("only this script starts the run:\n\n")[2]
+    shown = capsys.readouterr().out.partition("only this script can start the run:\n\n")[2]
     values = yaml.safe_load(shown.partition("Note:")[0])
     assert values["learner"] == {"use_gpu": False}
     assert values["ppo"] == {"preset": "grpo"}
@@ -357,15 +357,17 @@ def test_habits_of_hugging_face_get_the_counterpart(policy: str):
     assert not hasattr(trainer, "quux")
     said = refusal(lambda: GRPOTrainer(policy, [exact], {}, ROWS))
     assert said == (
-        "GRPOTrainer (4 positional arguments): only the config may have no name. Write model=..., "
-        "reward_funcs=..., args=..., train_dataset=..."
+        "GRPOTrainer (4 positional arguments): only the config may be positional. Write "
+        "model=..., reward_funcs=..., args=..., train_dataset=..."
     )
 
 
 def test_a_model_and_data_are_asked_for_by_the_names_of_the_arguments(policy: str):
     said = refusal(lambda: GRPOTrainer(model=policy, reward_funcs=exact))
-    assert said == "train_dataset (None): is needed. Give train_dataset, or data.prompts in args."
-    assert refusal(lambda: SFTTrainer({"data.prompts": "x"})).startswith("model (None): is needed")
+    assert said == "train_dataset (None): is required. Give train_dataset, or data.prompts in args."
+    assert refusal(lambda: SFTTrainer({"data.prompts": "x"})).startswith(
+        "model (None): is required"
+    )
 
 
 def test_a_function_of_python_is_read_too(policy: str):
@@ -373,7 +375,7 @@ def test_a_function_of_python_is_read_too(policy: str):
         return [float(each.text == "2") for each in rollouts]
 
     said = refusal(lambda: grpo(policy, reward_funcs=[exact, judge]))
-    assert "reads each.text, and a rollout has no text." in said
+    assert "reads each.text, but a rollout has no text." in said
 
 
 def test_a_config_class_explains_wrong_values_itself():
@@ -460,7 +462,7 @@ def test_a_function_of_verls_form_is_checked_before_the_start(policy: str, tmp_p
         if path == "mine.py:more":
             assert f"it has the parameters ({needed}, url, extra_info=None)" in said
             continue
-        assert "data.label_key (None): mine.py:score gets a ground_truth" in said
+        assert "data.label_key (None): mine.py:score takes a ground_truth" in said
         row = {"prompt": "1+0=", "reward_model": {"ground_truth": "1"}}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         check_inputs(config)
@@ -515,8 +517,8 @@ def test_an_argument_without_a_column_is_refused_before_the_start(policy: str, t
 
     said = refusal(lambda: grpo(policy, reward_funcs=[exact, judge]))
     assert said.startswith("reward_funcs (")
-    assert "judge): has the argument solution, and data.prompts has no such column" in said
-    assert "it has answer, level. Add the column" in said
+    assert "judge): has the argument solution, but data.prompts has no such column" in said
+    assert "It has answer, level. Add the column" in said
     assert grpo(policy, reward_funcs=judge, train_dataset=[*ROWS, {"prompt": "a", "solution": "b"}])
     (tmp_path / "mine.py").write_text("def judge(prompts, completions, solution): ...\n")
     said = refusal(lambda: grpo(policy, reward_funcs="mine.py:judge"))

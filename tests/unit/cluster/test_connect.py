@@ -228,8 +228,8 @@ def test_a_cluster_that_asks_for_a_token_gets_the_one_that_is_here(
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "asks for a token, and none is here. Set RAY_AUTH_TOKEN to what `ray get-auth-token`"),
-        ({"RAY_AUTH_TOKEN": "other"}, "asks for another token than the one that is here"),
+        ({}, "requires a token, but none is set. Set RAY_AUTH_TOKEN to what `ray get-auth-token`"),
+        ({"RAY_AUTH_TOKEN": "other"}, "requires a different token from the one that was found"),
         (
             {"RAY_AUTH_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled"},
             r"RAY_AUTH_MODE \(disabled\): .* Set it to token",
@@ -257,7 +257,7 @@ def test_a_port_where_something_else_listens_is_told():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         Thread(target=hang_up, args=(listener,), daemon=True).start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="what listens there is not the head of a Ray"):
+        with pytest.raises(ConfigError, match="the service there is not the head node of a Ray"):
             connect(ClusterSection(address=address))
 
 
@@ -280,8 +280,8 @@ def test_a_ray_of_ones_own_says_that_another_one_runs_here(
     with pytest.raises(Reached, match="local"):
         connect(ClusterSection())
     assert capsys.readouterr().out == (
-        "raypo: starting a Ray of its own beside the one that runs on this machine "
-        f"({started_address}); cluster.address=auto takes that one\n"
+        "raypo: starting a new Ray beside the one that runs on this machine "
+        f"({started_address}); cluster.address=auto uses the running one\n"
     )
 
 

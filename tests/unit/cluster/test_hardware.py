@@ -26,13 +26,13 @@ def test_cores_memory_and_kinds_of_nodes_in_any_order():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("8xGPU", "'8xGPU' is no NxKIND (B200, H200, "),
-        ("", "'' is no NxKIND"),
-        ("2", "'2' does not say what a node has"),
+        ("8xGPU", "'8xGPU' is not NxKIND (B200, H200, "),
+        ("", "'' is not NxKIND"),
+        ("2", "'2' does not describe a node"),
         ("4xCPU,2xCPU", "'2xCPU' comes twice"),
         ("0xCPU", "'0xCPU' must be above 0"),
         ("4xCPU,0", "'0' must be above 0"),
-        ("4xCPU+", "'' is no NxKIND"),
+        ("4xCPU+", "'' is not NxKIND"),
     ],
 )
 def test_what_is_no_cluster_is_refused_with_an_example(text: str, problem: str):

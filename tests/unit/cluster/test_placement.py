@@ -203,8 +203,9 @@ def test_what_has_no_room_says_what_to_change(strategy: str, count: int, room: i
         lay_out(run, nodes_of("4xGPU80G,2"), use_gpu=True)
     assert str(caught.value) == (
         f"learner.num_workers ({count}): asks for {count} bundles of 1 CPU, 1 GPU, each on one "
-        f"node; the cluster has 8 GPU on 2 nodes, the largest has 4 GPU: under placement.strategy "
-        f"{strategy} there is room for {room}. {remedy}, or use a larger cluster."
+        f"node; the cluster has 8 GPU on 2 nodes, and the largest node has 4 GPU: "
+        f"under placement.strategy {strategy} there is room for {room}. {remedy}, or use a larger "
+        "cluster."
     )
 
 
@@ -352,7 +353,7 @@ def test_the_recipes_without_frozen_models_refuse_the_mode():
         "data": {"prompts": "d.jsonl", "response_key": "r"},
         "placement": {"mode": "dedicated"},
     }
-    with pytest.raises(ConfigError, match="the recipe sft has nothing that could live in a group"):
+    with pytest.raises(ConfigError, match="the recipe sft has no role that could have a dedicated"):
         SFTConfig.parse(values)
 
 
@@ -393,13 +394,13 @@ def test_a_frozen_model_in_vllm_may_span_the_gpus_of_a_bundle():
         (
             "colocated",
             {"frozen": {"reward": {"backend": "vllm", "tensor_parallel": 2}}},
-            r"reward\.tensor_parallel \(2\): .* of 2 learner workers, and there are 1 .* or "
+            r"reward\.tensor_parallel \(2\): .* of 2 learner workers, but there are 1 .* or "
             r"placement\.mode to dedicated",
         ),
         (
             "dedicated",
             {"frozen": {"reference": {"backend": "vllm", "tensor_parallel": 2}}},
-            r"placement\.gpus\.reference \(0\.5\): .* takes whole ones\. Set it to 1",
+            r"placement\.gpus\.reference \(0\.5\): .* uses whole GPUs\. Set it to 1",
         ),
     ],
 )
@@ -491,7 +492,9 @@ def test_labels_that_no_node_has_are_refused_with_those_that_there_are():
 
 def test_too_few_nodes_with_the_labels_are_counted_without_the_others():
     run = workers(placement={"label_selector": {"tier": "gold"}}, learner={"num_workers": 5})
-    with pytest.raises(PlacementError, match=r"has 4 CPU on 1 node with tier=gold, the largest"):
+    with pytest.raises(
+        PlacementError, match=r"has 4 CPU on 1 node with tier=gold, and the largest"
+    ):
         lay_out(run, LABELLED, use_gpu=False)
 
 
@@ -499,7 +502,10 @@ def test_too_few_nodes_with_the_labels_are_counted_without_the_others():
     ("selector", "message"),
     [
         ({"tier": "gold,silver"}, r"label_selector \(tier: gold,silver\): Ray selects by v, !v"),
-        ({"engine": {"tier": "gold"}}, r"label_selector.engine \(.*\): has no effect, a coloc"),
+        (
+            {"engine": {"tier": "gold"}},
+            r"label_selector.engine \(.*\): has no effect, because a coloc",
+        ),
         ({"critic": {"tier": "gold"}}, "label_selector.critic: must be one of learner, engine"),
         ({"learner": {"tier": ""}}, r"label_selector.learner \(tier: \): Ray selects by"),
     ],

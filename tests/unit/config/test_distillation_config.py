@@ -30,7 +30,7 @@ def parsed(**changes: object) -> DistillationConfig:
         ({"distillation": {"teacher_prompt": "other"}}, "distillation.teacher_prompt"),
         (
             TEXTS | {"distillation": {"teacher_prompt": "a.py:f", "on_policy_fraction": 0.5}},
-            "is for samples of the policy. Set it to 1",
+            "works only with samples of the policy. Set distillation.on_policy_fraction to 1",
         ),
         (
             {
@@ -59,8 +59,14 @@ def parsed(**changes: object) -> DistillationConfig:
         ({"distillation": {"beta": 0.3}}, "distillation.beta"),
         ({"distillation": {"on_policy_fraction": 0.5}}, "distillation.on_policy_fraction"),
         (TEXTS, "data.response_key"),
-        (TEXTS | {"distillation": {"on_policy_fraction": 0.01}}, "that is 0. Set it to 0"),
-        (TEXTS | {"distillation": {"on_policy_fraction": 0.99}}, "that is 32. Set it to 1"),
+        (
+            TEXTS | {"distillation": {"on_policy_fraction": 0.01}},
+            "that is 0. Set distillation.on_policy_fraction to 0",
+        ),
+        (
+            TEXTS | {"distillation": {"on_policy_fraction": 0.99}},
+            "that is 32. Set distillation.on_policy_fraction to 1",
+        ),
         (
             TEXTS | {"distillation": {"on_policy_fraction": 0}, "reward": {"function": "f.py:f"}},
             "reward.function .f.py:f.: ",
@@ -114,8 +120,8 @@ def test_a_teacher_of_two_sources_is_deployed_once():
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (["sums", "x", "words"], "model.teacher .x.: no source .* called sums, products, words"),
-        (["sums", "words"], "model.teacher .sums, words.: the source products .* has none"),
+        (["sums", "x", "words"], "model.teacher .x.: no source .* names are sums, products, words"),
+        (["sums", "words"], "model.teacher .sums, words.: the source products .* has no teacher"),
     ],
 )
 def test_each_source_has_a_teacher(names, told):

@@ -19,10 +19,10 @@ RUN = {
         ({"dpo": {"undesirable_weight": 2.0}}, "dpo.undesirable_weight.*set dpo.loss to kto"),
         ({"dpo": {"label_smoothing": 0.5}}, "less than 0.5"),
         ({"dpo.loss": "simpo", "model.reference": "q"}, "simpo has no reference"),
-        ({"data.ref_chosen_key": "c"}, "data.ref_rejected_key.*of both"),
+        ({"data.ref_chosen_key": "c"}, "data.ref_rejected_key.*for both"),
         (
             {"data.ref_chosen_key": "c", "data.ref_rejected_key": "r", "model.reference": "q"},
-            "model.reference.*data.ref_chosen_key has what it says",
+            r"model.reference.*data\.ref_chosen_key gives the reference's log-probs",
         ),
         ({"data.desirable_key": "ok"}, "data.desirable_key.*dpo.loss is sigmoid"),
         (

@@ -57,16 +57,16 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__advantage": "pass_at_k", "ppo__pass_k": 9, "rollout__samples_per_prompt": 8},
-            "ppo.pass_k (9): the best of so many samples counts, and rollout.samples_per_prompt "
-            "is 8. Set ppo.pass_k to at most 8.",
+            "ppo.pass_k (9): the best of this many samples counts, but "
+            "rollout.samples_per_prompt is 8. Set ppo.pass_k to at most 8.",
         ),
         (
             {"ppo__advantage": "grpo", "ppo__pass_k": 2},
-            "ppo.pass_k (2): has no effect, ppo.advantage is grpo.",
+            "ppo.pass_k (2): has no effect, because ppo.advantage is grpo.",
         ),
         (
             {"ppo__advantage": "maxrl", "ppo__kl__coef": 0.1},
-            "ppo.kl.placement (reward): the KL may lower a score below 0, and ppo.advantage: maxrl "
+            "ppo.kl.placement (reward): the KL may lower a score below 0, but ppo.advantage: maxrl "
             "divides by a group's mean score, so scores must be at least 0.",
         ),
         (
@@ -91,11 +91,11 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
                 **{"ppo__advantage": "gdpo", "ppo__part_weights": {"right": 1.0}},
                 **{"ppo__kl__coef": 0.0, "ppo__shaping__clip_low": 0.0},
             },
-            "ppo.shaping.clip_low (0.0): changes the score, and ppo.advantage: gdpo",
+            "ppo.shaping.clip_low (0.0): changes the score, but ppo.advantage: gdpo",
         ),
         (
             {"ppo__part_weights": {"right": 1.0}},
-            "ppo.part_weights ({'right': 1.0}): has no effect, ppo.advantage is gae.",
+            "ppo.part_weights ({'right': 1.0}): has no effect, because ppo.advantage is gae.",
         ),
         ({"ppo__part_weights": {"right": 0.0}}, "ppo.part_weights"),
         (
@@ -104,7 +104,7 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__advantage": "gigpo", "ppo__kl__coef": 0.1},
-            "ppo.kl.placement (reward): the KL would be in the scores of episodes and not in",
+            "ppo.kl.placement (reward): the KL would enter the scores of episodes but not",
         ),
         (
             {"ppo__filter__enabled": True, "rollout__samples_per_prompt": 1},
@@ -112,9 +112,9 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__dual_clip": 3.0, "ppo__policy_loss": "cispo"},
-            "ppo.dual_clip (3): has no effect, ppo.policy_loss: cispo bounds the loss of negative "
-            "advantages in its own way. Remove ppo.dual_clip, or set ppo.policy_loss to ppo or "
-            "gspo or clip_cov.",
+            "ppo.dual_clip (3): has no effect, because ppo.policy_loss: cispo bounds the "
+            "loss of negative advantages in its own way. Remove ppo.dual_clip, or set "
+            "ppo.policy_loss to ppo or gspo or clip_cov.",
         ),
         (
             {"ppo__kl__placement": "loss"},
@@ -139,7 +139,7 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ({**ADAPTIVE, "ppo__kl__target": 0.0}, "ppo.kl.target (0.0): must be greater than 0."),
         (
             {"ppo__kl__horizon": 9.0},
-            "ppo.kl.horizon (9): has no effect, ppo.kl.controller is fixed.",
+            "ppo.kl.horizon (9): has no effect, because ppo.kl.controller is fixed.",
         ),
         (
             {
@@ -157,53 +157,53 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__correction__kind": "tis", "rollout__top_p": 0.9},
-            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, and "
-            "rollout.top_p (0.9) makes the engine's those of a truncated distribution. Set "
-            "rollout.top_p to 1, or ppo.correction.kind to none.",
+            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, "
+            "but rollout.top_p (0.9) truncates the engine's distribution. Set rollout.top_p to "
+            "1, or ppo.correction.kind to none.",
         ),
         (
             {"ppo__old_log_probs": "engine", "rollout__top_p": 0.9},
-            "ppo.old_log_probs (engine): compares the engine's log-probs with the "
-            "learner's, and rollout.top_p (0.9) makes the engine's those of a truncated "
-            "distribution. Set rollout.top_p to 1, or ppo.old_log_probs to learner.",
+            "ppo.old_log_probs (engine): compares the engine's log-probs with the learner's, "
+            "but rollout.top_p (0.9) truncates the engine's distribution. Set rollout.top_p to "
+            "1, or ppo.old_log_probs to learner.",
         ),
         (
             {"ppo__old_log_probs": "engine", "ppo__correction__kind": "tis"},
-            "ppo.correction.kind (tis): weighs the learner's log-probs before the update "
-            "against the engine's, and ppo.old_log_probs: engine leaves them uncomputed: the ratio "
-            "of the loss corrects already. Set ppo.old_log_probs to learner, or "
-            "ppo.correction.kind to none.",
+            "ppo.correction.kind (tis): compares the learner's log-probs before the update "
+            "with the engine's, but with ppo.old_log_probs: engine they are not computed, "
+            "because the ratio in the loss corrects the difference. Set ppo.old_log_probs to "
+            "learner, or ppo.correction.kind to none.",
         ),
         (
             {"ppo__correction__token_veto": 1e-4, "rollout__top_p": 0.9},
             "ppo.correction.token_veto (0.0001): compares the engine's log-probs with the "
-            "learner's, and rollout.top_p (0.9) makes the engine's those of a truncated "
-            "distribution. Set rollout.top_p to 1, or ppo.correction.token_veto to null.",
+            "learner's, but rollout.top_p (0.9) truncates the engine's distribution. Set "
+            "rollout.top_p to 1, or ppo.correction.token_veto to null.",
         ),
         (
             {"ppo__correction__kind": "tis", "rollout__top_k": 20},
-            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, and "
-            "rollout.top_k (20) makes the engine's those of a truncated distribution. Set "
-            "rollout.top_k to null, or ppo.correction.kind to none.",
+            "ppo.correction.kind (tis): compares the engine's log-probs with the learner's, "
+            "but rollout.top_k (20) truncates the engine's distribution. Set rollout.top_k to "
+            "null, or ppo.correction.kind to none.",
         ),
         (
             {"ppo__correction__kind": "mis", "rollout__min_p": 0.1},
-            "ppo.correction.kind (mis): compares the engine's log-probs with the learner's, and "
-            "rollout.min_p (0.1) makes the engine's those of a truncated distribution. Set "
-            "rollout.min_p to 0, or ppo.correction.kind to none.",
+            "ppo.correction.kind (mis): compares the engine's log-probs with the learner's, "
+            "but rollout.min_p (0.1) truncates the engine's distribution. Set rollout.min_p to "
+            "0, or ppo.correction.kind to none.",
         ),
         ({"rollout__top_k": 0}, "rollout.top_k (0): must be greater than or equal to 1."),
         ({"rollout__min_p": 1.1}, "rollout.min_p (1.1): must be less than or equal to 1."),
         ({"rollout__stop": ["Q:", ""]}, "rollout.stop.1 (''): "),
         (
             {"ppo__correction__kind": "tis", "ppo__correction__low": 0.5},
-            "ppo.correction.low (0.5): is used by icepop, mis, not by "
-            "ppo.correction.kind: tis. Remove it, or choose such a kind.",
+            "ppo.correction.low (0.5): is used by icepop, mis, not by ppo.correction.kind: "
+            "tis. Remove it, or choose a kind that uses it.",
         ),
         (
             {"ppo__correction__kind": "sequence_tis", "ppo__correction__high": 2.0},
             "ppo.correction.high (2.0): is used by icepop, mis, not by ppo.correction.kind: "
-            "sequence_tis. Set ppo.correction.cap instead, or choose such a kind.",
+            "sequence_tis. Set ppo.correction.cap instead, or choose a kind that uses it.",
         ),
         (
             {"ppo__correction__kind": "icepop", "ppo__correction__cap": 2.0},
@@ -245,20 +245,20 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ({"ppo__preset": "gppo"}, "ppo.preset ('gppo'): must be"),
         (
             {"ppo__preset": "grpo", "ppo__gae_lambda": 0.9},
-            "ppo.gae_lambda (0.9): has no effect, ppo.advantage: grpo has no critic. "
+            "ppo.gae_lambda (0.9): has no effect, because ppo.advantage: grpo has no critic. "
             "Remove ppo.gae_lambda, or set ppo.advantage to gae.",
         ),
         (
             {"ppo__advantage": "grpo", "ppo__gae_lambda": "adaptive"},
-            "ppo.gae_lambda (adaptive): has no effect, ppo.advantage: grpo has no critic. ",
+            "ppo.gae_lambda (adaptive): has no effect, because ppo.advantage: grpo has no critic. ",
         ),
         (
             {"ppo__advantage": "rloo", "ppo__critic_lambda": 1.0},
-            "ppo.critic_lambda (1): has no effect, ppo.advantage: rloo has no critic. ",
+            "ppo.critic_lambda (1): has no effect, because ppo.advantage: rloo has no critic. ",
         ),
         (
             {"ppo__lambda_alpha": 0.1},
-            "ppo.lambda_alpha (0.1): has no effect, ppo.gae_lambda is not adaptive. "
+            "ppo.lambda_alpha (0.1): has no effect, because ppo.gae_lambda is not adaptive. "
             "Remove ppo.lambda_alpha, or set ppo.gae_lambda to adaptive.",
         ),
         ({"ppo__gae_lambda": "auto"}, "ppo.gae_lambda ('auto'): must be"),
@@ -266,11 +266,11 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ({"ppo__advantage": "rloo", "ppo__value_clip": 0.5}, "ppo.value_clip (0.5): has no effect"),
         (
             {"ppo__policy_loss": "cispo", "ppo__clip_low": 0.1},
-            "ppo.clip_low (0.1): has no effect, ppo.policy_loss: cispo has no such clip.",
+            "ppo.clip_low (0.1): has no effect, because ppo.policy_loss: cispo has no such clip.",
         ),
         (
             {"ppo__policy_loss": "vespo", "ppo__clip_low": 0.1},
-            "ppo.clip_low (0.1): has no effect, ppo.policy_loss: vespo has no such clip.",
+            "ppo.clip_low (0.1): has no effect, because ppo.policy_loss: vespo has no such clip.",
         ),
         ({"ppo__policy_loss": "sapo", "ppo__clip_high": 0.1}, "ppo.clip_high (0.1): has no effect"),
         (
@@ -279,25 +279,25 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__policy_loss": "gmpo", "ppo__dual_clip": 3.0},
-            "ppo.dual_clip (3): has no effect, ppo.policy_loss: gmpo bounds",
+            "ppo.dual_clip (3): has no effect, because ppo.policy_loss: gmpo bounds",
         ),
         (
             {"ppo__cispo_low": 0.1},
-            "ppo.cispo_low (0.1): has no effect, ppo.policy_loss: ppo has no such clip. Remove "
-            "ppo.cispo_low, or set ppo.policy_loss to cispo.",
+            "ppo.cispo_low (0.1): has no effect, because ppo.policy_loss: ppo has no such "
+            "clip. Remove ppo.cispo_low, or set ppo.policy_loss to cispo.",
         ),
         (
             {"ppo__policy_loss": "kl_cov", "ppo__covariance__low": 0.1},
-            "ppo.covariance.low (0.1): has no effect, ppo.policy_loss is kl_cov. Remove "
+            "ppo.covariance.low (0.1): has no effect, because ppo.policy_loss is kl_cov. Remove "
             "ppo.covariance.low, or set ppo.policy_loss to clip_cov.",
         ),
         (
             {"ppo__covariance__fraction": 0.1},
-            "ppo.covariance.fraction (0.1): has no effect, ppo.policy_loss is ppo. ",
+            "ppo.covariance.fraction (0.1): has no effect, because ppo.policy_loss is ppo. ",
         ),
         (
             {"ppo__policy_loss": "clip_cov", "ppo__covariance__penalty": 0.1},
-            "ppo.covariance.penalty (0.1): has no effect, ppo.policy_loss is clip_cov. ",
+            "ppo.covariance.penalty (0.1): has no effect, because ppo.policy_loss is clip_cov. ",
         ),
         (
             {"ppo__policy_loss": "clip_cov", "ppo__covariance__low": 5.0},
@@ -305,57 +305,63 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__nll_min_score": 0.5},
-            "ppo.nll_min_score (0.5): has no effect, ppo.nll_coef is 0. Remove ppo.nll_min_score, "
-            "or set ppo.nll_coef.",
+            "ppo.nll_min_score (0.5): has no effect, because ppo.nll_coef is 0. Remove "
+            "ppo.nll_min_score, or set ppo.nll_coef.",
         ),
         (
             {"ppo__entropy_delta": 0.5},
-            "ppo.entropy_delta (0.5): has no effect, ppo.entropy_target is null. ",
+            "ppo.entropy_delta (0.5): has no effect, because ppo.entropy_target is null. ",
         ),
         ({"ppo__entropy_target": 0.0}, "ppo.entropy_target (0.0): must be greater than 0."),
         ({"ppo__advantage_clip": 0.0}, "ppo.advantage_clip (0.0): must be greater than 0."),
         (
             {"ppo__kl__importance_weights": True},
-            "ppo.kl.importance_weights (True): has no effect, ppo.kl.placement is reward. Remove "
-            "ppo.kl.importance_weights, or set ppo.kl.placement to loss.",
+            "ppo.kl.importance_weights (True): has no effect, because ppo.kl.placement is "
+            "reward. Remove ppo.kl.importance_weights, or set ppo.kl.placement to loss.",
         ),
         (
             {
                 **{"ppo__kl__placement": "loss", "ppo__kl__estimator": "k2"},
                 **{"ppo__kl__coef": 0.0, "ppo__kl__importance_weights": True},
             },
-            "ppo.kl.importance_weights (True): has no effect, ppo.kl.coef is 0. Remove "
+            "ppo.kl.importance_weights (True): has no effect, because ppo.kl.coef is 0. Remove "
             "ppo.kl.importance_weights, or set ppo.kl.coef above 0.",
         ),
         (
             {"ppo__policy_loss": "kl_cov", "ppo__minibatch_size": 128},
-            "ppo.policy_loss (kl_cov): penalises how log-probs change from update to update of a "
-            "step, and a step has one (ppo.num_epochs 1, ppo.minibatch_size 128 of 128 responses), "
-            "before which nothing has changed. Set ppo.minibatch_size lower, ppo.num_epochs to 2 "
-            "or more, or ppo.policy_loss to clip_cov.",
+            "ppo.policy_loss (kl_cov): penalises changes of log-probs between the updates of a "
+            "step, but a step has only one update (ppo.num_epochs 1, ppo.minibatch_size 128 of "
+            "128 responses), and before it nothing has changed. Set ppo.minibatch_size lower, "
+            "ppo.num_epochs to 2 or more, or ppo.policy_loss to clip_cov.",
         ),
         (
             {"ppo__discount_by": "turn", "ppo__advantage": "grpo"},
-            "ppo.discount_by (turn): has no effect, ppo.gamma is 1. Remove ppo.discount_by, or "
-            "set ppo.gamma below 1.",
+            "ppo.discount_by (turn): has no effect, because ppo.gamma is 1. Remove "
+            "ppo.discount_by, or set ppo.gamma below 1.",
         ),
         (
             {"ppo__discount_by": "turn", "ppo__gae_lambda": 1.0},
-            "ppo.discount_by (turn): has no effect, ppo.gamma is 1, and so are the lambdas. ",
+            (
+                "ppo.discount_by (turn): has no effect, because ppo.gamma is 1, and so are the "
+                "lambdas. "
+            ),
         ),
         (
             {"ppo__discount_by": "turn", "ppo__advantage": "own.py:mine", "ppo__gamma": 0.9},
-            "ppo.discount_by (turn): has no effect, ppo.advantage: own.py:mine discounts by itself",
+            (
+                "ppo.discount_by (turn): has no effect, because ppo.advantage: own.py:mine "
+                "discounts by itself"
+            ),
         ),
         (
             {"ppo__discount_by": "turn", "ppo__gae_lambda": "adaptive"},
-            "ppo.gae_lambda (adaptive): follows from the tokens of a response, and "
+            "ppo.gae_lambda (adaptive): depends on the number of tokens of a response, but "
             "ppo.discount_by: turn applies it to turns. Set ppo.gae_lambda to a number, or "
             "ppo.discount_by to token.",
         ),
         (
             {"ppo__mask_truncated": True, "ppo__bootstrap_truncated": True},
-            "ppo.bootstrap_truncated (True): has no effect, ppo.mask_truncated keeps",
+            "ppo.bootstrap_truncated (True): has no effect, because ppo.mask_truncated keeps",
         ),
         (
             {"ppo__preset": "vapo", "num_steps": 50},
@@ -365,7 +371,7 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__filter__low": 0.1},
-            "ppo.filter.low (0.1): has no effect, ppo.filter.enabled is false.",
+            "ppo.filter.low (0.1): has no effect, because ppo.filter.enabled is false.",
         ),
         (
             {"ppo__preset": "dapo", "ppo__filter__enabled": False, "ppo__filter__max_refills": 3},
@@ -373,7 +379,7 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         (
             {"ppo__shaping__overlong_factor": 0.5},
-            "ppo.shaping.overlong_factor (0.5): has no effect, "
+            "ppo.shaping.overlong_factor (0.5): has no effect, because "
             "ppo.shaping.overlong_buffer_tokens is null. Remove",
         ),
         (

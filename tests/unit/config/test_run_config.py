@@ -120,7 +120,7 @@ def test_an_unknown_key_without_a_near_one_is_to_be_removed(key):
 def test_a_key_that_is_gone_says_why_and_its_null_of_an_older_run_is_ignored():
     assert refused(placement__deployment__max_queued_requests=64) == (
         "run.yaml: placement.deployment.max_queued_requests: there is no such key. Queues of "
-        "replicas have no limit any more. Remove it."
+        "replicas no longer have a limit. Remove it."
     )
     older = with_keys(placement__deployment__max_queued_requests=None)
     assert PPOConfig.parse(older) == PPOConfig.parse(MINIMAL)
@@ -394,7 +394,7 @@ def test_null_is_none(file):
 
 @pytest.mark.parametrize("text", ["ppo.kl.coef", "=3", "--fresh"])
 def test_an_override_without_key_and_value(file, text):
-    with pytest.raises(ConfigError, match=f"{text!r} is no override"):
+    with pytest.raises(ConfigError, match=f"{text!r} is not an override"):
         PPOConfig.load(file, [text])
 
 

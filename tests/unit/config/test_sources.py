@@ -51,7 +51,7 @@ def test_patterns_and_functions_of_sources_become_absolute(tmp_path):
         (
             "data__prompts",
             [{"path": "x/a.jsonl", "weight": 1}, {"path": "y/a.jsonl", "weight": 1}],
-            "two sources are called a",
+            "two sources have the name a",
         ),
         ("eval__prompts", {"path": "a.jsonl", "weight": 2}, "a.jsonl has a weight (2)"),
     ],

@@ -49,7 +49,7 @@ def refused(base: Path, **changes: Any) -> str:
         ({"loguniform": [0.0, 1.0]}, "low (0) must be above 0"),
         ({"randint": [1, 2.5]}, "must be whole numbers"),
         ({"quniform": [0.1, 0.3, 0.5]}, "step (0.5) must be above 0"),
-        ({"choice": [1, 1]}, "a value stands there twice"),
+        ({"choice": [1, 1]}, "a value is listed twice"),
         ({"choice": []}, "must be a list of values"),
     ],
 )
@@ -169,7 +169,7 @@ def test_an_override_of_the_base_is_checked_like_the_base(base: Path):
 
 
 def test_a_metric_that_the_base_never_measures_is_refused(base: Path):
-    assert "evaluates nothing" in refused(base, overrides={"eval": {"prompts": None}})
+    assert "has no evaluation" in refused(base, overrides={"eval": {"prompts": None}})
     message = refused(
         base,
         overrides={"ppo.kl.coef": 0.0},
@@ -192,7 +192,7 @@ def test_grid_and_searcher_belong_together(base: Path):
     grid = {"ppo.gamma": {"grid": [0.9, 1.0]}, "ppo.kl.coef": {"choice": [0.1, 0.2, 0.3]}}
     assert sweep_of(base, space=grid, searcher="grid").num_trials == 6
     assert "Write choice" in refused(base, space=grid)
-    assert "a grid is tried whole, 6 trials" in refused(
+    assert "a grid search runs the whole grid, 6 trials" in refused(
         base, space=grid, searcher="grid", num_samples=4
     )
     assert "is a range" in refused(base, searcher="grid")
@@ -208,7 +208,7 @@ def test_a_scheduler_has_only_its_own_settings(base: Path):
 def test_every_metric_has_its_mode(base: Path):
     two = ["eval/score_mean", "kl/ref_response_mean"]
     assert sweep_of(base, metric=two, mode=["max", "min"]).mode == ("max", "min")
-    assert "one for each metric" in refused(base, metric=two)
+    assert "one mode for each metric" in refused(base, metric=two)
 
 
 def test_a_constraint_says_by_how_much_it_is_broken(base: Path):
@@ -245,12 +245,12 @@ def test_trials_may_sample_ahead_on_engines_of_their_own(base: Path):
     assert "placement.mode" in refused(base, space={"placement.mode": {"choice": ["dedicated"]}})
     apart = {"placement.mode": {"engine": "dedicated"}}
     told = refused(base, share=["reward", "engine"], overrides=apart)
-    assert told.startswith("share (['reward', 'engine']): what is dedicated")
+    assert told.startswith("share (['reward', 'engine']): dedicated roles")
     sweep_of(base, share=["reward"], overrides=apart).base_config()
 
 
 def test_only_trials_that_use_the_same_engines_share_batches(base: Path):
-    assert refused(base, share_batches=True).startswith("share_batches (True): trials share")
+    assert refused(base, share_batches=True).startswith("share_batches (True): trials can share")
     adapters = {"model.lora": {"rank": 4, "push": "adapter"}}
     sweep_of(base, share_batches=True, overrides=adapters).base_config()
     apart = {**adapters, "placement.mode": "dedicated"}
@@ -312,14 +312,14 @@ def test_a_base_may_learn_from_examples(base: Path):
 
 def test_what_a_base_of_examples_cannot_have_is_refused(base: Path):
     base.write_text(EXAMPLES)
-    assert "the base evaluates nothing" in refused(base, space=RATE)
+    assert "the base config has no evaluation" in refused(base, space=RATE)
     base.write_text(f"{EXAMPLES}eval: {{prompts: e.jsonl}}\nnum_epochs: 2\n")
     told = refused(base, space=RATE)
     assert told.startswith("num_epochs (2): trials are compared step by step")
     steps = {"num_steps": 30, "num_epochs": None}
     told = refused(base, space=RATE, overrides=steps)
-    assert "metric (eval/score_mean): answers to held-out prompts are judged" in told
+    assert "metric (eval/score_mean): answers to held-out prompts are scored" in told
     goal = {"metric": "eval/loss", "mode": "min"}
     sweep_of(base, space=RATE, overrides=steps, **goal).base_config()
     told = refused(base, space=RATE, overrides=steps, share=["reference"], **goal)
-    assert told.startswith("share (['reference']): trials of the recipe sft sample nothing")
+    assert told.startswith("share (['reference']): trials of the recipe sft do not")

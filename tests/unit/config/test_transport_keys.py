@@ -28,7 +28,7 @@ def test_auto_takes_the_one_that_fits(colocated: bool, use_gpu: bool, chosen: st
     ("transport", "colocated", "use_gpu", "message"),
     [
         ("ipc", False, True, "needs engine and learner worker on one GPU.*auto, nccl or object"),
-        ("nccl", True, True, "another GPU for every member.*auto, ipc or object"),
+        ("nccl", True, True, "a separate GPU for every member.*auto, ipc or object"),
         ("ipc", True, False, r"needs GPUs.*learner\.use_gpu.*auto or object"),
         ("nccl", False, False, r"needs GPUs.*learner\.use_gpu.*auto or object"),
     ],

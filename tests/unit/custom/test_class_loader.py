@@ -30,15 +30,18 @@ def test_what_is_an_environment(tmp_path):
     assert load_class(f"{path}:Guess", ENVIRONMENT, {"most": 3}, key=KEY)().most == 3
 
 
-WANTED = "rollout.environment (guess.py:Guess): a class with reset(prompt, label), step(action) "
+WANTED = (
+    "rollout.environment (guess.py:Guess): must be a class with reset(prompt, label), "
+    "step(action), "
+)
 
 
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
         (GOOD.replace("class Guess", "class Guest"), "Did you mean Guest?"),
-        ("def Guess(prompt, label): ...", WANTED + "is wanted, and it is "),
-        (GOOD.replace("step", "move"), WANTED + "is wanted, and it has no step."),
+        ("def Guess(prompt, label): ...", WANTED + "but it is "),
+        (GOOD.replace("step", "move"), WANTED + "but it has no step."),
         (GOOD.replace("self, prompt, label", "self, prompt"), "its reset has the parameters ("),
         (GOOD.replace("action, *", "action, more, *"), "its step has the parameters ("),
         (GOOD.replace("loud=False", "loud"), "its step has the parameters ("),

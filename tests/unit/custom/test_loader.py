@@ -52,7 +52,7 @@ def test_a_function_of_a_module_is_found():
 def test_a_malformed_name(find, spec):
     assert refused(find, spec) == (
         f"reward.function ({spec}): a function is named file.py:name or package.module:name. "
-        "Set reward.function so, for example rewards.py:score."
+        "Write it like rewards.py:score."
     )
 
 
@@ -64,7 +64,7 @@ def test_a_missing_file(tmp_path, find):
     path = tmp_path / "none.py"
     assert refused(find, f"{path}:score") == (
         f"reward.function ({path}:score): there is no file {path}. Correct the path; a relative "
-        "one is taken from the folder that raypo is started in."
+        "path starts at the folder in which raypo is started."
     )
 
 
@@ -86,7 +86,7 @@ def test_what_cannot_be_called_with_the_rollouts_alone(tmp_path, find, parameter
     path = write(tmp_path / "rewards.py", f"def score{parameters}: ...")
     assert refused(find, f"{path}:score") == (
         f"reward.function ({path}:score): it is called with one argument, a list of rollouts, "
-        f"and it has the parameters {parameters}. Give a function like def score(rollouts): ..."
+        f"but it has the parameters {parameters}. Give a function like def score(rollouts): ..."
     )
 
 
@@ -319,7 +319,7 @@ def test_an_error_whose_text_fails_is_named_by_its_class():
     def fails(rollouts):
         raise Unspeakable
 
-    with pytest.raises(RewardError, match=r"raised Unspeakable: its text cannot be had \("):
+    with pytest.raises(RewardError, match=r"raised Unspeakable: its message is not available \("):
         score(fails, ROLLOUTS)
 
 

@@ -98,13 +98,13 @@ def test_a_column_that_no_row_has_is_the_configs_error(tmp_path, tokenizer):
 
 GOOD = {"prompt": CHAT, "response": "yo", "chosen": "a", "rejected": "b", "chat": [*CHAT, ANSWER]}
 CASES: list[tuple[Any, Any, dict[str, Any], dict[str, Any], str]] = [
-    (load_examples, ResponsesSection, {}, {"response": 3}, "A response is a text"),
+    (load_examples, ResponsesSection, {}, {"response": 3}, "A response must be a text"),
     (load_examples, ResponsesSection, {}, {"response": "The <eos> token"}, "<eos> inside"),
     (load_examples, ResponsesSection, {}, {"prompt": "q", "response": "a<eos>b"}, "<eos> inside"),
     (load_examples, ResponsesSection, {}, {"response": "\ud800"}, "lone surrogate"),
     (load_pairs, PairsSection, {}, {"chosen": "a<eos>b", "rejected": "a<eos>c"}, "<eos> inside"),
     (load_pairs, PairsSection, {"margin_key": "m"}, {"m": "x"}, "must be a number"),
-    (load_pairs, PreferencesSection, {}, {"rejected": None}, "A response is a text"),
+    (load_pairs, PreferencesSection, {}, {"rejected": None}, "A response must be a text"),
     (load_verdicts, PreferencesSection, {"desirable_key": "m"}, {"m": "x"}, "true or false"),
     (
         load_examples,
@@ -176,7 +176,7 @@ def test_an_end_inside_a_pair_does_not_make_its_responses_equal(tmp_path, tokeni
     path = write(tmp_path / "a.jsonl", [row, row | {"chosen": "a", "rejected": "a<eos>"}])
     values = PairsSection.model_validate({"prompts": path, "on_error": "drop"})
     told = refused(load_pairs, values, tokenizer, END)
-    assert "1 rows have equal or empty responses" in told
+    assert "1 rows have equal responses or an empty one" in told
 
 
 def test_json_lines_in_a_json_file_are_told_their_ending(tmp_path):

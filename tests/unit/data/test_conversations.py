@@ -101,7 +101,9 @@ def test_one_turn_is_what_prompt_and_response_give(tmp_path, tokenizer):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path, tokenizer):
     tokenizer.chat_template = WITHOUT_EARLIER_ANSWERS
-    with pytest.raises(ConfigError, match=r"writes otherwise once others follow.*generation"):
+    with pytest.raises(
+        ConfigError, match=r"renders differently when later turns follow.*generation"
+    ):
         loaded(tmp_path, tokenizer, CHAT)
     assert len(loaded(tmp_path, tokenizer, CHAT[1:3])) == 1
 

@@ -80,9 +80,13 @@ def test_empty_responses_are_not_learned_but_counted(tmp_path, tokenizer):
     loaded = load_examples(section_of(ResponsesSection, path), tokenizer, END)
     assert (len(loaded.items), loaded.num_unusable) == (1, 3)
     (told,) = loaded.notes("data.prompts")
-    assert told == ("3 of the 4 rows of data.prompts have equal or empty responses and are skipped")
+    assert told == (
+        "3 of the 4 rows of data.prompts have equal responses or an empty one and are skipped"
+    )
     path = write(tmp_path / "b.jsonl", *rows[1:])
-    with pytest.raises(ConfigError, match=r"3 rows have equal or empty .* Look at response\."):
+    with pytest.raises(
+        ConfigError, match=r"3 rows have equal responses or an empty .* Look at response\."
+    ):
         load_examples(section_of(ResponsesSection, path), tokenizer, END)
 
 
@@ -95,7 +99,7 @@ def test_empty_answers_of_conversations_are_not_learned_but_counted(tmp_path, to
     loaded = load_examples(section_of(ResponsesSection, path, messages_key="chat"), tokenizer, END)
     assert (len(loaded.items), loaded.num_unusable) == (1, 2)
     path = write(tmp_path / "b.jsonl", *rows[1:])
-    with pytest.raises(ConfigError, match="2 conversations have empty answers only"):
+    with pytest.raises(ConfigError, match="2 conversations have only empty answers"):
         load_examples(section_of(ResponsesSection, path, messages_key="chat"), tokenizer, END)
 
 
@@ -141,7 +145,7 @@ def test_a_data_set_whose_rows_are_all_too_long_is_named(tokenizer, monkeypatch)
     ("row", "words"),
     [
         ({"prompt": "q", "chosen": "a"}, "data.rejected_key"),
-        ({"prompt": "q", "chosen": 1, "rejected": "b"}, "A response is a text"),
+        ({"prompt": "q", "chosen": 1, "rejected": "b"}, "A response must be a text"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "must be a number"),
     ],
 )

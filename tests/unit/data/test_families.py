@@ -117,7 +117,7 @@ def test_every_answer_of_a_conversation_is_learned_with_its_end(tmp_path, tokeni
         {"role": "assistant", "content": "2"},
     ]
     if family.rewrites:
-        with pytest.raises(ConfigError, match="writes otherwise once others follow"):
+        with pytest.raises(ConfigError, match="renders differently when later turns follow"):
             examples(tmp_path, tokenizers, name, {"chat": chat}, messages_key="chat")
         return
     (example,) = examples(tmp_path, tokenizers, name, {"chat": chat}, messages_key="chat")

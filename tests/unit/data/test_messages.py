@@ -20,22 +20,22 @@ ANSWER = {"role": "assistant", "content": "yo"}
 PARTS = [{"type": "text", "text": "h", "image_url": None}, {"type": "text", "text": "i"}]
 IMAGE = [{"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {"url": "x"}}]
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"role": "user", "content": None}, "messages.0.content: must be a text, this is null"),
-    ({"role": "assistant", "content": None}, "messages.0.content: must be a text, this is null"),
-    ({"role": "user", "content": 3}, "messages.0.content: must be a text, this is int"),
-    ({"role": "user", "content": {"a": 1}}, "messages.0.content: must be a text, this is dict"),
-    ({"role": "user", "content": IMAGE}, "has a part of type image_url, and only texts are read"),
-    ({"role": "user", "content": ["hi"]}, "has a part of type None, and only texts are read"),
-    ({"role": "user", "content": [{"type": "text", "text": 3}]}, "only texts are read"),
-    ({"role": 3, "content": "hi"}, "messages.0.role: a message has a role, and it is a text"),
-    ({"role": "assistant", "content": "", "tool_calls": [{}]}, "these are no tool calls"),
+    ({"role": "user", "content": None}, "0.content: must be a text, but this is null"),
+    ({"role": "assistant", "content": None}, "0.content: must be a text, but this is null"),
+    ({"role": "user", "content": 3}, "messages.0.content: must be a text, but this is int"),
+    ({"role": "user", "content": {"a": 1}}, "messages.0.content: must be a text, but this is dict"),
+    ({"role": "user", "content": IMAGE}, "has a part of type image_url, but only text parts"),
+    ({"role": "user", "content": ["hi"]}, "has a part of type None, but only text parts"),
+    ({"role": "user", "content": [{"type": "text", "text": 3}]}, "only text parts are supported"),
+    ({"role": 3, "content": "hi"}, "messages.0.role: a message must have a role, which is a text"),
+    ({"role": "assistant", "content": "", "tool_calls": [{}]}, "these are not tool calls"),
     (
         {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{"}]},
-        "these are no tool calls",
+        "these are not tool calls",
     ),
     (
         {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": [1]}]},
-        "these are no tool calls",
+        "these are not tool calls",
     ),
 ]  # fmt: skip
 
@@ -96,7 +96,7 @@ def test_a_wrong_message_is_refused_wherever_it_comes_from(tmp_path, tokenizer, 
         ([{"role": "assistant", "content": None}], "messages.0.content: must be a text"),
         ([{"role": "assistant", "content": IMAGE}], "has a part of type image_url"),
         ([{"role": "user", "content": "yo"}], "has a message of the role user there"),
-        (3, "has 3 there. A response is a text"),
+        (3, "has 3 there. A response must be a text"),
         ([ANSWER, ANSWER], "or a list of one chat message"),
     ],
 )
@@ -113,7 +113,7 @@ def test_calls_behind_a_text_prompt_are_refused(tmp_path, tokenizer):
     response = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     path = write(tmp_path / "a.jsonl", [{"prompt": "q", "response": response}])
     values = ResponsesSection.model_validate({"prompts": path})
-    assert "only a chat template writes" in refused(load_examples, values, tokenizer, END)
+    assert "only a chat template can" in refused(load_examples, values, tokenizer, END)
 
 
 def test_parts_of_text_are_read_as_the_text_they_are(tmp_path, tokenizer):
@@ -235,7 +235,10 @@ def test_an_answer_that_the_prompt_begins_is_continued(tmp_path, tokenizer):
 def test_an_answer_that_cannot_be_continued_is_refused(tmp_path, tokenizer, last):
     path = write(tmp_path / "a.jsonl", [{"prompt": [*CHAT, {"role": "assistant"} | last]}])
     told = refused(load_prompts, section(path), tokenizer)
-    assert "messages.1: the last message is the assistant's, and a response can only" in told
+    assert (
+        "messages.1: the last message is the assistant's, and a response can continue it only"
+        in told
+    )
 
 
 # A system message that the template refuses
@@ -261,7 +264,7 @@ def test_the_system_prompt_is_blamed_where_the_template_refuses_it(tmp_path, tok
     )
     own = {"role": "system", "content": "Be kind."}
     told = refused(load, row | {key: [own, *row[key]]})
-    assert f"{tmp_path}/a.jsonl:1 begins with one" in told
+    assert f"{tmp_path}/a.jsonl:1 begins with a" in told
     assert told.endswith("Write it into the first message of the user.")
 
 
@@ -274,11 +277,11 @@ def test_tools_are_json_schemas_of_a_chat(tmp_path, tokenizer):
     assert one.text == same.text
     assert one.text.startswith(json.dumps([schema]))
     assert none.text == empty.text
-    for wrong, told in [("{", "is no JSON"), ([3], "Tools are a list of JSON schemas")]:
+    for wrong, told in [("{", "is not JSON"), ([3], "Tools must be a list of JSON schemas")]:
         path = write(tmp_path / "b.jsonl", [{"prompt": CHAT, "tools": wrong}])
         assert told in refused(load_prompts, section(path, tools_key="tools"), tokenizer)
     path = write(tmp_path / "c.jsonl", [{"prompt": "q", "tools": [schema]}])
-    with pytest.raises(ConfigError, match="in which nothing describes them"):
+    with pytest.raises(ConfigError, match="cannot describe them"):
         load_prompts(section(path, tools_key="tools"), tokenizer)
 
 
@@ -303,7 +306,7 @@ def test_tools_that_no_row_has_are_the_configs_error(tmp_path, tokenizer):
     row = {"prompt": CHAT, "response": "yo", "chat": [*CHAT, ANSWER], "tool": None}
     path = write(tmp_path / "a.jsonl", [row] * 3)
     told = (
-        f"data.tools_key (tools): {path} has no such column, it has prompt, response, chat, tool. "
+        f"data.tools_key (tools): {path} has no such column. It has prompt, response, chat, tool. "
         "Set data.tools_key to tool."
     )
     assert refused(peek, path, tools_key="tools", on_error="drop") == told

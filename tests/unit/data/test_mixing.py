@@ -121,18 +121,18 @@ def test_weights_make_a_mix():
 
 def test_a_source_with_a_weight_and_no_rows_is_refused():
     assert refused(mix_of, section(0.7, 0.3), (3, 0), 4) == (
-        "data.prompts (1.jsonl): none of its rows can be used, and it has the weight 0.3. Raise "
-        "data.max_prompt_tokens, or remove it."
+        "data.prompts (1.jsonl): none of its rows can be used, but it has the weight 0.3. "
+        "Raise data.max_prompt_tokens, or remove it."
     )
 
 
 def test_a_source_that_is_smaller_than_its_share_of_a_step_is_told():
     assert few_rows_notes(section(3.0, 1.0), (6, 1), 8) == [
-        "1 has 1 rows and 2 of them come in a step (its weight is 1, rollout.prompts_per_step 8), "
-        "so they repeat within a step; give more, or a lower weight"
+        "1 has 1 rows, but a step takes 2 of them (its weight is 1, rollout.prompts_per_step "
+        "8), so they repeat within a step; give more, or a lower weight"
     ]
     assert few_rows_notes(section(3.0, 1.0), (6, 2), 8) == []
     assert few_rows_notes(DataSection(prompts=("a.jsonl",)), (3,), 4, key="learner.batch_size") == [
-        "a step takes 4 examples (learner.batch_size) and data.prompts has 3, so examples repeat "
-        "within a step; give more, or set learner.batch_size to at most 3"
+        "a step takes 4 examples (learner.batch_size), but data.prompts has only 3, so examples "
+        "repeat within a step; give more, or set learner.batch_size to at most 3"
     ]

@@ -38,7 +38,7 @@ def test_equal_and_empty_pairs_are_skipped_and_counted(tmp_path, tokenizer):
     ]
     loaded = load_pairs(section_of(tmp_path, *rows), tokenizer, END)
     assert (len(loaded.items), loaded.num_skipped, loaded.num_unusable) == (1, 0, 4)
-    with pytest.raises(ConfigError, match="4 rows have equal or empty responses"):
+    with pytest.raises(ConfigError, match="4 rows have equal responses or an empty one"):
         load_pairs(section_of(tmp_path, *rows[1:]), tokenizer, END)
 
 

@@ -142,8 +142,8 @@ def test_chat_without_a_template_is_an_error(tmp_path, tokenizer):
     bare.chat_template = None
     path = write(tmp_path / "a.jsonl", [{"prompt": CHAT}])
     assert refused(load_prompts, section(path), bare) == (
-        f"data.prompt_key (prompt): {path}:1 has chat messages, and the policy's tokenizer has no "
-        "chat template. Use a chat model, or prompts that are text."
+        f"data.prompt_key (prompt): {path}:1 has chat messages, but the policy's tokenizer has "
+        "no chat template. Use a chat model, or prompts that are text."
     )
 
 

@@ -42,7 +42,7 @@ def test_every_file_that_matches_must_be_of_a_known_kind(tmp_path):
     write(tmp_path / "a.jsonl", ROWS)
     (tmp_path / "b.txt").write_text("no rows")
     told = refused(peek, f"{tmp_path}/*")
-    assert told.startswith(f"data.prompts ({tmp_path}/b.txt): .txt is not a kind of file")
+    assert told.startswith(f"data.prompts ({tmp_path}/b.txt): .txt is not a file type")
 
 
 def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
@@ -90,7 +90,7 @@ def test_of_several_splits_one_is_named(tmp_path, tokenizer):
     assert texts(load_prompts(section(path), tokenizer)) == ["train"]
     assert texts(load_prompts(section(SourceEntry(path=path, split="test")), tokenizer)) == ["test"]
     assert refused(peek, SourceEntry(path=path, split="valid")) == (
-        f"data.prompts ({path}, valid): the folder has no split valid, it has train, test. Set "
+        f"data.prompts ({path}, valid): the folder has no split valid. It has train, test. Set "
         f"data.prompts={{path: {path}, split: train}}."
     )
 
@@ -98,8 +98,8 @@ def test_of_several_splits_one_is_named(tmp_path, tokenizer):
 def test_a_folder_of_one_data_set_has_no_splits(tmp_path):
     entry = SourceEntry(path=save_to_disk(tmp_path / "set", ROWS), split="test")
     assert refused(peek, entry).endswith(
-        "a folder of save_to_disk has no configurations, and this one no splits. Remove what it "
-        "has not."
+        "a folder written by save_to_disk has no configurations, and this one has no splits. "
+        "Remove what it does not have."
     )
 
 
@@ -190,10 +190,10 @@ def test_examples_and_conversations_have_it_too(tmp_path, chat_tokenizer, messag
 @pytest.mark.parametrize(
     ("prompt", "told"),
     [
-        ("1+1=", 'has a text in data.prompt_key (prompt), which no chat template reads. Write it '
-         'as [{"role": "user", "content": TEXT}], or remove data.system_prompt.'),
-        ([{"role": "system", "content": "x"}, *CHAT], "has a system message of its own in "
-         "data.prompt_key (prompt). Remove it there, or remove data.system_prompt."),
+        ("1+1=", "has a text in data.prompt_key (prompt), to which no chat template applies. Write "
+            'it as [{"role": "user", "content": TEXT}], or remove data.system_prompt.'),
+        ([{"role": "system", "content": "x"}, *CHAT], "has its own system message in "
+            "data.prompt_key (prompt). Remove it there, or remove data.system_prompt."),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("how", ["peek", "load"])

@@ -75,5 +75,5 @@ def test_the_state_is_the_position():
 
 
 def test_a_stream_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="at least one item, it got none"):
+    with pytest.raises(ValueError, match="at least one item, but it got none"):
         ShuffledStream([], seed=0)

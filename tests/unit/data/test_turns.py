@@ -68,7 +68,7 @@ def test_ids_stay_as_they_are(tokenizer):
 
 @pytest.mark.parametrize("wrong", [3, object(), [{"role": "user"}], [1.5], [True]])
 def test_what_is_no_observation_is_told(tokenizer, wrong):
-    with pytest.raises(ValueError, match="an observation is a text"):
+    with pytest.raises(ValueError, match="an observation must be a text"):
         TurnTokens(tokenizer, [END]).between(np.array([5]), wrong, chat=True)
 
 

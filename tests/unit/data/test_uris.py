@@ -88,7 +88,7 @@ def test_a_prefix_is_a_folder(bucket, check):
 
 
 def test_another_kind_of_file(bucket, check):
-    assert ".txt is not a kind of file that raypo reads" in refused(check, "s3://bucket/data/a.txt")
+    assert ".txt is not a file type that raypo reads" in refused(check, "s3://bucket/data/a.txt")
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

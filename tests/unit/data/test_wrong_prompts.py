@@ -36,8 +36,8 @@ def test_a_missing_file(tmp_path, check):
 
 def test_a_folder(tmp_path, check):
     assert refused(check, str(tmp_path)) == (
-        f"data.prompts ({tmp_path}): this is a folder. Name the files in it "
-        f"(jsonl, json, parquet, csv), all of a kind by a pattern like {tmp_path}/*.jsonl."
+        f"data.prompts ({tmp_path}): this is a folder. Name the files in it (jsonl, json, "
+        f"parquet, csv), or all files of one kind with a pattern like {tmp_path}/*.jsonl."
     )
 
 
@@ -45,8 +45,8 @@ def test_a_folder(tmp_path, check):
 def test_an_unknown_kind_of_file(tmp_path, monkeypatch, check, name):
     monkeypatch.chdir(tmp_path)
     assert refused(check, name) == (
-        f"data.prompts ({name}): {name[-4:]} is not a kind of file that raypo reads. Give a file "
-        "of the kind jsonl, json, parquet, csv, or a Hugging Face data set id."
+        f"data.prompts ({name}): {name[-4:]} is not a file type that raypo reads. Give a file "
+        "of the type jsonl, json, parquet, csv, or a Hugging Face data set id."
     )
 
 
@@ -80,11 +80,21 @@ def test_an_unreadable_line_is_named(tmp_path, check):
 @pytest.mark.parametrize(
     ("name", "content", "where", "problem"),
     [
-        ("a.jsonl", b'["a"]\n', ":1", "a row must be an object, this is list."),
+        ("a.jsonl", b'["a"]\n', ":1", "a row must be an object, but this is list."),
         ("a.jsonl", b'{"prompt": "\xff"}\n', "", "it is not UTF-8: "),
-        ("a.json", b'["a"]', ", row 1", "a row must be an object, this is str."),
-        ("a.csv", b"prompt,a\nx\n", ":2", "the row has not as many fields as the header (2)."),
-        ("a.csv", b"prompt\nx,y\n", ":2", "the row has not as many fields as the header (1)."),
+        ("a.json", b'["a"]', ", row 1", "a row must be an object, but this is str."),
+        (
+            "a.csv",
+            b"prompt,a\nx\n",
+            ":2",
+            "the row does not have as many fields as the header (2).",
+        ),
+        (
+            "a.csv",
+            b"prompt\nx,y\n",
+            ":2",
+            "the row does not have as many fields as the header (1).",
+        ),
         ("a.csv", b'prompt\n"x', ", after line 1", "unexpected end of data."),
         ("a.parquet", b"PAR1", "", ""),
     ],
@@ -101,21 +111,21 @@ def test_a_json_file_that_is_no_list(tmp_path, check):
     path = tmp_path / "a.json"
     path.write_text('{"prompt": "a"}')
     assert refused(check, str(path)) == (
-        f"data.prompts ({path}): a json file must hold one list of rows, this holds dict. "
-        "Write a list, or one object a line in a .jsonl file."
+        f"data.prompts ({path}): a json file must hold one list of rows, but this one holds "
+        "dict. Write a list, or one object a line in a .jsonl file."
     )
 
 
 def test_a_missing_prompt_key_names_the_columns_and_the_nearest(file, check):
     assert refused(check, file, "promt") == (
-        f"data.prompt_key (promt): {file} has no such column, it has prompt, answer. "
+        f"data.prompt_key (promt): {file} has no such column. It has prompt, answer. "
         "Set data.prompt_key to prompt."
     )
 
 
 def test_a_missing_label_key_names_the_columns(file, check):
     assert refused(check, file, "prompt", "zzz") == (
-        f"data.label_key (zzz): {file} has no such column, it has prompt, answer. "
+        f"data.label_key (zzz): {file} has no such column. It has prompt, answer. "
         "Set data.label_key to one of them."
     )
 
@@ -128,8 +138,8 @@ def test_a_later_row_without_a_key_is_named(tmp_path, check, config_key, row):
     (column,) = row
     name = "prompt" if config_key == "data.prompt_key" else "answer"
     assert refused(check, path, "prompt", "answer") == (
-        f"{config_key} ({name}): {path}:3 has no such key, it has {column}. "
-        "Correct the row or remove it."
+        f"{config_key} ({name}): {path}:3 has no such key. It has {column}. Correct the row or "
+        "remove it."
     )
 
 
@@ -137,8 +147,8 @@ def test_a_later_row_without_a_key_is_named(tmp_path, check, config_key, row):
 def test_a_prompt_that_is_neither_text_nor_chat(tmp_path, check, value):
     path = write(tmp_path / "a.jsonl", [{"prompt": value}])
     assert refused(check, path) == (
-        f"data.prompt_key (prompt): {path}:1 has {value!r} there. A prompt is a text, or a list of "
-        "chat messages with role and content. Correct the row or remove it."
+        f"data.prompt_key (prompt): {path}:1 has {value!r} there. A prompt must be a text, or a "
+        "list of chat messages with role and content. Correct the row or remove it."
     )
 
 
@@ -175,9 +185,9 @@ def test_a_text_that_looks_like_chat_messages_and_is_none(tmp_path, check, endin
         write(path, [{"prompt": text}])
     where = f"{path}, row 1" if ending == ".parquet" else f"{path}:{2 if ending == '.csv' else 1}"
     assert refused(check, str(path)) == (
-        f"data.prompt_key (prompt): {where} has {text!r} there: chat messages as text, and no JSON "
-        "list of objects with role and content. Write it as json.dumps does, or lists of messages "
-        "into a jsonl or parquet file."
+        f"data.prompt_key (prompt): {where} has {text!r} there: chat messages as text, but not "
+        "a JSON list of objects with role and content. Write it as json.dumps does, or write "
+        "lists of messages to a jsonl or parquet file."
     )
 
 

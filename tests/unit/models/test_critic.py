@@ -79,7 +79,7 @@ def test_where_one_reward_model_says_it_all_nothing_is_multiplied(folder: str):
 def test_what_other_judges_add_is_learned(folder: str, others: dict[str, bool]):
     weights = [2.0] if others else [2.0, 1.0]
     words = started(folder, *weights, **others)[1]
-    assert words.endswith("included (times 2; what the other judges add is learned)")
+    assert words.endswith("included (times 2; the other scores are learned)")
 
 
 def test_under_running_normalisation_values_start_at_zero_on_the_reward_models_backbone(
@@ -89,7 +89,7 @@ def test_under_running_normalisation_values_start_at_zero_on_the_reward_models_b
 
     assert critic(batch()).abs().sum() == 0.0
     assert words.endswith(
-        "included (times 0: ppo.shaping.normalize finds the scale of the scores as they come)"
+        "included (times 0: ppo.shaping.normalize measures the scale of the scores during the run)"
     )
     first = load_reward_model(folder, dtype="float32").base_model.state_dict()
     assert all(torch.equal(first[n], tensor) for n, tensor in critic.backbone.state_dict().items())

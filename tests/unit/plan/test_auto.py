@@ -63,7 +63,7 @@ def test_what_fits_side_by_side_stays_and_has_large_microbatches(values):
     assert choice(made) == (False, 16384)
     assert fullest(made) <= SIDE_BY_SIDE
     sleep = next(each for each in made.decisions if each.startswith("rollout.engine.sleep"))
-    assert "false, all models fit side by side" in sleep
+    assert "false, all models fit at the same time" in sleep
     assert "of 180 GB" in sleep
     assert set(made.decisions) <= set(made.notes), "`raypo plan` prints them"
 

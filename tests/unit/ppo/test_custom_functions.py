@@ -125,7 +125,7 @@ def test_an_advantage_of_each_response_is_that_of_each_of_its_tokens():
             torch.zeros(3),
             r"\(3,\)\. Return one of shape \[B, T\] = \(4, 2\) or \[B\] = \(4,\)",
         ),
-        (torch.tensor([1.0, torch.nan, 0.0, 0.0]), "NaN or infinity in 1 of 5 places"),
+        (torch.tensor([1.0, torch.nan, 0.0, 0.0]), "NaN or infinity in 1 of 5 unmasked"),
         (torch.zeros(4, dtype=torch.bool), "tensor of torch.bool"),
         (None, "returned NoneType"),
     ],

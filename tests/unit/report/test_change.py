@@ -69,7 +69,7 @@ def test_few_prompts_and_few_that_changed_say_nothing():
     assert rare.direction == 0
     none = paired_change(many, many)
     assert none is not None
-    assert none.words.startswith("no single one changed")
+    assert none.words.startswith("no value changed")
     assert paired_change(scores(1.0), {}) is None
 
 

@@ -69,5 +69,5 @@ def test_another_version_comes_only_after_another_step(client: TestClient, run: 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path):
     make_page, _ = page_of([str(tmp_path / "nothing")])
-    with pytest.raises(ConfigError, match="no run is there"):
+    with pytest.raises(ConfigError, match="there is no run"):
         make_page()

@@ -54,8 +54,8 @@ def chart(html: str, title: str) -> dict:
 def test_it_shows_the_same_held_out_prompts_before_and_after(run: Path):
     html = page_text(run)
     assert (
-        "3 better, 0 worse of 4 held-out prompts: their score after step 12 against before the "
-        "first update." in html
+        "3 better, 0 worse of 4 held-out prompts: their scores after step 12 compared with "
+        "before the first update." in html
     )
     assert "<td>held out 0</td><td>a</td><td>a=</td><td>0</td><td>a=</td><td>1</td>" in html
 
@@ -80,11 +80,11 @@ def test_another_judge_of_held_out_prompts_gets_an_axis_of_its_own(tmp_path: Pat
     }
     files.write_config((files.config() or {}) | judged)
     html = page_text(folder)
-    assert "It trained on the score of rm/reward_model; some/where.py:exact judges the" in html
+    assert "It trained on the score of rm/reward_model; some/where.py:exact scores the" in html
     assert "Score" not in titles(html)
     held_out, trained = (
         {trace["name"] for trace in chart(html, title)["data"]}
-        for title in ("Held-out score", "Score that it trains on")
+        for title in ("Held-out score", "Training score")
     )
     assert held_out == {"held out", "at the start"}
     assert trained == {"trained on", "at the start"}
@@ -216,7 +216,7 @@ def test_warnings_stand_on_the_page_with_their_remedy(tmp_path: Path):
 
 
 def test_a_folder_without_a_run_is_wrong_input(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"RUN \(.*\): no run is there.*<storage_path>/<name>"):
+    with pytest.raises(ConfigError, match=r"RUN \(.*\): there is no run.*<storage_path>/<name>"):
         load_run(str(tmp_path / "nothing"))
 
 
@@ -235,7 +235,7 @@ def test_a_run_on_preferences_shows_rewards_log_probs_and_margins(tmp_path: Path
         held_out = {f"eval/{name}": value for name, value in told.items()}
         files.append_metrics(step, held_out | {f"train/{name}": v for name, v in told.items()})
     shown = titles(page_text(tmp_path / "dpo"))
-    assert {"Implicit rewards", "Log-probabilities", "Margin: chosen less rejected"} <= shown
+    assert {"Implicit rewards", "Log-probabilities", "Margin: chosen minus rejected"} <= shown
     assert "KL that KTO compares with" not in shown
 
 

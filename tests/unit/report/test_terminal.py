@@ -54,8 +54,8 @@ def test_wrong_input_is_told(tmp_path: Path):
     run = str(write_run(tmp_path, steps=2))
     for arguments, words in (
         ([run, "--step", "9"], "--step (9)"),
-        ([run, "--best", "--worst"], "one order at a time"),
-        ([str(tmp_path / "nothing")], "no rollouts are there"),
+        ([run, "--best", "--worst"], "one order is possible. Omit"),
+        ([str(tmp_path / "nothing")], "no rollouts"),
     ):
         done = CliRunner().invoke(app, ["show", *arguments])
         assert done.exit_code == 2

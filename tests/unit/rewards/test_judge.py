@@ -163,7 +163,7 @@ def test_the_template_names_columns_and_what_a_response_writes_is_not_replaced()
         asked = judge(url, template="{rubric}|{prompt}|{label}|{response}")
         messages = [{"role": "user", "content": "2+2?"}]
         score(asked, [rollout("{label}{rubric}", row={"rubric": "be kind"}, messages=messages)])
-        with pytest.raises(RewardError, match=r"template: names \{rubric\}, and row 0 has no such"):
+        with pytest.raises(RewardError, match=r"template: names \{rubric\}, but row 0 has no such"):
             score(asked, [rollout("four")])
     assert [prompt_of(each) for each in requests] == ["be kind|2+2?|4|{label}{rubric}"]
 
@@ -226,8 +226,8 @@ def test_a_key_gives_ungraded_answers_a_score_but_not_failed_requests():
         (500, {"error": "out of order"}, "status 500: out of order", 3),
         (401, {"error": {"message": "the API key is wrong"}}, "the API key is wrong", 1),
         (200, b"<html>", "Expecting value", 1),
-        (200, {"choices": []}, "has not one choice with a text", 1),
-        (200, [1], "has not one choice with a text", 1),
+        (200, {"choices": []}, "does not have exactly one choice with a text", 1),
+        (200, [1], "does not have exactly one choice with a text", 1),
         (200, {"choices": [{"message": {"content": None}}]}, "named no grade", 1),
     ],
 )
@@ -380,20 +380,23 @@ def test_a_batch_is_judged_as_a_whole_after_sampling_wherever_the_judge_runs():
     ("changes", "message"),
     [
         ({"url": "127.0.0.1:8000"}, r"reward\.judge\.url \(127\.0\.0\.1:8000\): must begin"),
-        ({"template": "no place"}, r"reward\.judge\.template: does not name \{response\}"),
-        ({"criteria": {"a": "b"}}, r"reward\.judge\.criteria \(a\): the template names"),
+        ({"template": "no place"}, r"reward\.judge\.template: does not contain \{response\}"),
+        ({"criteria": {"a": "b"}}, r"reward\.judge\.criteria \(a\): the template must contain"),
         ({"template": "{response}{criterion}"}, r"reward\.judge\.criteria \(none\)"),
         (
             {"criteria": {"score": "b"}, "template": "{response}{criterion}"},
-            r"reward\.judge\.criteria \(score\): every score has it",
+            r"reward\.judge\.criteria \(score\): every score has a part of this name",
         ),
         (
             {"criteria": {"judge_s": "b"}, "template": "{response}{criterion}"},
-            r"reward\.judge\.criteria \(judge_s\): every score has it",
+            r"reward\.judge\.criteria \(judge_s\): every score has a part of this name",
         ),
-        ({"grades": [5, 1]}, r"reward\.judge\.grades \(\[5\.0, 1\.0\]\): must rise"),
-        ({"grades": {}}, r"reward\.judge\.grades \(\{\}\): has no word"),
-        ({"pattern": "("}, r"reward\.judge\.pattern \(\(\): is no regular expression"),
+        ({"grades": [5, 1]}, r"reward\.judge\.grades \(\[5\.0, 1\.0\]\): must increase"),
+        (
+            {"grades": {}},
+            r"reward\.judge\.grades \(\{\}\): must contain words, and none may be empty",
+        ),
+        ({"pattern": "("}, r"reward\.judge\.pattern \(\(\): is not a regular expression"),
         ({"model": None}, r"reward\.judge\.path \(None\): no judge is named.*reward\.judge\.model"),
         ({"path": "p"}, r"reward\.judge\.model \(judge\): has no effect"),
         ({"max_model_len": 100}, r"reward\.judge\.max_model_len \(100\): has no effect"),

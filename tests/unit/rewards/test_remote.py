@@ -87,7 +87,7 @@ def test_a_label_that_json_cannot_hold_is_an_error_of_its_row(label):
 
 
 def test_a_score_that_no_float_can_hold_is_the_servers_mistake():
-    with pytest.raises(WireError, match=r"a score is at most 3\.4e\+38"):
+    with pytest.raises(WireError, match=r"a score must be at most 3\.4e\+38"):
         from_answer({"scores": [10**400]}, 1)
 
 

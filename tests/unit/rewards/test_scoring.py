@@ -126,7 +126,7 @@ def test_a_score_that_float32_cannot_hold_is_an_error(large):
     assert said.startswith(f"{NAME} returned ")
     assert said.endswith(
         "as score 1. Scores are at most 3.4e+38, the largest number of float32. Return smaller "
-        "numbers, or None where there is none."
+        "numbers, or None if there is no score."
     )
     assert "part 'a'," in refused([{"score": 1.0, "a": large}] * 4)
 
@@ -148,8 +148,8 @@ def test_long_texts_are_cut_in_messages():
 
 def test_a_wrong_number_of_scores_names_both_numbers():
     assert refused([1.0]) == (
-        f"{NAME} returned 1 scores for 4 rollouts. Return one score per rollout, in their order; "
-        "None where there is none."
+        f"{NAME} returned 1 scores for 4 rollouts. Return one score per rollout, in their "
+        "order, and None for a rollout without a score."
     )
 
 
@@ -167,7 +167,7 @@ def test_what_is_no_list(answer, kind):
 )
 def test_what_is_no_number(bad, shown):
     assert refused([1.0, 1.0, bad, 1.0]) == (
-        f"{NAME} returned {shown} as score 2. Return a number, or None where there is none."
+        f"{NAME} returned {shown} as score 2. Return a number, or None if there is no score."
     )
 
 
@@ -273,8 +273,8 @@ def test_a_sum_keeps_parts_and_texts_and_fails_where_no_function_gave_a_score():
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        ({"right": 1.0}, "'score' is the one that is trained on"),
-        ({"score": 1.0, 2: 1.0}, "Named parts are texts"),
+        ({"right": 1.0}, "the part 'score', which is trained on, is required"),
+        ({"score": 1.0, 2: 1.0}, "The names of parts must be texts"),
         ({"score": "1"}, "part 'score', returned '1'"),
         ({"score": 1.0, "right": [1]}, r"part 'right', returned \[1\]"),
     ],

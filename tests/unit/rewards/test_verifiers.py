@@ -144,7 +144,7 @@ def test_a_label_is_contained_where_it_stands_by_itself(label, response, score):
 
 
 def test_a_label_that_is_no_number_is_an_error_with_the_verifier_that_reads_it():
-    with pytest.raises(ValueError, match=r"row 7 is no number: 'x\^2'.*math_answer"):
+    with pytest.raises(ValueError, match=r"row 7 is not a number: 'x\^2'.*math_answer"):
         number_answer([rollout("1", "x^2")])
 
 
@@ -293,7 +293,7 @@ def test_tasks_of_reasoning_gym_are_read_and_judged_by_their_own_verifier():
     right = [rollout(f"#### {row['answer']}", row["entry"]) for row in rows]
     assert judge(right) == [1.0, 1.0, 1.0]
     assert judge([rollout("none of these", rows[0]["entry"])]) == [0.0]
-    refusal = r"no entry of reasoning-gym.*data\.label_key to entry"
+    refusal = r"not an entry of reasoning-gym.*data\.label_key to entry"
     for label in ("24", {"metadata": None}, {"metadata": {"source_dataset": None}}):
         with pytest.raises(ValueError, match=refusal):
             judge([rollout("4", label)])

@@ -324,9 +324,15 @@ def test_a_turn_may_be_shorter_and_end_at_texts_of_its_own(tokenizer, stop):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens (0): a response has a token."),
-        ({"stop": ["~", ""]}, "stop (['~', '']): an engine that"),
-        ({"stop": ["~", 3]}, "stop (['~', 3]): an engine that"),
+        ({"max_new_tokens": 0}, "max_new_tokens (0): must be at least 1."),
+        (
+            {"stop": ["~", ""]},
+            "stop (['~', '']): stop strings must not be empty texts, and need an engine ",
+        ),
+        (
+            {"stop": ["~", 3]},
+            "stop (['~', 3]): stop strings must not be empty texts, and need an engine ",
+        ),
     ],
 )
 def test_what_no_engine_takes_fails_its_episode_alone(tokenizer, arguments, error):

@@ -23,8 +23,8 @@ def test_what_goes_wrong_in_a_process_costs_its_episode_and_says_so(tokenizer):
         "hang": "TimeoutError: step gave no answer in 1 s (rollout.step_timeout_s)",
         "die": "RuntimeError: step: its process died with status 7",
         "end": "SystemExit: 3",
-        "lock": "TypeError: with rollout.environment_processes an environment is pickled, and this",
-        "answer": "TypeError: with rollout.environment_processes what it returns is pickled, and t",
+        "lock": "TypeError: with rollout.environment_processes an environment is pickled, but this",
+        "answer": "TypeError: with rollout.environment_processes what it returns is pickled, but t",
         "late": "TimeoutError: no server",
         "odd": "Odd: 1 and 2",
     }

@@ -404,13 +404,13 @@ def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
         ("raise", "KeyError: 'no such door'"),
         ("exit", "SystemExit: 3"),
         ("panic", "Panic: of native code"),
-        ("unprintable", "Unprintable: its text cannot be had"),
+        ("unprintable", "Unprintable: its message is not available"),
         ("unknown", "ValueError: prompt_ids: 300 is not in the policy's vocabulary (0 to 299)"),
         ("hang", "TimeoutError: step gave no answer in 0.2 s (rollout.step_timeout_s)"),
         ("pair", "WrongAnswer: step returned ('two', 1.0), not (observation, reward, done)"),
         ("nan", "WrongAnswer: step returned the reward nan, not a finite number"),
-        ("nothing", "WrongAnswer: step returned no observation, and the episode is not done"),
-        ("object", "ValueError: an observation is a text, a chat message or a list of them"),
+        ("nothing", "WrongAnswer: step returned no observation, but the episode is not done"),
+        ("object", "ValueError: an observation must be a text, a chat message, a list"),
     ],
 )
 def test_what_fails_fails_alone(tokenizer, label, reason):
@@ -457,9 +457,10 @@ def test_an_episode_without_room_for_a_turn_has_failed(tokenizer):
     (each,) = played(tokenizer, name="Long", samples=1)
     assert each.episode is not None
     assert each.episode.error == (
-        "EpisodeLimit: after 600 tokens, 0 of them behind its prompt, there is no room for a turn: "
-        "a conversation may have 500 (data.max_prompt_tokens and rollout.max_episode_tokens), and "
-        "400 behind its prompt (rollout.max_episode_tokens)"
+        "EpisodeLimit: after 600 tokens, 0 of them after the prompt, there is no room for "
+        "another turn: a conversation may have 500 tokens (data.max_prompt_tokens and "
+        "rollout.max_episode_tokens), of which 400 after the prompt "
+        "(rollout.max_episode_tokens)"
     )
 
 
@@ -540,7 +541,7 @@ def test_metrics_that_are_no_numbers_fail_their_episode(tokenizer):
     (each,) = played(tokenizer, samples=1, name="MeasuringWrong")
     assert each.episode is not None
     assert each.episode.error == (
-        "WrongAnswer: metrics is {'hits': 'many'}, not finite numbers by their names"
+        "WrongAnswer: metrics is {'hits': 'many'}, not a mapping of names to finite numbers"
     )
 
 
@@ -561,4 +562,4 @@ def test_tools_that_the_policy_is_never_told_of_fail_the_episode(tokenizer):
     (each,) = played(tokenizer, samples=1, name="ExpectingCalls")
     assert each.episode is not None
     assert each.episode.error is not None
-    assert each.episode.error.startswith("WrongAnswer: the environment has tools, of which")
+    assert each.episode.error.startswith("WrongAnswer: the environment has tools, which")

@@ -326,9 +326,9 @@ def test_a_stop_string_that_the_agent_leaves_out_is_not_read(tokenizer):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"temperature": 0.5}, "temperature (0.5): a run samples what it trains with rollout.temp"),
-        ({"top_p": 0.5}, "top_p (0.5): a run samples what it trains with rollout.top_p (1.0)"),
-        ({"seed": 3}, "seed (3): each turn of an episode has one of its own"),
+        ({"temperature": 0.5}, "temperature (0.5): training samples are drawn with rollout.temp"),
+        ({"top_p": 0.5}, "top_p (0.5): training samples are drawn with rollout.top_p (1.0)"),
+        ({"seed": 3}, "seed (3): each turn of an episode has its own"),
         ({"top_k": 3}, "top_k: Extra inputs are not permitted"),
         ({"prompt": [SIZE]}, "prompt_ids: 300 is not in the policy's vocabulary (0 to 299)"),
     ],
@@ -344,7 +344,7 @@ def test_what_the_run_fixes_and_a_wrong_key_are_refused(tokenizer, wanted, messa
 
 def test_a_response_that_was_given_back_is_no_answer(tokenizer):
     played(tokenizer, "Wants", GivesBack(), labels=({},))
-    assert told[0] == (503, "the response was given back: timeout")
+    assert told[0] == (503, "the response is incomplete: timeout")
 
 
 def test_evaluation_samples_as_it_is_told_to(tokenizer):
@@ -386,5 +386,6 @@ def test_the_endpoint_is_where_the_config_says(tokenizer, host):
 def test_an_address_of_no_interface_is_told(tokenizer):
     (error,) = errors(played(tokenizer, "Says", endpoint_host="203.0.113.7"))
     assert (error or "").startswith(
-        "ConfigError: rollout.endpoint_host (203.0.113.7): cannot be listened on here: "
+        "ConfigError: rollout.endpoint_host (203.0.113.7): this machine cannot listen on "
+        "this address: "
     )

@@ -281,5 +281,5 @@ def test_an_environment_that_cannot_train_is_refused(tokenizer, own, arguments, 
 @pytest.mark.parametrize("installed", ["0.1.13", "0.4.0", "1.0.0.dev0"])
 def test_other_versions_are_refused(monkeypatch, own, installed):
     monkeypatch.setattr("raypo.data.verifiers_environment.version", lambda _: installed)
-    with pytest.raises(ConfigError, match=rf"verifiers {installed} is installed, and 0\.1\.14 to"):
+    with pytest.raises(ConfigError, match=rf"{installed} is installed, but only 0\.1\.14 to"):
         load_verifiers(own, {}, key="rollout.environment")

@@ -29,10 +29,10 @@ def test_what_callbacks_return_becomes_metrics():
     ("callbacks", "told"),
     [
         ([lambda step: [1.0]], r"callbacks \(mine.py:0\) returned list. Return metrics by name"),
-        ([lambda step: {"rollout/score_mean": 1.0}], "a metric of that name is there"),
+        ([lambda step: {"rollout/score_mean": 1.0}], "a metric with this name exists already"),
         ([lambda step: {"a": 1}, lambda step: {"a": 1}], r"\(mine.py:1\) returned 'a': a metric"),
-        ([lambda step: {3: 1.0}], "returned 3: a name is a text"),
-        ([lambda step: {"a": "high"}], r"returned a: 'high' \(str\). Metrics are numbers"),
+        ([lambda step: {3: 1.0}], "returned 3: a name must be a text"),
+        ([lambda step: {"a": "high"}], r"returned a: 'high' \(str\)\. Metrics must be numbers"),
         ([lambda step: step.rollouts[0]], r"raised IndexError: .* \(step 7\)"),
     ],
 )

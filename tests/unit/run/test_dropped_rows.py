@@ -98,7 +98,7 @@ def test_labels_that_the_verifier_cannot_read_are_refused_or_dropped_as_rows(
         with run.at_end:
             return OnlineInputs.load(run), tell.messages
 
-    with pytest.raises(RowError, match=f"{bad}:2 is no number: 'x'"):
+    with pytest.raises(RowError, match=f"{bad}:2 is not a number: 'x'"):
         prepared("refuse")
     inputs, told = prepared("drop")
     kept = inputs.prompts if key == "data.prompts" else inputs.held_out

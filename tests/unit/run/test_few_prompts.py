@@ -63,8 +63,8 @@ def test_prompts_that_repeat_within_a_step_are_announced(
 ):
     _, messages = loaded(tmp_path, num_prompts)
     expected = (
-        "a step takes 4 prompts (rollout.prompts_per_step) and data.prompts has 3, so prompts "
-        "repeat within a step; give more, or set rollout.prompts_per_step to at most 3"
+        "a step takes 4 prompts (rollout.prompts_per_step), but data.prompts has only 3, so "
+        "prompts repeat within a step; give more, or set rollout.prompts_per_step to at most 3"
     )
     assert messages == ([expected] if said else [])
 
@@ -76,8 +76,8 @@ def test_a_curriculum_without_repeated_prompts_is_announced(
     inputs, messages = loaded(tmp_path, num_prompts, data={"curriculum": {"target": 0.3}})
     assert inputs.source.curriculum is not None
     expected = (
-        f"data.curriculum: has little to go by, the run draws 20 prompts (num_steps x "
-        f"rollout.prompts_per_step) and data.prompts has {num_prompts}, so that most are new when "
-        f"they are chosen; give fewer prompts or more steps, or remove it"
+        "data.curriculum: has little data to learn from: the run draws 20 prompts (num_steps x "
+        f"rollout.prompts_per_step) and data.prompts has {num_prompts}, so most prompts have no "
+        "pass rate yet when they are chosen; give fewer prompts or more steps, or remove it"
     )
     assert messages == ([expected] if said else [])

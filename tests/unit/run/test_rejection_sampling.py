@@ -78,7 +78,10 @@ def test_a_row_is_one_that_sft_takes_chat_messages_as_json():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"rejection_sampling": {"top_k": None}}, "nothing is rejected. Set one of them"),
+        (
+            {"rejection_sampling": {"top_k": None}},
+            "nothing is rejected if top_k and min_score are both null. Set one of them",
+        ),
         (
             {"rollout": {"samples_per_prompt": 2}, "rejection_sampling": {"top_k": 2}},
             "Set rollout.samples_per_prompt to 3 or more, or rejection_sampling.min_score",

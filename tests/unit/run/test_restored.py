@@ -140,7 +140,7 @@ def test_damaged_checkpoints_are_skipped_for_the_one_before(
         assert len(skipped) == len(wanted)
         for (step, name), text in zip(wanted, skipped, strict=True):
             assert f"checkpoint_{step} is damaged and skipped: {name}" in text
-        others = f"is of 2 workers, and goes on with {count}"
+        others = f"was written by 2 workers and is resumed with {count}"
         assert any(others in text for text in messages) == (count != 2)
     files = RunFiles(str(folder), "run")
     assert files.last_step() == goes_on_from, "steps that are repeated have no line any more"
@@ -149,7 +149,7 @@ def test_damaged_checkpoints_are_skipped_for_the_one_before(
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(folder: Path):
     for step in STEPS:
         damage(folder, step, "run.json")
-    with pytest.raises(DamagedCheckpointError, match="no checkpoint is whole") as caught:
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint is intact:") as caught:
         checkpoints_of(folder, Workers()).restore(Counter(0))
     assert all(f"checkpoint_{step}: run.json has" in str(caught.value) for step in STEPS)
     assert RunFiles(str(folder), "run").last_step() == 3, "nothing is lost"
@@ -177,7 +177,7 @@ def test_each_step_is_saved_once_a_node_is_about_to_go(
         monkeypatch.setattr(ray.train, "get_preemption_info", lambda leaving=leaving: leaving)
         saved = checkpoints.save_when_due(1, {}, Counter(0), state={})
         assert (saved is None) == (leaving is None)
-    assert "about to be taken away" in checkpoints.run.tell.messages[-1]  # type: ignore
+    assert "about to be preempted" in checkpoints.run.tell.messages[-1]  # type: ignore
 
 
 class Slow(LocalFileSystem):

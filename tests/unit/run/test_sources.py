@@ -59,7 +59,7 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
     draws = inputs.source.draw(8, Workers())
     assert Counter(draw.data_source for draw in draws) == {"few": 6, "many": 2}
     assert messages == [
-        "few has 5 rows and 6 of them come in a step (its weight is 3, rollout.prompts_per_step "
+        "few has 5 rows, but a step takes 6 of them (its weight is 3, rollout.prompts_per_step "
         "8), so they repeat within a step; give more, or a lower weight"
     ]
 
@@ -87,5 +87,5 @@ def test_examples_come_by_their_weights(values: dict[str, Any]):
     places = [place for _, place in recipe.stream.of(range(14)).take(8)]
     assert sum(place < 5 for place in places) == 6
     assert [message.split(" (")[0] for message in messages] == [
-        "few has 5 rows and 6 of them come in a step"
+        "few has 5 rows, but a step takes 6 of them"
     ]

@@ -17,8 +17,8 @@ from raypo.serving.ray_serve import serve_on_ray
 @pytest.mark.parametrize(
     ("arguments", "key", "message"),
     [
-        (["--host", "0.0.0.0"], None, "Ray Serve asks clients for no API key"),
-        ([], "a-key", "Ray Serve asks clients for no API key"),
+        (["--host", "0.0.0.0"], None, "Ray Serve does not check API keys"),
+        ([], "a-key", "Ray Serve does not check API keys"),
         (["--", "--max-num-seqs", "64"], None, "-- (--max-num-seqs 64): --ray passes no command"),
     ],
 )
@@ -50,5 +50,5 @@ def test_a_ray_serve_that_runs_already_keeps_its_addresses_and_is_refused(
     monkeypatch.setitem(sys.modules, "ray.serve", stand_in)
     monkeypatch.setitem(sys.modules, "ray.serve.llm", SimpleNamespace(build_openai_app=None))
     config: Any = None
-    with pytest.raises(ConfigError, match="--ray: this cluster serves already"):
+    with pytest.raises(ConfigError, match="--ray: this cluster already serves applications"):
         serve_on_ray(config, host="127.0.0.1", port=1, ready=lambda address: None)

@@ -20,7 +20,11 @@ def test_an_engine_that_reads_no_text_refuses_stop_strings() -> None:
     request = replace(REQUEST, stop=("Q:",))
     validate_request(request, vocabulary_size=4, max_model_len=8)
     with pytest.raises(
-        ValueError, match=r"stop \(\['Q:'\]\): an engine that is made with reads_text"
+        ValueError,
+        match=(
+            r"stop \(\['Q:'\]\): stop strings must not be empty texts, and need an engine with "
+            r"reads_text"
+        ),
     ):
         validate_request(request, vocabulary_size=4, max_model_len=8, reads_text=False)
 
@@ -38,8 +42,8 @@ def test_an_engine_that_reads_no_text_refuses_stop_strings() -> None:
         ({"top_p": 0.0}, r"top_p \(0.0\)"),
         ({"top_k": 0}, r"top_k \(0\) must be 1 or more, or None"),
         ({"min_p": 1.5}, r"min_p \(1.5\) must lie in \[0, 1\]"),
-        ({"stop": ("",)}, r"stop \(\[''\]\): .* texts that are not empty"),
-        ({"timeout_s": 0.0}, r"timeout_s \(0.0\): a request has some time"),
+        ({"stop": ("",)}, r"stop \(\[''\]\): .*reads_text"),
+        ({"timeout_s": 0.0}, r"timeout_s \(0\.0\): must be above 0"),
     ],
 )
 def test_what_cannot_be_served_is_refused(changes: dict, message: str) -> None:

@@ -58,7 +58,7 @@ def test_the_tables_name_engine_arguments_only():
 def test_without_vllm_a_name_is_checked_where_the_engine_starts(monkeypatch):
     monkeypatch.setattr(vllm_arguments, "engine_argument_names", lambda: None)
     check_extra(EngineSection(extra={"presence_penalty": 2}))
-    assert "is said by seed" in refused(seed=3)
+    assert "is set through seed" in refused(seed=3)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_supported_versions(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.22.1", "0.33.0", "1.0.0", "0.9.2"])
 def test_unsupported_versions_are_named(version: str) -> None:
     with pytest.raises(
-        RuntimeError, match=rf"vLLM {version} is installed; .* 0\.23 to 0\.32"
+        RuntimeError, match=rf"vLLM {version} is installed, but .* 0\.23 to 0\.32"
     ) as caught:
         check_version(version)
     gpu, cpu = (Requirement(text) for text in re.findall(r'"([^"]+)"', str(caught.value)))

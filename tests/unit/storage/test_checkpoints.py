@@ -44,10 +44,10 @@ def test_a_whole_checkpoint_has_no_damage(checkpoint: Path):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        ("cut short", "has 1000 bytes in place of"),
-        ("empty", "has 0 bytes in place of"),
+        ("truncated", "has 1000 bytes instead of"),
+        ("empty", "has 0 bytes instead of"),
         ("gone", "is missing"),
-        ("one bit", "has other content than was written"),
+        ("one bit", "has different content from what was written"),
     ],
 )
 def test_a_damaged_file_is_named_by_one_worker_of_several(
@@ -56,7 +56,7 @@ def test_a_damaged_file_is_named_by_one_worker_of_several(
     path = checkpoint / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
-    path.write_bytes({"cut short": content[:1000], "empty": b""}.get(damage, content))
+    path.write_bytes({"truncated": content[:1000], "empty": b""}.get(damage, content))
     if damage == "gone":
         path.unlink()
     (found,) = damages(checkpoint)
@@ -66,14 +66,14 @@ def test_a_damaged_file_is_named_by_one_worker_of_several(
     ]
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut short"])
+@pytest.mark.parametrize("damage", ["gone", "truncated"])
 def test_without_a_manifest_it_is_not_whole_for_any_worker(checkpoint: Path, damage: str):
     if damage == "gone":
         (checkpoint / MANIFEST).unlink()
     else:
         (checkpoint / MANIFEST).write_bytes((checkpoint / MANIFEST).read_bytes()[:50])
     for rank in range(2):
-        assert damages(checkpoint, rank=rank, count=2) == ["manifest.json is missing or cut short"]
+        assert damages(checkpoint, rank=rank, count=2) == ["manifest.json is missing or truncated"]
 
 
 def test_a_run_without_a_whole_checkpoint_is_told_which_and_what_to_do(tmp_path: Path):
@@ -127,7 +127,7 @@ def test_a_list_that_is_written_anew_still_ranks_the_best_checkpoint_highest(tmp
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("damage", ["cut short", "a folder is gone", "the newest is gone"])
+@pytest.mark.parametrize("damage", ["truncated", "a folder is gone", "the newest is gone"])
 def test_ray_train_starts_with_what_is_left_of_its_list(tmp_path: Path, damage: str):
     storage = StorageContext(str(tmp_path), "run")
     files = RunFiles(str(tmp_path), "run")
@@ -145,13 +145,13 @@ def test_ray_train_starts_with_what_is_left_of_its_list(tmp_path: Path, damage: 
 
     asyncio.run(save())
     assert mend_list(files) is None
-    if damage == "cut short":
+    if damage == "truncated":
         files.write(CHECKPOINTS, (files.read(CHECKPOINTS) or b"")[:200])
     else:
         shutil.rmtree(tmp_path / "run" / f"checkpoint_{1 if damage == 'the newest is gone' else 2}")
     told = mend_list(files)
     assert told is not None
-    assert f"warning: {CHECKPOINTS} was written anew, because" in told
+    assert f"warning: {CHECKPOINTS} was rewritten, because" in told
     assert mend_list(files) is None
 
     left = CheckpointManager(CheckpointConfig(), storage)  # type: ignore[arg-type]
@@ -159,9 +159,9 @@ def test_ray_train_starts_with_what_is_left_of_its_list(tmp_path: Path, damage: 
     assert latest is not None
     wanted = 2 if damage == "the newest is gone" else 3
     assert (latest.metrics["step"], latest.metrics["x"]) == (wanted, 0.5)
-    assert len(left.best_checkpoint_results) == (3 if damage == "cut short" else 2)
+    assert len(left.best_checkpoint_results) == (3 if damage == "truncated" else 2)
 
     for folder in (tmp_path / "run").glob("checkpoint_?"):
         shutil.rmtree(folder)
-    with pytest.raises(DamagedCheckpointError, match="no checkpoint is whole"):
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint is intact:"):
         mend_list(files)

@@ -383,8 +383,8 @@ def test_remove_refuses_a_folder_that_is_no_run(storage):
 
     location = RunFiles(uri, "r").location
     assert str(error.value) == (
-        f"name (r): {location} is not the folder of such a run, it holds thesis.tex, so it is not "
-        "removed. Choose another name or storage_path, or remove the folder yourself."
+        f"name (r): {location} is not the folder of such a run, because it holds thesis.tex, so "
+        "it is not removed. Choose another name or storage_path, or remove the folder yourself."
     )
     assert (folder / "thesis.tex").exists()
 

@@ -134,8 +134,9 @@ def test_a_run_that_has_made_no_step_is_starting_and_shows_the_score_of_its_star
 def test_a_run_that_lives_and_is_silent_says_for_how_long(tmp_path: Path):
     files = run_of(tmp_path)
     with files.lock():
-        assert "  It is alive, but has written nothing for 50 min 00 s: see the log." in paragraph(
-            status_of(files, later_s=3000.0)
+        assert (
+            "  Its process is alive, but has written nothing for 50 min 00 s: see the log."
+            in paragraph(status_of(files, later_s=3000.0))
         )
 
 

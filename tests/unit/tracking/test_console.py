@@ -218,9 +218,9 @@ def test_the_token_is_shown_in_a_terminal_and_kept_out_of_what_is_logged():
     terminal, log = Terminal(), io.StringIO()
     for stream in (terminal, log):
         Console(stream).start("r", 1, "http://127.0.0.1:8265", "runs/r", "s3cret")
-    assert "the token that it asks for: s3cret" in terminal.getvalue()
+    assert "the token that it requires: s3cret" in terminal.getvalue()
     assert "s3cret" not in log.getvalue()
-    assert log.getvalue().endswith("asks for: what `ray get-auth-token` prints\n")
+    assert log.getvalue().endswith("requires: what `ray get-auth-token` prints\n")
 
 
 def test_steps_are_counted_where_the_metrics_do_not_say():

@@ -49,7 +49,7 @@ def test_the_command_writes_the_dashboard(tmp_path: Path):
 def test_without_a_ray_it_says_so(tmp_path: Path):
     done = monitor("--session", str(tmp_path / "session_latest"))
     assert done.exit_code == 2
-    assert "session_latest): no Ray is there that exports its metrics" in done.stderr
+    assert "session_latest): no Ray in this session exports its metrics" in done.stderr
     assert "ray start --head" in done.stderr
 
 

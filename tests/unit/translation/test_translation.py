@@ -469,7 +469,7 @@ def test_the_rows_of_a_file_limit_max_samples(tmp_path: Path):
     text = openrlhf(f"{flags} 6")
     assert "# - train.batch_size's default (128): ppo.minibatch_size is 2. It must" in text
     assert "num_steps: 3 # 6 rows // 2 prompts" in text
-    assert "# - max_samples (6): data.prompts is cut by hand" in text
+    assert "# - max_samples (6): shorten the files of data.prompts by hand" in text
 
 
 def test_a_transport_of_openrlhf_that_colocated_engines_lack_is_auto(tmp_path: Path):

@@ -98,7 +98,9 @@ def test_the_estimate_passes_over_steps_that_were_not_timed(tmp_path: Path):
     sweep, base = sweep_of(num_samples=2, storage_path=str(tmp_path)), base_of(cpus_per_worker=1)
     found = estimate(sweep, base, plan_sweep(sweep, base, [{"CPU": 1.0}], use_gpu=False))
     seconds = 2 * 3.0 * base.num_steps
-    assert found.startswith(f"at most {seconds:.0f} device-seconds, {duration(seconds)}, judged by")
+    assert found.startswith(
+        f"at most {seconds:.0f} device-seconds, {duration(seconds)}, estimated from"
+    )
 
 
 def test_half_a_trial_is_no_slot():
@@ -145,7 +147,7 @@ def test_elastic_trials_are_refused():
 
 
 def test_who_asks_for_too_much_reads_how_the_key_is_called_in_the_sweep_file():
-    with pytest.raises(ConfigError, match=r"base\.yaml: .* overrides\.learner\.num_workers"):
+    with pytest.raises(ConfigError, match=r"base\.yaml; .* overrides\.learner\.num_workers"):
         slots([{"CPU": 2.0}], num_workers=4)
 
 
@@ -163,7 +165,7 @@ def test_a_grid_is_every_combination():
     lines = describe(sweep, base_of(), plan)
     assert "4 trials of base.yaml" in lines[0]
     assert "each trial takes 1 CPU; 2 at a time" in "\n".join(lines)
-    assert "not known before a first run" in "\n".join(lines)
+    assert "not known before the base config has run" in "\n".join(lines)
     assert lines[-1] == "  s-00003: ppo.gamma=1.0, seed=1"
 
 

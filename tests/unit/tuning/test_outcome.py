@@ -99,7 +99,7 @@ def test_a_trial_that_failed_is_not_the_best(base: Path):
 
 def test_a_best_trial_that_breaks_the_constraint_is_told(base: Path):
     kept = outcome_in(base, trials(), constraint="kl/ref_response_mean <= 10")[0]
-    line = "no trial keeps all constraints; it breaks kl/ref_response_mean <= 10"
+    line = "no trial satisfies all constraints; this one violates kl/ref_response_mean <= 10"
     assert line in kept.lines()
 
 

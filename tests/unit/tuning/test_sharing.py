@@ -74,7 +74,7 @@ def test_on_cpus_all_is_shared_and_takes_no_place():
     assert plan.num_slots == 3
     lines = describe(sweep_of(), base_of(), plan)
     assert "  all trials share reference, reward_0" in lines
-    assert "  engines are handed on from trial to trial" in lines
+    assert "  engines are reused from trial to trial" in lines
 
 
 def test_on_gpus_models_are_shared_where_no_trial_pays_for_it():

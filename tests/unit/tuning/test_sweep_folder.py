@@ -100,5 +100,5 @@ def test_values_of_any_kind_have_a_column(tmp_path: Path, values: list[object]):
 
 def test_a_run_does_not_take_the_folder_of_a_sweep(files: RunFiles):
     run = PPOConfig.load(Path(files.location).parent / "base.yaml", overrides={"name": "s"})
-    with pytest.raises(ConfigError, match=r"name \(s\): .* holds a sweep, no run\."):
+    with pytest.raises(ConfigError, match=r"name \(s\): .* holds a sweep, not a run\."):
         check_run_folder(run, files)

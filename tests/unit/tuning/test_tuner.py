@@ -97,6 +97,37 @@ def test_the_number_of_trials(values: dict[str, Any]):
     assert count(space, num_samples=-1, time_budget_s=9)[0] > 10**6
 
 
+def test_an_experiment_is_restored_with_the_arguments_that_it_began_with(
+    values: dict[str, Any], tmp_path: Path
+):
+    space = {"learner.lr": tune.grid_search([0.1, 0.2])}
+    began = Tuner(
+        values,
+        param_space=space,
+        tune_config=tune.TuneConfig(metric="eval/loss", mode="min", num_samples=3),
+        run_config=tune.RunConfig(name="mine", stop={"step": 5}),
+        share=[],
+    )
+    began._write_arguments()
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "runs" / "mine").rename(moved)
+    restored = Tuner.restore(moved, values, resume_errored=True)
+    assert (restored.location, restored.num_trials) == (str(moved), 6)
+    assert restored._tune_config == began._tune_config
+    assert restored._run_config.stop == {"step": 5}
+    assert restored._share == []
+    assert restored.trials[0].model_dump()["learner"]["lr"] == 0.1
+    assert restored._resume is not None
+    assert restored._resume.errored == tune.ResumeConfig.ResumeType.RESUME
+    with pytest.raises(ConfigError, match=r"was started with another one:\n  num_steps: .* -> 99"):
+        Tuner.restore(moved, values | {"num_steps": 99})
+
+
+def test_a_folder_without_an_experiment_is_not_restored(values: dict[str, Any], tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"path \(.*nowhere\): holds no experiment"):
+        Tuner.restore(tmp_path / "nowhere", values)
+
+
 def test_values_are_plain():
     point = point_of({"learner": {"lr": np.float64(0.5)}, "learner.batch_size": np.int64(3)})
     assert point == {"learner.lr": 0.5, "learner.batch_size": 3}
@@ -143,8 +174,8 @@ def test_a_waiting_trial_is_told_once_with_who_holds_the_room(
     assert said == [
         "",
         "",
-        "mine-1 waits for room: 4 CPU are not free. Placement groups that hold the rest: "
-        "raypo:mine-0:workers (8 CPU).\n",
+        "mine-1 waits for room: 4 CPU are not free. Placement groups that hold the missing "
+        "resources: raypo:mine-0:workers (8 CPU).\n",
         "",
         "",
         "",

@@ -193,6 +193,6 @@ def test_an_engine_on_a_gpu_without_a_learner_worker_is_told_what_to_set():
     engine = Engine((*GPUS, "GPU-7"))
     for error in push(engine, lambda rank: iter(WEIGHTS.items())):
         assert isinstance(error, WeightError)
-        assert "GPU-7, and no learner worker does (they have GPU-0, GPU-1)" in str(error)
+        assert "GPU-7, but no learner worker does (they use GPU-0, GPU-1)" in str(error)
         assert "rollout.engine.transport to object or nccl" in str(error)
     assert engine.num_buckets == 0

@@ -30,7 +30,7 @@ def test_a_push_names_what_it_carries() -> None:
 
 def test_a_tensor_sent_twice_is_refused() -> None:
     twice = [("a", torch.ones(1)), ("a", torch.ones(1))]
-    with pytest.raises(WeightError, match="named twice: a"):
+    with pytest.raises(WeightError, match="these occur twice: a"):
         local_push(pack(twice, bucket_bytes=64), version=1)
 
 
