@@ -148,6 +148,16 @@ class _PolicyClient(OpenAIChatCompletionsClient):
     async def raise_from_native_response(self, response: Any) -> None:
         """Accept empty turns: the policy chose them, and the rubric scores them."""
 
+    async def from_native_response(self, response: Any) -> Any:
+        """Return the response in the package's form. An empty turn keeps its empty text.
+
+        Version 0.3 replaces it with null, which the endpoint refuses in the next request.
+        """
+        answer = await super().from_native_response(response)
+        if answer.message.content is None and not answer.message.tool_calls:
+            answer.message.content = ""
+        return answer
+
 
 def _rubrics(rubric: Rubric) -> Iterator[Rubric]:
     """Yield a rubric and, if it is a group, the rubrics in it."""

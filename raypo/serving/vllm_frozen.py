@@ -348,6 +348,8 @@ class VllmJudge(VllmModel):
 
         All prompts form one batch. A prompt that leaves no room for the answer gets an error.
         """
+        if not prompts:
+            return []
         texts = prompts
         if self._chat:
             messages = ([{"role": "user", "content": prompt}] for prompt in prompts)

@@ -130,6 +130,23 @@ def test_an_episode_is_one_row_of_what_was_sampled(tokenizer, own, template):
     assert sampled == sum(len(ids) for ids in engine.said.values())
 
 
+class Silent(Talking):
+    """Ends each turn before its first word."""
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        ids = self.said[seed_of(request)] = np.array([END], np.int32)
+        return Completion(ids, np.zeros(1, np.float32), "stop", 3)
+
+
+def test_an_episode_goes_on_after_an_empty_turn(tokenizer, own):
+    tokenizer.chat_template = next(iter(CHAT_TEMPLATES.values()))
+    for each in scores_of(played(tokenizer, own, Silent())):
+        assert each.episode.error is None
+        assert (each.episode.num_turns, each.row_index) == (2, 0)
+        assert each.response_ids[each.response_mask].tolist() == [END, END]
+        assert each.score == 0.0
+
+
 def test_tools_of_an_environment_are_called_within_one_row(tokenizer, own):
     tokenizer.chat_template = TEMPLATE
     engine = Calling(tokenizer)
