@@ -120,6 +120,7 @@ def _autoscaler(node_types: Mapping[str, Any], address: str) -> dict[str, Any]:
             "disable_node_updaters": True,
             "disable_launch_config_check": True,
         },
+        "auth": {},
         "available_node_types": {"ray.head.default": head, **node_types},
         "head_node_type": "ray.head.default",
         "upscaling_speed": 1.0,

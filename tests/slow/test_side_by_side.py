@@ -45,11 +45,11 @@ def test_they_give_the_numbers_that_they_give_alone_and_leave_nothing(
     beside = task.parent / "runs" / "beside"
     wait_for_steps(beside, 1)
     trials = raypo("sweep", tmp_path / "rates.yaml")
-    out, error = trials.communicate(timeout=300)
+    out, error = trials.communicate(timeout=900)
     assert trials.returncode == 0, out + error
     assert run.poll() is None, "they did not run at the same time"
     run.send_signal(signal.SIGINT)
-    out, error = run.communicate(timeout=60)
+    out, error = run.communicate(timeout=300)
     assert run.returncode == 130, out + error
     assert numbers(read_metrics(beside))[:4] == numbers(first.metrics)
     deadline = time.monotonic() + 30
