@@ -31,7 +31,11 @@ def message(key: str, kind: Any = PPOConfig) -> str:
         ("beta", "ppo.kl.coef", ""),
         ("max_prompt_length", "data.max_prompt_tokens", "Tokens"),
         ("max_completion_length", "rollout.max_new_tokens", "Tokens"),
-        ("ppo_mini_batch_size", "ppo.minibatch_size", "verl counts prompts, raypo responses"),
+        (
+            "ppo_mini_batch_size",
+            "ppo.minibatch_size",
+            "verl counts prompts, raypo counts responses",
+        ),
         ("clip_ratio_high", "ppo.clip_high", ""),
         ("rollout.n", "rollout.samples_per_prompt", "Responses per prompt"),
         ("actor_rollout_ref.rollout.n", "rollout.samples_per_prompt", "Responses per prompt"),

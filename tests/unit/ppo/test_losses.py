@@ -231,7 +231,7 @@ def test_gmpo_is_the_geometric_mean_of_ratios_that_are_clipped_first():
 
 
 def test_what_clip_cov_and_kl_cov_do_to_the_tokens_that_they_hold():
-    with pytest.raises(ValueError, match=r"'clip_cov'.*pass covariant"):
+    with pytest.raises(ValueError, match=r"'clip_cov'.*pass `covariant`"):
         one_token(0.1, 1.0, kind="clip_cov")
     held = {"covariant": ONE, "covariance_kl": 0.5}
     loss, gradient, stats = one_token(0.1, 1.0, kind="clip_cov", **held)
