@@ -87,8 +87,8 @@ def test_a_data_set_that_does_not_fit_the_recipe_is_refused(values: dict[str, An
             rows.filter(lambda row: False),
             r"data\.prompts \(given in Python\): there are",
         ),
-        (SFTTrainer, rows.iterator(), r"data\.prompts \(ray\.data\..*DataIteratorImpl\): rows are"),
-        (DPOTrainer, rows, r"data\.chosen_key \(chosen\): .* it has prompt, response"),
+        (SFTTrainer, rows.iterator(), r"data\.prompts \(ray\.data\..*DataIteratorImpl\): rows must"),
+        (DPOTrainer, rows, r"data\.chosen_key \(chosen\): .* It has prompt, response"),
     ):
         settings = values if trainer is SFTTrainer else dpo_without_prompts(values)
         with pytest.raises(ConfigError, match=told):
