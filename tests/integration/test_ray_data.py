@@ -87,7 +87,11 @@ def test_a_data_set_that_does_not_fit_the_recipe_is_refused(values: dict[str, An
             rows.filter(lambda row: False),
             r"data\.prompts \(given in Python\): there are",
         ),
-        (SFTTrainer, rows.iterator(), r"data\.prompts \(ray\.data\..*DataIteratorImpl\): rows must"),
+        (
+            SFTTrainer,
+            rows.iterator(),
+            r"data\.prompts \(ray\.data\..*DataIteratorImpl\): rows must",
+        ),
         (DPOTrainer, rows, r"data\.chosen_key \(chosen\): .* It has prompt, response"),
     ):
         settings = values if trainer is SFTTrainer else dpo_without_prompts(values)
