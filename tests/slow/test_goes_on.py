@@ -1,15 +1,17 @@
 """Runs that go on: further than they were to, or as another run, with the numbers of one run."""
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from pyarrow.parquet import read_table
+from ray.train import FailureConfig, RunConfig
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.storage.checkpoints import checkpoint_state, find_checkpoint
-from tests.integration.task import numbers, read_metrics
+from tests.integration.task import kill_train_workers, numbers, read_metrics, wait_for_steps
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -92,15 +94,34 @@ def test_a_deployed_judge_gives_the_same_grades_wherever_it_runs_and_after_a_res
 def test_a_curriculum_goes_on_with_the_prompts_of_the_run_that_was_never_stopped(
     task: Path, mode: str
 ):
+    """The learner's worker is killed after step 3, one after a checkpoint.
+
+    A lengthened run would not do: its last step samples nothing ahead.
+    """
     keys = {"data.curriculum": {"pass_score": 0.2, "memory": 0.5}, "num_steps": 6}
     if mode != "sync":
         keys |= {"rollout.mode": mode, "placement.mode": {"engine": "dedicated"}}
     whole, _ = run(task, f"whole-{mode}", **keys)
-    run(task, f"halves-{mode}", **keys | {"num_steps": 2})
-    rows, ended = run(task, f"halves-{mode}", **keys)
-    assert ended == {"status": "finished", "step": 6}
-    assert numbers(rows) == numbers(whole)
+    config = PPOConfig.load(task, overrides={"name": f"killed-{mode}", **keys})
+
+    def kill() -> None:
+        wait_for_steps(task.parent / "runs" / config.name, 3)
+        kill_train_workers()
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    once = RunConfig(failure_config=FailureConfig(max_failures=1))
+    result = PPOTrainer(config, run_config=once).fit()
+    killer.join(timeout=10)
+    rows = read_metrics(task.parent / "runs" / config.name)
+    assert result.return_value == {"status": "finished", "step": 6}
+    accounts = {f"rollout/samples_{name}" for name in ("asked", "asked_again", "carried")}
+    one, other = (
+        [{key: value for key, value in row.items() if key not in accounts} for row in numbers(each)]
+        for each in (rows, whole)
+    )
+    assert one == other
     assert 0 < rows[0]["curriculum/seen_fraction"] < rows[-1]["curriculum/seen_fraction"]
-    folders = [task.parent / "runs" / f"{name}-{mode}" for name in ("whole", "halves")]
+    folders = [task.parent / "runs" / f"{name}-{mode}" for name in ("whole", "killed")]
     weights = [(each / "policy" / "model.safetensors").read_bytes() for each in folders]
     assert weights[0] == weights[1]
