@@ -358,7 +358,7 @@ class VllmJudge(VllmModel):
         answers: list[str | ValueError] = [
             ValueError(
                 f"reward.judge.max_model_len ({self._max_model_len}): leaves room for a prompt of "
-                f"{room} tokens beside the answer, and the judge's prompt has another number. "
+                f"{room} tokens beside the answer, but the judge's prompt is longer, or empty. "
                 f"Raise it, or lower max_tokens of reward.judge.sampling."
             )
         ] * len(prompts)

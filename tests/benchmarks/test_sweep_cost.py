@@ -52,7 +52,7 @@ class Cost:
 
 @dataclass
 class Usage:
-    """Of a command and all processes that it starts."""
+    """Resources that a command and all processes that it starts have used."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0

@@ -44,7 +44,7 @@ def prepared(folder: Path, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def device_seconds(*arguments: str | Path) -> float:
-    """Of a command from its start to its end."""
+    """Run a command, and return its device-seconds: its duration times the cores it holds."""
     begin = time.monotonic()
     command = raypo(*arguments)
     _, error = command.communicate()
