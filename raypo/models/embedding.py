@@ -2,7 +2,9 @@
 
 For few indices torch uses a special kernel. It sums blocks of 1024 indices and lacks a barrier
 between two blocks, so gradients are silently wrong in rare cases (pytorch/pytorch#187687, fixed in
-June 2026). A single block is safe, and so are many indices, which use a sorting kernel.
+June 2026). A single block is safe, and so are many indices, which use a sorting kernel. As of torch
+2.11, that kernel adds with atomics if few indices are distinct (pytorch/pytorch#170589): the sums
+are right, but their last bits vary between runs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raypo.metrics.process_memory import peak_memory
 from raypo.weights.buckets import Bucket, unpack
@@ -222,6 +222,7 @@ class WorkerExtension:
         }
         skipped = {name for name in second_names if name.rpartition(".")[0] not in modules}
         tensors = (each for each in unpack(received, verify=True) if each[0] not in skipped)
+        tensors = _named_for_adapters(model, tensors)
         with _current_config(self.vllm_config):
             names = model.load_weights(tensors)
         # A few models report no names: count all parameters as loaded.
@@ -283,6 +284,29 @@ def _parameter_names(model: nn.Module) -> set[str]:
 def _without_adapter(name: str) -> str:
     """Return a weight's name without the level that vLLM's LoRA wrapper adds."""
     return name.replace(".base_layer", "")
+
+
+def _named_for_adapters(
+    model: Any, tensors: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Add the level of vLLM's LoRA wrapper to weights' names, where vLLM does not do so itself.
+
+    vLLM's wrapper forwards `load_weights` to the layer that it wraps. Without that method, as in
+    0.23, the loader of a model looks its parameters up by their names inside the wrapper.
+    """
+    wrapped = {
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if hasattr(module, "base_layer") and not hasattr(module, "load_weights")
+    }
+    parts = getattr(model, "packed_modules_mapping", {}).items()
+    packed = {part: whole for whole, of_it in parts for part in of_it}
+    for name, tensor in tensors:
+        path, _, parameter = name.rpartition(".")
+        parent, dot, layer = path.rpartition(".")
+        if f"{parent}{dot}{packed.get(layer, layer)}" in wrapped:
+            name = f"{path}.base_layer.{parameter}"
+        yield name, tensor
 
 
 def _repack_tied_heads(model: nn.Module, loaded: set[str]) -> None:

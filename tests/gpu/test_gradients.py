@@ -1,6 +1,8 @@
-"""Gradients of lookups on a GPU: exact sums, the same each time.
+"""Gradients of lookups on a GPU: the right sums each time.
 
-Between 1025 and 4096 places torch's own backward pass of an embedding has a race.
+Between 1025 and 4096 places torch's own backward pass of an embedding has a race, which loses or
+repeats terms. For few distinct tokens its sorting kernel adds with atomics, as of torch 2.11
+(pytorch/pytorch#170589): the order of a sum varies, and with it the last bits.
 """
 
 from types import SimpleNamespace
@@ -31,5 +33,7 @@ def test_the_gradient_of_lookups_is_the_plain_sum_each_time(kind: str, places: i
     for _ in range(TIMES):
         found = table(ids) if kind == "embedding" else _at(table.weight, ids)
         gradients += torch.autograd.grad((found * weight).sum(), table.weight)
-    assert all(torch.equal(each, gradients[0]) for each in gradients[1:])
-    assert torch.allclose(gradients[0].cpu().double(), expected, rtol=1e-4, atol=1e-4)
+    for each in gradients:
+        assert torch.allclose(each.cpu().double(), expected, rtol=1e-5, atol=1e-4)
+    if kind == "states":
+        assert all(torch.equal(each, gradients[0]) for each in gradients[1:])
