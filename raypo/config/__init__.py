@@ -2,6 +2,11 @@
 
 from raypo.config.base import Config, ConfigError, flatten, is_import_path
 from raypo.config.dpo_config import DPOConfig, DPOSection, PreferencesSection
+from raypo.config.learner_section import (
+    OVERLAPPED_STAGE,
+    LearnerSection,
+    WorkersSection,
+)
 from raypo.config.placement_section import FrozenSection, PlacementSection
 from raypo.config.ppo_section import PPOSection
 from raypo.config.ppo_subsections import (
@@ -16,6 +21,12 @@ from raypo.config.recipe_config import (
     AnyConfig,
     load_run_config,
     parse_run_config,
+)
+from raypo.config.reward_section import (
+    Criterion,
+    JudgeSection,
+    RewardSection,
+    RewardWeights,
 )
 from raypo.config.rollout_section import EngineSection, InFlight, RolloutSection, SamplingSection
 from raypo.config.rounds_config import (
@@ -33,26 +44,19 @@ from raypo.config.run_config import (
     RecipeConfig,
 )
 from raypo.config.sections import (
-    OVERLAPPED_STAGE,
     CheckpointSection,
     ClusterSection,
-    Criterion,
     CurriculumSection,
     DataSection,
     EvalSection,
-    JudgeSection,
-    LearnerSection,
     LoggingSection,
     LoraSection,
     MLflowSection,
     ModelSection,
     PolicyLoraSection,
-    RewardSection,
-    RewardWeights,
     SampledModelSection,
     StopSection,
     WandbSection,
-    WorkersSection,
 )
 from raypo.config.sources import PromptSource, SourceEntry, functions_of, source_name
 from raypo.config.supervised_config import (

@@ -9,10 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field
 
 from raypo.config.base import ConfigError, ImportPath, RunFile, is_import_path
+from raypo.config.learner_section import (
+    LearnerSection,
+    WorkersSection,
+)
 from raypo.config.paths import is_uri
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
 from raypo.config.ppo_section import PPOSection
 from raypo.config.ppo_subsections import MAX_KL_ERROR
+from raypo.config.reward_section import (
+    RewardSection,
+)
 from raypo.config.rollout_section import EngineSection, RolloutSection
 from raypo.config.sections import (
     CheckpointSection,
@@ -20,15 +27,12 @@ from raypo.config.sections import (
     CurriculumSection,
     DataSection,
     EvalSection,
-    LearnerSection,
     LoggingSection,
     ModelSection,
     RatedDataSection,
     RewardModelEntry,
-    RewardSection,
     SampledModelSection,
     StopSection,
-    WorkersSection,
 )
 from raypo.config.sources import functions_of, one_or_many
 

@@ -8,6 +8,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from raypo.config.base import Config
+from raypo.config.learner_section import (
+    WorkersSection,
+)
 from raypo.config.rollout_section import SamplingSection
 from raypo.config.run_config import RecipeConfig
 from raypo.config.sections import (
@@ -17,7 +20,6 @@ from raypo.config.sections import (
     EvalSection,
     LoraSection,
     Periodic,
-    WorkersSection,
 )
 from raypo.config.sources import HeldOutSources, functions_of
 
