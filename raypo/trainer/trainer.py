@@ -208,6 +208,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             "reward_fn": given.reward_fn,
             "callbacks": given.callbacks,
             "scaling_config": scaling_config,
+            **torch_trainer_arguments,
         }
         """Arguments of the trainers of a `Tuner`'s trials: the Python objects that they share."""
         resolved: Any = resolve(given.config, scaling_config, run_config, self._reward_fn)

@@ -71,6 +71,8 @@ class TrialSetup:
     """Keyword arguments of each trial's trainer besides its config and run config."""
     train_callbacks: tuple[UserCallback, ...] = ()
     """Ray Train callbacks of each trial's run."""
+    worker_runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's runtime environment of each trial's learner workers."""
 
     def config(self, name: str, point: Point) -> AnyConfig:
         """Return the run config of a trial with these values."""
@@ -147,8 +149,11 @@ class TrialTrainer(RecipeTrainer[AnyConfig]):
         segment: Segment | None,
     ) -> None:
         self._setup, self._reports, self._segment = setup, reports, segment
-        callbacks = [reports, *setup.train_callbacks]
-        super().__init__(config, run_config=RunConfig(callbacks=callbacks), **setup.arguments)
+        run_config = RunConfig(
+            callbacks=[reports, *setup.train_callbacks],
+            worker_runtime_env=dict(setup.worker_runtime_env),
+        )
+        super().__init__(config, run_config=run_config, **setup.arguments)
         run_controllers_here(self)
 
     def _runtime(self, monitor: ActorHandle, dedicated: Dedicated) -> Runtime:

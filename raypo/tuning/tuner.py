@@ -79,8 +79,8 @@ class Tuner:
 
         Args:
             config: Config that each trial changes: the config of any recipe, a mapping of its keys,
-                the path of a run file, or a trainer. The reward function, callbacks, rows and
-                `ScalingConfig` of a trainer are used too.
+                the path of a run file, or a trainer. The reward function, callbacks, rows,
+                `ScalingConfig`, `TorchConfig` and `worker_runtime_env` of a trainer are used too.
             param_space: Ray Tune's search space or a fixed value for each key of the run config
                 (nested, or dotted like `learner.policy_lr`). None means that the searcher has the
                 space.
@@ -206,17 +206,6 @@ class Tuner:
             Console().message(f"changed input, accepted: {change}")
         if not is_resumed:
             self._write_arguments()
-        scheduler = self._tune_config.scheduler
-        setup = TrialSetup(
-            sweep=self._files.name,
-            base=self._values,
-            storage_path=below(self._files.location, TRIALS_FOLDER),
-            working_dir=os.getcwd(),
-            is_population=isinstance(scheduler, PopulationBasedTraining),
-            digests=known_digests(),
-            arguments=trainer.arguments_of_trials,
-            train_callbacks=tuple(trainer.run_config.callbacks or ()),
-        )
         console = Console()
         console.message(
             f"{self._files.name}: {plan.num_slots} trials at a time; files in "
@@ -228,7 +217,7 @@ class Tuner:
         callbacks = [*(self._run_config.callbacks or ()), interruption]
         return fit_trials(
             run_tuned,
-            setup,
+            self._trial_setup(),
             base,
             self._files,
             plan,
@@ -237,6 +226,20 @@ class Tuner:
             run_config=replace(self._run_config, callbacks=callbacks),
             stop=StopOnRequest(self._run_config.stop),
             resume=self._resume,
+        )
+
+    def _trial_setup(self) -> TrialSetup:
+        trainer = self._trainer
+        return TrialSetup(
+            sweep=self._files.name,
+            base=self._values,
+            storage_path=below(self._files.location, TRIALS_FOLDER),
+            working_dir=os.getcwd(),
+            is_population=isinstance(self._tune_config.scheduler, PopulationBasedTraining),
+            digests=known_digests(),
+            arguments=trainer.arguments_of_trials,
+            train_callbacks=tuple(trainer.run_config.callbacks or ()),
+            worker_runtime_env=dict(trainer.run_config.worker_runtime_env or {}),
         )
 
     @property

@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import yaml
 from ray import tune
+from ray.train import RunConfig
+from ray.train.torch import TorchConfig
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
@@ -16,6 +19,7 @@ from raypo import ConfigError, RejectionSamplingTrainer, SFTConfig, SFTTrainer, 
 from raypo.deployment import reserve
 from raypo.tuning import experiment
 from raypo.tuning.experiment import RoomWatch, StopOnRequest
+from raypo.tuning.trial import TrialReports, trial_trainer
 from raypo.tuning.tuner import point_of
 from tests.integration.pipeline import rounds_values, sft_values, write_examples
 
@@ -188,3 +192,19 @@ def test_a_waiting_trial_is_told_once_with_who_holds_the_room(
         now[0] += 3.0
         watch.on_step_end(1, trials)  # pyright: ignore[reportArgumentType]
     assert capsys.readouterr().out.count("waits for room") == 1, "it waits again"
+
+
+def test_trials_get_the_trainers_torch_config_and_the_environment_of_its_workers(
+    values: dict[str, Any],
+):
+    trainer = SFTTrainer(
+        SFTConfig.parse(values),
+        torch_config=TorchConfig(timeout_s=77),
+        run_config=RunConfig(worker_runtime_env={"env_vars": {"NCCL_DEBUG": "INFO"}}),
+    )
+    setup = cloudpickle.loads(cloudpickle.dumps(Tuner(trainer)._trial_setup()))
+    config = setup.config("a-00000", {})
+    reports = TrialReports(None, {}, setup.files(0), None)
+    trial: Any = trial_trainer(config)(config, setup, reports, None)
+    assert trial.run_config.worker_runtime_env["env_vars"] == {"NCCL_DEBUG": "INFO"}
+    assert trial.backend_config.timeout_s == 77
