@@ -152,7 +152,7 @@ def test_a_sweep_takes_at_most_half_as_long_as_separate_runs(
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_sixteen_trials_with_early_stopping_cost_a_third_of_separate_runs(
+def test_sixteen_trials_with_early_stopping_cost_a_quarter_of_separate_runs(
     tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ):
     """ASHA stops trials early; the held-out verifier names the winner under a bound on the KL.
@@ -164,7 +164,7 @@ def test_sixteen_trials_with_early_stopping_cost_a_third_of_separate_runs(
     import pyarrow.parquet as pq
 
     num_trials = int(os.environ.get("RAYPO_BENCHMARK_TRIALS", "16"))
-    num_steps = 8 * num_trials
+    num_steps = 16 * num_trials
     write_task(tmp_path)
     base = {"num_steps": num_steps, "seed": seed, "eval.every": 4, "checkpoint.every": num_steps}
     path = tmp_path / "many.yaml"
@@ -216,7 +216,7 @@ def test_sixteen_trials_with_early_stopping_cost_a_third_of_separate_runs(
         print(f"the sweep / {num_trials} runs: device-seconds {wall:.2f}, of computing {cpu:.2f}")
     assert best["feasible"]
     assert best["status"] == "finished"
-    assert num_trials < 16 or wall <= 0.35
+    assert num_trials < 16 or wall <= 0.3
 
 
 def generate_s(folder: Path, name: str) -> float:
