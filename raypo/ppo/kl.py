@@ -137,7 +137,7 @@ def kl_loss_terms(
     Only `log_probs` gets a gradient. In expectation:
 
     - k2 has the gradient of KL(policy || reference) of the next token, in each state of a response.
-    - k3, as published with GRPO, has the gradient of the reverse KL(reference || policy).
+    - k3, as published with GRPO, has the gradient of KL(reference || policy).
     - k3_st has the value of k3 and the gradient of k2.
 
     No kind accounts for the effect of a token on later states. A penalty in the reward does.

@@ -61,7 +61,7 @@ def test_the_command_serves_the_runs_policy_and_leaves_nothing(run: Path):
     try:
         assert server.stdout is not None
         lines = iter(server.stdout.readline, "")
-        (line,) = (each for each in lines if each.startswith("raypo: serves trained at "))
+        line = next(each for each in lines if each.startswith("raypo: serves trained at "))
         client = client_at(line.split(" at ")[1].strip())
         assert [each.id for each in client.models.list()] == ["trained"]
         for prompt in PROMPTS:
