@@ -35,8 +35,8 @@ class KLSection(Config):
     model is started."""
     estimator: Literal["k1", "k2", "k3", "k3_st"] = "k1"
     """Per-token KL estimator (Schulman 2020). In the reward: k1. In the loss: k2, k3 (as GRPO
-    published it, with the gradient of KL(reference || policy)) or k3_st (value of k3, gradient of k2;
-    arXiv:2510.01555)."""
+    published it, with the gradient of KL(reference || policy)) or k3_st (value of k3, gradient of
+    k2; arXiv:2510.01555)."""
     placement: Literal["reward", "loss"] = "reward"
     """Place of the penalty. reward: in the token rewards, or in the score of the response if
     ppo.advantage compares the samples of a prompt; loss: a term of the policy loss."""
