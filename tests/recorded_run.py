@@ -165,7 +165,7 @@ def write_run(
         files.write_summary(
             {"status": status, "recipe": "ppo", "wall_s": 167.0, "versions": {"raypo": "0.1.0"}}
         )
-    write_tokenizer(files.policy_dir)
+    write_tokenizer(files.folder / "policy")
     return folder / name
 
 

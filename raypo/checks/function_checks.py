@@ -148,10 +148,9 @@ def check_reward_function(function: Any, *, key: str = "reward.function") -> Non
     if isinstance(function, str):
         check_function(function, key=key)
     for line, name, attribute in _unknown_attributes(_definition(function)):
-        called = function if isinstance(function, str) else function_name(function)
         raise ConfigError(
-            f"{key} ({called}): line {line} reads {name}.{attribute}, but a rollout has no "
-            f"{attribute}. A rollout has {', '.join(_FIELDS)}."
+            f"{key} ({function_name(function)}): line {line} reads {name}.{attribute}, but a "
+            f"rollout has no {attribute}. A rollout has {', '.join(_FIELDS)}."
         )
 
 

@@ -201,21 +201,6 @@ def _check_tokenizer(config: Any, key: str, path: str) -> None:
         )
 
 
-def check_evaluated(model: str) -> None:
-    """Refuse a model for `raypo eval` whose special tokens have no row in its embedding.
-
-    The responses of such a model could never end. vLLM checks the weights itself: it loads more
-    architectures than raypo trains, and reports what a folder lacks.
-
-    Raises:
-        ConfigError: the tokenizer's first or last token, or a stop token, has no row in the
-            embedding.
-    """
-    from raypo.models.loading import check_tokens
-
-    check_tokens(model, key="MODEL")
-
-
 def _check_same_tokens(key: str, path: str, policy: str) -> None:
     """Refuse a model that would read the policy's token ids as other tokens.
 

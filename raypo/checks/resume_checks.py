@@ -15,7 +15,7 @@ from raypo.config import (
 from raypo.config.auto_values import decided_as
 from raypo.config.base import RECORDED_BASE
 from raypo.inputs import GIVEN, changes, inputs_of, recorded_inputs
-from raypo.storage.checkpoints import checkpoint_state, config_of, find_checkpoint
+from raypo.storage.checkpoints import checkpoint_state, find_checkpoint
 from raypo.storage.folder import parent_and_name
 from raypo.storage.run_files import RunFiles, is_given
 
@@ -148,14 +148,14 @@ _NOT_OF_A_CHECKPOINT = "model.lora.push"
 def _check_beginning(config: RecipeConfig, place: str) -> None:
     """Refuse a checkpoint that the run could not load, or that leaves no step to train."""
     checkpoint = find_checkpoint(place)
-    state, earlier = checkpoint_state(checkpoint), config_of(checkpoint)
+    run = RunFiles.at(parent_and_name(checkpoint)[0])
+    state, earlier = checkpoint_state(checkpoint), run.config() or {}
     if config.num_steps <= state["step"]:
         raise ConfigError(
             f"num_steps ({config.num_steps}): from_checkpoint ({place}) is from step "
             f"{state['step']}, and step numbers continue from there. Set num_steps above "
             f"{state['step']}."
         )
-    run = RunFiles.at(parent_and_name(checkpoint)[0])
     # The checkpoint's state fits only this base model. It holds an adapter for the model, or
     # weights under the names of the model's weights.
     now = {} if config.checkpoint.changed_inputs == "accept" else inputs_of(config)

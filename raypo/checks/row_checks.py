@@ -161,20 +161,18 @@ def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.fun
             there |= dict.fromkeys(row.values)
             has_truth = has_truth or has_ground_truth(row.values)
     if graded and not has_truth:
-        called = graded[0] if isinstance(graded[0], str) else function_name(graded[0])
         raise ConfigError(
-            f"data.label_key (None): {called} takes a ground_truth, but rows of data.prompts have "
-            'no reward_model["ground_truth"] as rows of verl do. Set data.label_key to the '
-            "column of the answers."
+            f"data.label_key (None): {function_name(graded[0])} takes a ground_truth, but rows of "
+            'data.prompts have no reward_model["ground_truth"] as rows of verl do. Set '
+            "data.label_key to the column of the answers."
         )
     there.pop("prompt", None)  # passed under the name `prompts`
     for name, each in needed:
         if name not in there:
-            called = each if isinstance(each, str) else function_name(each)
             raise ConfigError(
-                f"{key} ({called}): has the argument {name}, but data.prompts has no such column. "
-                f"It has {', '.join(there) or 'none besides the prompt'}. Add the column, rename "
-                "the argument, or give it a default."
+                f"{key} ({function_name(each)}): has the argument {name}, but data.prompts has no "
+                f"such column. It has {', '.join(there) or 'none besides the prompt'}. Add the "
+                "column, rename the argument, or give it a default."
             )
 
 

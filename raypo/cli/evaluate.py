@@ -43,10 +43,10 @@ def evaluate(
             "or dpo config."
         )
     from raypo.checks.input_checks import check_evaluation
-    from raypo.checks.model_checks import check_evaluated
+    from raypo.models.loading import check_tokens
 
     check_evaluation(policy, settings)
-    check_evaluated(policy)
+    check_tokens(policy, key="MODEL")  # vLLM checks the weights
     if to is not None:
         to.parent.mkdir(parents=True, exist_ok=True)
     for variable, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("VLLM_LOGGING_LEVEL", "ERROR")):

@@ -129,9 +129,10 @@ def _serve_on_ray(
     from raypo.config import ClusterSection
     from raypo.serving.ray_serve import llm_config, serve_on_ray
 
-    # Without this handler, SIGTERM would leave Ray Serve running on an existing cluster.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     connect(ClusterSection())
+    # Without this handler, SIGTERM would leave Ray Serve running on an existing cluster. It is set
+    # after `connect`, because Ray installs a handler of its own, which aborts the process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     has_gpus = bool(ray.cluster_resources().get("GPU"))
     config = llm_config(model, name=name, use_gpu=has_gpus, engine_kwargs=engine_kwargs)
     tell("starting Ray Serve")

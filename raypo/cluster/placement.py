@@ -8,7 +8,6 @@ the learner workers' group, which holds everything else. Pure arithmetic on Ray'
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
@@ -305,18 +304,6 @@ def first_workers(role: ServedRole, nodes: Sequence[Hashable]) -> list[int]:
             firsts.append(rank)
         seen[node] += 1
     return firsts
-
-
-def nearest(first: Sequence[int], rank: int) -> int:
-    """Return the index of the replica that a worker uses.
-
-    This is the last replica whose first rank is at or below the worker's rank.
-
-    Args:
-        first: First rank of each replica, ascending.
-        rank: Rank of the worker.
-    """
-    return max(0, bisect_right(first, rank) - 1)
 
 
 def torn_apart(role: ServedRole, nodes: Sequence[Hashable]) -> str | None:

@@ -55,11 +55,6 @@ class LoraSection(Config):
     linear layer except the output head. A mixture-of-experts model needs names, because its experts
     are not linear layers. A vision tower gets no adapter."""
 
-    @property
-    def scale(self) -> float:
-        """Scale alpha / rank of the product B A x."""
-        return self.alpha / self.rank
-
 
 class PolicyLoraSection(LoraSection):
     """Adapters of the policy and its critic."""

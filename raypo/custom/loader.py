@@ -304,11 +304,11 @@ def imported_now() -> str | None:
     return _importing[-1] if _importing else None
 
 
-def function_name(function: Callable[..., Any]) -> str:
+def function_name(function: Callable[..., Any] | str) -> str:
     """Return a function's name for messages: package.module.name, or file.py:name as in configs.
 
     A partial has the name of the function that it wraps. An object with a `__str__` has that text,
-    any other object the name of its class.
+    any other object the name of its class. An import path is returned as it is.
     """
     while isinstance(function, partial):
         function = function.func

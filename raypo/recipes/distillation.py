@@ -32,15 +32,11 @@ from raypo.run.services import Services
 from raypo.types import Example, Rollout, Taught
 
 
-def untaught_of(prompt_ids: np.ndarray, response_ids: np.ndarray) -> Taught:
+def untaught_of(item: Rollout | Example) -> Taught:
     """Return an item without teacher log-probs; a teacher adds them later."""
-    nothing = np.zeros((len(response_ids), 0))
-    return Taught(prompt_ids, response_ids, nothing.astype(np.float32), nothing.astype(np.int32))
-
-
-def untaught_of_sample(scored: Rollout) -> Taught:
-    """Return a sample as an item without teacher log-probs; a teacher adds them later."""
-    return untaught_of(scored.prompt_ids, scored.response_ids)
+    nothing = np.zeros((len(item.response_ids), 0))
+    none_yet = nothing.astype(np.float32), nothing.astype(np.int32)
+    return Taught(item.prompt_ids, item.response_ids, *none_yet)
 
 
 def read_by_teacher(item: Taught) -> np.ndarray:
@@ -120,9 +116,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
             drawn = self.texts.take(count * rollout.samples_per_prompt)
             for position, (source, text) in drawn[self.run.workers.rank :: self.run.workers.count]:
                 # Texts belong to no group. -1 keeps their keys apart from those of samples.
-                pupils[teacher_of[source]][-1, position] = untaught_of(
-                    text.prompt_ids, text.response_ids
-                )
+                pupils[teacher_of[source]][-1, position] = untaught_of(text)
         wanted = self.run.config.distillation.top_k
         count = min(wanted or self._vocabulary, self._vocabulary)
         asked = []
@@ -170,7 +164,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         """Return the samples to learn, with their teacher prompts, and metrics that count them."""
         if self.teacher_prompts is None:
             usable = [each for each in scored if is_trainable(each)]
-            return [(each, untaught_of_sample(each)) for each in usable], {}
+            return [(each, untaught_of(each)) for each in usable], {}
         sampled: list[tuple[Rollout, Taught]] = []
         most, too_long = self.run.config.distillation.max_teacher_prompt_tokens, 0
         for group in learnable(scored):
@@ -181,7 +175,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
                 if len(ids) > most:
                     too_long += 1
                 else:
-                    untaught = replace(untaught_of_sample(each), teacher_prompt_ids=ids)
+                    untaught = replace(untaught_of(each), teacher_prompt_ids=ids)
                     sampled.append((each, untaught))
         counts = self.run.workers.sum(as_tensor(len(sampled), too_long)).tolist()
         names = ("selection/responses", "selection/prompts_too_long")

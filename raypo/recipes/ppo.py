@@ -79,7 +79,8 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         evaluation = Evaluation(run, inputs, sampler, scorer, phases, records)
         evaluation.before_first_update()
         if ahead:  # None if `rollout.mode` is sync
-            ahead.begin(last_step=records.last_step, at_end=run.at_end)
+            run.at_end.callback(ahead.close)
+            ahead.begin(last_step=records.last_step)
 
         for step in records.steps():
             clock = Clock()

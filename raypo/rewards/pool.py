@@ -44,7 +44,7 @@ class PooledReward:
             log: File to which the function's prints are appended.
         """
         self._processes, self._timeout_s = processes, timeout_s
-        self._name = function if isinstance(function, str) else function_name(function)
+        self._name = function_name(function)
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         spec = function if isinstance(function, str) else cloudpickle.dumps(function)

@@ -220,7 +220,7 @@ class WeightedSum:
         self.functions, self.weights = list(functions), list(weights)
 
     def __str__(self) -> str:
-        return ", ".join(f if isinstance(f, str) else function_name(f) for f in self.functions)
+        return ", ".join(map(function_name, self.functions))
 
     @property
     def names(self) -> list[str]:

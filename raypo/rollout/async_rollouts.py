@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -145,16 +144,12 @@ class AsyncRollouts:
             workers=workers.beside(),
         )
 
-    def begin(self, *, last_step: int, at_end: ExitStack | None = None) -> None:
+    def begin(self, *, last_step: int) -> None:
         """Start to sample for the steps after `last_step`.
 
         Args:
             last_step: The last completed step. The engines hold its weights.
-            at_end: The run's exit stack. `close` is added to it, so that sampling ends with the
-                run.
         """
-        if at_end is not None:
-            at_end.callback(self.close)
         self._version = self._last_step = last_step
         self._filling = last_step + len(self._batches)
         self._front = self._drawn

@@ -1,8 +1,8 @@
 """Record the steps of a run: metrics, samples, callbacks, stop and checkpoint rules, and a summary.
 
-Concurrency. A writer thread (`BackgroundWriter`) writes the samples of a step while the main thread
-goes on. `report` waits for it: the metrics line makes a step complete, so all other files of the
-step must be written first.
+Concurrency. Each worker has a writer thread, which writes the samples of a step while the main
+thread goes on. The writer threads of all workers share a process group. `report` waits for them:
+the metrics line makes a step complete, so all other files of the step must be written first.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from raypo.custom.loader import load_function
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Clock, Span
 from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
-from raypo.run.background_writer import BackgroundWriter
 from raypo.run.callbacks import StepView, ask_callbacks, by_name
 from raypo.run.rollout_metrics import sample_row, speed_metrics
 from raypo.run.run import Run
@@ -68,7 +68,9 @@ class Records:
         self._interrupted = False
         self._step_started = 0.0
         self._sinks = Sinks([])
-        self._writer: BackgroundWriter | None = None  # needs a process group, so created on demand
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="raypo-files")
+        self._writers: Workers | None = None  # the threads' process group, created on demand
+        self._pending: list[Future[None]] = []
         self._callbacks = {path: load_function(path, key="callbacks") for path in config.callbacks}
         self._callbacks |= by_name(run.runtime.callbacks)
         # Watched metrics, by config key, whose names were not yet compared with measured metrics.
@@ -130,9 +132,10 @@ class Records:
 
     def write_samples(self, step: int, rows: Rows, *, held_out: bool = False) -> None:
         """Write all workers' rows to the step's file of samples, in the background."""
-        if self._writer is None:
-            self._writer = BackgroundWriter(self._run.workers.beside())
-        self._writer.submit(partial(self._write_samples, step, rows, held_out=held_out))
+        if self._writers is None:
+            self._writers = self._run.workers.beside()
+        work = partial(self._write_samples, step, rows, self._writers, held_out=held_out)
+        self._pending.append(self._writer.submit(work))
 
     @contextmanager
     def keeping(self, step: int, samples: Sequence[Rollout]) -> Iterator[None]:
@@ -212,8 +215,7 @@ class Records:
         run = self._run
         metrics = self.initial | metrics
         self.initial = {}
-        if self._writer:
-            self._writer.wait()
+        self._wait_for_samples()
         # The run may resume from a reported checkpoint, so the step's rollouts must be stored
         # first. The models are uploaded together with the checkpoint.
         run.files.sync(models=False)
@@ -250,8 +252,7 @@ class Records:
     def finish(self) -> dict[str, Any]:
         """Write the summary, and return the run's status and last step."""
         run = self._run
-        if self._writer:  # held-out samples may still be queued if no step followed
-            self._writer.wait()
+        self._wait_for_samples()  # held-out samples may still be queued if no step followed
         self.uploads.wait()
         is_done = self.last_step == run.config.num_steps or self.stopped
         status = "finished" if is_done else "interrupted"
@@ -274,9 +275,14 @@ class Records:
         return {"status": status, "step": self.last_step}
 
     def _close(self) -> None:
-        if self._writer:
-            self._writer.close()
+        self._writer.shutdown(wait=False, cancel_futures=True)  # a write that runs finishes
         self._sinks.close()
+
+    def _wait_for_samples(self) -> None:
+        """Wait until all samples are written. Raise the first error of a write."""
+        pending, self._pending = self._pending, []
+        for each in pending:
+            each.result()
 
     def _check_watched(self, metrics: dict[str, float]) -> None:
         """Warn if a watched metric was not measured. If it is a held-out metric, raise an error."""

@@ -14,6 +14,8 @@ import ray.train
 from ray.train import Checkpoint, CheckpointConsistencyMode
 
 from raypo.collectives import Workers
+from raypo.rollout.async_rollouts import AsyncRollouts
+from raypo.rollout.prompt_source import PromptSource
 from raypo.run.records import Records
 from raypo.run.run import Run
 from raypo.storage.checkpoints import (
@@ -35,6 +37,8 @@ _README = "README.txt"
 ModelWriters = Mapping[str, Callable[[Path], None]]
 """Functions that write a model to a folder, by the folder's name in the run's folder. All workers
 that train the model call its function; rank 0 of these workers writes."""
+RolloutSource = PromptSource | AsyncRollouts
+"""A source of rollouts whose position is a part of the state."""
 
 
 class Saveable(Protocol):
@@ -46,26 +50,6 @@ class Saveable(Protocol):
 
     def restore(self, directory: Path) -> None:
         """Restore the state that `save` wrote."""
-        ...
-
-
-class SavedRollouts(Protocol):
-    """A source of rollouts whose position is a part of the state (`PromptSource`)."""
-
-    def position(self) -> dict[str, Any]:
-        """Return the position in the stream of prompts."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], workers: Workers) -> None:
-        """Restore the position from a checkpoint's state."""
-        ...
-
-    def save(self, directory: Path, workers: Workers) -> None:
-        """Write the rollouts that were sampled ahead."""
-        ...
-
-    def restore(self, directory: Path, workers: Workers) -> None:
-        """Read the rollouts that `save` wrote. Called only for this run's own checkpoints."""
         ...
 
 
@@ -84,7 +68,7 @@ class Checkpoints:
     _models: set[str] = field(default_factory=set)
     """Names of the model folders that were written into the run's folder."""
 
-    def restore(self, learner: Saveable, rollouts: SavedRollouts | None = None) -> dict[str, Any]:
+    def restore(self, learner: Saveable, rollouts: RolloutSource | None = None) -> dict[str, Any]:
         """Restore the newest undamaged checkpoint of this run.
 
         If this run has no checkpoint yet, restore one of another run: `from_checkpoint`, or in
@@ -153,7 +137,7 @@ class Checkpoints:
         return self.run.runtime.resume_from or (None if place is None else find_checkpoint(place))
 
     def _restore_from(
-        self, directory: Path, learner: Saveable, rollouts: SavedRollouts | None, *, is_own: bool
+        self, directory: Path, learner: Saveable, rollouts: RolloutSource | None, *, is_own: bool
     ) -> dict[str, Any]:
         run = self.run
         learner.restore(directory)
@@ -180,7 +164,7 @@ class Checkpoints:
         learner: Saveable,
         *,
         state: Mapping[str, Any],
-        rollouts: SavedRollouts | None = None,
+        rollouts: RolloutSource | None = None,
         samples: Sequence[Rollout] = (),
     ) -> Checkpoint | None:
         """End the step. If a checkpoint is due (`Records.end_step`), save it and the models.

@@ -5,6 +5,7 @@ They run in the learner workers' placement group. Rank 0 creates the actors for 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,6 @@ from raypo.cluster.placement import (
     PlacementError,
     ServedRole,
     first_workers,
-    nearest,
     served_roles,
     torn_apart,
     workers_beside,
@@ -210,7 +210,8 @@ def _asked_first(
         return own_engines(workers, int(role.num_replicas))
     if role.num_replicas == "auto" and not is_beside:
         return [0]
-    return [nearest(first_workers(role, nodes), workers.rank)]
+    # The last replica whose first rank is at or below the rank of this worker.
+    return [max(0, bisect_right(first_workers(role, nodes), workers.rank) - 1)]
 
 
 def own_engines(workers: Workers, count: int) -> list[int]:

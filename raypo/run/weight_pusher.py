@@ -7,33 +7,27 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Protocol, cast
-
-from torch import Tensor
+from typing import Any, cast
 
 from raypo.cluster.actors import survivors
 from raypo.config import OnlineConfig
+from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
+from raypo.learner.supervised import SupervisedLearner
 from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.collect import PushAgain, Sampler
 from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.run.online_inputs import OnlineInputs
-from raypo.run.phases import OffloadingLearner, Phase, Phases
+from raypo.run.phases import Phase, Phases
 from raypo.run.run import Run
 from raypo.run.service_gauges import ServiceGauges
 from raypo.run.services import Services
-from raypo.weight_sync.probe import Probe, ProbedLearner, try_probe
+from raypo.weight_sync.probe import Probe, try_probe
 from raypo.weight_sync.push import AdaptedLearner, open_transport, push_adapter
 
-
-class OnlineLearner(ProbedLearner, OffloadingLearner, Protocol):
-    """Methods of a learner that a push calls. A push of adapters needs `AdaptedLearner` as well."""
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights by their checkpoint names; all workers iterate together."""
-        ...
+AnyLearner = Learner | SupervisedLearner[Any]
 
 
 class WeightPusher:
@@ -90,7 +84,7 @@ class WeightPusher:
             shares_engines=services.shared_engine and not self._joins,
         )
 
-    def push_first(self, learner: OnlineLearner, *, version: int) -> None:
+    def push_first(self, learner: AnyLearner, *, version: int) -> None:
         """Wait for the engines, and push the weights that the run starts from."""
         run, services = self._run, self._services
         run.tell.phase("waiting for the engine")
@@ -100,7 +94,11 @@ class WeightPusher:
         self.push(learner, version=version)
 
     def push(
-        self, learner: OnlineLearner, *, version: int, ahead: AsyncRollouts | None = None
+        self,
+        learner: AnyLearner,
+        *,
+        version: int,
+        ahead: AsyncRollouts | None = None,
     ) -> dict[str, float]:
         """Push the learner's weights to the engines.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -121,11 +122,8 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
 
 
 def _digest(path: Path) -> str:
-    digest, buffer = xxhash.xxh3_64(), memoryview(bytearray(1 << 22))
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(buffer[:size])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def no_whole_checkpoint(
@@ -212,11 +210,3 @@ def checkpoint_state(checkpoint: str) -> dict[str, Any]:
             f"{checkpoint}: {STATE} is truncated. Restore it from a copy, or name another "
             "checkpoint in from_checkpoint."
         ) from None
-
-
-def config_of(checkpoint: str) -> dict[str, Any]:
-    """Return the config of the run whose folder contains a checkpoint.
-
-    The result is empty if the folder is not that of a run.
-    """
-    return RunFiles.at(parent_and_name(checkpoint)[0]).config() or {}

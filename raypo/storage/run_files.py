@@ -77,9 +77,6 @@ class RunFiles:
         """Final location of the files, for messages: a path or a URI."""
         self.is_local = not isinstance(self._folder, RemoteFolder)
         """True if files are written in place, without a URI."""
-        self.policy_dir = self.folder / "policy"
-        self.critic_dir = self.folder / "critic"
-        self.adapter_dir = self.folder / "adapter"
         self.best_dir = self.folder / BEST
         self.logs_dir = self.folder / _LOGS
         self._has_whole_lines = False

@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from raypo.checks.input_checks import check_evaluation, check_inputs
-from raypo.checks.model_checks import check_evaluated, check_model, check_models
+from raypo.checks.model_checks import check_model, check_models
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.item_store import ItemStore
-from raypo.models.loading import Limits, load_tokenizer, reads_tokens, same_vocabulary
+from raypo.models.loading import Limits, check_tokens, load_tokenizer, reads_tokens, same_vocabulary
 from raypo.recipes.dpo import DPORecipe
 from raypo.recipes.reward_model import RewardModelRecipe
 from raypo.recipes.sft import SFTRecipe
@@ -401,14 +401,14 @@ def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
 
 def test_eval_refuses_the_model_that_it_cannot_sample_from(here: Path):
     config = config_of("ppo")
-    check_evaluated("policy")
+    check_tokens("policy", key="MODEL")
     check_evaluation("policy", config)
     with_values(here / "other", max_position_embeddings=300)
     with pytest.raises(ConfigError, match=r"MODEL \(other\) has positions for 300 tokens"):
         check_evaluation("other", config)
     with_values(here / "policy", "generation_config.json", eos_token_id=9999)
     with pytest.raises(ConfigError, match=r"^MODEL \(policy\): eos_token_id of its generation"):
-        check_evaluated("policy")
+        check_tokens("policy", key="MODEL")
 
 
 def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):

@@ -275,8 +275,8 @@ def test_eval_makes_the_folder_of_its_figures_before_it_samples(
         assert to.parent.is_dir()
         return {"held_out": {"eval/prompts": 1.0, "eval/score_mean": 0.5}}
 
-    for check in ("input_checks.check_evaluation", "model_checks.check_evaluated"):
-        monkeypatch.setattr(f"raypo.checks.{check}", lambda *_: None)
+    for check in ("checks.input_checks.check_evaluation", "models.loading.check_tokens"):
+        monkeypatch.setattr(f"raypo.{check}", lambda *_, **__: None)
     monkeypatch.setattr("raypo.tracking.logs.log_to_file", lambda _: None)
     monkeypatch.setattr("raypo.rollout.standalone_evaluation.evaluate_model", sampled)
     assert exit_status(monkeypatch, "eval", "model", "--config", config, "--to", to) == 0

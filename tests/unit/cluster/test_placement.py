@@ -18,7 +18,6 @@ from raypo.cluster.placement import (
     groups_side_by_side,
     lay_out,
     matches,
-    nearest,
     place,
     without,
 )
@@ -326,9 +325,8 @@ def frozen(count: int | Literal["auto"], **more: Any) -> ServedRole:
     return ServedRole(*asked, **more)
 
 
-def test_a_worker_asks_the_replica_that_begins_nearest_before_it():
+def test_the_first_workers_of_replicas():
     assert first_workers(frozen("auto"), list("aabcc")) == [0, 2, 3]
-    assert [nearest([0, 2, 3], rank) for rank in range(5)] == [0, 0, 1, 2, 2]
     assert first_workers(frozen(2), list("aaaaa")) == [0, 2]
     assert first_workers(frozen(1), list("ab")) == [0]
 

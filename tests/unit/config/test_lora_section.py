@@ -11,10 +11,10 @@ def ppo(lora: object, **model: object) -> PPOConfig:
     return PPOConfig.parse(RUN | {"model": {"policy": "p", "lora": lora, **model}})
 
 
-def test_an_empty_section_is_the_defaults_and_the_scale_is_alpha_by_rank():
+def test_an_empty_section_is_the_defaults():
     lora = ppo({}).model.lora
     assert lora is not None
-    assert (lora.rank, lora.scale, lora.target_modules) == (16, 2.0, "all-linear")
+    assert (lora.rank, lora.target_modules) == (16, "all-linear")
 
 
 def test_the_policy_without_its_adapter_is_the_reference_unless_another_is_named():

@@ -308,6 +308,10 @@ class ThreadWorkers(Workers):
     def broadcast(self, value: Any) -> Any:
         return self.gather(value)[0]
 
+    def gather_first(self, value: Any) -> list[Any]:
+        gathered = self.gather(value)
+        return gathered if self.rank == 0 else []
+
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
         return [of_one[self.rank] for of_one in self.gather(list(parcels))]
 

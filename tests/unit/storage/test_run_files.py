@@ -279,7 +279,10 @@ def test_config_and_summary_round_trip(storage):
 def test_sync_copies_what_others_wrote_and_only_what_changed(tmp_path):
     target = tmp_path / "r"
     files = RunFiles(tmp_path.as_uri(), "r")
-    for folder, name in ((files.policy_dir, "model.safetensors"), (files.logs_dir, "worker.log")):
+    for folder, name in (
+        (files.folder / "policy", "model.safetensors"),
+        (files.logs_dir, "worker.log"),
+    ):
         folder.mkdir()
         (folder / name).write_text("one")
     files.sync()

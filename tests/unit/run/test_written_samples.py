@@ -12,7 +12,6 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.metrics.clock import Clock
 from raypo.rollout.sharding import to_experience
-from raypo.run.background_writer import BackgroundWriter
 from raypo.run.records import Records
 from raypo.run.rollout_metrics import rollout_rows, sample_row
 from raypo.run.run import Run
@@ -84,16 +83,17 @@ def test_rollouts_and_held_out_samples_are_written_so(run):
         assert ids == [each.response_ids.tolist() for each in dealt]
 
 
-def test_all_workers_gather_in_their_threads_while_they_do_something_else():
-    def work(workers: Workers) -> list[Any]:
-        seen: list[Any] = []
-        writer = BackgroundWriter(workers.beside())
-        for number in range(3):
-            writer.submit(lambda group, n=number: seen.append(group.gather((n, group.rank))))
+def test_all_workers_gather_in_their_threads_while_they_do_something_else(run):
+    def work(workers: Workers) -> None:
+        records = Records(Run(run.config, run.runtime, workers, run.files, run.tell))
+        for step in range(1, 4):
+            rows = partial(list, map(sample_row, group(workers.rank)))
+            records.write_samples(step, rows, held_out=True)
             workers.gather("meanwhile")
-        writer.wait()
-        writer.close()
-        return seen
+        report(records, 3)
 
-    for seen in on_workers(2, work):
-        assert seen == [[(n, 0), (n, 1)] for n in range(3)]
+    on_workers(2, work)
+    each = [tuple(sample_row(sample)["response_ids"]) for n in range(2) for sample in group(n)]
+    for step in range(1, 4):
+        written = [tuple(row["response_ids"]) for row in run.files.rollouts(step, held_out=True)]
+        assert sorted(written) == sorted(each)
