@@ -33,9 +33,9 @@ COLOURS = (
     "#10a37f",
     "#a855f7",
     "#e5484d",
-    "#14b8a6",
-    "#d6a10a",
-    "#ec4899",
+    "#8c6d46",
+    "#e3b505",
+    "#f08fc0",
     "#6b7280",
 )
 """Colours by index of the run, so that a run has the same colour in all charts."""

@@ -214,7 +214,8 @@ def main() -> None:
             result["optimizer"] = type(engine.optimizer).__name__
             result["overlaps"] = engine.zero_overlap_comm()
         if folder := task["checkpoints"]:
-            directory = Path(folder) / f"{dtype}_{stage}_{workers.count}"
+            apart = f"_{task['critic_workers']}" if task["critic_workers"] else ""
+            directory = Path(folder) / f"{dtype}_{stage}_{workers.count}{apart}"
             directory.mkdir(exist_ok=True)
             learner.save(directory)
             workers.barrier()
