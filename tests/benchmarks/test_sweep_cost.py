@@ -161,7 +161,7 @@ def test_sixteen_trials_with_early_stopping_cost_a_quarter_of_separate_runs(
 
     Device-seconds are the machine's cores times the seconds of a command, from its start to its
     end: a run of its own has the machine for itself, as the whole sweep has. All runs of their own
-    are taken to cost as much as that of the winner.
+    are taken to cost as much as that of the winner's values, with all steps.
     """
     import pyarrow.parquet as pq
 
@@ -198,17 +198,20 @@ def test_sixteen_trials_with_early_stopping_cost_a_quarter_of_separate_runs(
     trials = pq.read_table(tmp_path / "runs" / "many" / "trials.parquet").to_pylist()
     best, *others = trials
     alone, same = [], {}
-    for trial in (best, others[-1]):  # one that survived, and one that was stopped
+    for trial, is_whole in ((best, True), (others[-1], False)):
         name = f"alone-{trial['name']}"
         values = base | json.loads(trial["point"])
         folder = tmp_path / "runs" / "many" / "trials" / trial["name"]
         # A stopped trial ends the step that it is in, which a run of as many steps would evaluate.
+        # The best trial may have been stopped too, if those with higher scores broke the bound.
         tried = numbers(read_metrics(folder))
         tried = tried[: len(tried) // EVAL_EVERY * EVAL_EVERY]
-        values["num_steps"] = values["checkpoint.every"] = len(tried)
+        if not is_whole:
+            values["num_steps"] = values["checkpoint.every"] = len(tried)
         overrides = [f"{key}={value}" for key, value in values.items()]
         alone.append(run("train", tmp_path / "ppo.yaml", f"name={name}", *overrides))
-        same[name, len(tried)] = numbers(read_metrics(tmp_path / "runs" / name)) == tried
+        found = numbers(read_metrics(tmp_path / "runs" / name))
+        same[name, len(tried)] = found[: len(tried)] == tried
     steps = sorted(trial["step"] for trial in trials)
     with capsys.disabled():
         print(f"\nseed {seed}: {num_trials} trials of at most {num_steps} steps: {steps}")
@@ -225,7 +228,6 @@ def test_sixteen_trials_with_early_stopping_cost_a_quarter_of_separate_runs(
         print(f"the sweep / {num_trials} runs: device-seconds {wall:.2f}, of computing {cpu:.2f}")
     assert all(same.values()), same
     assert best["feasible"]
-    assert best["status"] == "finished"
     assert num_trials < 16 or wall <= 0.3
 
 
