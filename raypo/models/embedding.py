@@ -3,8 +3,8 @@
 For few indices torch uses a special kernel. It sums blocks of 1024 indices and lacks a barrier
 between two blocks, so gradients are silently wrong in rare cases (pytorch/pytorch#187687, fixed in
 June 2026). A single block is safe, and so are many indices, which use a sorting kernel. As of torch
-2.11, that kernel adds with atomics if few indices are distinct (pytorch/pytorch#170589): the sums
-are right, but their last bits vary between runs.
+2.11, that kernel adds with atomics if few indices are distinct (pytorch/pytorch#170589): the
+last bits of the sums vary between runs.
 """
 
 from __future__ import annotations
