@@ -124,5 +124,5 @@ def test_a_policy_teaches_itself_and_goes_on_to_the_same_numbers(folder: Path):
     assert whole[1]["train/loss"] != pytest.approx(deployed[1]["train/loss"], rel=1e-4)
     distillation("halves", num_steps=1)
     assert numbers(distillation("halves")) == numbers(whole)
-    workers = distillation("shares", learner={"num_workers": 2, "zero_stage": 3})
+    workers = distillation("taught_shares", learner={"num_workers": 2, "zero_stage": 3})
     assert workers[0]["train/loss"] == pytest.approx(whole[0]["train/loss"], rel=1e-3)
