@@ -171,7 +171,7 @@ def check_models(config: AnyConfig) -> None:
         if key == "model.policy" and is_reward_model:
             kind = classifier
         if kind is classifier:
-            loading.refuse_other_labels(key, path)
+            loading.check_classifier(key, path)
         checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)

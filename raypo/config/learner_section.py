@@ -13,6 +13,16 @@ OVERLAPPED_STAGE = 2
 """Lowest ZeRO stage at which DeepSpeed reduces gradients during the backward pass. This holds for
 callers that decide when gradients are reduced, as raypo does (`DeepSpeedEngine._do_sanity_check` of
 0.19)."""
+DEEPSPEED_KEYS = {
+    "optimizer": "learner.optimizer, the learning rates and adam_* keys of learner",
+    "scheduler": "learner.lr_schedule and learner.lr_warmup_steps",
+    "gradient_clipping": "learner.max_grad_norm",
+    "fp16": "model.dtype to bfloat16",
+    "train_batch_size": "the batch sizes of the recipe",
+    "train_micro_batch_size_per_gpu": "learner.max_tokens_per_microbatch",
+    "gradient_accumulation_steps": "learner.max_tokens_per_microbatch",
+}
+"""Keys of DeepSpeed's config that raypo sets -> the keys that determine them."""
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -110,9 +120,18 @@ class WorkersSection(Config):
         if self.lr_schedule == "constant":
             why = "learner.lr_schedule is constant"
             yield from self._idle("lr_floor", why, "set learner.lr_schedule to linear or cosine")
+        yield from self._problems_of_own_keys()
         yield from self._deepspeed_problems()
         if self.optimizer == "muon":
             yield from self._muon_problems()
+
+    def _problems_of_own_keys(self) -> Iterator[str]:
+        for name, own in DEEPSPEED_KEYS.items():
+            if name in self.deepspeed:
+                yield (
+                    f"learner.deepspeed.{name} ({self.deepspeed[name]}): raypo sets this itself. "
+                    f"Remove it, and set {own}."
+                )
 
     def _deepspeed_problems(self) -> Iterator[str]:
         key = "learner.deepspeed.zero_optimization"

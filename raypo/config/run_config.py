@@ -544,7 +544,8 @@ class PPOConfig(OnlineConfig):
             yield from self._problems_of_agents()
         of_the_total = ("normalize", "clip_low", "clip_high", "function")
         answers_turns = self.rollout.is_episodic and not self.rollout.has_agent
-        is_credited_by_turn = answers_turns and not self.ppo.needs_group
+        credits_turns = not self.ppo.needs_group or self.ppo.advantage == "gigpo"
+        is_credited_by_turn = answers_turns and credits_turns
         for key, value in shaping.set_keys(*of_the_total) if is_credited_by_turn else ():
             yield (
                 f"{key} ({value}): changes the score of a whole episode, but ppo.advantage: "
@@ -603,6 +604,8 @@ class PPOConfig(OnlineConfig):
             )
 
     def _problems_of_scores(self) -> Iterator[str]:
+        if self.ppo.advantage == "gdpo":
+            yield from self._problems_of_weights()
         samples, horizon = self.rollout.samples_per_prompt, self.ppo.kl.horizon
         comparing = f"ppo.advantage: {self.ppo.advantage}" if self.ppo.needs_group else None
         comparing = comparing or ("ppo.filter.enabled" if self.ppo.filter.enabled else None)
@@ -622,6 +625,17 @@ class PPOConfig(OnlineConfig):
                 f"step ({self.responses_per_step}), or the coefficient could turn negative. "
                 f"Set ppo.kl.horizon to {self.responses_per_step} or more."
             )
+
+    def _problems_of_weights(self) -> Iterator[str]:
+        weights = {f"reward.weights.{name}": weight for name, weight in self.reward.weights}
+        for place, each in enumerate(self.model.reward or ()):
+            weights[f"model.reward.{place}.weight"] = each.weight
+        for key, weight in weights.items():
+            if weight != 1.0:
+                yield (
+                    f"{key} ({weight}): weights the score, but ppo.advantage: gdpo trains on the "
+                    "parts of the score. Remove it, and set ppo.part_weights."
+                )
 
     def _problems_of_corrections(self) -> Iterator[str]:
         section, truncation = self.ppo.correction, self.rollout.truncation

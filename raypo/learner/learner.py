@@ -146,6 +146,7 @@ class Learner:
         The microbatches are those of `update`, so the first update has a ratio of exactly 1.
         """
         found: dict[str, Tensor] = {}
+        known = None
         is_one_update = len(self._minibatches(experience)) <= 1
         if self._ppo.old_log_probs == "engine":
             known = ~experience.rollout_log_probs.isnan()  # leave other tokens out of the loss
@@ -160,7 +161,12 @@ class Learner:
                 found |= self._if_policy("ref_log_probs", experience)
         if self._critic:
             found |= self._values(experience, self._critic)
-        return experience.with_(**self._roles.joined(experience, found))
+        experience = experience.with_(**self._roles.joined(experience, found))
+        if known is not None and (reference := experience.ref_log_probs) is not None:
+            # An unknown token then has no KL.
+            old = experience.rollout_log_probs.where(known, reference)
+            experience = experience.with_(old_log_probs=old)
+        return experience
 
     def update(
         self,

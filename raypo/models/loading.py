@@ -69,20 +69,31 @@ def load_reward_model(
     Raises:
         ConfigError: the folder is a classifier with more than one label, or weights are missing.
     """
-    refuse_other_labels("model.reward", path)
+    check_classifier("model.reward", path)
     model = _load(
         AutoModelForSequenceClassification, path, dtype, attention, new_head=new_head, num_labels=1
     )
     return with_float32_heads(model)
 
 
-def refuse_other_labels(key: str, path: str) -> None:
-    """Raise if a model is a sequence classifier with more than one label.
+LAST_TOKEN_CLASSIFIERS = ("ctrl", "modernbert-decoder", "xlnet")
+"""Architectures whose classifiers have no `score` head, which `sequence_scores` could apply to the
+right token, and whose own forward pass takes the last token without regard to the attention
+mask."""
+
+
+def check_classifier(key: str, path: str) -> None:
+    """Raise if a model is a sequence classifier that cannot be a reward model.
 
     Raises:
-        ConfigError: the model has more than one label.
+        ConfigError: the model has more than one label, or would read its score from padding.
     """
     config = read_config(path, key=key)
+    if config.model_type in LAST_TOKEN_CLASSIFIERS:
+        raise ConfigError(
+            f"{key} ({path}): classifiers of the architecture {config.model_type} read their score "
+            "from the last token of a padded batch. Give a reward model of another architecture."
+        )
     labels = getattr(config, "num_labels", 1)
     architectures = getattr(config, "architectures", None) or []
     told, _ = PretrainedConfig.get_config_dict(path)
@@ -310,7 +321,7 @@ def _load(
     new_head: bool = False,
     **config_values: Any,
 ) -> nn.Module:
-    """Load a model with every dropout at 0, so that old and new log-probs are comparable."""
+    """Load a model without dropout and router noise: old and new log-probs are comparable."""
     config = read_config(path, **config_values)
     _turn_dropout_off(config)  # before the model is built: many models store the number itself
     network = network_class(kind, config, path)
@@ -375,9 +386,12 @@ def _keep_heads_in_float32(network: Any) -> None:
 
 
 def _turn_dropout_off(config: PretrainedConfig) -> None:
-    """Set attention_dropout, resid_pdrop, layerdrop etc. to 0, in nested configs too."""
+    """Set attention_dropout, resid_pdrop, layerdrop etc. to 0, in nested configs too.
+
+    The noise of a mixture's router (`router_jitter_noise`) is set to 0 as well.
+    """
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
             _turn_dropout_off(value)
-        elif isinstance(value, float) and "drop" in name:
+        elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)

@@ -173,6 +173,8 @@ def generalized_advantages(
     def estimate(
         rewards: Tensor, values: Tensor, mask: Tensor, last: Tensor, *others: Tensor
     ) -> list[Tensor]:
+        if not mask.numel():  # a worker without rows
+            return [torch.zeros_like(rewards), torch.zeros_like(values)]
         places = _sampled_places(mask)
         kept_values = keep(values.double(), mask)
         value = _compact(kept_values, places)

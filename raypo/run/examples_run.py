@@ -190,6 +190,8 @@ class PolicyExamplesRecipe(ExamplesRecipe[PolicyConfig, Item]):
             run.tell.phase("starting the engine")
             logs = str(run.files.logs_dir)
             self.engine = start_deployments(run.config, run.name, run.workers, logs_dir=logs).engine
+            if torch.cuda.is_available():  # vLLM measures free GPU memory as it starts
+                self.wait_for_engine()
 
     def wait_for_engine(self) -> None:
         """Wait until the engines, if there are any, have started."""

@@ -129,7 +129,7 @@ def start_deployments(
 
     On CPUs, all roles start in the background. On GPUs, the roles start one after the other. With
     `rollout.engine.sleep`, each role goes to sleep before the next one starts. A run on examples
-    has only an engine, which always starts in the background.
+    has only an engine, which starts in the background; its caller waits.
 
     Args:
         config: The run's config.

@@ -18,7 +18,7 @@ from raypo.config import ConfigError, FrozenSection
 from raypo.data.chat_messages import render
 from raypo.data.stop_tokens import prompt_ids
 from raypo.models.checkpoint import cached_folder, check_weights
-from raypo.models.loading import load_tokenizer, refuse_other_labels, same_vocabulary
+from raypo.models.loading import check_classifier, load_tokenizer, same_vocabulary
 from raypo.models.model_shape import ModelShape
 from raypo.serving.engine_sizes import default_cpu_kv_bytes
 from raypo.serving.frozen import FrozenModel, Ids, TopTokens, frozen_memory_advice, sequence_ids
@@ -271,7 +271,7 @@ class VllmRewardModel(VllmModel):
         Raises:
             RuntimeError: vLLM is missing or its version is not supported.
         """
-        refuse_other_labels("model.reward", model)
+        check_classifier("model.reward", model)
         is_shared = policy is not None and same_vocabulary(model, policy, key="model.reward")
         self._tokenizer = None if is_shared else load_tokenizer(model, key="model.reward")
         super().__init__(

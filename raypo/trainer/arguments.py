@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import xxhash
 
-from raypo.config import ConfigError, OnlineConfig, RecipeConfig, is_import_path
+from raypo.config import ConfigError, OnlineConfig, PPOConfig, RecipeConfig, is_import_path
 from raypo.config.base import known_keys, read_yaml
 from raypo.config.paths import absolute_function, is_uri
 from raypo.custom.loader import check_callable, check_function, function_name
@@ -119,6 +119,12 @@ def read_arguments(
         if is_built and last not in (values.get(section) or {}):
             raise ConfigError(f"{name} (None): is required. Give {name}, or {key} in args.")
     made = kind.parse(values, origin=origin)
+    is_gdpo = isinstance(made, PPOConfig) and made.ppo.advantage == "gdpo"
+    if is_gdpo and isinstance(reward_fn, WeightedSum) and set(reward_fn.weights) != {1.0}:
+        raise ConfigError(
+            f"reward_weights ({reward_fn.weights}): weight the score, but ppo.advantage: gdpo "
+            "trains on the parts of the score. Leave them out, and set ppo.part_weights."
+        )
     return Given(made, reward_fn, callbacks, rows, models, is_built)
 
 

@@ -225,6 +225,9 @@ def test_reward_functions_of_both_forms_and_models_are_added(policy: str):
     assert "reward_weights ([1.0])" in refusal(
         lambda: grpo(policy, reward_funcs=[exact, short], reward_weights=[1.0])
     )
+    parts = {"ppo.advantage": "gdpo", "ppo.part_weights": {"exact": 1.0}, "ppo.kl.coef": 0.0}
+    weighted = {"reward_funcs": [exact, short], "reward_weights": [1.0, -1.0]}
+    assert "reward_weights ([1.0, -1.0])" in refusal(lambda: grpo(policy, args=parts, **weighted))
     said = refusal(lambda: grpo(policy, reward_funcs=[exact, "some/model"]))
     assert "model.reward (some/model)" in said, "a text is a reward model"
     assert "one argument, a list of rollouts" in refusal(

@@ -94,6 +94,20 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             "ppo.shaping.clip_low (0.0): changes the score, but ppo.advantage: gdpo",
         ),
         (
+            {
+                **{"ppo__advantage": "gdpo", "ppo__part_weights": {"model_0": 1.0, "model_1": 1.0}},
+                **{"ppo__kl__coef": 0.0, "model__reward": ["a", {"path": "b", "weight": -1}]},
+            },
+            "model.reward.1.weight (-1.0): weights the score, but ppo.advantage: gdpo",
+        ),
+        (
+            {
+                **{"ppo__advantage": "gdpo", "ppo__part_weights": {"model": 1.0}},
+                **{"ppo__kl__coef": 0.0, "reward__weights__model": 2.0},
+            },
+            "reward.weights.model (2.0): weights the score, but ppo.advantage: gdpo",
+        ),
+        (
             {"ppo__part_weights": {"right": 1.0}},
             "ppo.part_weights ({'right': 1.0}): has no effect, because ppo.advantage is gae.",
         ),

@@ -107,6 +107,8 @@ def test_an_agents_own_requests_may_end_at_texts():
 def test_what_is_credited_by_turns_is_not_shaped_as_a_whole():
     shaping = {"ppo__shaping__clip_high": 1.0}
     assert_refused("ppo.shaping.clip_high", 1.0, **ENVIRONMENT, **shaping)
+    gigpo = {"ppo__advantage": "gigpo", "ppo__kl__coef": 0.0}
+    assert_refused("ppo.shaping.clip_high", 1.0, **ENVIRONMENT, **shaping, **gigpo)
     grpo = with_keys(**ENVIRONMENT, ppo__advantage="grpo", **shaping)
     assert PPOConfig.parse(grpo).ppo.shaping.clip_high == 1.0
     assert_refused("ppo.discount_by", "turn")

@@ -303,6 +303,12 @@ def test_the_longest_sequence_fits_a_microbatch():
     PPOConfig.parse(with_keys(learner__max_tokens_per_microbatch=320))
 
 
+@pytest.mark.parametrize("name", ["optimizer", "scheduler", "gradient_accumulation_steps"])
+def test_keys_of_deepspeed_that_raypo_sets_are_refused(name):
+    value = {"type": "WarmupLR"}
+    assert_refused(f"learner.deepspeed.{name}", value, learner__deepspeed={name: value})
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_communication_that_deepspeed_cannot_overlap_is_refused(stage):
     wrong = ("learner.deepspeed.zero_optimization.overlap_comm", True)

@@ -83,7 +83,10 @@ def test_the_engines_log_probs_take_no_pass_and_are_what_the_ratio_compares_with
     assert torch.equal(experience.old_log_probs, experience.rollout_log_probs)
 
 
-def test_a_token_whose_log_prob_the_engine_does_not_know_is_not_learned_from():
+@pytest.mark.parametrize(
+    "keys", [{}, {"advantage": "rloo", "kl.placement": "reward", "kl.estimator": "k1"}]
+)
+def test_a_token_whose_log_prob_the_engine_does_not_know_is_not_learned_from(keys: dict):
     def forgetful(dealt: Any, **parts: Any) -> Any:
         experience = to_experience(dealt, **parts)
         log_probs = experience.rollout_log_probs.clone()
@@ -91,8 +94,12 @@ def test_a_token_whose_log_prob_the_engine_does_not_know_is_not_learned_from():
         return experience.with_(rollout_log_probs=log_probs)
 
     with patch("tests.unit.learner.plain.to_experience", forgetful), plain_models():
-        outcome = one_step(section({"old_log_probs": "engine", "minibatch_size": 12}))
+        outcome = one_step(section({"old_log_probs": "engine", "minibatch_size": 12} | keys))
     assert outcome.figures["mismatch/unknown_tokens"] == 1
     assert outcome.figures["ppo/skipped_updates"] == 0
     assert outcome.experience.loss_mask is not None
     assert outcome.experience.loss_mask.sum() == outcome.experience.response_mask.sum() - 1
+    kept = outcome.experience
+    assert kept.ref_log_probs is not None
+    assert kept.old_log_probs is not None
+    assert kept.old_log_probs[0, 0] == kept.ref_log_probs[0, 0], "it has no KL"

@@ -11,9 +11,12 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
+    CTRLConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     OPTConfig,
+    PhimoeConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
@@ -22,6 +25,7 @@ from raypo.config import ConfigError
 from raypo.models.loading import (
     load_backbone,
     load_causal_lm,
+    load_reward_model,
     load_tokenizer,
     stop_token_ids,
 )
@@ -41,6 +45,10 @@ CONFIGS = {
         layerdrop=0.5,
     ),
     "llama": LlamaConfig(**SIZES, intermediate_size=16, attention_dropout=0.5),
+    "mixtral": MixtralConfig(
+        **SIZES, intermediate_size=16, num_key_value_heads=2, num_local_experts=4,
+        router_jitter_noise=0.5,
+    ),
     "gpt2": GPT2Config(
         vocab_size=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.5, embd_pdrop=0.5,
         attn_pdrop=0.5,
@@ -88,6 +96,18 @@ def test_an_attention_that_is_not_installed_is_refused_with_its_key(tmp_path: Pa
     AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.attention \(flash_attention_3\).*to auto"):
         load_causal_lm(str(tmp_path), dtype="bfloat16", attention="flash_attention_3")
+
+
+def test_a_model_that_draws_experts_in_training_is_refused(tmp_path: Path):
+    PhimoeConfig(**SIZES).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="phimoe at random"):
+        load_causal_lm(str(tmp_path), dtype="float32")
+
+
+def test_a_classifier_that_would_be_scored_on_padding_is_refused(tmp_path: Path):
+    CTRLConfig(num_labels=1).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="ctrl read their score from the last token"):
+        load_reward_model(str(tmp_path), dtype="float32")
 
 
 def test_a_model_whose_responses_cannot_end_is_refused(tmp_path: Path):

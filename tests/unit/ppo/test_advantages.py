@@ -343,3 +343,10 @@ def test_unknown_group_kind_and_shapes_are_refused():
         generalized_advantages(
             torch.zeros(2, 3), torch.zeros(2, 3), mask, gamma=1.0, gae_lambda=torch.ones(3)
         )
+
+
+@pytest.mark.parametrize("turns", [None, torch.zeros(0, 0, dtype=torch.int64)])
+def test_a_worker_without_rows_has_no_advantages(turns):
+    none, mask = torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool)
+    both = generalized_advantages(none, none, mask, gamma=0.9, gae_lambda=0.9, turns=turns)
+    assert [each.shape for each in both] == [none.shape] * 2
