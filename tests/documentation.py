@@ -197,6 +197,8 @@ def small_copy(folder: Path) -> Path:
     held_out = (data / "eval.jsonl").read_text().splitlines(keepends=True)
     (data / "eval.jsonl").write_text("".join(held_out[:8]))
     shutil.copytree(data / "base", runs / "quickstart-sft/policy")
+    config = folder / "examples/quickstart/sft.yaml"
+    shutil.copy(config, runs / "quickstart-sft/config.yaml")  # of a run, which may begin again
     reward_model = AutoModelForSequenceClassification.from_pretrained(data / "base", num_labels=1)
     for name in ("quickstart-reward-model", "quickstart-hasty-reward-model"):
         reward_model.save_pretrained(runs / name / "reward_model")
@@ -212,6 +214,7 @@ def small_copy(folder: Path) -> Path:
 
 
 def _with_two_small_steps(text: str) -> str:
-    for key, number in (("num_steps", 2), ("prompts_per_step", 16), ("minibatch_size", 16)):
+    small = {"num_steps": 2, "prompts_per_step": 16, "minibatch_size": 16, "lr_warmup_steps": 1}
+    for key, number in small.items():
         text = re.sub(rf"\b{key}: \d+", f"{key}: {number}", text)
     return text

@@ -10,8 +10,10 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -146,12 +148,26 @@ def takes_ground_truth(function: Any) -> bool:
 def _parameters(function: Any) -> set[str]:
     """Return the names of a function's parameters, and of those of a function that it wraps."""
     try:
-        parameters = inspect.signature(function, follow_wrapped=False).parameters
-        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            parameters = {**parameters, **inspect.signature(function).parameters}
-        return set(parameters)
+        return set(keyword_parameters(function))
     except (TypeError, ValueError):
         return set()
+
+
+def keyword_parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters that a function can be called with by name.
+
+    A decorated function that passes any keywords on (`**kwargs`) has those of the wrapped function
+    too, and takes any keywords only if the wrapped function does.
+
+    Raises:
+        TypeError, ValueError: the function has no signature.
+    """
+    own = dict(inspect.signature(function, follow_wrapped=False).parameters)
+    if any(each.kind is each.VAR_KEYWORD for each in own.values()):
+        inner = inspect.signature(function).parameters
+        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        own = {name: each for name, each in own.items() if each.kind not in variable} | dict(inner)
+    return own
 
 
 def required_columns(function: Callable[..., Any] | str) -> list[str]:
@@ -526,7 +542,9 @@ def _no_such_name(name: str, defined: list[str], spec: str, place: str, key: str
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    name = _MODULE_OF_FILE + re.sub(r"\W", "_", path.as_posix())
+    # The digest tells my-task/reward.py from my_task/reward.py.
+    readable, digest = re.sub(r"\W", "_", path.as_posix()), zlib.crc32(os.fsencode(path))
+    name = f"{_MODULE_OF_FILE}{readable}_{digest:08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -441,9 +442,9 @@ def _inside(row: Row, config_key: str, column: str, text: str) -> RowError:
 
 def _number(row: Row, config_key: str, column: str) -> float:
     value = row.values[column]
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     raise RowError(
-        f"{config_key} ({column}): {row.where} has {value!r} there, and it must be a number. "
-        "Correct the row or remove it."
+        f"{config_key} ({column}): {row.where} has {value!r} there, and it must be a "
+        "finite number. Correct the row or remove it."
     )

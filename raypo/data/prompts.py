@@ -87,7 +87,7 @@ def peek(
             continue
         bad = BadRows(section.on_error)
         whole = read_rows(source, key=key, bad=bad)
-        rows = with_tools_in_some(islice(whole, PEEK_ROWS), source, section)
+        rows = islice(with_tools_in_some(whole, source, section), PEEK_ROWS)
         prepare = partial(prepared_row, source=source, section=section, response_keys=response_keys)
         if getattr(section, "messages_key", None):
             prepare = partial(prepared_conversation, source=source, section=section)

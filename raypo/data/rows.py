@@ -222,9 +222,12 @@ def _jsonl(source: str, key: str, bad: BadRows) -> Iterator[Row]:
         number, line = numbered
         where = f"{source}:{number}"
         try:
-            return Row(where, _object(json.loads(line), where, key))
+            values = json.loads(line)
         except json.JSONDecodeError as error:
             raise _bad_row(where, f"{error.msg} at column {error.colno}", key) from None
+        except (ValueError, RecursionError) as error:  # a huge integer, or very deep nesting
+            raise _bad_row(where, str(error), key) from None
+        return Row(where, _object(values, where, key))
 
     with _opened(source, key) as file:
         lines = enumerate(_decoded(file, source, key), start=1)
@@ -246,6 +249,8 @@ def _json(source: str, key: str, bad: BadRows) -> Iterator[Row]:
             remedy = "It has one object a line, as .jsonl files do: rename it to .jsonl."
             raise _unreadable(source, problem, key, remedy=remedy) from None
         raise _unreadable(source, problem, key) from None
+    except (ValueError, RecursionError) as error:  # a huge integer, or very deep nesting
+        raise _unreadable(source, str(error), key) from None
     if not isinstance(rows, list):
         raise ConfigError(
             f"{key} ({source}): a json file must hold one list of rows, but this one holds "

@@ -140,7 +140,11 @@ class TurnTokens:
         text = self._rendered(said, tools, goes_on=goes_on)
         if _REPLY not in text:
             raise ValueError("the chat template leaves out what the assistant said")
-        return text[text.rindex(_REPLY) + len(_REPLY) :]
+        # A template may write the reply several times, and the messages may contain its text.
+        count = text.count(_REPLY)
+        if _REPLY in str(messages):
+            count = self._rendered(said[:2], tools, goes_on=False).count(_REPLY)
+        return text.split(_REPLY, count)[-1]
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Tools, *, goes_on: bool = True

@@ -1,8 +1,15 @@
-"""Run a slow reward function in a pool of worker processes, with a timeout on every call."""
+"""Run a slow reward function in a pool of worker processes, with a timeout on every call.
+
+Only bytes and texts leave the processes: an object of a class that the calling process cannot
+import would break the pool.
+"""
 
 from __future__ import annotations
 
+import pickle
 import sys
+import traceback
+from collections.abc import Mapping
 from concurrent.futures import TimeoutError as PoolTimeoutError
 from itertools import groupby
 from pathlib import Path
@@ -12,9 +19,10 @@ import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
 from raypo.concurrency import fork_context
+from raypo.custom.errors import text_of
 from raypo.custom.loader import function_name, load_function
 from raypo.rewards.by_source import RewardBySource
-from raypo.rewards.scoring import RewardFunction, call
+from raypo.rewards.scoring import RewardError, RewardFunction, call
 from raypo.types import Rollout
 
 _function: RewardFunction | None = None
@@ -24,7 +32,7 @@ class PooledReward:
     """Reward function that runs in worker processes. Each call gets the samples of a few prompts.
 
     If a call times out or its process dies, its samples have no score and the process is
-    replaced. An exception of the function is raised again in the calling process.
+    replaced. An exception of the function is raised in the calling process, by its name and text.
     """
 
     def __init__(
@@ -84,7 +92,7 @@ class PooledReward:
 
     def _answer(self, piece: list[Rollout], future: Any) -> list[Any]:
         try:
-            return future.result()
+            answers, failure = future.result()
         except PoolTimeoutError:
             error: Exception = TimeoutError(
                 f"{self._name}: no answer in {self._timeout_s:g} s for {len(piece)} rollouts"
@@ -94,6 +102,12 @@ class PooledReward:
                 f"{self._name}: its process died with status {expired.exitcode} over "
                 f"{len(piece)} rollouts"
             )
+        else:
+            if failure is None:
+                return pickle.loads(answers)
+            name, text, trace = failure
+            kind = RewardError if name == RewardError.__name__ else type(name, (Exception,), {})
+            raise kind(text) from RuntimeError(trace)
         return [error] * len(piece)
 
 
@@ -117,9 +131,23 @@ def _open(spec: str | bytes, log: Path | None) -> None:
         _function.load()  # import before the first call's timeout starts
 
 
-def _score(rollouts: list[Rollout]) -> list[Any]:
+def _score(rollouts: list[Rollout]) -> tuple[bytes, tuple[str, str, str] | None]:
+    """Call the function in a process of the pool.
+
+    Returns:
+        The pickled scores; and the name, text and traceback of the function's exception, or None.
+    """
     assert _function is not None
     try:
-        return call(_function, rollouts)
-    except TimeoutError as error:  # pebble would take it for a timeout of the call
-        raise RuntimeError(f"TimeoutError: {error}") from error
+        return cloudpickle.dumps(list(map(_plain, call(_function, rollouts)))), None
+    except Exception as error:
+        return b"", (type(error).__name__, text_of(error), traceback.format_exc())
+
+
+def _plain(answer: Any) -> Any:
+    """Replace exceptions in a score, whose classes the calling process may be unable to import."""
+    if isinstance(answer, Exception):
+        return RuntimeError(text_of(answer) or type(answer).__name__)
+    if isinstance(answer, Mapping):
+        return {key: _plain(part) for key, part in answer.items()}
+    return answer

@@ -17,6 +17,7 @@ from raypo.custom.errors import text_of
 from raypo.custom.loader import (
     GROUND_TRUTH,
     function_name,
+    keyword_parameters,
     load_function,
     takes_columns,
     takes_ground_truth,
@@ -147,7 +148,8 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
     """Return the arguments of a function of TRL's form: lists with one entry per rollout.
 
     A response to chat messages is a list of one message, as in TRL. A function without `**columns`
-    gets only the columns that it names. If a row lacks a column, its entry is None.
+    gets only the columns that it names. If a row lacks a column that another row has, its entry is
+    None.
     """
     columns = {name for rollout in rollouts for name in rollout.row}
     values = {name: [rollout.row.get(name) for rollout in rollouts] for name in columns}
@@ -158,7 +160,7 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
     ]
     values["completion_ids"] = [rollout.response_ids.tolist() for rollout in rollouts]
     values.pop("prompt", None)  # it is passed as `prompts`; TRL does not pass it twice either
-    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    parameters = keyword_parameters(function)
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return values
     return {name: value for name, value in values.items() if name in parameters}
@@ -171,7 +173,7 @@ def _one_by_one(function: RewardFunction, rollouts: list[Rollout]) -> Any:
     verl), the name of the row's prompt source for `data_source`, and the row's label for
     `reward_model["ground_truth"]`.
     """
-    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    parameters = keyword_parameters(function)
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     passed = [name for name in GROUND_TRUTH if takes_all or name in parameters]
     answers = []

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from raypo.config import RewardSection, SampledModelSection
-from raypo.rewards.scoring import FailedScore, RewardFunction, parts_of, score, texts_of
+from raypo.rewards.scoring import LARGEST, FailedScore, RewardFunction, parts_of, score, texts_of
 from raypo.types import Rollout, RolloutKey
 
 FUNCTION, URL, JUDGE, EPISODE = "function", "url", "judge", "episode"
@@ -101,8 +101,12 @@ class Scorer:
         return Scoring(self).results(rollouts)
 
     def total(self, by_source: Mapping[str, float]) -> float:
-        """Return the score to train on: the sources' weighted sum, NaN if any source failed."""
-        return math.fsum(self.weights.get(name, 1.0) * value for name, value in by_source.items())
+        """Return the score to train on: the sources' weighted sum.
+
+        It is NaN if any source failed, or if float32 cannot hold it.
+        """
+        sums = math.fsum(self.weights.get(name, 1.0) * value for name, value in by_source.items())
+        return sums if abs(sums) <= LARGEST else math.nan
 
     def model_total(self, by_source: Mapping[str, float]) -> float:
         """Return the weighted sum of the reward models' scores."""

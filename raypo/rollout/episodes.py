@@ -258,7 +258,7 @@ class Episodes:
         if isinstance(score, Mapping):
             score = score_of_parts(score, session.sample_index, "run")
         if not is_finite(score):
-            raise WrongAnswer(f"run returned {score!r:.100}, not a finite number")
+            raise WrongAnswer(f"run returned {score!r:.100}, not a finite number of float32")
         session.metrics = agent.metrics()
         return score
 
@@ -269,7 +269,9 @@ def _checked(answer: Any) -> tuple[Any, float, bool]:
         raise WrongAnswer(f"step returned {answer!r:.100}, not (observation, reward, done)")
     observation, reward, done = answer
     if not is_finite(reward):
-        raise WrongAnswer(f"step returned the reward {reward!r:.100}, not a finite number")
+        raise WrongAnswer(
+            f"step returned the reward {reward!r:.100}, not a finite number of float32"
+        )
     if observation is None and not done:
         raise WrongAnswer("step returned no observation, but the episode is not done")
     return observation, float(reward), bool(done)

@@ -24,7 +24,9 @@ def is_limit(error: BaseException | None) -> bool:
     if error is None or getattr(error, "code", None) == LIMIT:
         return error is not None
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return any(map(is_limit, (*inner, error.__cause__ or error.__context__)))
+    # A KeyError, for example, that is raised while a limit is handled is a fault of the agent.
+    is_fault = error.__suppress_context__ or type(error).__module__ == "builtins"
+    return any(map(is_limit, (*inner, error.__cause__, None if is_fault else error.__context__)))
 
 
 @dataclass(frozen=True)

@@ -343,11 +343,15 @@ class Session:
 
 
 def _comparable(words: Words) -> Words:
-    """Return the messages without the ids of tool calls, because the endpoint invents these ids."""
+    """Return the messages with only the functions of tool calls.
+
+    The endpoint invents the ids of calls, and clients may return calls with or without `type` and
+    `index`.
+    """
     if isinstance(words, str):
         return words
     return [
-        message | {"tool_calls": [{k: v for k, v in call.items() if k != "id"} for call in calls]}
+        message | {"tool_calls": [call.get("function") for call in calls]}
         if (calls := message.get("tool_calls"))
         else message
         for message in words

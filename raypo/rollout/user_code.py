@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Mapping
 from functools import partial
 from numbers import Real
@@ -16,6 +15,7 @@ from typing import Any
 
 from raypo.config import ConfigError, RolloutSection
 from raypo.custom.loader import load_class
+from raypo.rewards.scoring import LARGEST
 from raypo.rollout.environment_pool import EnvironmentPool, Pickled
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.rollout.work_time import WorkTime
@@ -129,5 +129,5 @@ class UserObject:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether a value is a finite number."""
-    return isinstance(value, Real) and math.isfinite(value)
+    """Return whether a value is a finite number that float32 can hold."""
+    return isinstance(value, Real) and abs(value) <= LARGEST  # pyright: ignore[reportOperatorIssue]

@@ -41,6 +41,16 @@ def short(rollouts):
 
 def refused(rollouts):
     raise TimeoutError("the socket timed out")
+
+class ApiDown(Exception):
+    def __init__(self, *, status):
+        super().__init__(f"status {status}")
+
+def raises_own(rollouts):
+    raise ApiDown(status=503)
+
+def returns_own(rollouts):
+    return [ApiDown(status=503), {"score": ApiDown(status=504)}]
 """
 
 
@@ -106,7 +116,7 @@ def test_calls_that_hang_or_die_cost_their_own_samples_alone(file: str):
 
 
 def test_a_time_out_of_the_function_itself_is_an_error_of_its_own(file: str):
-    told = "RuntimeError: TimeoutError: the socket timed out"
+    told = "raised TimeoutError: the socket timed out"
     with (
         pool(f"{file}:refused", processes=1, timeout_s=60.0) as reward,
         pytest.raises(RewardError, match=told),
@@ -121,6 +131,19 @@ def test_what_the_function_raises_is_told_whole(file: str):
     cause = caught.value.__cause__
     assert cause is not None
     assert "in broken" in str(cause.__cause__)  # the traceback over there
+
+
+def test_an_exception_of_a_class_of_the_file_does_not_break_the_pool(file: str):
+    with (
+        pool(f"{file}:raises_own", processes=1, timeout_s=60.0) as reward,
+        pytest.raises(RewardError, match="raised ApiDown: status 503"),
+    ):
+        score(reward, ROLLOUTS)
+    with pool(f"{file}:returns_own", processes=1, timeout_s=60.0) as reward:
+        assert [first_reason([each]) for each in score(reward, ROLLOUTS[:2])] == [
+            "status 503",
+            "status 504",
+        ]
 
 
 def test_a_wrong_number_of_scores_is_told(file: str):

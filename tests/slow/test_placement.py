@@ -39,7 +39,8 @@ def test_bundles_lie_as_the_strategy_says(found: dict[str, Any]):
 def test_what_is_not_free_in_time_names_the_bundle_that_waits(found: dict[str, Any]):
     message = found["STRICT_PACK"]
     assert message.startswith("placement.timeout_s (5): bundle ")
-    assert "placement.strategy STRICT_PACK, free are 12 CPU, 12 GPU" in message
+    assert "STRICT_PACK" in message
+    assert "12 CPU, 12 GPU" in message
 
 
 @pytest.fixture(scope="module")

@@ -192,6 +192,12 @@ def test_files_of_one_name_in_two_folders_are_two(tmp_path):
     assert [load_function(f"{path}:score")([]) for path in paths] == [0, 1]
 
 
+def test_paths_that_differ_in_punctuation_are_two_files(tmp_path):
+    names = ("my-task/reward.py", "my_task/reward.py", "my_task_reward.py")
+    paths = [write(tmp_path / name, f"def score(r): return {i}") for i, name in enumerate(names)]
+    assert [load_function(f"{path}:score")([]) for path in paths] == [0, 1, 2]
+
+
 def test_a_file_may_import_its_neighbours_and_hold_dataclasses(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     write(tmp_path / "neighbour_of_rewards.py", "WEIGHT = 2.0")

@@ -18,6 +18,8 @@ BAD_LINES = {
     "no object": ('["b"]', "cannot be read: a row must be an object"),
     "no prompt": ('{"answer": "b"}', "has no such key"),
     "a number": ('{"prompt": 3}', "has 3 there"),
+    "a huge number": ('{"prompt": ' + "1" * 5000 + "}", "cannot be read: "),
+    "deep nesting": ("[" * 100_000, "cannot be read: "),
     "null content": ('{"prompt": [{"role": "user", "content": null}]}', "messages.0.content"),
     "an unknown role": ('{"prompt": [{"role": "human", "content": "b"}]}', "knows no role 'human'"),
     "no tokens": ('{"prompt": ""}', "has a prompt without tokens"),
@@ -103,7 +105,8 @@ CASES: list[tuple[Any, Any, dict[str, Any], dict[str, Any], str]] = [
     (load_examples, ResponsesSection, {}, {"prompt": "q", "response": "a<eos>b"}, "<eos> inside"),
     (load_examples, ResponsesSection, {}, {"response": "\ud800"}, "lone surrogate"),
     (load_pairs, PairsSection, {}, {"chosen": "a<eos>b", "rejected": "a<eos>c"}, "<eos> inside"),
-    (load_pairs, PairsSection, {"margin_key": "m"}, {"m": "x"}, "must be a number"),
+    (load_pairs, PairsSection, {"margin_key": "m"}, {"m": "x"}, "must be a finite number"),
+    (load_pairs, PairsSection, {"margin_key": "m"}, {"m": float("nan")}, "must be a finite number"),
     (load_pairs, PreferencesSection, {}, {"rejected": None}, "A response must be a text"),
     (load_verdicts, PreferencesSection, {"desirable_key": "m"}, {"m": "x"}, "true or false"),
     (

@@ -146,7 +146,10 @@ def test_a_data_set_whose_rows_are_all_too_long_is_named(tokenizer, monkeypatch)
     [
         ({"prompt": "q", "chosen": "a"}, "data.rejected_key"),
         ({"prompt": "q", "chosen": 1, "rejected": "b"}, "A response must be a text"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "must be a number"),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"},
+            "must be a finite number",
+        ),
     ],
 )
 def test_wrong_pairs_are_told(tmp_path, tokenizer, row, words):

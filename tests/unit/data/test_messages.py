@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from raypo.config import ConfigError, ResponsesSection
 from raypo.data.chat_messages import MessageError, chat_messages, check_roles, render
 from raypo.data.examples import load_examples
-from raypo.data.prompts import load_prompts
+from raypo.data.prompts import PEEK_ROWS, load_prompts
 from raypo.data.turns import TurnTokens
 from tests.tiny import tiny_tokenizer
 from tests.unit.data.prompt_files import CHAT, peek, refused, section, write
@@ -315,3 +315,9 @@ def test_tools_that_no_row_has_are_the_configs_error(tmp_path, tokenizer):
         values = {"prompts": path, "tools_key": "tools"} | more
         given = ResponsesSection.model_validate(values)
         assert refused(load_examples, given, tokenizer, END) == told
+
+
+def test_tools_may_appear_after_the_rows_that_are_checked_first(tmp_path):
+    rows = [{"prompt": "a"}] * PEEK_ROWS
+    path = write(tmp_path / "late.jsonl", [*rows, {"prompt": "b", "tools": []}])
+    assert peek(path, tools_key="tools") is None

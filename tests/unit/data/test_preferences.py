@@ -47,7 +47,9 @@ def test_a_row_may_bring_what_the_reference_says(tmp_path, tokenizer):
     keys = {"ref_chosen_key": "good", "ref_rejected_key": "bad"}
     (pair,) = load_pairs(section_of(tmp_path, row, **keys), tokenizer, END).items
     assert pair.ref_log_probs == (-1.5, -2.0)
-    with pytest.raises(ConfigError, match=r"data.ref_rejected_key \(bad\).*must be a number"):
+    with pytest.raises(
+        ConfigError, match=r"data.ref_rejected_key \(bad\).*must be a finite number"
+    ):
         load_pairs(section_of(tmp_path, row | {"bad": "much"}, **keys), tokenizer, END)
 
 

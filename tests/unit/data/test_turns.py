@@ -147,3 +147,11 @@ def test_a_template_that_leaves_out_what_was_said_is_told(tokenizer):
     )
     with pytest.raises(ValueError, match="leaves out what the assistant said"):
         text_between(tokenizer, "yo", "and?")
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_an_observation_may_contain_the_placeholder_of_the_reply(tokenizer, name):
+    tokenizer.chat_template = CHAT_TEMPLATES[name]
+    plain = text_between(tokenizer, "yo", {"role": "user", "content": "you wrote X, wrong"})
+    same = {"role": "user", "content": "you wrote raypo-reply, wrong"}
+    assert text_between(tokenizer, "yo", same) == plain.replace("X", "raypo-reply")

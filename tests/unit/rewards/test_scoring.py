@@ -1,7 +1,9 @@
 import asyncio
 import math
 import pickle
+from dataclasses import replace
 from fractions import Fraction
+from functools import wraps
 
 import numpy as np
 import pytest
@@ -282,3 +284,20 @@ def test_a_sum_keeps_parts_and_texts_and_fails_where_no_function_gave_a_score():
 def test_parts_that_are_none_are_refused(answer, told):
     with pytest.raises(RewardError, match=told):
         score(answering([answer]), [rollout()])
+
+
+def test_a_decorated_function_gets_the_columns_that_it_names():
+    def decorated(function):
+        return wraps(function)(lambda *args, **keys: function(*args, **keys))
+
+    @decorated
+    def of_trl(prompts, completions, answer):
+        return [float(each) for each in answer]
+
+    @decorated
+    def of_verl(data_source, solution_str, ground_truth):
+        return float(solution_str == ground_truth)
+
+    rows = [replace(each, row={"id": 7, "answer": 3}) for each in ROLLOUTS]
+    assert score(of_trl, rows) == [3.0] * 4
+    assert score(of_verl, [rollout("4"), rollout("5")]) == [1.0, 0.0]

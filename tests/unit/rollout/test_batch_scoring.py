@@ -66,6 +66,10 @@ def test_a_source_that_failed_makes_the_score_nan():
     assert math.isnan(judges().total({"function": math.nan, "model_0": 1.0, "model_1": 1.0}))
 
 
+def test_a_sum_that_float32_cannot_hold_makes_the_score_nan():
+    assert math.isnan(judges().total({"function": 3e38, "model_0": 3e38, "model_1": 0.0}))
+
+
 def test_nothing_to_judge_asks_nobody():
     broken = RewardModel(lambda given: pytest.fail("asked"))
     assert judges(models=(broken, broken)).score([]) == []

@@ -67,6 +67,7 @@ WRONG: dict[str, Any] = {
     "unknown": ([5, SIZE], 1.0, False),
     "pair": ("two", 1.0),
     "nan": ("two", float("nan"), False),
+    "1e39": ("two", 1e39, False),
     "nothing": (None, 0.0, False),
     "object": (object(), 0.0, False),
 }
@@ -409,6 +410,7 @@ def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
         ("hang", "TimeoutError: step gave no answer in 0.2 s (rollout.step_timeout_s)"),
         ("pair", "WrongAnswer: step returned ('two', 1.0), not (observation, reward, done)"),
         ("nan", "WrongAnswer: step returned the reward nan, not a finite number"),
+        ("1e39", "WrongAnswer: step returned the reward 1e+39, not a finite number"),
         ("nothing", "WrongAnswer: step returned no observation, but the episode is not done"),
         ("object", "ValueError: an observation must be a text, a chat message, a list"),
     ],

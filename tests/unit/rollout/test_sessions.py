@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from raypo.endpoint.protocol import CompletionRequest
 from raypo.rollout.agent_requests import answer
-from raypo.rollout.session import Session
+from raypo.rollout.policy import EpisodeLimit, is_limit
+from raypo.rollout.session import Session, _comparable
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from tests.stand_ins import seed_of
@@ -389,3 +390,37 @@ def test_an_address_of_no_interface_is_told(tokenizer):
         "ConfigError: rollout.endpoint_host (203.0.113.7): this machine cannot listen on "
         "this address: "
     )
+
+
+def test_a_client_may_return_a_tool_call_with_or_without_its_index():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    forms = [call, call | {"index": 0, "id": "2"}, {"function": call["function"]}]
+    first, *others = (_comparable([{"role": "assistant", "tool_calls": [c]}]) for c in forms)
+    assert others == [first, first]
+
+
+def test_a_fault_of_an_agent_that_handles_a_limit_is_not_the_limit():
+    def caught(raises: Any) -> BaseException:
+        try:
+            try:
+                raise EpisodeLimit("no room")
+            except EpisodeLimit as limit:
+                raises(limit)
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    def fault(limit: Exception) -> None:
+        {}["answer"]
+
+    def client(limit: Exception) -> None:
+        raise ClientError("400")
+
+    def named(limit: Exception) -> None:
+        raise RuntimeError("400") from limit
+
+    assert [is_limit(caught(each)) for each in (fault, client, named)] == [False, True, True]
+
+
+class ClientError(Exception):
+    pass
