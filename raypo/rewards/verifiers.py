@@ -77,11 +77,11 @@ def thinking_format(rollouts: Sequence[Rollout]) -> list[float]:
 def final_answer(text: str) -> str | None:
     r"""Return the answer of a solution: from its last `\boxed{}`, else after its last `####`.
 
-    None means that the solution has no answer in either form.
+    None means that the solution has no answer in either form. A box that is cut off is empty.
     """
     *_, box = [None, *_BOX.finditer(text)]
     if box:
-        return _balanced(text[box.end() :]) if box[1] == "{" else box[1]
+        return _balanced(text[box.end() :]) or "" if box[1] == "{" else box[1]
     _, marker, behind = text.rpartition("####")
     line = behind.strip().split("\n")[0].strip()
     return line if marker and line else None
