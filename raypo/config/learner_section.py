@@ -82,7 +82,8 @@ class WorkersSection(Config):
     max_skipped_updates: int = Field(default=3, ge=0)
     """Number of consecutive non-finite updates that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
-    """DeepSpeed options, merged over the generated DeepSpeed config.
+    """DeepSpeed options, merged over the generated DeepSpeed config. Optimizer, learning-rate
+    scheduler, gradient clipping, fp16 and batch sizes have keys of their own and are refused here.
     `zero_optimization.overlap_comm` needs stage 2 or 3, where it is on by default for several
     workers with GPUs. `zero_optimization.offload_optimizer` needs stage 1 to 3, and
     `zero_optimization.offload_param` stage 3; both accept only the device cpu."""
