@@ -115,8 +115,10 @@ def test_a_slurm_job_trains_on_both_of_its_nodes(tmp_path: Path):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        status = None
         try:
-            status = job.wait(500)
+            with suppress(subprocess.TimeoutExpired):
+                status = job.wait(500)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGTERM)  # as Slurm ends what a job has left
