@@ -28,7 +28,8 @@ fi
 # Since Slurm 22.05 srun does not ask for what sbatch did: Ray would have one core of each node.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${hosts%%$'\n'*} # `| head -n 1` could end scontrol with SIGPIPE, and with it the job
 # By its name, which /etc/hosts may have as 127.0.1.1; then by its network interfaces.
 addresses() {
   srun --nodes=1 --ntasks=1 --nodelist="$head" \
