@@ -49,7 +49,8 @@ def sweep(
     with files.lock():
         if fresh:
             files.remove(kind="sweep")
-        check_sweep_folder(config, base, files)
+        else:
+            check_sweep_folder(config, base, files)
         if is_done(config, files):
             more = "" if config.searcher == "grid" else "a larger num_samples adds trials, "
             typer.echo(

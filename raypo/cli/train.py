@@ -31,7 +31,7 @@ def train(
     files = RunFiles(run.storage_path, run.name)
     if fresh:
         with files.lock():
-            files.remove()
+            files.remove(run.model_dump(mode="json"))
     check_run_folder(run, files)
     if is_finished(files, run):
         typer.echo(

@@ -251,8 +251,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         check_not_started_by_import(self.config)
         with self._files.lock():
             if self._fresh:
-                self._files.remove()
-                self.config = self._with_given(self.config)  # `remove` deleted their files too
+                self._files.remove(self.config.model_dump(mode="json"))
+                # Another trainer of this run may have removed them since this one wrote them.
+                self.config = self._with_given(self.config)
             self._check_folder()
             if is_finished(self._files, self.config):
                 Console().message(
