@@ -304,6 +304,17 @@ class RunFiles:
         ]
         self._folder.remove(keep=[*given, *([_CONFIG] if self.exists() else [])])
 
+    def would_remove(self, path: str) -> bool:
+        """Return whether `remove` would delete a file that a config names.
+
+        Args:
+            path: An absolute path or a URI.
+        """
+        folder, path = self.location, path if "://" in path else os.path.normpath(path)
+        folder = os.path.normpath(folder) if self.is_local else folder.partition("?")[0]
+        given = tuple(f"{folder}/{name}/" for name in (GIVEN_ROWS, GIVEN_MODELS))
+        return f"{path}/".startswith(f"{folder}/") and not path.startswith(given)
+
     def check_removable(self, *, kind: Literal["run", "sweep"] = "run") -> None:
         """Refuse to remove a folder that was not written by a run or sweep of this name.
 

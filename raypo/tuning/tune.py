@@ -40,13 +40,16 @@ from raypo.tuning.trial import TrialSetup, run_trial
 from raypo.tuning.view import SweepView
 
 
-def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
+def run_sweep(
+    sweep: SweepConfig, base: AnyConfig, files: RunFiles, *, fresh: bool = False
+) -> Outcome:
     """Run the remaining trials of a sweep. The caller holds the sweep's lock.
 
     Args:
         sweep: Config of the sweep.
         base: Run config of a trial, without the values of the space.
         files: The sweep's folder, into which its config is written.
+        fresh: Whether to remove an earlier sweep in the folder, once the trials have a place.
 
     Raises:
         ConfigError: not even one trial fits the cluster.
@@ -57,6 +60,8 @@ def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
     with connected(base, stop, said=said):
         nodes = alive_nodes()
         plan = plan_sweep(sweep, base, nodes, use_gpu=takes_gpus(base, nodes))
+        if fresh:
+            files.remove(kind="sweep")
         files.write_config(recorded_config(sweep, base))
         for change in record_inputs(base, files, resumes=bool(read_trials(files))):
             Console().message(f"changed input, accepted: {change}")

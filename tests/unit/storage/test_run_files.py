@@ -512,3 +512,14 @@ def test_a_checkpoint_is_staged_where_it_will_lie(storage):
         files.sync()
         assert not (storage[1] / stage.name).exists()
         shutil.rmtree(stage)
+
+
+@pytest.mark.parametrize("root", ["/runs", "/elsewhere/../runs", "file:///tmp/raypo-unused"])
+def test_a_file_in_the_folder_would_be_removed_unless_it_was_given_in_python(root):
+    files = RunFiles(root, "r")
+    place = files.location
+    assert files.would_remove(place)
+    assert files.would_remove(f"{place}/policy")
+    assert not files.would_remove(f"{place}-2/policy")
+    assert not files.would_remove(f"{place}/given_models/model.policy-1")
+    assert not files.would_remove("Qwen/Qwen3-0.6B")
