@@ -59,18 +59,18 @@ def inputs_of(
     for key in config.paths:
         is_model = key.startswith(("model.", "reward."))
         read = _model_files if is_model else partial(_data_files, key)
-        found[key] = {_name_of(source): read(source) for source in _values(config, key)}
+        found[key] = {_name_of(source): read(source) for source in values_at(config, key)}
     for key, spec in functions_of_user(config):
         found.setdefault(key, {})[spec] = _python_files(spec)
     for key, function in (given or {}).items():
-        found[key] = {f"{source} in Python": _source(function) for source in _values(config, key)}
+        found[key] = {f"{source} in Python": _source(function) for source in values_at(config, key)}
     return {key: sources for key, sources in found.items() if sources}
 
 
 def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, str]]:
     """Yield the config key and the import path of each function and class that the config names."""
     for key in ("callbacks", *config.functions):
-        for spec in _values(config, key):
+        for spec in values_at(config, key):
             if is_import_path(spec):
                 yield key, spec
 
@@ -153,7 +153,7 @@ def _word(earlier: Files, now: Files, name: str) -> str:
     return "is gone" if now.get(name, _MISSING) == _MISSING else "has changed"
 
 
-def _values(config: Any, key: str) -> list[Any]:
+def values_at(config: Any, key: str) -> list[Any]:
     """Return the values at a dotted key, expanding lists and mappings on the way."""
     found = [config]
     for name in key.split("."):

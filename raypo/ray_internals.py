@@ -237,12 +237,12 @@ def with_runs(results: ResultGrid, result_of: Callable[[str, Any], Any]) -> Resu
 class PastTrial:
     """Stand-in for a trial of an earlier attempt; schedulers use only its id."""
 
-    def __init__(self, name: str) -> None:
-        self.trial_id = name
+    def __init__(self, name: str, config: Mapping[str, Any] | None = None) -> None:
+        self.trial_id, self.config = name, dict(config or {})
 
 
 def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str, float]]]) -> None:
-    """Replay the reports of an earlier attempt's trials into a scheduler.
+    """Replay the reports of an earlier attempt's ended trials into a scheduler.
 
     The scheduler then compares new trials with the earlier ones.
 
@@ -250,15 +250,36 @@ def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str
         scheduler: Tune scheduler.
         past: Reports of each ended trial in order, by the trial's name.
     """
-    controller: Any = SimpleNamespace(get_live_trials=list)  # a stand-in without live trials
     for name, reports in past.items():
         trial: Any = PastTrial(name)
-        scheduler.on_trial_add(controller, trial)
-        last: Mapping[str, float] = {}
-        for last in reports:
-            scheduler.on_trial_result(controller, trial, dict(last))
-            # The median stopping rule refuses reports of trials that it stopped. The order of this
-            # replay differs from the original order, so the rule may stop a trial that continued in
-            # the earlier attempt.
-            getattr(scheduler, "_stopped_trials", set()).discard(trial)
-        scheduler.on_trial_complete(controller, trial, dict(last))
+        scheduler.on_trial_add(_NO_LIVE_TRIALS, trial)
+        last = replay(scheduler, trial, reports)
+        scheduler.on_trial_complete(_NO_LIVE_TRIALS, trial, last)
+
+
+def replay(
+    scheduler: TrialScheduler, trial: Trial, reports: Iterable[Mapping[str, float]]
+) -> dict[str, float]:
+    """Replay earlier reports of a trial into a scheduler, whose decisions are ignored.
+
+    Args:
+        scheduler: Tune scheduler, to which the trial has been added.
+        trial: The trial.
+        reports: Its reports in order.
+
+    Returns:
+        The last report, empty if there is none.
+    """
+    last: dict[str, float] = {}
+    for report in reports:
+        last = dict(report)
+        scheduler.on_trial_result(_NO_LIVE_TRIALS, trial, last)
+        # The median stopping rule refuses reports of trials that it stopped. The order of this
+        # replay differs from the original order, so the rule may stop a trial that continued in
+        # the earlier attempt.
+        getattr(scheduler, "_stopped_trials", set()).discard(trial)
+    return last
+
+
+_NO_LIVE_TRIALS: Any = SimpleNamespace(get_live_trials=list)
+"""Stand-in for Tune's controller while reports are replayed."""

@@ -14,7 +14,8 @@ from raypo.config import (
 )
 from raypo.config.auto_values import decided_as
 from raypo.config.base import RECORDED_BASE
-from raypo.inputs import GIVEN, changes, inputs_of, recorded_inputs
+from raypo.config.sources import path_of
+from raypo.inputs import GIVEN, changes, inputs_of, recorded_inputs, values_at
 from raypo.storage.checkpoints import checkpoint_state, find_checkpoint
 from raypo.storage.folder import parent_and_name
 from raypo.storage.run_files import RunFiles, is_given
@@ -77,6 +78,41 @@ def check_run_folder(
             f"with {start_over}."
         )
     check_recorded_inputs(config, files, given=given, start_over=start_over)
+
+
+def check_fresh_start(config: RecipeConfig, files: RunFiles) -> None:
+    """Refuse to start a run over if its folder cannot be removed, or its beginning is wrong.
+
+    Raises:
+        ConfigError: the folder is not that of such a run, the config names files in it, or
+            `from_checkpoint` cannot be loaded.
+    """
+    files.check_removable()
+    check_outside(config, files)
+    if config.from_checkpoint is not None:
+        _check_beginning(config, config.from_checkpoint)
+
+
+def check_outside(config: RecipeConfig, files: RunFiles, **others: str) -> None:
+    """Refuse a config that names files in a folder which is about to be removed.
+
+    Args:
+        config: Config of a run, or base of a sweep.
+        files: The folder. Rows and models given in Python remain in it.
+        others: Further files, by key.
+
+    Raises:
+        ConfigError: such a file would be removed.
+    """
+    keys = ("from_checkpoint", "callbacks", *config.paths, *config.functions)
+    absolute = config.with_absolute_paths()
+    named = [(key, path_of(each)) for key in keys for each in values_at(absolute, key)]
+    for key, path in [*named, *others.items()]:
+        if files.would_remove(path):
+            raise ConfigError(
+                f"{key} ({path}): starting over removes {files.location}, and this with it. "
+                "Copy it to another place and name the copy, or choose another name."
+            )
 
 
 def _given_rows(config: RecipeConfig, files: RunFiles) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -37,6 +38,7 @@ def sweep(
 
     require("sweep", "raypo sweep")
     from raypo.checks.input_checks import check_inputs
+    from raypo.checks.resume_checks import check_outside
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
     from raypo.tuning.sweep_folder import check_sweep_folder, is_done
@@ -48,18 +50,20 @@ def sweep(
     files = RunFiles(config.storage_path, config.name)
     with files.lock():
         if fresh:
-            files.remove(kind="sweep")
-        check_sweep_folder(config, base, files)
-        if is_done(config, files):
-            more = "" if config.searcher == "grid" else "a larger num_samples adds trials, "
-            typer.echo(
-                f"raypo: {config.name} is finished, files in {files.location}; {more}--fresh "
-                f"starts over."
-            )
-            return
+            files.check_removable(kind="sweep")
+            check_outside(base, files, base=os.path.abspath(config.base))
+        else:
+            check_sweep_folder(config, base, files)
+            if is_done(config, files):
+                more = "" if config.searcher == "grid" else "a larger num_samples adds trials, "
+                typer.echo(
+                    f"raypo: {config.name} is finished, files in {files.location}; {more}--fresh "
+                    f"starts over."
+                )
+                return
         from raypo.tuning.tune import run_sweep  # imports Ray and torch
 
-        outcome = run_sweep(config, base, files)
+        outcome = run_sweep(config, base, files, fresh=fresh)
     if outcome.status == "interrupted":
         raise typer.Exit(INTERRUPTED)
     if outcome.status == "failed":

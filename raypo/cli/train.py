@@ -20,7 +20,7 @@ def train(
 ) -> None:
     """Start a run, resume an interrupted run, or report that it is finished."""
     from raypo.checks.input_checks import check_inputs
-    from raypo.checks.resume_checks import check_run_folder, is_finished
+    from raypo.checks.resume_checks import check_fresh_start, check_run_folder, is_finished
     from raypo.checks.row_checks import with_steps_of_epochs
     from raypo.config import load_run_config
     from raypo.storage.run_files import RunFiles
@@ -30,17 +30,17 @@ def train(
     run = with_steps_of_epochs(run)
     files = RunFiles(run.storage_path, run.name)
     if fresh:
-        with files.lock():
-            files.remove()
-    check_run_folder(run, files)
-    if is_finished(files, run):
-        typer.echo(
-            f"raypo: {run.name} is finished, files in {files.location}; a higher num_steps "
-            "continues it, --fresh starts over."
-        )
-        return
+        check_fresh_start(run, files)
+    else:
+        check_run_folder(run, files)
+        if is_finished(files, run):
+            typer.echo(
+                f"raypo: {run.name} is finished, files in {files.location}; a higher num_steps "
+                "continues it, --fresh starts over."
+            )
+            return
     from raypo.trainer import trainer_for  # imports Ray and torch
 
-    result = trainer_for(run).fit()
+    result = trainer_for(run, fresh=fresh).fit()
     if (result.return_value or {}).get("status") == "interrupted":
         raise typer.Exit(INTERRUPTED)

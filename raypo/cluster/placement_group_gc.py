@@ -17,6 +17,7 @@ second. A lock guards the lists. `take_turn` runs a health check while it holds 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -29,6 +30,7 @@ from raypo.cluster.actors import is_alive
 
 LOOK_EVERY_S = 1.0
 """Interval of the health checks of leases."""
+_log = logging.getLogger(__name__)
 
 
 class PlacementGroupGC:
@@ -77,9 +79,8 @@ class PlacementGroupGC:
     def close(self) -> None:
         """Remove all groups that are still held, after all runs have ended."""
         with self._lock:
-            held, self._held = self._held, []
-        for _, group in held:
-            remove_placement_group(group)
+            held = list(self._held)
+        self._remove(held)
 
     def __repr__(self) -> str:
         return f"PlacementGroupGC({len(self._held)} placement groups)"
@@ -87,21 +88,27 @@ class PlacementGroupGC:
     def _watch(self) -> None:
         while True:
             time.sleep(LOOK_EVERY_S)
-            is_over = self._until is not None and not is_alive(self._until)
-            self._remove_dead()
-            if is_over:
-                self.close()
-                ray.kill(ray.get_runtime_context().current_actor)
-                return
+            try:
+                is_over = self._until is not None and not is_alive(self._until)
+                self._remove_dead()
+                if is_over:
+                    self.close()
+                    ray.kill(ray.get_runtime_context().current_actor)
+                    return
+            except Exception:  # for example while Ray's GCS restarts
+                _log.exception("placement groups were not removed; next try in %g s", LOOK_EVERY_S)
 
     def _remove_dead(self) -> None:
         with self._lock:
             held = list(self._held)
-        dead = [pair for pair in held if not is_alive(pair[0])]
-        for _, group in dead:
-            remove_placement_group(group)
-        with self._lock:
-            self._held = [pair for pair in self._held if pair not in dead]
+        self._remove([pair for pair in held if not is_alive(pair[0])])
+
+    def _remove(self, pairs: list[tuple[ActorHandle, PlacementGroup]]) -> None:
+        """Remove groups. A group whose removal fails stays registered."""
+        for pair in pairs:
+            remove_placement_group(pair[1])
+            with self._lock:
+                self._held = [each for each in self._held if each is not pair]
 
 
 def start_placement_group_gc(*, until: ActorHandle | None = None) -> ActorHandle:

@@ -92,8 +92,7 @@ class Domain:
         if self.kind == "randint":
             return int(min(max(value, low), high - 1))
         if self.kind == "quniform":
-            step = self.values[2]
-            value = low + round((value - low) / step) * step
+            return min(self.steps, key=lambda step: abs(step - value))
         return float(min(max(value, low), high))
 
     def as_written(self) -> dict[str, list[Any]]:

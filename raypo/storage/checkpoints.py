@@ -210,3 +210,10 @@ def checkpoint_state(checkpoint: str) -> dict[str, Any]:
             f"{checkpoint}: {STATE} is truncated. Restore it from a copy, or name another "
             "checkpoint in from_checkpoint."
         ) from None
+
+
+def newest_step(files: RunFiles) -> int:
+    """Return the step of a run's newest checkpoint, or 0 if it has none that can be read."""
+    with suppress(ConfigError):
+        return checkpoint_state(find_checkpoint(files.location)).get("step", 0)
+    return 0

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,10 +121,26 @@ class Folder:
             wanted: Filter of names directly in the folder. True copies the file or subfolder.
         """
 
-    def remove(self) -> None:
-        """Remove the folder and its contents."""
-        if self.path.exists():
-            shutil.rmtree(self.path)
+    def remove(self, name: str = "", *, keep: Collection[str] = ()) -> None:
+        """Remove the folder, or a file or subfolder of it, with its contents.
+
+        Args:
+            name: Name of the file or subfolder. Empty means the folder itself.
+            keep: Names of existing files and subfolders to keep, and the folders that hold them.
+        """
+        prefix = f"{name}/" if name else ""
+        if not any(f"{kept}/".startswith(prefix) for kept in keep):
+            self._remove(name)
+        elif name not in keep:
+            for each in self.names(name):
+                self.remove(f"{prefix}{each}", keep=keep)
+
+    def _remove(self, name: str) -> None:
+        path = self.path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 class RemoteFolder(Folder):
@@ -192,15 +208,18 @@ class RemoteFolder(Folder):
             self._synced[name] = stamp
 
     @override
-    def remove(self) -> None:
+    def _remove(self, name: str) -> None:
         from pyarrow.fs import FileType
 
-        super().remove()
-        self.path.mkdir()
+        super()._remove(name)
+        self.path.mkdir(exist_ok=True)
         self._synced.clear()
         self._made.clear()
-        if self._file_system.get_file_info(self._root).type == FileType.Directory:
-            self._file_system.delete_dir(self._root)
+        kind = self._file_system.get_file_info(self._remote(name)).type
+        if kind == FileType.Directory:
+            self._file_system.delete_dir(self._remote(name))
+        elif kind == FileType.File:
+            self._file_system.delete_file(self._remote(name))
 
     def _remote(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

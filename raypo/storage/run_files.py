@@ -279,11 +279,47 @@ class RunFiles:
 
     # The folder as a whole.
 
-    def remove(self, *, kind: Literal["run", "sweep"] = "run") -> None:
-        """Remove the run's folder, if it exists.
+    def remove(
+        self, config: Mapping[str, Any] | None = None, *, kind: Literal["run", "sweep"] = "run"
+    ) -> None:
+        """Remove what a run or sweep has written, except what may be the only copy.
+
+        That is its config.yaml, which a new start replaces, and the rows and models given in Python
+        that the config of the new start names.
+
+        Args:
+            config: Config of the new start, as plain nested values.
+            kind: What the folder holds.
 
         Raises:
-            ConfigError: the folder holds something other than a run or sweep of this name.
+            ConfigError: as `check_removable`.
+        """
+        self.check_removable(kind=kind)
+        text = json.dumps(config or {})
+        given = [
+            f"{folder}/{name}"
+            for folder in (GIVEN_ROWS, GIVEN_MODELS)
+            for name in self._folder.names(folder)
+            if name in text  # it contains a hash
+        ]
+        self._folder.remove(keep=[*given, *([_CONFIG] if self.exists() else [])])
+
+    def would_remove(self, path: str) -> bool:
+        """Return whether `remove` would delete a file that a config names.
+
+        Args:
+            path: An absolute path or a URI.
+        """
+        folder, path = self.location, path if "://" in path else os.path.normpath(path)
+        folder = os.path.normpath(folder) if self.is_local else folder.partition("?")[0]
+        given = tuple(f"{folder}/{name}/" for name in (GIVEN_ROWS, GIVEN_MODELS))
+        return f"{path}/".startswith(f"{folder}/") and not path.startswith(given)
+
+    def check_removable(self, *, kind: Literal["run", "sweep"] = "run") -> None:
+        """Refuse to remove a folder that was not written by a run or sweep of this name.
+
+        Raises:
+            ConfigError: the folder holds something else.
         """
         config = self.config()
         is_mapping = isinstance(config, dict)
@@ -297,7 +333,6 @@ class RunFiles:
                 f"because it holds {strangers[0]}, so it is not removed. Choose another name or "
                 "storage_path, or remove the folder yourself."
             )
-        self._folder.remove()
 
     def check_unused(self) -> None:
         """Refuse a folder that has no config but holds files under names that a run writes.

@@ -29,7 +29,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from raypo.checks.function_checks import check_reward_function
 from raypo.checks.input_checks import check_inputs
 from raypo.checks.model_checks import check_models
-from raypo.checks.resume_checks import check_run_folder, is_finished
+from raypo.checks.resume_checks import check_fresh_start, check_run_folder, is_finished
 from raypo.checks.row_checks import check_columns, with_steps_of_epochs
 from raypo.cluster.connect import (
     connect,
@@ -250,11 +250,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """
         check_not_started_by_import(self.config)
         with self._files.lock():
-            if self._fresh:
-                self._files.remove()
-                self.config = self._with_given(self.config)  # `remove` deleted their files too
             self._check_folder()
-            if is_finished(self._files, self.config):
+            if not self._fresh and is_finished(self._files, self.config):
                 Console().message(
                     f"raypo: {self.config.name} is finished, files in {self._files.location}; a "
                     "higher num_steps continues it, fresh=True starts over."
@@ -327,6 +324,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         # the placement groups of a run that was killed.
         leave_out_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
         self._tell_workers()
+        if self._fresh:  # not before: a start that fails until here leaves the earlier run intact
+            # Another trainer of this run may have removed what this one was given.
+            self.config = self._with_given(self.config)
+            self._files.remove(self.config.model_dump(mode="json"))
         self._files.write_config(self.config.model_dump(mode="json"))
         resumes = self._files.last_step() > 0
         accepted = record_inputs(
@@ -391,6 +392,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         return None if is_driver() else start_placement_group_gc(until=monitor)
 
     def _check_folder(self) -> None:
+        if self._fresh:
+            check_fresh_start(self.config, self._files)
+            return
         given = self.given_functions
         check_run_folder(self.config, self._files, start_over="fresh=True", given=given)
 

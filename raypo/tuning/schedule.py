@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ray.tune.experiment import Trial
 from ray.tune.schedulers import (
     ASHAScheduler,
     FIFOScheduler,
@@ -14,29 +16,61 @@ from ray.tune.schedulers import (
 
 from raypo.config import AnyConfig
 from raypo.config.sweep_config import SweepConfig
+from raypo.ray_internals import replay
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP, VALUE, Goal, as_report, known_metrics
 from raypo.tuning.population import Population, inside
-from raypo.tuning.record import POINT
+from raypo.tuning.record import NUMBER, POINT
 from raypo.tuning.search import as_tune
 
 _JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
+Reports = Sequence[Mapping[str, float]]
+
+
+class _Resuming(TrialScheduler):
+    """Scheduler that gets the earlier reports of a resumed trial when the trial is added.
+
+    Without them, asha would take the trial's first new report for that of an earlier step, at which
+    it compares the others.
+    """
+
+    def __init__(self, past: Mapping[int, Reports], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._past = past
+
+    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
+        """Add a trial, and replay its reports of an earlier attempt, if there are any."""
+        super().on_trial_add(tune_controller, trial)
+        replay(self, trial, self._past.get(trial.config.get(NUMBER, -1), ()))
+
+
+class _ASHA(_Resuming, ASHAScheduler): ...
+
+
+class _Median(_Resuming, MedianStoppingRule): ...
 
 
 def scheduler_of(
-    sweep: SweepConfig, base: AnyConfig, *, last_comparison: int = 0
+    sweep: SweepConfig,
+    base: AnyConfig,
+    *,
+    past: Mapping[int, Reports],
+    last_comparison: int = 0,
 ) -> TrialScheduler:
     """Return the sweep's scheduler, which compares trials by `sweep/value`.
 
     Args:
         sweep: Config of the sweep.
         base: Run config of a trial.
+        past: Reports of an earlier attempt's trials that continue, by number, up to the step from
+            which they continue.
         last_comparison: Step of the last pbt comparison of an earlier attempt.
     """
     section = sweep.scheduler
     grace_steps = min(section.grace_steps or base.eval.every, base.num_steps)
     if section.kind == "asha":
-        return ASHAScheduler(
+        return _ASHA(
+            past,
             grace_period=grace_steps,
             max_t=base.num_steps,
             reduction_factor=section.reduction_factor,
@@ -44,7 +78,8 @@ def scheduler_of(
             **_JUDGED_BY,
         )
     if section.kind == "median":
-        return MedianStoppingRule(
+        return _Median(
+            past,
             grace_period=grace_steps,
             min_time_slice=base.num_steps,  # otherwise it pauses trials, and restarts are expensive
             **_JUDGED_BY,

@@ -30,10 +30,11 @@ from raypo.deployment.reserve import SAY_AFTER_S, Dedicated
 from raypo.inputs import learn_digests
 from raypo.ray_internals import run_controllers_here
 from raypo.run.setup import Runtime, Shared
+from raypo.storage.checkpoints import newest_step
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import RecipeTrainer, trainer_class
 from raypo.tuning.capacity import trial_name
-from raypo.tuning.goal import Goal, as_report, known_metrics
+from raypo.tuning.goal import STEP, Goal, as_report, known_metrics
 from raypo.tuning.population import Segment
 from raypo.tuning.record import POINT, Point
 
@@ -103,10 +104,12 @@ def run_point(point: Point, setup: TrialSetup) -> None:
     _wait_for_predecessor(files)
     learn_digests(setup.digests)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
-    known = known_metrics(files.metrics(), setup.goal)
+    rows = files.metrics()
     if is_finished(files, run):  # the driver was killed before it recorded that
-        tune.report(as_report(known, setup.goal))
+        tune.report(as_report(known_metrics(rows, setup.goal), setup.goal))
         return
+    begins_after = newest_step(files)  # later steps will be repeated
+    known = known_metrics((row for row in rows if row[STEP] <= begins_after), setup.goal)
     segment = None
     if setup.is_population:
         segment, pointer = Segment.last(files), tune.get_checkpoint()

@@ -17,6 +17,7 @@ from raypo.config import AnyConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.inputs import known_digests, record_inputs
 from raypo.ray_internals import tell_past
+from raypo.storage.checkpoints import newest_step
 from raypo.storage.folder import below, open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.console import Console
@@ -39,13 +40,16 @@ from raypo.tuning.trial import TrialSetup, run_trial
 from raypo.tuning.view import SweepView
 
 
-def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
+def run_sweep(
+    sweep: SweepConfig, base: AnyConfig, files: RunFiles, *, fresh: bool = False
+) -> Outcome:
     """Run the remaining trials of a sweep. The caller holds the sweep's lock.
 
     Args:
         sweep: Config of the sweep.
         base: Run config of a trial, without the values of the space.
         files: The sweep's folder, into which its config is written.
+        fresh: Whether to remove an earlier sweep in the folder, once the trials have a place.
 
     Raises:
         ConfigError: not even one trial fits the cluster.
@@ -56,6 +60,8 @@ def run_sweep(sweep: SweepConfig, base: AnyConfig, files: RunFiles) -> Outcome:
     with connected(base, stop, said=said):
         nodes = alive_nodes()
         plan = plan_sweep(sweep, base, nodes, use_gpu=takes_gpus(base, nodes))
+        if fresh:
+            files.remove(kind="sweep")
         files.write_config(recorded_config(sweep, base))
         for change in record_inputs(base, files, resumes=bool(read_trials(files))):
             Console().message(f"changed input, accepted: {change}")
@@ -143,15 +149,14 @@ class _Sweep:
     def _fit(self) -> None:
         if self._plan.num_trials <= len(self._ended):
             return
-        scheduler = scheduler_of(self._sweep, self._base, last_comparison=self._last_comparison)
+        scheduler = scheduler_of(
+            self._sweep,
+            self._base,
+            past={record.number: self._reports_of(record) for record in self._left},
+            last_comparison=self._last_comparison,
+        )
         if not self._setup.is_population:  # pbt compares only trials that still run
-            past = {
-                record.name: reports_of(
-                    self._setup.files(record.number), self._goal, last_step=record.step
-                )
-                for record in self._ended
-            }
-            tell_past(scheduler, past)
+            tell_past(scheduler, {each.name: self._reports_of(each) for each in self._ended})
         open_folder(self._files.location, TUNE_FOLDER).remove()
         name_of = partial(_name_of, self._sweep.name)
         param_space, search = self._trials()
@@ -171,6 +176,12 @@ class _Sweep:
             run_config=tune.RunConfig(callbacks=[self._board], verbose=0),
             stop=self._stop,
         )
+
+    def _reports_of(self, record: TrialRecord) -> list[dict[str, float]]:
+        """Return a trial's earlier reports, without those that it will repeat."""
+        files = self._setup.files(record.number)
+        last_step = record.step if record.has_ended else newest_step(files)
+        return reports_of(files, self._goal, last_step=last_step)
 
     def _trials(self) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """Return Tune's space, and the arguments of TuneConfig that select the trials to run."""

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from typer import Exit
 
 from raypo.checks.resume_checks import check_run_folder
+from raypo.cli.train import train
+from raypo.cluster.placement import PlacementError
 from raypo.config import ConfigError, PPOConfig
 from raypo.inputs import record_inputs
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import DPOTrainer, PPOTrainer
 from raypo.trainer.given_rows import with_rows
+from raypo.trainer.trainer import RecipeTrainer
 
 ROWS = [
     {"prompt": [{"role": "user", "content": "1+1="}], "answer": 2},
@@ -182,3 +186,24 @@ def test_a_run_goes_on_with_other_rows_only_if_changed_inputs_are_accepted(
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": 1}\n')
     with pytest.raises(ConfigError, match=r"a run with another config:\n  data\.prompts: "):
         check_run_folder(trainer(values, tmp_path).config, files)
+
+
+def test_the_command_starts_a_run_of_given_rows_over_without_losing_them(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The run's folder has the only copies; the cluster is too small at first."""
+    config = trainer(values, tmp_path, train_dataset=ROWS).config
+    files = RunFiles(values["storage_path"], "run")
+    recorded = config.model_dump(mode="json") | {"reward": {"function": f"{__file__}:judge"}}
+    files.write_config(recorded)
+    files.append_metrics(1, {})
+
+    def refuse(self: Any) -> None:
+        raise PlacementError("no room")
+
+    monkeypatch.setattr(RecipeTrainer, "fit", refuse)
+    for _ in range(2):
+        with pytest.raises(Exit):
+            train(files.folder, None, fresh=True)
+    assert files.config() == recorded
+    assert Path(str(config.data.prompts[0])).is_file()

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from ray.train import (
 
 from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.hardware import Node
+from raypo.cluster.placement import PlacementError
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
+from raypo.config.sweep_config import with_values
 from raypo.custom.loader import load_function
 from raypo.recipes import rounds
 from raypo.run import examples_run
@@ -40,6 +43,7 @@ from raypo.trainer import (
     SFTTrainer,
     settings,
 )
+from raypo.trainer import trainer as trainer_module
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of, scaling_of
 from tests.tiny import tiny_policy
 
@@ -456,8 +460,17 @@ def test_python_is_told_how_python_starts_over(values: dict[str, Any]):
         PPOTrainer(PPOConfig.parse(values), reward_fn=judge).fit()
 
 
-def test_fresh_removes_the_run_that_is_there_before_anything_starts(values: dict[str, Any]):
-    """Nothing listens at the address, so this is as far as it comes."""
+def raising(error: Exception) -> Any:
+    def refuse(*arguments: Any, **others: Any) -> None:
+        raise error
+
+    return refuse
+
+
+def test_fresh_removes_the_run_that_is_there_only_once_ray_has_started(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing listens at the address; then the cluster is too small; then the run is tried."""
     tiny_policy(values["model"]["policy"])
     files = run_before(values, seed=7)
     with socket.socket() as probe:
@@ -468,7 +481,44 @@ def test_fresh_removes_the_run_that_is_there_before_anything_starts(values: dict
         PPOTrainer(elsewhere, reward_fn=judge).fit()
     with pytest.raises(ConfigError, match="nothing listens there"):
         PPOTrainer(elsewhere, reward_fn=judge, fresh=True).fit()
-    assert files.metrics() == []
+    recorded = files.config()
+    again = PPOTrainer(elsewhere, reward_fn=judge, fresh=True)
+    monkeypatch.setattr(trainer_module, "connect", lambda cluster: False)
+    monkeypatch.setattr(again, "_check_cluster", raising(PlacementError("no room")))
+    with pytest.raises(PlacementError, match="no room"):
+        again.fit()
+    assert (files.config(), files.last_step()) == (recorded, 1)
+    monkeypatch.setattr(again, "_check_cluster", lambda: None)
+    monkeypatch.setattr(
+        trainer_module, "start_monitor", raising(RuntimeError("as far as it comes"))
+    )
+    with pytest.raises(RuntimeError, match="as far as it comes"):
+        again.fit()
+    assert (files.config(), files.last_step()) == (again.config.model_dump(mode="json"), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"model.policy": "policy"},
+            r"model\.policy \(.*/runs/run/policy\): starting over removes",
+        ),
+        ({"from_checkpoint": ""}, r"from_checkpoint \(.*/runs/run\): starting over removes"),
+        ({"from_checkpoint": "../other"}, r"from_checkpoint \(.*other\): there is no checkpoint"),
+    ],
+)
+def test_fresh_refuses_what_it_would_remove_itself_or_could_not_begin_with(
+    values: dict[str, Any], changes: dict[str, str], told: str
+):
+    files = run_before(values, seed=7)
+    tiny_policy(values["model"]["policy"])
+    shutil.copytree(values["model"]["policy"], files.folder / "policy")
+    for key, place in changes.items():
+        values = with_values(values, {key: str(files.folder / place)})
+    with pytest.raises(ConfigError, match=told):
+        PPOTrainer(PPOConfig.parse(values), reward_fn=judge, fresh=True).fit()
+    assert files.last_step() == 1
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,36 @@ def test_a_collector_of_one_run_ends_itself_with_what_the_run_held(
     assert (removed, ended) == (["its workers' group"], ["the group collector"])
 
 
+@pytest.mark.parametrize("until", [None, "lease"])
+def test_a_failed_removal_is_logged_and_tried_again(
+    until: Any,
+    dead: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    removed, ended, failures = [], [], [RuntimeError("the GCS restarts")] * 2
+
+    def remove(group: str) -> None:
+        if failures:
+            raise failures.pop()
+        removed.append(group)
+
+    monkeypatch.setattr(group_gc, "remove_placement_group", remove)
+    context = SimpleNamespace(current_actor="the group collector")
+    monkeypatch.setattr(group_gc.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(group_gc.ray, "kill", ended.append)
+    monkeypatch.setattr(group_gc, "LOOK_EVERY_S", 0.01)
+    gc: Any = PlacementGroupGC(until)
+    gc.hold("lease", "its group")
+    dead.add("lease")
+    deadline = time.monotonic() + 5.0
+    while not (ended if until else removed) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert removed == ["its group"]
+    assert ended == ["the group collector"] * bool(until)
+    assert "the GCS restarts" in caplog.text
+
+
 def test_a_run_that_dies_in_its_turn_leaves_neither_turn_nor_group(
     dead: set[str], removed: list[str]
 ):

@@ -339,6 +339,7 @@ def test_remove_takes_a_run_away_and_a_missing_one_is_no_error(storage):
     files = RunFiles(uri, "r")
     files.remove()
     files.write_config({"name": "r"})
+    files.write("rollouts/step_00001.parquet", b"")
     files.append_metrics(1, {"x": 1.0})
     files.sync()
     (folder / "checkpoint_000000").mkdir()  # Ray Train's
@@ -346,10 +347,26 @@ def test_remove_takes_a_run_away_and_a_missing_one_is_no_error(storage):
 
     files.remove()
 
-    assert not folder.exists()
-    assert not files.exists()
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"], "a new start replaces it"
     files.append_metrics(1, {"x": 2.0})
-    assert files.metrics() == [{"step": 1, "x": 2.0}]
+    files.sync()
+    assert RunFiles(uri, "r").metrics() == [{"step": 1, "x": 2.0}]
+
+
+def test_remove_keeps_what_was_given_in_python_and_the_new_config_names(storage):
+    uri, folder = storage
+    files = RunFiles(uri, "r")
+    files.write_config({"name": "r"})
+    kept = ["given_models/model.policy-2", "given_rows/data.prompts-2.jsonl"]
+    for name in (*kept, "given_models/model.policy-1", "given_rows/data.prompts-1.jsonl"):
+        files.write(f"{name}/config.json" if "models" in name else name, b"{}")
+    files.sync()
+    prompts = [{"path": f"{files.location}/{kept[1]}", "weight": 2.0}]
+
+    files.remove({"model": {"policy": f"{files.location}/{kept[0]}"}, "data": {"prompts": prompts}})
+
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert left == {"config.yaml", f"{kept[0]}/config.json", kept[1]}
 
 
 def test_remove_of_a_run_that_died_before_its_config_works(storage):
@@ -399,8 +416,10 @@ def test_remove_tells_a_run_from_a_sweep_of_the_same_name(storage, kind, other):
     files.sync()
     with pytest.raises(ConfigError, match=f"is not the folder of such a {other}"):
         files.remove(kind=other)
+    files.write("summary.json", b"{}")
+    files.sync()
     files.remove(kind=kind)
-    assert not files.exists()
+    assert files.names() == ["config.yaml"]
 
 
 def test_a_text_that_looks_like_a_reference_stays_a_text(storage):
@@ -493,3 +512,14 @@ def test_a_checkpoint_is_staged_where_it_will_lie(storage):
         files.sync()
         assert not (storage[1] / stage.name).exists()
         shutil.rmtree(stage)
+
+
+@pytest.mark.parametrize("root", ["/runs", "/elsewhere/../runs", "file:///tmp/raypo-unused"])
+def test_a_file_in_the_folder_would_be_removed_unless_it_was_given_in_python(root):
+    files = RunFiles(root, "r")
+    place = files.location
+    assert files.would_remove(place)
+    assert files.would_remove(f"{place}/policy")
+    assert not files.would_remove(f"{place}-2/policy")
+    assert not files.would_remove(f"{place}/given_models/model.policy-1")
+    assert not files.would_remove("Qwen/Qwen3-0.6B")

@@ -206,3 +206,18 @@ def test_a_comparison_that_an_earlier_attempt_has_made_is_not_made_again(tmp_pat
 def test_perturbed_values_stay_in_the_space(domain: Domain, value: Any, nearest: Any):
     config = {"number": 1, "point": {"x": value}}
     assert inside({"x": domain}, config)["point"]["x"] == pytest.approx(nearest)
+
+
+@pytest.mark.parametrize(
+    ("values", "value", "nearest"),
+    [
+        ((0.1, 1.0, 0.4), 1.2, 0.9),  # high is no step
+        ((0.1, 1.0, 0.1), 0.31, 0.3),  # and not 0.1 + 2 * 0.1
+        ((0.1, 1.0, 0.4), -1.0, 0.1),
+        ((1, 10, 2), 6.3, 7),
+    ],
+)
+def test_a_perturbed_value_of_a_range_with_steps_is_one_of_them(
+    values: tuple[float, ...], value: float, nearest: float
+):
+    assert Domain("quniform", values).nearest(value) == nearest

@@ -1,5 +1,7 @@
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from raypo.config import PPOConfig
@@ -7,16 +9,19 @@ from raypo.config.sweep_config import SweepConfig
 from raypo.ray_internals import PastTrial, tell_past
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import VALUE, Goal
+from raypo.tuning.record import NUMBER
 from raypo.tuning.schedule import reports_of, scheduler_of
 
+CONTROLLER = SimpleNamespace(search_alg=None, get_live_trials=list)
 
-def scheduler(kind: Any, **changes: Any) -> Any:
+
+def scheduler(kind: Any, *, past: Any = None, **changes: Any) -> Any:
     space = {"ppo.gamma": {"choice": [0.9, 1.0]}}
     written = {"name": "s", "base": "b", "space": space, "scheduler": kind}
     sweep = SweepConfig.parse(written | changes)
     values = {"name": "b", "model": {"policy": "p"}, "data": {"prompts": "d"}, "num_steps": 8}
     base = PPOConfig.parse(values | {"eval": {"every": 2}})
-    return scheduler_of(sweep, base)
+    return scheduler_of(sweep, base, past=past or {})
 
 
 def curve(value: float) -> list[dict[str, float]]:
@@ -37,6 +42,72 @@ def test_asha_stops_who_is_worse_than_trials_of_an_earlier_attempt():
     tell_past(judge, {f"past {value}": curve(value) for value in (0.4, 0.5, 0.6)})
     assert steps_until_stopped(judge, 0.1) == 2  # the first rung: eval.every of the base
     assert steps_until_stopped(judge, 0.9) == 8
+
+
+Report = tuple[str, int, float]
+"""Trial, step and value."""
+
+
+def decisions(judge: Any, reports: Sequence[Report], *, ids: str) -> dict[tuple[str, int], str]:
+    """Add the trials, and return the decision on each report by trial and step."""
+    names = sorted({name for name, _, _ in reports})
+    trials: Any = {
+        name: PastTrial(f"{ids} {name}", {NUMBER: number}) for number, name in enumerate(names)
+    }
+    for trial in trials.values():
+        judge.on_trial_add(CONTROLLER, trial)
+    return {
+        (name, step): judge.on_trial_result(CONTROLLER, trials[name], {"step": step, VALUE: value})
+        for name, step, value in reports
+    }
+
+
+def resumed_and_whole(
+    kind: Any, reports: Sequence[Report], *, until: int, newest: Mapping[str, int]
+) -> tuple[dict[tuple[str, int], str], dict[tuple[str, int], str]]:
+    """Decisions of a resumed sweep, and those on the same reports of one that was never killed.
+
+    Args:
+        kind: The scheduler.
+        reports: All reports in the order of time.
+        until: Number of reports before the kill.
+        newest: Step of each trial's newest checkpoint at the kill.
+    """
+    past = {
+        number: [
+            {"step": step, VALUE: value}
+            for of, step, value in reports[:until]
+            if of == name and step <= newest[name]
+        ]
+        for number, name in enumerate(sorted(newest))
+    }
+    left = [(name, step, value) for name, step, value in reports if step > newest[name]]
+    got = decisions(scheduler(kind, past=past), left, ids="new")
+    expected = decisions(scheduler(kind), reports, ids="old")
+    return got, {each: expected[each] for each in got}
+
+
+def test_asha_does_not_compare_with_what_a_resumed_trial_scored_later():
+    """The first trial resumes beyond the rungs 2 and 4; the second is better at every step."""
+    first = [("first", step, step / 10) for step in range(1, 9)]
+    second = [("second", step, step / 10 + 0.05) for step in range(1, 9)]
+    worse = [("worse", step, step / 10 - 0.05) for step in range(1, 3)]
+    reports = [*first[:6], *second[:1], *first[6:], *second[1:], *worse]
+    kind, newest = {"kind": "asha", "reduction_factor": 2}, {"first": 5, "second": 0, "worse": 0}
+    got, whole = resumed_and_whole(kind, reports, until=7, newest=newest)
+    assert got == whole
+    assert [each for each, decision in got.items() if decision == "STOP"] == [("worse", 2)]
+
+
+def test_the_median_rule_knows_the_best_score_of_a_resumed_trial():
+    others = [(name, step, 0.5) for step in range(1, 9) for name in ("a", "b", "c")]
+    early = [("early", step, 0.9 if step < 4 else 0.1) for step in range(1, 9)]
+    newest = {"a": 7, "b": 7, "c": 7, "early": 4}
+    got, whole = resumed_and_whole(
+        "median", [*early[:4], *others, *early[4:]], until=28, newest=newest
+    )
+    assert got == whole
+    assert set(got.values()) == {"CONTINUE"}
 
 
 def test_the_median_rule_stops_who_is_worse_than_the_median():

@@ -1,14 +1,23 @@
 """`raypo status` of sweeps and their trials."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from typer import Exit
 
+from raypo.checks import input_checks
 from raypo.checks.resume_checks import check_run_folder
+from raypo.cli.sweep import sweep as sweep_command
+from raypo.cluster.placement import PlacementError
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.storage.run_state import paragraph, run_status
+from raypo.tuning import tune
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, read_trials, write_trials
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, as_trial, recorded_config, sweep_status
@@ -96,6 +105,60 @@ def test_values_of_any_kind_have_a_column(tmp_path: Path, values: list[object]):
     for known in (trials[:1], trials):
         write_trials(files, known, Goal((SCORE,), (1.0,)))
         assert [trial.point["key"] for trial in read_trials(files)] == values[: len(known)]
+
+
+@pytest.fixture
+def start_over(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Returns the exit status of `raypo sweep --fresh` on a cluster that is too small."""
+
+    def refuse(*arguments: Any, **others: Any) -> None:
+        raise PlacementError("no room")
+
+    monkeypatch.setattr(input_checks, "check_inputs", lambda base: [])
+    monkeypatch.setattr(tune, "connected", lambda *arguments, **others: nullcontext())
+    monkeypatch.setattr(tune, "alive_nodes", list)
+    monkeypatch.setattr(tune, "takes_gpus", lambda base, nodes: False)
+    monkeypatch.setattr(tune, "plan_sweep", refuse)
+
+    def start() -> int:
+        with pytest.raises(Exit) as ended:
+            sweep_command(files.folder, None, dry_run=False, fresh=True)
+        return ended.value.exit_code
+
+    return start
+
+
+def test_fresh_keeps_the_sweep_if_no_trial_has_a_place(
+    files: RunFiles, start_over: Callable[[], int], capsys: pytest.CaptureFixture[str]
+):
+    recorded = files.config()
+    assert start_over() == 2
+    assert "no room" in capsys.readouterr().err
+    assert (files.config(), len(read_trials(files))) == (recorded, 3)
+
+
+def test_fresh_removes_the_trials_once_they_have_a_place(
+    files: RunFiles, start_over: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+):
+    def begin(*arguments: Any) -> Any:
+        return SimpleNamespace(run=lambda: SimpleNamespace(status="interrupted"))
+
+    monkeypatch.setattr(tune, "plan_sweep", lambda *arguments, **others: None)
+    monkeypatch.setattr(tune, "_Sweep", begin)
+    files.write(f"{TRIALS_FOLDER}/s-00000/metrics.jsonl", b"")
+    assert start_over() == 130
+    assert files.names() == ["config.yaml", "inputs.json"]
+
+
+def test_fresh_refuses_a_base_in_the_sweeps_own_folder(
+    files: RunFiles, start_over: Callable[[], int], capsys: pytest.CaptureFixture[str]
+):
+    files.write("best.yaml", BASE.encode())
+    files.write_config((files.config() or {}) | {"base": f"{files.location}/best.yaml"})
+    assert start_over() == 2
+    assert "base (" in (told := capsys.readouterr().err)
+    assert "best.yaml): starting over removes" in told
+    assert len(read_trials(files)) == 3
 
 
 def test_a_run_does_not_take_the_folder_of_a_sweep(files: RunFiles):
