@@ -202,9 +202,10 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
             "Restore that model, or set checkpoint.changed_inputs to accept to start with the "
             "present one."
         )
-    config = decided_as(config, earlier)
+    config = decided_as(config, earlier).with_absolute_paths()
     if earlier:  # parse it, to fill in defaults of keys that are newer than the checkpoint
-        earlier = parse_run_config(earlier, origin=f"{place}/config.yaml").model_dump(mode="json")
+        began = parse_run_config(earlier, origin=f"{place}/config.yaml").with_absolute_paths()
+        earlier = began.model_dump(mode="json")
     theirs, mine = flatten(earlier), flatten(config.model_dump(mode="json"))
     for key in _OF_A_CHECKPOINT:
         names = {n for n in theirs.keys() | mine.keys() if f"{n}.".startswith(f"{key}.")}

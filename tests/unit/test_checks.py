@@ -389,6 +389,14 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
         beginning(values, checkpoint)
 
 
+def test_a_run_begins_with_a_checkpoint_whose_model_was_named_by_an_absolute_path(
+    values: dict, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = Path(values["model"]["policy"])
+    monkeypatch.chdir(folder.parent)
+    beginning(values, checkpoint, model=values["model"] | {"policy": folder.name})
+
+
 def test_a_checkpoint_from_before_a_key_has_its_default(values: dict, checkpoint: Path):
     files = RunFiles(values["storage_path"], "earlier")
     recorded = PPOConfig.parse(values | {"name": "earlier"}).model_dump(mode="json")
