@@ -108,8 +108,7 @@ class Records:
         if run.workers.rank == 0:
             self._sinks = Sinks.open(
                 run.config.logging,
-                folder=run.files.folder,
-                name=run.name,
+                files=run.files,
                 config=run.config.model_dump(mode="json"),
                 first_step=first,
             )
