@@ -232,7 +232,7 @@ class Records:
                 checkpoint_upload_fn=_move_into_place
                 if is_local
                 else checkpoint and self.uploads.begin(step),
-                delete_local_checkpoint_after_upload=not is_local,
+                delete_local_checkpoint_after_upload=False,  # both functions do it
             )
         if checkpoint is not None and is_local:  # the files were moved; only empty folders are left
             shutil.rmtree(checkpoint.path, ignore_errors=True)

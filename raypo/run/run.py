@@ -71,6 +71,7 @@ def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
     started = time.monotonic() - tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     with ExitStack() as at_end:
+        at_end.callback(files.close)  # the last one: all other parts may still write files
         run = Run(config, runtime, workers, files, tell, at_end, started)
         log_to_file(run.log_path, on_print=tell.message)
         torch.set_num_threads(config.learner.cpus_per_worker)

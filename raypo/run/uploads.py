@@ -8,6 +8,7 @@ before the run ends.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -33,7 +34,7 @@ class Uploads:
         self._under_way: Future[None] | None = None
 
     def begin(self, step: int) -> Callable[[Checkpoint, str], Checkpoint]:
-        """Return a function that uploads the models and then a step's checkpoint.
+        """Return a function that uploads the models, and then moves a step's checkpoint to the URI.
 
         Args:
             step: Step of the checkpoint. The previous upload must have ended (`wait`).
@@ -73,4 +74,6 @@ class Uploads:
         retried(lambda: system.create_dir(target), f"creating {target}", tell=self._tell)
         for path in sorted(Path(checkpoint.path).iterdir()):
             copy_to(path, f"{target}/{path.name}", system, tell=self._tell)
+        # Ray Train would remove it later, when the run may have ended and its local files are gone.
+        shutil.rmtree(checkpoint.path, ignore_errors=True)
         return Checkpoint(path=target, filesystem=system)

@@ -18,6 +18,7 @@ import yaml
 from raypo.config import ConfigError
 from raypo.config.base import RECORDED_BASE, escaped, unescaped
 from raypo.storage.folder import (
+    STAGE,
     TEMPORARY,
     RemoteFolder,
     finite,
@@ -38,7 +39,6 @@ BEST = "best"
 """Folder with the models of the best step by `checkpoint.best_by`, and a file with that step."""
 _MODELS = ("policy", "critic", "adapter", "reward_model", BEST)
 """Folders of trained models."""
-_STAGE = f"{TEMPORARY}checkpoint-"
 GIVEN_ROWS = "given_rows"
 """Folder of rows that were passed to the trainer in Python."""
 GIVEN_MODELS = "given_models"
@@ -91,19 +91,13 @@ class RunFiles:
         return cls(storage_path, name)
 
     def new_stage(self) -> Path:
-        """Create a folder in which a checkpoint is written.
-
-        It is inside the run folder if the run folder is local. For a URI, it is a local temporary
-        folder.
-        """
-        if not self.is_local:
-            return Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
+        """Create a folder inside `folder`, in which a checkpoint is written. It is never synced."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=_STAGE, dir=self.folder))
+        return Path(tempfile.mkdtemp(prefix=STAGE, dir=self.folder))
 
     def clear_stages(self) -> None:
         """Remove the incomplete checkpoint of an attempt that died."""
-        for path in self.folder.glob(f"{_STAGE}*"):
+        for path in self.folder.glob(f"{STAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def exists(self) -> bool:
@@ -118,6 +112,13 @@ class RunFiles:
                 files.
         """
         self._folder.sync(lambda name: models is None or models == (name in _MODELS))
+
+    def close(self) -> None:
+        """Remove the local copies of files at a URI, unless a checkpoint is still staged.
+
+        Call `sync` before, because other content is lost. A no-op for a local folder.
+        """
+        self._folder.close()
 
     # Metrics: one JSON object per line.
 

@@ -275,6 +275,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 if connected_here:
                     ray.shutdown()
                 recount(self._files)
+                self._files.close()
 
     def _title_of_config(self) -> str:
         """Return the headline of the printed config. A run file cannot hold Python functions."""
