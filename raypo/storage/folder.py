@@ -135,7 +135,8 @@ class Folder:
 class RemoteFolder(Folder):
     """A temporary local folder whose changed files are copied to a URI at each sync.
 
-    Files that this process has written are read locally. All other files are read from the URI.
+    Files that this process has written since the last sync are read locally. All other files are
+    read from the URI, because another process may have replaced them.
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
@@ -149,7 +150,9 @@ class RemoteFolder(Folder):
 
     @override
     def read(self, name: str) -> bytes | None:
-        staged = super().read(name)
+        path = self.path / name
+        is_synced = path.exists() and self._synced.get(name) == _stamp(path)
+        staged = None if is_synced else super().read(name)
         return staged if staged is not None else self._download(name)
 
     @override

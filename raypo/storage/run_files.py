@@ -65,7 +65,8 @@ class RunFiles:
 
     In a local folder writes are immediate. With a URI (s3://, gs://, file://), writes go to a
     temporary local folder, and `sync` copies the changed files. Reads return the content that this
-    process wrote, if any, or the content at the URI. Only one process writes metrics and rollouts.
+    process wrote since then, if any, or the content at the URI. Only one process writes metrics and
+    rollouts.
     """
 
     def __init__(self, storage_path: str, name: str) -> None:

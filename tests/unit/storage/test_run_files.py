@@ -318,6 +318,24 @@ def test_a_reader_sees_what_the_writer_synced_since(tmp_path):
         assert len(reader.metrics()) == step
 
 
+def test_a_file_that_another_process_replaced_is_read_anew(storage):
+    """A driver wrote `failed`; `fit` is called again, and its workers write `finished`."""
+    driver = RunFiles(storage[0], "r")
+    driver.write_summary({"status": "failed"})
+    assert driver.summary() == {"status": "failed"}
+    driver.sync()
+    worker = RunFiles(storage[0], "r")
+    worker.truncate(after_step=0)
+    assert driver.summary() is None
+    worker.write_summary({"status": "finished"})
+    worker.sync()
+    assert driver.summary() == {"status": "finished"}
+    driver.sync()
+    assert worker.summary() == {"status": "finished"}
+    driver.write_summary({"status": "interrupted"})
+    assert driver.summary() == {"status": "interrupted"}
+
+
 def test_the_stage_goes_with_its_owner(tmp_path):
     files = RunFiles(tmp_path.as_uri(), "r")
     stage = files.folder
