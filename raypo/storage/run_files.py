@@ -112,7 +112,11 @@ class RunFiles:
             models: True copies only the trained models, False all other files. None copies all
                 files.
         """
-        self._folder.sync(lambda name: models is None or models == (name in _MODELS))
+        self._folder.sync(lambda name: models is None or models == _is_model(name))
+
+    def log_path(self, name: str) -> Path:
+        """Return the local path of a file in `logs/`, with the content of earlier attempts."""
+        return self._folder.stage(f"{_LOGS}/{name}")
 
     def close(self) -> None:
         """Remove the local copies of files at a URI, unless a checkpoint is still staged.
@@ -378,6 +382,11 @@ def policy_of(model: str) -> tuple[str, Path | None]:
     if (of_run / "config.yaml").is_file() and (run / "policy").is_dir():
         return str(run / "policy"), of_run / "config.yaml"
     return model, None
+
+
+def _is_model(name: str) -> bool:
+    """Return True for a folder of a model, also while it is written (`policy.new`)."""
+    return name.partition(".")[0] in _MODELS
 
 
 def _rollouts_name(step: int, held_out: bool) -> str:

@@ -301,6 +301,15 @@ def test_sync_copies_what_others_wrote_and_only_what_changed(tmp_path):
     assert (target / "logs" / "worker.log").read_text() == "one, two"
 
 
+def test_a_log_has_the_lines_of_all_attempts(storage):
+    for attempt in ("first", "second"):
+        files = RunFiles(storage[0], "r")
+        with files.log_path("worker_0.log").open("a") as log:
+            log.write(f"{attempt}\n")
+        files.sync()
+    assert (storage[1] / "logs" / "worker_0.log").read_text() == "first\nsecond\n"
+
+
 def test_a_remote_run_is_seen_by_others_only_after_a_sync(tmp_path):
     files = RunFiles(tmp_path.as_uri(), "r")
     files.append_metrics(1, {"x": 1.0})
