@@ -149,6 +149,14 @@ def no_whole_checkpoint(
     )
 
 
+def has_begun(files: RunFiles) -> bool:
+    """Return True if a run has completed a step or written a checkpoint, which it would restore.
+
+    A run may be killed between the checkpoint of its first step and that step's line of metrics.
+    """
+    return files.last_step() > 0 or files.read(CHECKPOINTS) is not None
+
+
 def mend_list(files: RunFiles) -> str | None:
     """Rewrite Ray Train's list of checkpoints if it is cut short or names folders that are gone.
 
@@ -156,7 +164,7 @@ def mend_list(files: RunFiles) -> str | None:
     not start with such a list, or with a list that names a missing folder.
 
     Args:
-        files: Folder of a run that is about to resume.
+        files: Folder in which Ray Train stores the checkpoints of a run that is about to start.
 
     Returns:
         A message if the list was rewritten.
