@@ -381,11 +381,12 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
     (best / "best.json").write_text('{"step": 2}')
     with pytest.raises(ConfigError, match="the checkpoint of step 2 is gone"):
         beginning(values, best)
-    (checkpoint.parent / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_res')
-    with pytest.raises(
-        ConfigError, match=r"is truncated\. Name one of its folders: checkpoint_a\."
-    ):
-        beginning(values, checkpoint.parent)
+    for cut in ("", '{"checkpoint_res'):
+        (checkpoint.parent / "checkpoint_manager_snapshot.json").write_text(cut)
+        with pytest.raises(
+            ConfigError, match=r"is truncated\. Name one of its folders: checkpoint_a\."
+        ):
+            beginning(values, checkpoint.parent)
     with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): there is no checkpoint"):
         beginning(values, checkpoint.parent.parent / "nowhere")
     (checkpoint / "run.json").write_text('{"step": 3')
