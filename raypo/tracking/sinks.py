@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from typing_extensions import override
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ray.util.metrics import Gauge
 
 REPEAT_GAUGES_S = 5.0
+Status = Literal["finished", "interrupted", "failed"]
+_MLFLOW_STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _WANDB_ID, _MLFLOW_ID = "wandb-id.txt", "mlflow-id.txt"
 
 
@@ -32,7 +34,7 @@ class Sink(Protocol):
         """Send the metrics of one step. All values must be finite."""
         ...
 
-    def close(self) -> None:
+    def close(self, status: Status) -> None:
         """Wait until everything is sent. Called once, after the last `write`."""
         ...
 
@@ -83,11 +85,11 @@ class Sinks:
         for sink in self._sinks:
             sink.write(step, finite)
 
-    def close(self) -> None:
-        """Close every sink. Idempotent."""
+    def close(self, status: Status = "finished") -> None:
+        """Close every sink, with the status of the run for those that show it. Idempotent."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
-            sink.close()
+            sink.close(status)
 
 
 def check_installed(section: LoggingSection) -> None:
@@ -132,8 +134,8 @@ class Wandb(Sink):
         self._run.log({"step": step, **metrics})
 
     @override
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, status: Status) -> None:
+        self._run.finish(exit_code=int(status == "failed"))
 
 
 class MLflow(Sink):
@@ -151,6 +153,7 @@ class MLflow(Sink):
         )
         if known := _remembered(files, _MLFLOW_ID):
             self._id = known
+            self._client.update_run(known, status="RUNNING")
             return
         created = self._client.create_run(experiment, run_name=files.name)
         self._id = _remember(files, _MLFLOW_ID, created.info.run_id)
@@ -166,8 +169,8 @@ class MLflow(Sink):
         self._client.log_batch(self._id, metrics=rows)
 
     @override
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, status: Status) -> None:
+        self._client.set_terminated(self._id, _MLFLOW_STATUS[status])
 
 
 class RayMetrics(Sink):
@@ -192,7 +195,7 @@ class RayMetrics(Sink):
             self._set()
 
     @override
-    def close(self) -> None:
+    def close(self, status: Status) -> None:
         self._closed.set()
 
     def _repeat(self) -> None:

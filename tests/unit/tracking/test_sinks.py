@@ -50,7 +50,9 @@ class Tracker:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ids: list[str] = []
-        run = SimpleNamespace(define_metric=lambda *_, **__: None)
+        self.statuses: list[Any] = []
+        self.finish = lambda exit_code: self.statuses.append(exit_code)
+        run = SimpleNamespace(define_metric=lambda *_, **__: None, finish=self.finish)
         wandb = SimpleNamespace(init=lambda **options: self.ids.append(options["id"]) or run)
         monkeypatch.setitem(sys.modules, "wandb", wandb)
         tracking = SimpleNamespace(MlflowClient=lambda uri: self)
@@ -63,6 +65,13 @@ class Tracker:
     def create_run(self, experiment: str, run_name: str) -> Any:
         self.ids.append(f"{run_name}-{len(self.ids)}")
         return SimpleNamespace(info=SimpleNamespace(run_id=self.ids[-1]))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        assert run_id == self.ids[-1]
+        self.statuses.append(status)
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.update_run(run_id, status)
 
 
 @pytest.mark.parametrize("place", ["local", "uri"])
@@ -80,6 +89,19 @@ def test_a_resumed_run_has_the_same_run_at_wandb_and_mlflow(
     for _ in range(2):
         MLflow(MLflowSection(), files=RunFiles(storage, "r"), config={})
     assert tracker.ids == [(tmp_path / "r" / "mlflow-id.txt").read_text().strip()]
+
+
+def test_wandb_and_mlflow_show_how_a_run_has_ended_and_that_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tracker, files = Tracker(monkeypatch), RunFiles(str(tmp_path), "r")
+    for status in ("failed", "interrupted", "finished"):
+        Sinks([MLflow(MLflowSection(), files=files, config={})]).close(status)
+    assert tracker.statuses == ["FAILED", "RUNNING", "KILLED", "RUNNING", "FINISHED"]
+    tracker.statuses.clear()
+    for status in ("failed", "interrupted", "finished"):
+        Sinks([Wandb(WandbSection(), files=files, config={})]).close(status)
+    assert tracker.statuses == [1, 0, 0]
 
 
 def test_prometheus_names_are_stable():
