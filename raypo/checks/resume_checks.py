@@ -16,7 +16,7 @@ from raypo.config.auto_values import decided_as
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sources import path_of
 from raypo.inputs import GIVEN, changes, inputs_of, recorded_inputs, values_at
-from raypo.storage.checkpoints import checkpoint_state, find_checkpoint
+from raypo.storage.checkpoints import checkpoint_state, find_checkpoint, has_begun
 from raypo.storage.folder import parent_and_name
 from raypo.storage.run_files import RunFiles, is_given
 
@@ -46,7 +46,7 @@ def check_run_folder(
             f"name ({config.name}): {files.location} holds a sweep, not a run. Choose another "
             "name or storage_path."
         )
-    if recorded is None or not done:  # without a step there is nothing to protect
+    if recorded is None or not has_begun(files):  # there is nothing to protect
         if config.from_checkpoint is not None:
             _check_beginning(config, config.from_checkpoint)
         return

@@ -39,7 +39,7 @@ from raypo.run.watched import (
 from raypo.storage.checkpoints import score_of
 from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.summary import installed_versions, summarize
-from raypo.tracking.sinks import Sinks
+from raypo.tracking.sinks import Sinks, Status
 from raypo.tracking.trace import write_spans
 from raypo.types import Rollout
 
@@ -65,6 +65,7 @@ class Records:
         """Seconds that earlier attempts took, up to the checkpoint that was restored."""
         self.uploads = Uploads(run.files, run.tell.message)
         """Uploads to a URI. If the run's folder is local, nothing is uploaded."""
+        self._status: Status = "failed"  # until the run finishes
         self._interrupted = False
         self._step_started = 0.0
         self._sinks = Sinks([])
@@ -108,8 +109,7 @@ class Records:
         if run.workers.rank == 0:
             self._sinks = Sinks.open(
                 run.config.logging,
-                folder=run.files.folder,
-                name=run.name,
+                files=run.files,
                 config=run.config.model_dump(mode="json"),
                 first_step=first,
             )
@@ -233,7 +233,7 @@ class Records:
                 checkpoint_upload_fn=_move_into_place
                 if is_local
                 else checkpoint and self.uploads.begin(step),
-                delete_local_checkpoint_after_upload=not is_local,
+                delete_local_checkpoint_after_upload=False,  # both functions do it
             )
         if checkpoint is not None and is_local:  # the files were moved; only empty folders are left
             shutil.rmtree(checkpoint.path, ignore_errors=True)
@@ -272,11 +272,12 @@ class Records:
                 | own
             )
             run.files.sync()
+        self._status = status
         return {"status": status, "step": self.last_step}
 
     def _close(self) -> None:
         self._writer.shutdown(wait=False, cancel_futures=True)  # a write that runs finishes
-        self._sinks.close()
+        self._sinks.close(self._status)
 
     def _wait_for_samples(self) -> None:
         """Wait until all samples are written. Raise the first error of a write."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,7 +48,7 @@ class Run(Generic[AnyConfig]):
     @property
     def log_path(self) -> Path:
         """Log file of this worker, which gets the output of libraries."""
-        return self.files.logs_dir / f"worker_{self.workers.rank}.log"
+        return self.files.log_path(f"worker_{self.workers.rank}.log")
 
 
 @contextmanager
@@ -71,6 +72,7 @@ def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
     started = time.monotonic() - tell.begin_attempt(ray.util.get_current_placement_group())
     files = RunFiles(runtime.storage_path, runtime.name)
     with ExitStack() as at_end:
+        at_end.callback(close_files, files)  # the last one: all other parts may still write files
         run = Run(config, runtime, workers, files, tell, at_end, started)
         log_to_file(run.log_path, on_print=tell.message)
         torch.set_num_threads(config.learner.cpus_per_worker)
@@ -80,3 +82,16 @@ def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
             runtime.group_gc.end_turn.remote(runtime.name)
         with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
             yield run
+
+
+def close_files(files: RunFiles) -> None:
+    """Copy the rest of the files to the URI, also of a step that failed, and remove local copies.
+
+    The models are left out, because a failed run may have written only a part of them. Errors are
+    logged, not raised: they would hide the error that ends the run.
+    """
+    try:
+        files.sync(models=False)
+    except Exception:
+        logging.getLogger(__name__).exception("the last files were not copied to the URI")
+    files.close()

@@ -8,6 +8,8 @@ before the run ends.
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -22,6 +24,9 @@ from raypo.storage.run_files import RunFiles
 
 TOLD_AFTER_S = 30.0
 """Interval, in seconds, between messages while the run waits for an upload."""
+RETRIED_WITHIN_S = 10.0
+"""Seconds after which a failed upload has failed for good. Ray Train 2.60 retries some errors of
+S3 (SLOW_DOWN, for example) twice, the second time after 2.4 s at most."""
 
 
 class Uploads:
@@ -30,24 +35,26 @@ class Uploads:
     def __init__(self, files: RunFiles, tell: Callable[[str], None]) -> None:
         self._files, self._tell = files, tell
         self._step = 0
-        self._under_way: Future[None] | None = None
+        self._attempt: Future[None] | None = None  # of the last upload; a retry has its own
 
     def begin(self, step: int) -> Callable[[Checkpoint, str], Checkpoint]:
-        """Return a function that uploads the models and then a step's checkpoint.
+        """Return a function that uploads the models, and then moves a step's checkpoint to the URI.
 
         Args:
             step: Step of the checkpoint. The previous upload must have ended (`wait`).
         """
-        self._step, self._under_way = step, (done := Future[None]())
+        self._step, self._attempt = step, (first := Future[None]())
 
         def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            # Ray Train calls this function again to retry the upload.
+            self._attempt = attempt = Future[None]() if first.done() else first
             try:
                 self._files.sync(models=True)
                 uploaded = self._upload(checkpoint, name)
             except BaseException as error:
-                done.set_exception(error)
+                attempt.set_exception(error)
                 raise
-            done.set_result(None)
+            attempt.set_result(None)
             return uploaded
 
         return upload
@@ -58,14 +65,17 @@ class Uploads:
         Raises:
             StorageError: the upload has failed, after several attempts.
         """
-        if self._under_way is None:
-            return
-        while not wait([self._under_way], timeout=TOLD_AFTER_S).done:
-            self._tell(
-                f"waiting for the upload of the checkpoint of step {self._step} to "
-                f"{self._files.location}"
-            )
-        self._under_way.result()
+        while (attempt := self._attempt) is not None:
+            if not wait([attempt], timeout=TOLD_AFTER_S).done:
+                self._tell(
+                    f"waiting for the upload of the checkpoint of step {self._step} to "
+                    f"{self._files.location}"
+                )
+                continue
+            if attempt.exception() is not None:
+                time.sleep(RETRIED_WITHIN_S)
+            if self._attempt is attempt:
+                return attempt.result()
 
     def _upload(self, checkpoint: Checkpoint, name: str) -> Checkpoint:
         storage = ray.train.get_context().get_storage()
@@ -73,4 +83,6 @@ class Uploads:
         retried(lambda: system.create_dir(target), f"creating {target}", tell=self._tell)
         for path in sorted(Path(checkpoint.path).iterdir()):
             copy_to(path, f"{target}/{path.name}", system, tell=self._tell)
+        # Ray Train would remove it later, when the run may have ended and its local files are gone.
+        shutil.rmtree(checkpoint.path, ignore_errors=True)
         return Checkpoint(path=target, filesystem=system)

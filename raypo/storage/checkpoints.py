@@ -22,6 +22,8 @@ STATE = "run.json"
 """File in a checkpoint with the run's own state."""
 BEST_STEP = "best.json"
 """File in `best/` with the metric, its value and the step."""
+SEGMENT = "segment.json"
+"""File of a pbt trial that names its last checkpoint (see `raypo.tuning.population`)."""
 
 
 def find_checkpoint(place: str) -> str:
@@ -40,8 +42,11 @@ def find_checkpoint(place: str) -> str:
     run, step = files, None
     if files.name == BEST and (best := files.read(BEST_STEP)) is not None:
         run, step = RunFiles.at(parent_and_name(files.location)[0]), json.loads(best)["step"]
+    if step is None and (of_segment := _checkpoint_of_segment(run)) is not None:
+        return of_segment
+    content = run.read(CHECKPOINTS)
     try:
-        snapshot = json.loads(run.read(CHECKPOINTS) or b"{}")
+        snapshot = {} if content is None else json.loads(content)
     except ValueError:
         raise ConfigError(
             f"from_checkpoint ({place}): its {CHECKPOINTS} is truncated. Name one of its "
@@ -58,6 +63,15 @@ def find_checkpoint(place: str) -> str:
             f"checkpoint, its {BEST}/, or a checkpoint_* folder."
         )
     return below(run.location, wanted[-1]["checkpoint_dir_name"])
+
+
+def _checkpoint_of_segment(run: RunFiles) -> str | None:
+    """Return the last checkpoint of a pbt trial, or None if `run` is no such trial or has none."""
+    segment = run.read(SEGMENT)
+    if segment is None or (checkpoint := json.loads(segment)["checkpoint"]) is None:
+        return None
+    folder, name = parent_and_name(checkpoint)
+    return below(run.location, parent_and_name(folder)[1], name)  # the trial may have been moved
 
 
 SCORE = "checkpoint/score"
@@ -149,6 +163,14 @@ def no_whole_checkpoint(
     )
 
 
+def has_begun(files: RunFiles) -> bool:
+    """Return True if a run has completed a step or written a checkpoint, which it would restore.
+
+    A run may be killed between the checkpoint of its first step and that step's line of metrics.
+    """
+    return files.last_step() > 0 or files.read(CHECKPOINTS) is not None
+
+
 def mend_list(files: RunFiles) -> str | None:
     """Rewrite Ray Train's list of checkpoints if it is cut short or names folders that are gone.
 
@@ -156,7 +178,7 @@ def mend_list(files: RunFiles) -> str | None:
     not start with such a list, or with a list that names a missing folder.
 
     Args:
-        files: Folder of a run that is about to resume.
+        files: Folder in which Ray Train stores the checkpoints of a run that is about to start.
 
     Returns:
         A message if the list was rewritten.

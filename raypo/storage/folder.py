@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import tempfile
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,15 @@ from typing_extensions import override
 
 from raypo.config import ConfigError
 from raypo.storage.retries import retried
+from raypo.storage.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 TEMPORARY = ".partial-"
-"""Prefix of files that are being written. Such files are never synced."""
+"""Prefix of files and folders that are being written. They are never synced."""
+STAGE = f"{TEMPORARY}checkpoint-"
+"""Prefix of folders in which a checkpoint is written."""
 
 
 def open_folder(storage_path: str, name: str) -> Folder:
@@ -142,15 +144,19 @@ class Folder:
         else:
             path.unlink(missing_ok=True)
 
+    def close(self) -> None:
+        """Remove the local copies of a folder at a URI. A no-op here."""
+
 
 class RemoteFolder(Folder):
     """A temporary local folder whose changed files are copied to a URI at each sync.
 
-    Files that this process has written are read locally. All other files are read from the URI.
+    Files that this process has written since the last sync are read locally. All other files are
+    read from the URI, because another process may have replaced them.
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
-        super().__init__(Path(tempfile.mkdtemp(prefix="raypo-run-")))
+        super().__init__(temporary_folder())
         self._file_system, root = open_storage(storage_path, key="storage_path")
         self._root = f"{root.rstrip('/')}/{name}"
         self.location = below(storage_path, name)
@@ -160,7 +166,9 @@ class RemoteFolder(Folder):
 
     @override
     def read(self, name: str) -> bytes | None:
-        staged = super().read(name)
+        path = self.path / name
+        is_synced = path.exists() and self._synced.get(name) == _stamp(path)
+        staged = None if is_synced else super().read(name)
         return staged if staged is not None else self._download(name)
 
     @override
@@ -193,9 +201,7 @@ class RemoteFolder(Folder):
 
     @override
     def sync(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
-        for path in sorted(self.path.rglob("*")):
-            if path.name.startswith(TEMPORARY) or not path.is_file():
-                continue
+        for path in self._complete_files():
             name, stamp = path.relative_to(self.path).as_posix(), _stamp(path)
             if self._synced.get(name) == stamp or not wanted(name.partition("/")[0]):
                 continue
@@ -220,6 +226,24 @@ class RemoteFolder(Folder):
             self._file_system.delete_dir(self._remote(name))
         elif kind == FileType.File:
             self._file_system.delete_file(self._remote(name))
+
+    @override
+    def close(self) -> None:
+        """Remove the local copies. Content that was not synced is lost.
+
+        If a checkpoint is staged, Ray Train may still upload it, so the folder stays. It is removed
+        by a later process (see `raypo.storage.temporary`).
+        """
+        if not any(self.path.glob(f"{STAGE}*")):
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._synced.clear()
+
+    def _complete_files(self) -> Iterator[Path]:
+        # os.walk ignores folders that are removed meanwhile, such as an uploaded checkpoint.
+        for folder, folders, names in os.walk(self.path):
+            folders[:] = sorted(each for each in folders if not each.startswith(TEMPORARY))
+            paths = (Path(folder, name) for name in sorted(names) if not name.startswith(TEMPORARY))
+            yield from (path for path in paths if path.is_file())  # a symlink may be broken
 
     def _remote(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

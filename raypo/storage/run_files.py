@@ -18,6 +18,7 @@ import yaml
 from raypo.config import ConfigError
 from raypo.config.base import RECORDED_BASE, escaped, unescaped
 from raypo.storage.folder import (
+    STAGE,
     TEMPORARY,
     RemoteFolder,
     finite,
@@ -38,7 +39,6 @@ BEST = "best"
 """Folder with the models of the best step by `checkpoint.best_by`, and a file with that step."""
 _MODELS = ("policy", "critic", "adapter", "reward_model", BEST)
 """Folders of trained models."""
-_STAGE = f"{TEMPORARY}checkpoint-"
 GIVEN_ROWS = "given_rows"
 """Folder of rows that were passed to the trainer in Python."""
 GIVEN_MODELS = "given_models"
@@ -65,7 +65,8 @@ class RunFiles:
 
     In a local folder writes are immediate. With a URI (s3://, gs://, file://), writes go to a
     temporary local folder, and `sync` copies the changed files. Reads return the content that this
-    process wrote, if any, or the content at the URI. Only one process writes metrics and rollouts.
+    process wrote since then, if any, or the content at the URI. Only one process writes metrics and
+    rollouts.
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
@@ -91,19 +92,13 @@ class RunFiles:
         return cls(storage_path, name)
 
     def new_stage(self) -> Path:
-        """Create a folder in which a checkpoint is written.
-
-        It is inside the run folder if the run folder is local. For a URI, it is a local temporary
-        folder.
-        """
-        if not self.is_local:
-            return Path(tempfile.mkdtemp(prefix="raypo-checkpoint-"))
+        """Create a folder inside `folder`, in which a checkpoint is written. It is never synced."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=_STAGE, dir=self.folder))
+        return Path(tempfile.mkdtemp(prefix=STAGE, dir=self.folder))
 
     def clear_stages(self) -> None:
         """Remove the incomplete checkpoint of an attempt that died."""
-        for path in self.folder.glob(f"{_STAGE}*"):
+        for path in self.folder.glob(f"{STAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def exists(self) -> bool:
@@ -117,7 +112,18 @@ class RunFiles:
             models: True copies only the trained models, False all other files. None copies all
                 files.
         """
-        self._folder.sync(lambda name: models is None or models == (name in _MODELS))
+        self._folder.sync(lambda name: models is None or models == _is_model(name))
+
+    def log_path(self, name: str) -> Path:
+        """Return the local path of a file in `logs/`, with the content of earlier attempts."""
+        return self._folder.stage(f"{_LOGS}/{name}")
+
+    def close(self) -> None:
+        """Remove the local copies of files at a URI, unless a checkpoint is still staged.
+
+        Call `sync` before, because other content is lost. A no-op for a local folder.
+        """
+        self._folder.close()
 
     # Metrics: one JSON object per line.
 
@@ -411,6 +417,11 @@ def policy_of(model: str) -> tuple[str, Path | None]:
     if (of_run / "config.yaml").is_file() and (run / "policy").is_dir():
         return str(run / "policy"), of_run / "config.yaml"
     return model, None
+
+
+def _is_model(name: str) -> bool:
+    """Return True for a folder of a model, also while it is written (`policy.new`)."""
+    return name.partition(".")[0] in _MODELS
 
 
 def _rollouts_name(step: int, held_out: bool) -> str:

@@ -9,19 +9,22 @@ import threading
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from typing_extensions import override
 
 from raypo.config import ConfigError, LoggingSection, MLflowSection, WandbSection
 from raypo.config.base import flatten
 from raypo.metrics.catalogue import MEANINGS
+from raypo.storage.run_files import RunFiles
 
 if TYPE_CHECKING:
     from ray.util.metrics import Gauge
 
 REPEAT_GAUGES_S = 5.0
+Status = Literal["finished", "interrupted", "failed"]
+_MLFLOW_STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+_WANDB_ID, _MLFLOW_ID = "wandb-id.txt", "mlflow-id.txt"
 
 
 class Sink(Protocol):
@@ -31,7 +34,7 @@ class Sink(Protocol):
         """Send the metrics of one step. All values must be finite."""
         ...
 
-    def close(self) -> None:
+    def close(self, status: Status) -> None:
         """Wait until everything is sent. Called once, after the last `write`."""
         ...
 
@@ -47,8 +50,7 @@ class Sinks:
         cls,
         section: LoggingSection,
         *,
-        folder: Path,
-        name: str,
+        files: RunFiles,
         config: Mapping[str, Any],
         first_step: int = 1,
     ) -> Sinks:
@@ -56,8 +58,7 @@ class Sinks:
 
         Args:
             section: The `logging` section.
-            folder: Local folder for the run's files.
-            name: The run's name.
+            files: The run's files. They keep the ids of the run at W&B and MLflow.
             config: The resolved config, for sinks that show it.
             first_step: Next step to be written. A resumed run continues the same curves.
 
@@ -69,13 +70,13 @@ class Sinks:
         if section.tensorboard:
             from raypo.tracking.tensorboard import TensorBoard
 
-            sinks.append(TensorBoard(folder, first_step=first_step))
+            sinks.append(TensorBoard(files.folder, first_step=first_step))
         if section.wandb is not None:
-            sinks.append(Wandb(section.wandb, folder=folder, name=name, config=config))
+            sinks.append(Wandb(section.wandb, files=files, config=config))
         if section.mlflow is not None:
-            sinks.append(MLflow(section.mlflow, folder=folder, name=name, config=config))
+            sinks.append(MLflow(section.mlflow, files=files, config=config))
         if section.prometheus:
-            sinks.append(RayMetrics(run=name))
+            sinks.append(RayMetrics(run=files.name))
         return cls(sinks)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -84,11 +85,11 @@ class Sinks:
         for sink in self._sinks:
             sink.write(step, finite)
 
-    def close(self) -> None:
-        """Close every sink. Idempotent."""
+    def close(self, status: Status = "finished") -> None:
+        """Close every sink, with the status of the run for those that show it. Idempotent."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
-            sink.close()
+            sink.close(status)
 
 
 def check_installed(section: LoggingSection) -> None:
@@ -109,19 +110,20 @@ class Wandb(Sink):
     """Weights & Biases sink. A resumed run continues the same W&B run."""
 
     def __init__(
-        self, section: WandbSection, *, folder: Path, name: str, config: Mapping[str, Any]
+        self, section: WandbSection, *, files: RunFiles, config: Mapping[str, Any]
     ) -> None:
         import wandb
 
-        plain = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:40]
+        plain = re.sub(r"[^A-Za-z0-9_-]", "-", files.name)[:40]
+        known = _remembered(files, _WANDB_ID)
         self._run = wandb.init(
             project=section.project,
             entity=section.entity,
             mode=section.mode,
-            name=name,
-            id=_remembered(folder / "wandb-id.txt", f"{plain}-{secrets.token_hex(4)}"),
+            name=files.name,
+            id=known or _remember(files, _WANDB_ID, f"{plain}-{secrets.token_hex(4)}"),
             resume="allow",
-            dir=str(folder),
+            dir=str(files.folder),
             config=dict(config),
             reinit="create_new",
         )
@@ -132,15 +134,15 @@ class Wandb(Sink):
         self._run.log({"step": step, **metrics})
 
     @override
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, status: Status) -> None:
+        self._run.finish(exit_code=int(status == "failed"))
 
 
 class MLflow(Sink):
     """MLflow sink. A resumed run continues the same MLflow run."""
 
     def __init__(
-        self, section: MLflowSection, *, folder: Path, name: str, config: Mapping[str, Any]
+        self, section: MLflowSection, *, files: RunFiles, config: Mapping[str, Any]
     ) -> None:
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
@@ -149,12 +151,12 @@ class MLflow(Sink):
         experiment = (
             found.experiment_id if found else self._client.create_experiment(section.experiment)
         )
-        path = folder / "mlflow-id.txt"
-        if path.exists():
-            self._id = path.read_text().strip()
+        if known := _remembered(files, _MLFLOW_ID):
+            self._id = known
+            self._client.update_run(known, status="RUNNING")
             return
-        self._id = self._client.create_run(experiment, run_name=name).info.run_id
-        _remembered(path, self._id)
+        created = self._client.create_run(experiment, run_name=files.name)
+        self._id = _remember(files, _MLFLOW_ID, created.info.run_id)
         for key, value in flatten(config).items():
             self._client.log_param(self._id, key, str(value)[:500])
 
@@ -167,8 +169,8 @@ class MLflow(Sink):
         self._client.log_batch(self._id, metrics=rows)
 
     @override
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, status: Status) -> None:
+        self._client.set_terminated(self._id, _MLFLOW_STATUS[status])
 
 
 class RayMetrics(Sink):
@@ -193,7 +195,7 @@ class RayMetrics(Sink):
             self._set()
 
     @override
-    def close(self) -> None:
+    def close(self, status: Status) -> None:
         self._closed.set()
 
     def _repeat(self) -> None:
@@ -220,10 +222,14 @@ def prometheus_name(metric: str) -> str:
     return f"raypo_{re.sub(r'[^a-zA-Z0-9_*]', '_', metric)}"
 
 
-def _remembered(path: Path, new: str) -> str:
-    """Return a file's content. If there is no such file, write `new` to it, and return `new`."""
-    if path.exists():
-        return path.read_text().strip()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(new + "\n")
+def _remembered(files: RunFiles, name: str) -> str | None:
+    """Return the id that an earlier attempt has written, or None if there is none."""
+    content = files.read(name)
+    return None if content is None else content.decode().strip()
+
+
+def _remember(files: RunFiles, name: str, new: str) -> str:
+    """Write an id for later attempts, and return it."""
+    files.write(name, f"{new}\n".encode())
+    files.sync(models=False)  # now, because the attempt may be killed before its first step ends
     return new

@@ -52,8 +52,8 @@ class TensorBoard:
         event = self._events.Event(wall_time=time.time(), step=step, **content)
         self._writer.write_event(event)
 
-    def close(self) -> None:
-        """Close the event file."""
+    def close(self, status: str = "finished") -> None:
+        """Close the event file. The status of the run is not shown."""
         self._writer.close()
 
 

@@ -58,7 +58,7 @@ from raypo.report.verdict import learned
 from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
-from raypo.storage.checkpoints import mend_list
+from raypo.storage.checkpoints import has_begun, mend_list
 from raypo.storage.run_files import GIVEN_MODELS, GIVEN_ROWS, RunFiles
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
@@ -272,6 +272,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 if connected_here:
                     ray.shutdown()
                 recount(self._files)
+                self._files.close()
 
     def _title_of_config(self) -> str:
         """Return the headline of the printed config. A run file cannot hold Python functions."""
@@ -329,9 +330,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             self.config = self._with_given(self.config)
             self._files.remove(self.config.model_dump(mode="json"))
         self._files.write_config(self.config.model_dump(mode="json"))
-        resumes = self._files.last_step() > 0
         accepted = record_inputs(
-            self.config, self._files, resumes=resumes, given=self.given_functions
+            self.config,
+            self._files,
+            resumes=has_begun(self._files),
+            given=self.given_functions,
         )
         self._files.sync()
         earlier_s = (self._files.summary() or {}).get("wall_s", 0.0)
@@ -353,7 +356,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 dashboard_token(),
                 self._files.metrics(),
             )
-            if resumes and (mended := mend_list(self._files)):
+            if mended := self._mend_list():
                 console.message(mended)
             for change in accepted:
                 console.message(f"changed input, accepted: {change}")
@@ -402,6 +405,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     def given_functions(self) -> dict[str, RewardFunction]:
         """Functions that were passed in Python, by config key."""
         return {} if self._reward_fn is None else {"reward.function": self._reward_fn}
+
+    def _mend_list(self) -> str | None:
+        """Call `mend_list` for the folder that Ray Train uses: in pbt that of a segment."""
+        run: Any = self.run_config
+        return mend_list(RunFiles(run.storage_path, run.name))
 
     def _run_config(self, given: RunConfig | None) -> RunConfig:
         return run_config_of(self.config, given)

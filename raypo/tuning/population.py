@@ -29,12 +29,12 @@ from ray.tune.schedulers import PopulationBasedTraining
 
 from raypo.config.space import Domain
 from raypo.ray_internals import forget_failed
+from raypo.storage.checkpoints import SEGMENT
 from raypo.storage.folder import below, link_tree, open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP
 from raypo.tuning.record import POINT
 
-SEGMENT = "segment.json"
 COPIED = "copied"
 """Folder in a segment with the checkpoint that the segment started from."""
 KEPT_CHECKPOINTS = 2

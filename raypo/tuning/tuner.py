@@ -48,7 +48,6 @@ from raypo.tuning.experiment import (
     fit_trials,
     limits_itself,
 )
-from raypo.tuning.population import Segment
 from raypo.tuning.record import Point
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, base_changes
 from raypo.tuning.trial import TrialSetup, run_point
@@ -327,10 +326,9 @@ class Tuner:
         rows = files.metrics()
         if not rows:
             return result
-        kept = Segment.last(files).checkpoint  # set only in population-based training
-        if kept is None:
-            with suppress(ConfigError):  # stopped before its first checkpoint
-                kept = find_checkpoint(files.location)
+        kept = None
+        with suppress(ConfigError):  # stopped before its first checkpoint
+            kept = find_checkpoint(files.location)
         return replace(
             result,
             path=files.location,

@@ -20,6 +20,7 @@ from raypo.cluster.actors import start_named
 from raypo.cluster.connect import dashboard_token, dashboard_url
 from raypo.config import LoggingSection
 from raypo.deployment.gauges import export_gauges
+from raypo.storage.run_files import RunFiles
 from raypo.tracking.grafana import PHASES, REPLICAS, ROWS, expression, grafana_dashboard
 from raypo.tracking.sinks import Sinks
 from tests.integration.browser import CHROMIUM, DRIVER, chromium
@@ -39,7 +40,7 @@ class Engine:
 
     def report(self) -> None:
         section = LoggingSection.model_validate({"tensorboard": False})
-        self.sinks = Sinks.open(section, folder=Path(), name="watched-00007", config={})
+        self.sinks = Sinks.open(section, files=RunFiles("", "watched-00007"), config={})
         self.sinks.write(3, METRICS)
         for kind in REPLICAS:
             own = {k.partition("/")[2]: v for k, v in OF_REPLICAS.items() if k.startswith(kind)}

@@ -2,12 +2,12 @@
 
 import time
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raypo.config import LoggingSection
+from raypo.storage.run_files import RunFiles
 from raypo.tracking.sinks import Sinks
 from tests.integration.test_sinks import OFF
 
@@ -22,7 +22,7 @@ def test_prometheus_finds_the_metrics_of_a_run_under_stable_names():
     class Worker:
         def __init__(self) -> None:
             section = LoggingSection.model_validate(OFF | {"prometheus": True})
-            self.sinks = Sinks.open(section, folder=Path(), name="kl-00012", config={})
+            self.sinks = Sinks.open(section, files=RunFiles("", "kl-00012"), config={})
 
         def write(self) -> None:
             self.sinks.write(3, {"rollout/score_mean": 0.5})

@@ -11,6 +11,7 @@ from raypo.checks.resume_checks import check_run_folder, is_finished
 from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.hardware import cpu_count
 from raypo.config import ConfigError, PPOConfig, SFTConfig
+from raypo.ray_internals import CHECKPOINTS
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
 
@@ -248,6 +249,9 @@ def test_a_run_folder_with_another_config_is_refused_with_the_difference(values:
     check_run_folder(config, files)  # nothing there
     files.write_config(config.model_dump(mode="json"))
     check_run_folder(PPOConfig.parse(values | {"seed": 7}), files)  # it never made a step
+    files.write(CHECKPOINTS, b"")  # killed before the line of its first step, which it restores
+    with pytest.raises(ConfigError, match="seed: 0 -> 7"):
+        check_run_folder(PPOConfig.parse(values | {"seed": 7}), files)
     files.append_metrics(1, {})
     check_run_folder(config, files)
 
@@ -377,11 +381,12 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
     (best / "best.json").write_text('{"step": 2}')
     with pytest.raises(ConfigError, match="the checkpoint of step 2 is gone"):
         beginning(values, best)
-    (checkpoint.parent / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_res')
-    with pytest.raises(
-        ConfigError, match=r"is truncated\. Name one of its folders: checkpoint_a\."
-    ):
-        beginning(values, checkpoint.parent)
+    for cut in ("", '{"checkpoint_res'):
+        (checkpoint.parent / "checkpoint_manager_snapshot.json").write_text(cut)
+        with pytest.raises(
+            ConfigError, match=r"is truncated\. Name one of its folders: checkpoint_a\."
+        ):
+            beginning(values, checkpoint.parent)
     with pytest.raises(ConfigError, match=r"from_checkpoint \(.*nowhere\): there is no checkpoint"):
         beginning(values, checkpoint.parent.parent / "nowhere")
     (checkpoint / "run.json").write_text('{"step": 3')

@@ -29,6 +29,7 @@ from raypo.cluster.placement import PlacementError
 from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
 from raypo.config.sweep_config import with_values
 from raypo.custom.loader import load_function
+from raypo.ray_internals import CHECKPOINTS
 from raypo.recipes import rounds
 from raypo.run import examples_run
 from raypo.run.records import report_for_ray
@@ -452,6 +453,21 @@ def run_before(values: dict[str, Any], *, seed: int) -> RunFiles:
     files.write_config(earlier.config.model_dump(mode="json"))
     files.append_metrics(1, {"rollout/score_mean": 0.0})
     return files
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray
+def test_a_run_that_was_killed_in_its_first_step_gets_its_list_of_checkpoints_mended(
+    values: dict[str, Any],
+):
+    """It has a checkpoint, but not yet a line of metrics."""
+    trainer = PPOTrainer(PPOConfig.parse(values), reward_fn=judge)
+    assert trainer._mend_list() is None
+    files = RunFiles(values["storage_path"], values["name"])
+    state = json.dumps({"step": 1, "metrics": {"x": 0.5}})
+    files.write("checkpoint_1/run.json", state.encode())
+    files.write(CHECKPOINTS, b"")
+    assert "was rewritten, because it is truncated" in (trainer._mend_list() or "")
+    assert json.loads(files.read(CHECKPOINTS) or b"")["latest_checkpoint_result"]
 
 
 def test_python_is_told_how_python_starts_over(values: dict[str, Any]):

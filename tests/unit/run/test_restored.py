@@ -1,6 +1,7 @@
 """A run goes on from its newest whole checkpoint; uploads to a URI are waited for."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,11 +207,17 @@ class Slow(LocalFileSystem):
 
 
 def uploading(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, failures: int, go_on: threading.Event
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failures: int,
+    go_on: threading.Event,
+    *,
+    attempts: int = 1,
 ) -> tuple[Uploads, threading.Thread, list[Checkpoint | BaseException], list[str]]:
     """Upload of a checkpoint and a model in a thread, as Ray Train does it."""
     monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr(uploads, "TOLD_AFTER_S", 0.05)
+    monkeypatch.setattr(uploads, "RETRIED_WITHIN_S", 0.5)
     system = PyFileSystem(FSSpecHandler(Slow(failures, go_on)))
     storage = StorageContext(str(folder / "far"), "run", storage_filesystem=system)
     context = SimpleNamespace(get_storage=lambda: storage)
@@ -226,10 +233,11 @@ def uploading(
     upload = uploads_here.begin(3)
 
     def work() -> None:
-        try:
-            ended.append(upload(Checkpoint.from_directory(str(staged)), "checkpoint_3"))
-        except StorageError as error:
-            ended.append(error)
+        for _ in range(attempts):
+            try:
+                ended.append(upload(Checkpoint.from_directory(str(staged)), "checkpoint_3"))
+            except StorageError as error:
+                ended.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -266,3 +274,21 @@ def test_an_upload_that_fails_for_good_ends_the_run(
         mine.wait()
     thread.join()
     assert isinstance(ended[0], StorageError)
+
+
+@pytest.mark.parametrize("failures", [4, 99])
+def test_an_upload_that_ray_train_retries_ends_as_its_last_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+):
+    go_on = threading.Event()
+    go_on.set()
+    mine, thread, ended, _ = uploading(tmp_path, monkeypatch, failures, go_on, attempts=2)
+    with (
+        nullcontext()
+        if failures == 4
+        else pytest.raises(StorageError, match=r"policy_0.pt to .* failed 4 times")
+    ):
+        mine.wait()
+    thread.join()
+    kinds = [type(each) for each in ended]
+    assert kinds == [StorageError, Checkpoint if failures == 4 else StorageError]

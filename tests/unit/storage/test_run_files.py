@@ -1,7 +1,11 @@
 import json
 import math
-import shutil
+import os
+import subprocess
+import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,6 +17,7 @@ from raypo.config.base import read_yaml
 from raypo.storage.folder import below, parent_and_name
 from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.run_files import RunFiles
+from raypo.storage.temporary import remove_abandoned
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -296,6 +301,15 @@ def test_sync_copies_what_others_wrote_and_only_what_changed(tmp_path):
     assert (target / "logs" / "worker.log").read_text() == "one, two"
 
 
+def test_a_log_has_the_lines_of_all_attempts(storage):
+    for attempt in ("first", "second"):
+        files = RunFiles(storage[0], "r")
+        with files.log_path("worker_0.log").open("a") as log:
+            log.write(f"{attempt}\n")
+        files.sync()
+    assert (storage[1] / "logs" / "worker_0.log").read_text() == "first\nsecond\n"
+
+
 def test_a_remote_run_is_seen_by_others_only_after_a_sync(tmp_path):
     files = RunFiles(tmp_path.as_uri(), "r")
     files.append_metrics(1, {"x": 1.0})
@@ -311,6 +325,24 @@ def test_a_reader_sees_what_the_writer_synced_since(tmp_path):
         writer.append_metrics(step, {"x": 1.0})
         writer.sync()
         assert len(reader.metrics()) == step
+
+
+def test_a_file_that_another_process_replaced_is_read_anew(storage):
+    """A driver wrote `failed`; `fit` is called again, and its workers write `finished`."""
+    driver = RunFiles(storage[0], "r")
+    driver.write_summary({"status": "failed"})
+    assert driver.summary() == {"status": "failed"}
+    driver.sync()
+    worker = RunFiles(storage[0], "r")
+    worker.truncate(after_step=0)
+    assert driver.summary() is None
+    worker.write_summary({"status": "finished"})
+    worker.sync()
+    assert driver.summary() == {"status": "finished"}
+    driver.sync()
+    assert worker.summary() == {"status": "finished"}
+    driver.write_summary({"status": "interrupted"})
+    assert driver.summary() == {"status": "interrupted"}
 
 
 def test_the_stage_goes_with_its_owner(tmp_path):
@@ -503,15 +535,68 @@ def test_a_checkpoint_is_staged_where_it_will_lie(storage):
     files = RunFiles(storage[0], "r")
     stage = files.new_stage()
     (stage / "shard").write_text("half of it")
-    if files.is_local:
-        assert stage.parent == storage[1]
-        assert files.new_stage() != stage
-        files.clear_stages()  # of an attempt that died
-        assert not list(storage[1].iterdir())
-    else:
-        files.sync()
-        assert not (storage[1] / stage.name).exists()
-        shutil.rmtree(stage)
+    assert stage.parent == files.folder
+    files.sync()
+    assert files.is_local == (storage[1] / stage.name).exists()
+    assert files.new_stage() != stage
+    files.clear_stages()  # of an attempt that died
+    assert not list(files.folder.iterdir())
+
+
+def test_a_run_that_has_ended_leaves_no_local_copies_of_files_at_a_uri(storage):
+    files = RunFiles(storage[0], "r")
+    files.append_metrics(1, {"x": 1.0})
+    files.sync()
+    stage = files.new_stage()
+    files.close()
+    assert stage.is_dir(), "Ray Train may be uploading it"
+    stage.rmdir()
+    files.close()
+    assert files.folder.exists() == files.is_local
+    assert files.metrics() == [{"step": 1, "x": 1.0}]
+    files.append_metrics(2, {"x": 2.0})  # as by a trainer whose `fit` is called again
+    files.sync()
+    assert len(RunFiles(storage[0], "r").metrics()) == 2
+
+
+STAGING = """
+import os, sys
+from raypo.storage.run_files import RunFiles
+files = RunFiles(sys.argv[1], "r")
+print(files.new_stage().parent, flush=True)
+sys.stdin.read()
+os._exit(1)  # as at ray.kill: no exit handlers
+"""
+
+
+def test_local_copies_of_a_killed_process_go_with_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-c", STAGING, tmp_path.as_uri()]
+    pipe = subprocess.PIPE
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True) as owner:
+        assert owner.stdout
+        assert owner.stdin
+        left = Path(owner.stdout.readline().strip())
+        of_another_host = left.with_name(left.name.replace("raypo-run-", "raypo-run-x"))
+        of_others = [
+            of_another_host,
+            left.with_name(f"x{left.name}"),
+            left.with_name("raypo-run-1"),
+        ]
+        for each in of_others:
+            each.mkdir()
+        remove_abandoned.cache_clear()
+        RunFiles(tmp_path.as_uri(), "r")
+        assert left.is_dir(), "its owner lives"
+        owner.stdin.close()
+        owner.wait()
+    assert left.is_dir()
+    remove_abandoned.cache_clear()
+    RunFiles(tmp_path.as_uri(), "r")
+    assert not left.exists()
+    assert all(each.is_dir() for each in of_others)
 
 
 @pytest.mark.parametrize("root", ["/runs", "/elsewhere/../runs", "file:///tmp/raypo-unused"])

@@ -8,10 +8,12 @@ import pytest
 from ray import tune
 from ray.train import CheckpointConfig, RunConfig
 
+from raypo.config import ConfigError
 from raypo.config.space import Domain
+from raypo.storage.checkpoints import SEGMENT, find_checkpoint
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import Goal
-from raypo.tuning.population import SEGMENT, Population, Segment, copy_checkpoint, inside
+from raypo.tuning.population import Population, Segment, copy_checkpoint, inside
 from raypo.tuning.record import TrialRecord
 from raypo.tuning.trial import TrialSetup
 from raypo.tuning.tune import last_comparison
@@ -52,6 +54,21 @@ def test_another_trials_checkpoint_begins_a_segment_and_ones_own_goes_on(tmp_pat
     assert later.next(own, copy) == later == Segment.last(copy)
     assert later.checkpoint == f"{tmp_path}/p-00001/segment_1/checkpoint_2"
     assert later.resume_from == begun.resume_from
+
+
+def test_a_run_may_begin_with_the_last_checkpoint_of_a_trial(tmp_path: Path):
+    good, copy = files_of(tmp_path, "p-00000"), files_of(tmp_path, "p-00001")
+    first = Segment.last(good)
+    first.write(good)
+    with pytest.raises(ConfigError, match="there is no checkpoint"):
+        find_checkpoint(good.location)
+    begun = Segment.last(copy).next(pointer(tmp_path / "a", good, first), copy)
+    for files, name in ((good, "segment_0/checkpoint_2"), (copy, "segment_1/copied")):
+        assert find_checkpoint(files.location) == f"{files.location}/{name}"
+        assert find_checkpoint(f"file://{files.location}") == f"file://{files.location}/{name}"
+    assert begun.checkpoint == find_checkpoint(copy.location)
+    moved = copy.folder.rename(tmp_path / "moved")
+    assert find_checkpoint(str(moved)) == f"{moved}/segment_1/copied"
 
 
 def test_the_copied_checkpoint_is_the_trials_own_and_what_it_made_before_goes(tmp_path: Path):

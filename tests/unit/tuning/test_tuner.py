@@ -17,8 +17,11 @@ from ray.tune.stopper import MaximumIterationStopper
 
 from raypo import ConfigError, RejectionSamplingTrainer, SFTConfig, SFTTrainer, Tuner
 from raypo.deployment import reserve
+from raypo.ray_internals import CHECKPOINTS
+from raypo.storage.run_files import RunFiles
 from raypo.tuning import experiment
 from raypo.tuning.experiment import RoomWatch, StopOnRequest
+from raypo.tuning.population import Segment
 from raypo.tuning.trial import TrialReports, trial_trainer
 from raypo.tuning.tuner import point_of
 from tests.integration.pipeline import rounds_values, sft_values, write_examples
@@ -208,3 +211,18 @@ def test_trials_get_the_trainers_torch_config_and_the_environment_of_its_workers
     trial: Any = trial_trainer(config)(config, setup, reports, None)
     assert trial.run_config.worker_runtime_env["env_vars"] == {"NCCL_DEBUG": "INFO"}
     assert trial.backend_config.timeout_s == 77
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray
+def test_a_pbt_trials_list_of_checkpoints_is_mended_in_its_segment(values: dict[str, Any]):
+    setup = Tuner(SFTTrainer(SFTConfig.parse(values)))._trial_setup()
+    config = setup.config("a-00000", {})
+    files = RunFiles(config.storage_path, config.name)
+    segment = Segment(files.name, number=2)
+    reports = TrialReports(None, {}, files, segment)
+    trial: Any = trial_trainer(config)(config, setup, reports, segment)
+    folder = RunFiles(files.location, "segment_2")
+    folder.write("checkpoint_1/run.json", b'{"step": 1, "metrics": {}}')
+    folder.write(CHECKPOINTS, b'{"checkpoint_res')
+    assert "was rewritten" in trial._mend_list()
+    assert b"checkpoint_1" in (folder.read(CHECKPOINTS) or b"")
