@@ -172,6 +172,8 @@ def check_models(config: AnyConfig) -> None:
             kind = classifier
         if kind is classifier:
             loading.check_classifier(key, path)
+        if key in ("model.policy", "model.critic"):
+            loading.check_trainable(key, path)
         checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)

@@ -15,9 +15,13 @@ from raypo.config import (
 from raypo.config.auto_values import decided_as
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sources import path_of
-from raypo.inputs import GIVEN, changes, inputs_of, recorded_inputs, values_at
-from raypo.storage.checkpoints import checkpoint_state, find_checkpoint, has_begun
-from raypo.storage.folder import parent_and_name
+from raypo.inputs import GIVEN, Inputs, changes, inputs_of, recorded_inputs, values_at
+from raypo.storage.checkpoints import (
+    checkpoint_state,
+    find_checkpoint,
+    has_begun,
+    run_of_checkpoint,
+)
 from raypo.storage.run_files import RunFiles, is_given
 
 
@@ -184,23 +188,13 @@ _NOT_OF_A_CHECKPOINT = "model.lora.push"
 def _check_beginning(config: RecipeConfig, place: str) -> None:
     """Refuse a checkpoint that the run could not load, or that leaves no step to train."""
     checkpoint = find_checkpoint(place)
-    run = RunFiles.at(parent_and_name(checkpoint)[0])
+    run = run_of_checkpoint(checkpoint)
     state, earlier = checkpoint_state(checkpoint), run.config() or {}
     if config.num_steps <= state["step"]:
         raise ConfigError(
             f"num_steps ({config.num_steps}): from_checkpoint ({place}) is from step "
             f"{state['step']}, and step numbers continue from there. Set num_steps above "
             f"{state['step']}."
-        )
-    # The checkpoint's state fits only this base model. It holds an adapter for the model, or
-    # weights under the names of the model's weights.
-    now = {} if config.checkpoint.changed_inputs == "accept" else inputs_of(config)
-    if found := changes(recorded_inputs(run), now, keys=("model.policy",)):
-        lines = "\n  ".join(found)
-        raise ConfigError(
-            f"from_checkpoint ({place}): its run was started with another model:\n  {lines}\n"
-            "Restore that model, or set checkpoint.changed_inputs to accept to start with the "
-            "present one."
         )
     config = decided_as(config, earlier).with_absolute_paths()
     if earlier:  # parse it, to fill in defaults of keys that are newer than the checkpoint
@@ -216,3 +210,19 @@ def _check_beginning(config: RecipeConfig, place: str) -> None:
                     f"run with {theirs.get(name)}. Set {name} to that value; to load only the "
                     "weights, remove from_checkpoint and set model.policy to that run's policy/."
                 )
+    # The checkpoint's state fits only this base model. It holds an adapter for the model, or
+    # weights under the names of the model's weights.
+    now = {} if config.checkpoint.changed_inputs == "accept" else inputs_of(config)
+    if found := changes(_of_policy(recorded_inputs(run)), _of_policy(now)):
+        lines = "\n  ".join(found)
+        raise ConfigError(
+            f"from_checkpoint ({place}): its run was started with another model:\n  {lines}\n"
+            "Restore that model, or set checkpoint.changed_inputs to accept to start with the "
+            "present one."
+        )
+
+
+def _of_policy(inputs: Inputs) -> Inputs:
+    """Return the files of the policy under one name: its path may be written in two ways."""
+    files = next(iter(inputs.get("model.policy", {}).values()), {})
+    return {"model.policy": {"": files}}

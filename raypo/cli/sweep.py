@@ -24,7 +24,7 @@ def sweep(
         typer.Option("--dry-run", help="Print trials, resources and concurrency; start nothing."),
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Remove the sweep and start over.")
+        bool, typer.Option("--fresh", help="Start over, and remove the earlier sweep.")
     ] = False,
 ) -> None:
     """Start or resume a search over keys of a run config, or report that it is finished.

@@ -16,7 +16,9 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="key=value, like ppo.kl.coef=0.02")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the run and start over.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over, and remove the earlier run.")
+    ] = False,
 ) -> None:
     """Start a run, resume an interrupted run, or report that it is finished."""
     from raypo.checks.input_checks import check_inputs

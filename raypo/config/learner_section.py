@@ -128,7 +128,9 @@ class WorkersSection(Config):
 
     def _problems_of_own_keys(self) -> Iterator[str]:
         for name, own in DEEPSPEED_KEYS.items():
-            if name in self.deepspeed:
+            value = self.deepspeed.get(name)
+            is_off = isinstance(value, Mapping) and value.get("enabled") is False
+            if name in self.deepspeed and not is_off:
                 yield (
                     f"learner.deepspeed.{name} ({self.deepspeed[name]}): raypo sets this itself. "
                     f"Remove it, and set {own}."

@@ -152,8 +152,6 @@ class Learner:
             known = ~experience.rollout_log_probs.isnan()  # leave other tokens out of the loss
             if not known.all():
                 experience = experience.with_(loss_mask=experience.counted & known)
-            old = experience.rollout_log_probs.where(known, 0.0)
-            experience = experience.with_(old_log_probs=old)
         elif self._ppo.computes_old_log_probs(is_one_update=is_one_update):
             found |= self._if_policy("old_log_probs", experience)
         if self._is_reference:
@@ -162,9 +160,10 @@ class Learner:
         if self._critic:
             found |= self._values(experience, self._critic)
         experience = experience.with_(**self._roles.joined(experience, found))
-        if known is not None and (reference := experience.ref_log_probs) is not None:
-            # An unknown token then has no KL.
-            old = experience.rollout_log_probs.where(known, reference)
+        if known is not None:
+            reference = experience.ref_log_probs  # so an unknown token has no KL
+            other = torch.zeros(()) if reference is None else reference
+            old = experience.rollout_log_probs.where(known, other.to(known.device))
             experience = experience.with_(old_log_probs=old)
         return experience
 

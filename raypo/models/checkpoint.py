@@ -73,13 +73,8 @@ def network_class(kind: Any, config: PretrainedConfig, path: str, *, key: str = 
     """Return the class that one of transformers' Auto classes builds from a config.
 
     Raises:
-        ConfigError: the architecture has no such class, or is random in training.
+        ConfigError: the architecture has no such class.
     """
-    if config.model_type == "phimoe":
-        raise ConfigError(
-            f"{key} ({path}): transformers draws the experts of phimoe at random in training, so "
-            "log-probs could not be computed twice. Give a model of another architecture."
-        )
     try:
         with without_shards(), torch.device("meta"):
             return type(kind.from_config(config, dtype=torch.float32))

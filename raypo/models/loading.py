@@ -168,6 +168,19 @@ def _are_spare(tokenizer: Any, tokens: Iterable[tuple[str, int]], stop: Sequence
     )
 
 
+def check_trainable(key: str, path: str) -> None:
+    """Raise if the forward pass of a model is random in training.
+
+    Raises:
+        ConfigError: its experts are drawn at random.
+    """
+    if read_config(path, key=key).model_type == "phimoe":
+        raise ConfigError(
+            f"{key} ({path}): transformers draws the experts of phimoe at random in training, so "
+            "log-probs could not be computed twice. Give a model of another architecture."
+        )
+
+
 def check_tokens(path: str, *, key: str = "model.policy") -> None:
     """Refuse a policy whose special tokens have no row in its embedding.
 

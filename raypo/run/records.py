@@ -37,6 +37,7 @@ from raypo.run.watched import (
     reason_to_stop,
 )
 from raypo.storage.checkpoints import score_of
+from raypo.storage.retries import retried
 from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.summary import installed_versions, summarize
 from raypo.tracking.sinks import Sinks, Status
@@ -259,11 +260,11 @@ class Records:
         own: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}
         if self.best and (best := self.best_step):
             own["best"] = best
-            run.tell.message(best_in_words(self.best, run.files.metrics()))
+            run.tell.message(best_in_words(self.best, self._metrics()))
         if run.workers.rank == 0:
             run.files.write_summary(
                 summarize(
-                    run.files.metrics(),
+                    self._metrics(),
                     status=status,
                     recipe=run.config.recipe,
                     wall_s=self.wall_s,
@@ -274,6 +275,11 @@ class Records:
             run.files.sync()
         self._status = status
         return {"status": status, "step": self.last_step}
+
+    def _metrics(self) -> list[dict[str, Any]]:
+        """Return all rows of metrics, even if the storage fails for a moment."""
+        files = self._run.files
+        return retried(files.metrics, "reading metrics.jsonl", tell=self._run.tell.message)
 
     def _close(self) -> None:
         self._writer.shutdown(wait=False, cancel_futures=True)  # a write that runs finishes

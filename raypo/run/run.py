@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.run.setup import Runtime, decided_together, open_setup
-from raypo.storage.run_files import RunFiles
+from raypo.storage.run_files import RunFiles, close_files
 from raypo.tracking.logs import log_to_file
 
 AnyConfig = TypeVar("AnyConfig", covariant=True)
@@ -82,16 +81,3 @@ def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
             runtime.group_gc.end_turn.remote(runtime.name)
         with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
             yield run
-
-
-def close_files(files: RunFiles) -> None:
-    """Copy the rest of the files to the URI, also of a step that failed, and remove local copies.
-
-    The models are left out, because a failed run may have written only a part of them. Errors are
-    logged, not raised: they would hide the error that ends the run.
-    """
-    try:
-        files.sync(models=False)
-    except Exception:
-        logging.getLogger(__name__).exception("the last files were not copied to the URI")
-    files.close()

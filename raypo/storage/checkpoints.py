@@ -74,6 +74,13 @@ def _checkpoint_of_segment(run: RunFiles) -> str | None:
     return below(run.location, parent_and_name(folder)[1], name)  # the trial may have been moved
 
 
+def run_of_checkpoint(checkpoint: str) -> RunFiles:
+    """Return the run that a checkpoint's folder belongs to; for a segment of pbt, the trial."""
+    folder = parent_and_name(checkpoint)[0]
+    run, trial = RunFiles.at(folder), RunFiles.at(parent_and_name(folder)[0])
+    return trial if not run.exists() and trial.read(SEGMENT) is not None else run
+
+
 SCORE = "checkpoint/score"
 """Metric by which Ray Train ranks checkpoints. Higher is better, regardless of `best_mode`."""
 

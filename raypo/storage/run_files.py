@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -55,6 +56,12 @@ _WRITTEN = re.compile(
 _ROLLOUT_NAME = re.compile(r"(step|held_out)_(\d+)\.parquet")
 
 
+def _real(path: str) -> str:
+    """Return a local path, also of a file:// URI, without links; and a URI without its options."""
+    path = path.removeprefix("file://")
+    return path.partition("?")[0] if "://" in path else os.path.realpath(path)
+
+
 def is_given(path: str) -> bool:
     """Return whether a path or URI is a file of rows that a trainer was given in Python."""
     return parent_and_name(parent_and_name(path)[0])[1] == GIVEN_ROWS
@@ -65,8 +72,8 @@ class RunFiles:
 
     In a local folder writes are immediate. With a URI (s3://, gs://, file://), writes go to a
     temporary local folder, and `sync` copies the changed files. Reads return the content that this
-    process wrote since then, if any, or the content at the URI. Only one process writes metrics and
-    rollouts.
+    process wrote since the last `sync`, if any, or the content at the URI. Only one process writes
+    metrics and rollouts.
     """
 
     def __init__(self, storage_path: str, name: str) -> None:
@@ -316,8 +323,7 @@ class RunFiles:
         Args:
             path: An absolute path or a URI.
         """
-        folder, path = self.location, path if "://" in path else os.path.normpath(path)
-        folder = os.path.normpath(folder) if self.is_local else folder.partition("?")[0]
+        folder, path = _real(self.location), _real(path)
         given = tuple(f"{folder}/{name}/" for name in (GIVEN_ROWS, GIVEN_MODELS))
         return f"{path}/".startswith(f"{folder}/") and not path.startswith(given)
 
@@ -400,6 +406,19 @@ class RunFiles:
             yield
         finally:
             lock.release()
+
+
+def close_files(files: RunFiles) -> None:
+    """Copy the rest of the files to the URI, also of a step that failed, and remove local copies.
+
+    The models are left out, because a failed run may have written only a part of them. Errors are
+    logged, not raised: they would hide the error that ends the run.
+    """
+    try:
+        files.sync(models=False)
+    except Exception:
+        logging.getLogger(__name__).exception("the last files were not copied to the URI")
+    files.close()
 
 
 def policy_of(model: str) -> tuple[str, Path | None]:

@@ -59,7 +59,7 @@ from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.checkpoints import has_begun, mend_list
-from raypo.storage.run_files import GIVEN_MODELS, GIVEN_ROWS, RunFiles
+from raypo.storage.run_files import GIVEN_MODELS, GIVEN_ROWS, RunFiles, close_files
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
 from raypo.trainer.arguments import Arguments, Given, read_arguments, with_models
@@ -257,8 +257,10 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     "higher num_steps continues it, fresh=True starts over."
                 )
                 return self._with_every_step(Result.from_path(self._files.location))
-            config: Any = self.config
             with self._without_leftovers():
+                if self._fresh:  # another trainer of this run may have removed what was given
+                    self.config = self._with_given(self.config)
+                config: Any = self.config
                 check_models(config)
             if self._given.is_built:
                 Console().message(f"{self._title_of_config()}:\n\n{config.to_yaml()}")
@@ -272,7 +274,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 if connected_here:
                     ray.shutdown()
                 recount(self._files)
-                self._files.close()
+                close_files(self._files)
 
     def _title_of_config(self) -> str:
         """Return the headline of the printed config. A run file cannot hold Python functions."""
@@ -326,8 +328,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         leave_out_callbacks(self, {"DatasetsCallback", "PlacementGroupCleanerCallback"})
         self._tell_workers()
         if self._fresh:  # not before: a start that fails until here leaves the earlier run intact
-            # Another trainer of this run may have removed what this one was given.
-            self.config = self._with_given(self.config)
             self._files.remove(self.config.model_dump(mode="json"))
         self._files.write_config(self.config.model_dump(mode="json"))
         accepted = record_inputs(
