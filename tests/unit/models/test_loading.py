@@ -106,7 +106,7 @@ def test_a_model_that_draws_experts_in_training_is_refused(tmp_path: Path):
 
 
 def test_a_classifier_that_would_be_scored_on_padding_is_refused(tmp_path: Path):
-    CTRLConfig(num_labels=1).save_pretrained(tmp_path)
+    CTRLConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="ctrl read their score from the last token"):
         load_reward_model(str(tmp_path), dtype="float32")
 
