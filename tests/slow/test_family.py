@@ -21,7 +21,7 @@ def test_grpo_and_dapo_run_as_published(tmp_path: Path):
     grpo = read_metrics(tmp_path / "runs" / "grpo")
     assert [row["step"] for row in grpo] == [1, 2]
     assert all("ppo/value_loss" not in row for row in grpo)  # no critic
-    assert [row["kl/coef"] for row in grpo] == [0.04, 0.04]
+    assert [row["kl/coef"] for row in grpo] == [0.05, 0.05]  # the file's key, not the preset's
     assert grpo[0]["kl/ref_mean"] == pytest.approx(0.0, abs=1e-5)
     assert all(row["ppo/kl_loss"] > 0.0 for row in grpo)  # the update itself leaves the reference
     assert all(row["ppo/policy_updates"] == 4 for row in grpo)
