@@ -11,6 +11,7 @@ from raypo.checks.resume_checks import check_run_folder, is_finished
 from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.hardware import cpu_count
 from raypo.config import ConfigError, PPOConfig, SFTConfig
+from raypo.inputs import record_inputs
 from raypo.ray_internals import CHECKPOINTS
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
@@ -397,9 +398,25 @@ def test_a_run_begins_with_a_run_its_best_or_a_checkpoint(values: dict, checkpoi
 def test_a_run_begins_with_a_checkpoint_whose_model_was_named_by_an_absolute_path(
     values: dict, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    folder = Path(values["model"]["policy"])
+    folder, earlier = Path(values["model"]["policy"]), RunFiles(values["storage_path"], "earlier")
+    record_inputs(PPOConfig.parse(values), earlier, resumes=False)
     monkeypatch.chdir(folder.parent)
-    beginning(values, checkpoint, model=values["model"] | {"policy": folder.name})
+    relative = values["model"] | {"policy": folder.name}
+    beginning(values, checkpoint, model=relative)
+    (folder / "model.safetensors").write_text("other weights")
+    with pytest.raises(ConfigError, match="its run was started with another model"):
+        beginning(values, checkpoint, model=relative)
+
+
+def test_the_config_of_a_pbt_trial_holds_for_the_checkpoints_of_its_segments(
+    values: dict, checkpoint: Path
+):
+    segment = checkpoint.parent / "segment_0"
+    segment.mkdir()
+    moved = checkpoint.rename(segment / "checkpoint_a")
+    (checkpoint.parent / "segment.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"ppo.advantage \(reinforce\): .* of a run with gae"):
+        beginning(values, moved, ppo={"advantage": "reinforce"})
 
 
 def test_a_checkpoint_from_before_a_key_has_its_default(values: dict, checkpoint: Path):

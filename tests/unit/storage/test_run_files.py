@@ -608,3 +608,9 @@ def test_a_file_in_the_folder_would_be_removed_unless_it_was_given_in_python(roo
     assert not files.would_remove(f"{place}-2/policy")
     assert not files.would_remove(f"{place}/given_models/model.policy-1")
     assert not files.would_remove("Qwen/Qwen3-0.6B")
+
+
+def test_a_file_that_a_link_or_a_uri_leads_to_would_be_removed_too(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    for root in (tmp_path / "link", tmp_path.as_uri()):
+        assert RunFiles(str(root), "r").would_remove(f"{tmp_path}/r/policy")

@@ -1,4 +1,4 @@
-"""What a trial knows when it resumes. Neither Tune nor a run is started."""
+"""Knowledge of a trial that resumes. Neither Tune nor a run is started."""
 
 import json
 from pathlib import Path
