@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.parts import DEFAULT_STEPS
 from tests.integration.task import REPOSITORY
 
 SIZES = {"hidden_size": 448, "intermediate_size": 64, "vocab_size": 128}
@@ -41,7 +42,7 @@ def part(call: str) -> dict[str, Any]:
 def test_a_default_run_is_killed_and_resumed():
     """The same command and run file as on a GPU."""
     figures = part("default_run(device='cpu')")
-    assert len(figures["score"]) == 3
+    assert len(figures["score"]) == DEFAULT_STEPS
     assert figures["resumed_s"] > 0.0
 
 
