@@ -84,9 +84,9 @@ class WorkersSection(Config):
     deepspeed: dict[str, Any] = Field(default_factory=dict)
     """DeepSpeed options, merged over the generated DeepSpeed config. Optimizer, learning-rate
     scheduler, gradient clipping, fp16 and batch sizes have keys of their own and are refused here.
-    `zero_optimization.overlap_comm` needs stage 2 or 3, where it is on by default for several
-    workers with GPUs. `zero_optimization.offload_optimizer` needs stage 1 to 3, and
-    `zero_optimization.offload_param` stage 3; both accept only the device cpu."""
+    `zero_optimization.overlap_comm` needs stage 2 or 3, where it is on by default for workers with
+    GPUs, except a single one at stage 2. `zero_optimization.offload_optimizer` needs stage 1 to 3,
+    and `zero_optimization.offload_param` stage 3; both accept only the device cpu."""
 
     @model_validator(mode="before")
     @classmethod

@@ -279,7 +279,7 @@ ds.param_dtype, param_dtype, data_type, bf16 | bf16 | model.dtype | `bfloat16`; 
 ds.packing_samples, packing_samples | false | ~ | Rows are always packed.
 ds.attn_implementation, attn_implementation, flash_attn | flash_attention_2 | ~ model.attention | `auto` chooses by the device.
 ds.use_liger_kernel, use_liger_kernel | false | ~ | Log-probs are always computed in chunks.
-ds.overlap_comm, overlap_comm | false | ~ learner.deepspeed | On for several workers with GPUs.
+ds.overlap_comm, overlap_comm | false | ~ learner.deepspeed | On for workers with GPUs, but not for a single one below stage 3.
 ds.enable_sleep, deepspeed_enable_sleep | false | ~ rollout.engine.sleep | `auto` decides by the available memory.
 ref.offload, reward.offload, ref_reward_offload | false | ~ rollout.engine.sleep | Frozen models leave the GPU while they have no work, if memory is short.
 actor.num_nodes, actor_num_nodes | 1 | learner.num_workers | GPUs of all nodes; Ray finds the nodes.

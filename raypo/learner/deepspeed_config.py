@@ -53,16 +53,19 @@ class Sharding:
 
     @property
     def overlaps(self) -> bool:
-        """True if gradients are reduced during the backward pass.
+        """True if DeepSpeed communicates in streams of its own while the model computes.
 
-        Stage 2 then has a second bucket. The default is True only for several workers on GPUs: a
-        single worker reduces nothing, and CPUs have no streams.
+        Stage 2 then has a second bucket. The default is False on CPUs, which have no streams, and
+        for a single worker at stage 2, which communicates nothing. A single worker at stage 3 does
+        not either, but without a separate stream DeepSpeed (0.19) waits for all computation
+        whenever a layer fetches its weights.
         """
         # Below stage 2 DeepSpeed refuses overlap together with unmanaged accumulation.
         if self.stage < OVERLAPPED_STAGE:
             return False
-        is_default = self.overlap_comm is None
-        return self.on_gpu and self.workers > 1 if is_default else bool(self.overlap_comm)
+        if self.overlap_comm is not None:
+            return self.overlap_comm
+        return self.on_gpu and (self.workers > 1 or self.stage == 3)
 
     def __str__(self) -> str:
         moved = [

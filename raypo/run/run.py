@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -64,7 +65,11 @@ def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
         most, config = config.learner.num_workers, config.with_workers(workers.count)
         tell.message(f"learner workers: {workers.count} of at most {most}")
     if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        device = torch.cuda.current_device()
+        # DeepSpeed takes LOCAL_RANK as the index of its GPU. Ray Train counts local ranks over all
+        # workers on a machine, whichever GPUs each of them sees.
+        os.environ["LOCAL_RANK"] = str(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
         config = decided_together(
             config, workers, runtime.decide, gpu_bytes=memory, tell=tell.message
         )

@@ -162,11 +162,12 @@ def test_workers_leave_the_device_whichever_class_of_deepspeeds_holds_their_weig
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_several_workers_with_gpus_sum_gradients_meanwhile_at_the_stages_that_can(
+def test_workers_with_gpus_communicate_meanwhile_at_the_stages_that_can(
     outcomes: dict[int, dict[Any, Any]], case: tuple[str, int]
 ):
     assert outcomes[2][case]["overlaps"] is (case[1] >= 2)
-    assert outcomes[1][case]["overlaps"] is False
+    # Alone, stage 3 would otherwise wait for all computation at every fetch of weights.
+    assert outcomes[1][case]["overlaps"] is (case[1] == 3)
 
 
 def test_zero_stages_agree_on_two_workers(outcomes: dict[int, dict[Any, Any]]):

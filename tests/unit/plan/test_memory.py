@@ -92,6 +92,7 @@ def test_a_worker_alone_has_one_bucket_on_a_gpu_too_whatever_the_user_left_out()
     section = LearnerSection.model_validate({"zero_stage": 2, "deepspeed": told})
     alone = Sharding.of(section, dtype="bfloat16", num_workers=1, on_gpu=True)
     assert (alone.stage, alone.overlaps) == (2, False)
+    assert replace(alone, stage=3).overlaps  # or each fetch of weights waits for all computation
     on = {"zero_optimization": {"stage": 2, "overlap_comm": True}}
     section = LearnerSection.model_validate({"deepspeed": on})
     assert Sharding.of(section, dtype="bfloat16", num_workers=1).overlaps
