@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypo.config.base import parsed
 from raypo.config.migration import Counterpart
@@ -24,6 +24,13 @@ WORDS = {
     **{"low_var_kl": "k3", "mse": "k2", "kl": "k1"},
 }
 """Values in raypo, by the value with the same meaning in verl or OpenRLHF."""
+
+
+class Unread(NamedTuple):
+    """Value of an argument, or of a group of arguments, that could not be read."""
+
+    why: str
+    """Reason, and what to do about it. It becomes a note."""
 
 
 class Arguments:

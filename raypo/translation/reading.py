@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -18,9 +18,12 @@ from typing import Any
 from yaml import YAMLError
 
 from raypo.config.base import ConfigError, parsed
+from raypo.translation.foreign_arguments import Unread
 
 TRL_RECIPES = {"GRPO": "ppo", "SFT": "sft", "DPO": "dpo", "Reward": "reward_model"}
 """Recipe for each prefix of the names of TRL's trainers and configs."""
+_SPLIT = "\0"
+"""Mark of a word that a shell splits after it has replaced its variable."""
 
 
 def read_script(source: str) -> tuple[str, dict[str, Any]]:
@@ -65,27 +68,18 @@ def read_command(text: str, project: str) -> dict[str, Any]:
     """
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     try:
-        text = "\n".join(lines).replace("\\\n", " ")
-        # Keep an arithmetic expression in one word.
-        text = re.sub(r"\$\(\(.*?\)\)", lambda each: "".join(each[0].split()), text)
-        words = shlex.split(text)
+        words = _expanded("\n".join(lines).replace("\\\n", " "))
     except ValueError as error:
         raise ConfigError(
             f"--from-{project.lower()}: cannot be read as a shell command ({error}). Give the "
             f"command alone, without comments behind it."
         ) from None
-    variables = {"HOME": str(Path.home())}
-    for place, word in enumerate(words):
-        word = Template(word).safe_substitute(variables)
-        words[place] = word = re.sub(
-            r"\$\{(\w+):?-([^{}]*)\}", lambda use: variables.get(use[1], use[2]), word
-        )
-        name, is_assigned, value = word.partition("=")
-        if is_assigned and re.fullmatch(r"\w+", name):
-            variables[name] = value
     if project == "verl":
         pairs = [re.fullmatch(r"[+~]*(\w+(?:\.\w+)+)=(.*)", word, re.DOTALL) for word in words]
-        return {pair[1]: _parsed(pair[2]) for pair in pairs if pair}
+        modules = [n for n, word in enumerate(words) if re.search(r"\bmain_\w+(\.py)?$", word)]
+        after = words[modules[-1] + 1 if modules else 0 :]
+        own = takewhile(re.compile(r"[+~]*\w+(\.\w+)*=|[-$]").match, after)
+        return _unset(own) | {pair[1]: _parsed(pair[2]) for pair in pairs if pair}
     # `ray job submit` and Python have flags of their own before the module.
     modules = [place for place, word in enumerate(words) if re.search(r"\bopenrlhf\.cli\.", word)]
     words = words[modules[-1] if modules else 0 :]
@@ -94,8 +88,9 @@ def read_command(text: str, project: str) -> dict[str, Any]:
             f"--from-openrlhf ({words[0]}): only commands of train_ppo_ray are translated. Write "
             f"the run file by hand; docs/migrating.md has the keys."
         )
-    given: dict[str, Any] = {}
+
     end = re.compile(r"--|[|;&<>]|\d>")  # a flag, a redirection or another command
+    given = _unset(takewhile(lambda each: not end.match(each), words[1:]))
     for start, word in enumerate(words):
         if word.startswith("--") and word != "--":
             name, _, value = word.removeprefix("--").partition("=")
@@ -106,6 +101,42 @@ def read_command(text: str, project: str) -> dict[str, Any]:
             else:
                 given[name] = _parsed(" ".join(values)) if values else True
     return given
+
+
+def _expanded(text: str) -> list[str]:
+    """Return the words of a command, with the values of its variables and arrays.
+
+    An unquoted variable that is a whole word, and an array, are split into words again.
+    """
+    # Keep an arithmetic expression in one word.
+    text = re.sub(r"\$\(\(.*?\)\)", lambda each: "".join(each[0].split()), text)
+    # Rewrite arrays as variables: `A=(x y)` as `A=' x y'`, and `"${A[@]}"` as `${A}`. Their
+    # values may have parentheses, as in `$((2*N))`.
+    text = re.sub(
+        r"^(\s*\w+\+?=)\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)",
+        lambda each: each[1] + shlex.quote(f" {each[2]}"),
+        text,
+        flags=re.MULTILINE,
+    )
+    text = re.sub(r'"(\$\{\w+)\[@\]\}"|(\$\{\w+)\[[@*]\]\}', r"\1\2}", text)
+    text = re.sub(r"(?<!\S)(?=\$(\w+|\{\w+(:?-[^{}\s]*)?\})(?!\S))", _SPLIT, text)
+    variables = {"HOME": str(Path.home())}
+    words: list[str] = []
+    for each in shlex.split(text):
+        word = Template(each.replace(_SPLIT, "")).safe_substitute(variables)
+        word = re.sub(r"\$\{(\w+):?-([^{}]*)\}", lambda use: variables.get(use[1], use[2]), word)
+        if assignment := re.fullmatch(r"(\w+)(\+?)=(.*)", word, re.DOTALL):
+            name, is_added, value = assignment.groups()
+            variables[name] = (variables.get(name, "") if is_added else "") + value
+        words += shlex.split(word) if each.startswith(_SPLIT) else [word]
+    return words
+
+
+def _unset(words: Iterable[str]) -> dict[str, Any]:
+    """Return a reason for each word that is a variable whose value is not known."""
+    why = "its value is not in the command. Write its arguments into the command, and repeat init."
+    names = [word for word in words if re.fullmatch(r"\$\{?[A-Za-z_]\w*\}?", word)]
+    return {name: Unread(why) for name in names}
 
 
 def _parsed(text: str) -> Any:

@@ -16,7 +16,14 @@ from typing import Any
 from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed
 from raypo.config.migration import rows_of
 from raypo.config.recipe_config import RECIPES
-from raypo.translation.foreign_arguments import DEFAULT, TODO, Arguments, Settings, steps_of
+from raypo.translation.foreign_arguments import (
+    DEFAULT,
+    TODO,
+    Arguments,
+    Settings,
+    Unread,
+    steps_of,
+)
 from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
 from raypo.translation.from_verl import from_verl
@@ -55,6 +62,9 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
     epochs = values(_EPOCHS[project])
     for name in [name for name in given if name not in values.used]:
         row, value = by_name.get(name), given[name]
+        if isinstance(value, Unread):
+            notes.append(f"{name}: {value.why}")
+            continue
         keys = row.keys_in(known) if row else ()
         shown = ast.unparse(value) if isinstance(value, ast.AST) else value
         if row and row.is_same and keys and not isinstance(value, ast.AST):

@@ -1,0 +1,50 @@
+"""`raypo init` reads each argument of a script or command, or names what it cannot read."""
+
+import pytest
+
+from raypo.translation.reading import read_command
+from raypo.translation.run_file import translate
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        'EXTRA="\n  a.kl=True\n  a.coef=0.1\n"',
+        "EXTRA=(a.kl=True\n  a.coef=0.1)",
+        'C=0.1\nEXTRA=(\n  a.kl=True\n)\nEXTRA+=(\n  a.coef="${C}"\n)',
+        'BASE="a.kl=True"\nEXTRA="$BASE a.coef=0.1"',
+    ],
+)
+def test_arguments_in_a_variable_are_read(definition: str):
+    use = '"${EXTRA[@]}"' if "(" in definition else "$EXTRA"
+    given = read_command(f"{definition}\npython3 -m verl.trainer.main_ppo {use} \\\n b.c=3", "verl")
+    assert given == {"a.kl": True, "a.coef": 0.1, "b.c": 3}
+
+
+def test_flags_of_openrlhf_in_a_variable_are_read():
+    given = read_command(
+        'KL="--use_kl_loss --kl_estimator k2"\nLOG=(--seed 3)\n'
+        'python3 -m openrlhf.cli.train_ppo_ray --pretrain q ${KL} "${LOG[@]}" --l2 0.1',
+        "OpenRLHF",
+    )
+    kl = {"use_kl_loss": True, "kl_estimator": "k2"}
+    assert given == {"pretrain": "q", **kl, "seed": 3, "l2": 0.1}
+
+
+def test_a_quoted_variable_stays_one_word():
+    given = read_command('NAME="a run b.c=1"\nrun trainer.name="$NAME" "$NAME"', "verl")
+    assert given == {"trainer.name": "a run b.c=1"}
+
+
+@pytest.mark.parametrize(
+    ("project", "command"),
+    [
+        ("verl", "$PYTHON -m verl.trainer.main_ppo $COMMON a.b=1 | tee $LOG"),
+        ("OpenRLHF", "$PYTHON -m openrlhf.cli.train_ppo_ray $COMMON --l2 0.1 | tee $LOG"),
+    ],
+)
+def test_an_unset_variable_of_arguments_is_a_note(project: str, command: str):
+    text = translate(project, read_command(command, project))
+    assert "# - $COMMON: its value is not in the command. Write its arguments into" in text
+    assert "PYTHON" not in text
+    assert "LOG" not in text
