@@ -172,11 +172,11 @@ actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu, actor_rollout_ref.rollo
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.actor.ppo_micro_batch_size | | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The split does not change results.
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu | 16384 | = learner.max_tokens_per_microbatch | Tokens.
 actor_rollout_ref.actor.ppo_epochs | 1 | = ppo.num_epochs | Passes over the responses of a step.
-actor_rollout_ref.actor.clip_ratio | 0.2 | = ppo.clip_low + ppo.clip_high |
-actor_rollout_ref.actor.clip_ratio_low | 0.2 | = ppo.clip_low |
-actor_rollout_ref.actor.clip_ratio_high | 0.2 | = ppo.clip_high |
-actor_rollout_ref.actor.clip_ratio_c | 3.0 | = ppo.dual_clip | raypo's default is null, no bound.
-actor_rollout_ref.actor.loss_agg_mode | token-mean | ppo.aggregation | `seq-mean-token-mean`: sequence_mean; `seq-mean-token-sum-norm`: constant.
+actor_rollout_ref.actor.clip_ratio | 0.2 | ppo.clip_low + ppo.clip_high | verl uses it only for a bound (`clip_ratio_low`, `clip_ratio_high`) that is null; each is 0.2 by default.
+actor_rollout_ref.actor.clip_ratio_low | 0.2 | ppo.clip_low | The same number, but of `geo_mean`, which clips the log-ratio, 1 - exp(-low). `cispo`: `ppo.cispo_low`.
+actor_rollout_ref.actor.clip_ratio_high | 0.2 | ppo.clip_high | The same number, but of `geo_mean` exp(high) - 1.
+actor_rollout_ref.actor.clip_ratio_c | 3.0 | = ppo.dual_clip | raypo's default is null, no bound. verl's gspo, sapo and geo_mean have no such bound.
+actor_rollout_ref.actor.loss_agg_mode | token-mean | ppo.aggregation | `seq-mean-token-mean`: sequence_mean; `seq-mean-token-sum-norm`: constant. gspo, sapo and geo_mean are always sequence_mean.
 actor_rollout_ref.actor.policy_loss.loss_mode | vanilla | ppo.policy_loss | `vanilla`: ppo; `geo_mean`: gmpo; gspo, cispo, sapo, clip_cov, kl_cov, dppo_tv and dppo_kl have the same names.
 actor_rollout_ref.actor.entropy_coeff | 0 | = ppo.entropy_coef |
 actor_rollout_ref.actor.use_kl_loss | false | ppo.kl.placement | true: `loss`, with `ppo.kl.estimator` k2 or k3.

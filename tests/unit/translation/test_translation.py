@@ -1,5 +1,6 @@
 """`raypo init` gives what the hand-written ports have, and names what it leaves out."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import examples.ports.trl_grpo as port
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.base import nested
+from raypo.config.presets import PRESETS
 from raypo.translation.reading import read_command, read_script
 from raypo.translation.run_file import translate
 
@@ -487,3 +489,56 @@ def test_servers_and_the_normalization_of_openrlhf_say_how_they_differ(tmp_path:
     assert config.ppo.shaping.normalize
     assert "# - remote_rm_url: reward.url. A server. OpenRLHF posts `query`" in text
     assert "# - normalize_reward: ppo.shaping.normalize. OpenRLHF subtracts the fixed" in text
+
+
+ACTOR = "actor_rollout_ref.actor"
+GROUPS = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
+
+
+@pytest.mark.parametrize(
+    ("loss", "here", "low", "high"),
+    [
+        ("gspo", "gspo", 0.3, 0.4),
+        ("geo_mean", "gmpo", 1 - math.exp(-0.3), math.exp(0.4) - 1),
+        ("sapo", "sapo", 0.2, 0.2),  # has no clip
+    ],
+)
+def test_losses_of_verl_that_are_means_over_sequences_stay_so(
+    loss: str, here: str, low: float, high: float, tmp_path: Path
+):
+    text = translated(
+        f"{GROUPS} {ACTOR}.policy_loss.loss_mode={loss} {ACTOR}.loss_agg_mode=token-mean "
+        f"{ACTOR}.clip_ratio_low=0.3 {ACTOR}.clip_ratio_high=0.4"
+    )
+    ppo = config_of(text, tmp_path).ppo
+    assert (ppo.policy_loss, ppo.aggregation, ppo.dual_clip) == (here, "sequence_mean", None)
+    assert (ppo.clip_low, ppo.clip_high) == (pytest.approx(low), pytest.approx(high))
+    assert f"loss_agg_mode (token-mean), {loss}" in text, "needs nothing here"
+    text = translated(f"{GROUPS} {ACTOR}.policy_loss.loss_mode={loss} {ACTOR}.use_kl_loss=True")
+    assert f"# - {ACTOR}.loss_agg_mode (token-mean): verl's KL in the loss has this mean" in text
+
+
+def test_the_clip_of_verls_gmpo_is_the_presets():
+    text = translated(
+        f"{ACTOR}.policy_loss.loss_mode=geo_mean {ACTOR}.clip_ratio_low=0.4 "
+        f"{ACTOR}.clip_ratio_high=0.4"
+    )
+    for key in ("clip_low", "clip_high"):
+        assert f"  {key}: {PRESETS['gmpo'][key]} #" in text
+
+
+def test_the_lower_bound_of_verls_cispo_has_its_key(tmp_path: Path):
+    text = translated(f"{GROUPS} {ACTOR}.policy_loss.loss_mode=cispo {ACTOR}.clip_ratio_low=0.9")
+    assert config_of(text, tmp_path).ppo.cispo_low == 0.9
+
+
+def test_the_clip_of_verl_for_one_side_wins_in_any_order(tmp_path: Path):
+    given = [f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.clip_ratio=0.2"]
+    for order in (given, given[::-1]):
+        ppo = config_of(translated(" ".join(order)), tmp_path).ppo
+        assert (ppo.clip_low, ppo.clip_high) == (0.2, 0.28)
+    text = translated(f"{' '.join(given)} {ACTOR}.clip_ratio_low=null")
+    assert config_of(text, tmp_path).ppo.clip_low == 0.2
+    text = translated(f"{ACTOR}.clip_ratio=0.3")
+    assert config_of(text, tmp_path).ppo.clip_low == 0.3
+    assert f"# - {ACTOR}.clip_ratio (0.3): verl uses it only for a bound" in text
