@@ -47,6 +47,9 @@ def _loss(get: Arguments, notes: list[str]) -> Settings:
     done: Settings = {
         "ppo.advantage": (WORDS.get(estimator, estimator), get.origin("algo.advantage.estimator"))
     }
+    if get("actor.policy_loss_type") == "gspo":  # a mean over sequences there, too
+        done["ppo.aggregation"] = "sequence_mean", get.origin("actor.policy_loss_type")
+    get.used.discard(get.origin("actor.policy_loss_type"))  # it is copied, too
     if get("algo.kl.use_loss"):
         done["ppo.kl.placement"] = "loss", get.origin("algo.kl.use_loss")
     if get("algo.kl.target"):
@@ -61,6 +64,10 @@ def _loss(get: Arguments, notes: list[str]) -> Settings:
             done |= {
                 key: (bound, get.origin(name)) for key, bound in zip(keys, bounds, strict=True)
             }
+    eps = get.origin("actor.eps_clip")
+    if "ppo.clip_low" in done and eps in get.given:  # OpenRLHF ignores it beside the pair
+        get.used.add(eps)
+        get.idle.append(f"{eps} ({get.given[eps]})")
     if get("reward.normalize_enable"):
         origin = get.origin("reward.normalize_enable")
         done["ppo.shaping.normalize"] = True, origin

@@ -542,3 +542,17 @@ def test_the_clip_of_verl_for_one_side_wins_in_any_order(tmp_path: Path):
     text = translated(f"{ACTOR}.clip_ratio=0.3")
     assert config_of(text, tmp_path).ppo.clip_low == 0.3
     assert f"# - {ACTOR}.clip_ratio (0.3): verl uses it only for a bound" in text
+
+
+def test_the_clips_of_openrlhf_for_each_side_win_in_any_order(tmp_path: Path):
+    given = ["--eps_clip_low_high 0.1 0.28", "--eps_clip 0.2"]
+    for order in (given, given[::-1]):
+        text = openrlhf(" ".join(order))
+        ppo = config_of(text, tmp_path).ppo
+        assert (ppo.clip_low, ppo.clip_high) == (0.1, 0.28)
+        assert "eps_clip (0.2)" in text, "needs nothing here"
+
+
+def test_gspo_of_openrlhf_is_a_mean_over_sequences(tmp_path: Path):
+    ppo = config_of(openrlhf("--policy_loss_type gspo"), tmp_path).ppo
+    assert (ppo.policy_loss, ppo.aggregation) == ("gspo", "sequence_mean")
