@@ -6,7 +6,7 @@ import ast
 import math
 from pathlib import Path
 
-from raypo.translation.foreign_arguments import Arguments, Settings
+from raypo.translation.foreign_arguments import DEFAULT, Arguments, Settings
 
 _LOSS_TYPES = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
 _LOSS_TYPES |= dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")
@@ -18,7 +18,8 @@ _IDLE = {"eval_strategy": ("no", "steps"), "vllm_mode": ("colocate",)}
 """Values of TRL's arguments that need no counterpart, besides those that the table in
 `raypo.config.migration` marks."""
 _OBJECTS = {"model": "model.policy", "train_dataset": "data.prompts"}
-_OBJECTS |= {"eval_dataset": "eval.prompts"}
+_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "reward_model": 1e-4}
+"""TRL's default learning rate for each recipe that learns from examples."""
 _DPO = {"beta": "beta", "loss_type": "loss"}
 
 
@@ -29,7 +30,8 @@ def from_trl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
     origin = "per_device_train_batch_size x gradient_accumulation_steps"
     done: Settings = {"recipe": (recipe, "the trainer")}
     notes: list[str] = []
-    for name, key in _OBJECTS.items():
+    held_out = "eval.pairs" if recipe == "dpo" else "eval.prompts"
+    for name, key in (*_OBJECTS.items(), ("eval_dataset", held_out)):
         if (value := get(name)) is not None:
             done[key] = value, name
     if folder := get("output_dir"):
@@ -38,6 +40,8 @@ def from_trl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
         )
     if recipe != "ppo":
         done["learner.batch_size"] = batch, origin
+        if "learning_rate" not in get.given:
+            done["learner.lr"] = _LEARNING_RATES[recipe], f"learning_rate{DEFAULT}"
         done |= {f"dpo.{key}": (get(name), name) for name, key in _DPO.items() if name in get.given}
         if steps <= 0:
             done["num_epochs"] = get("num_train_epochs"), "num_train_epochs"

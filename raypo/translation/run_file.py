@@ -28,7 +28,7 @@ from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
 from raypo.translation.from_verl import from_verl
 
-_LEARNED = ("ppo.", "rollout.", "data.max_", "dpo.", "learner.", "eval.temperature")
+_LEARNED = ("ppo.", "rollout.", "data.max_prompt_", "dpo.", "learner.", "eval.temperature")
 """Prefixes of keys that change what is learned. If such a key is not given, the other project's
 default is written into the run file."""
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")

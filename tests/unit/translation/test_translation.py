@@ -14,6 +14,7 @@ import examples.ports.trl_grpo as port
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.base import nested
 from raypo.config.presets import PRESETS
+from raypo.config.recipe_config import RECIPES
 from raypo.translation.reading import read_command, read_script
 from raypo.translation.run_file import translate
 
@@ -556,3 +557,36 @@ def test_the_clips_of_openrlhf_for_each_side_win_in_any_order(tmp_path: Path):
 def test_gspo_of_openrlhf_is_a_mean_over_sequences(tmp_path: Path):
     ppo = config_of(openrlhf("--policy_loss_type gspo"), tmp_path).ppo
     assert (ppo.policy_loss, ppo.aggregation) == ("gspo", "sequence_mean")
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("SFT", 2e-5), ("DPO", 1e-6), ("Reward", 1e-4)])
+def test_examples_get_the_defaults_of_their_own_trainer(kind: str, rate: float, tmp_path: Path):
+    recipe, given = read_script(f"{kind}Trainer('m', args={kind}Config(output_dir='o/r'))")
+    (tmp_path / "run.yaml").write_text(translate("TRL", given, recipe))
+    config = RECIPES[recipe].load(tmp_path / "run.yaml")
+    assert vars(config)["learner"].lr == rate
+    assert vars(config)["data"].max_response_tokens == 1024, "not GRPO's 512"
+    recipe, given = read_script(f"{kind}Trainer('m', args={kind}Config(learning_rate=3e-5))")
+    assert "  lr: 3.0e-05 # learning_rate\n" in translate("TRL", given, recipe)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_the_length_of_completions_limits_the_responses_of_the_examples(kind: str):
+    recipe, given = read_script(f"{kind}Trainer('m', args={kind}Config(max_completion_length=99))")
+    text = translate("TRL", given, recipe)
+    assert "  max_response_tokens: 99 # max_completion_length\n" in text
+    assert "max_new_tokens" not in text
+    assert "  max_new_tokens: 99 # max_completion" in trl("max_completion_length=99")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("DPO", "pairs"), ("Reward", "prompts"), ("SFT", "prompts")]
+)
+def test_held_out_examples_are_in_the_key_that_the_recipe_measures(
+    kind: str, key: str, tmp_path: Path
+):
+    recipe, given = read_script(f"{kind}Trainer('m', train_dataset='t', eval_dataset='a/b')")
+    (tmp_path / "run.yaml").write_text(translate("TRL", given | {"output_dir": "o/r"}, recipe))
+    evaluation = vars(RECIPES[recipe].load(tmp_path / "run.yaml"))["eval"]
+    assert getattr(evaluation, key) == ("a/b",)
+    assert kind != "DPO" or evaluation.prompts is None
