@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 from yaml import YAMLError
 
 from raypo.config.base import ConfigError, parsed
+from raypo.config.sources import DATA_FILES
 from raypo.translation.foreign_arguments import Unread
 
 TRL_RECIPES = {"GRPO": "ppo", "SFT": "sft", "DPO": "dpo", "Reward": "reward_model"}
@@ -50,7 +51,8 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
             named |= dict(zip(("model", "reward_funcs"), node.args, strict=False))
         for key in ("args", "processing_class"):  # the loop visits the calls in them
             named.pop(key, None)
-        given |= {key: _literal(value, constants) for key, value in named.items()}
+        for key, value in named.items():
+            given |= _values(key, constants.get(ast.unparse(value), value))
         has_lora = has_lora or match[1] == "Lora"
     if not recipe:
         which = ", ".join(f"{each}Trainer" for each in TRL_RECIPES)
@@ -149,16 +151,45 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _literal(value: ast.expr, constants: Mapping[str, ast.expr]) -> Any:
-    """Return the value of a literal, or of a variable that holds one.
+def _values(key: str, value: ast.expr) -> dict[str, Any]:
+    """Return the value of a literal or of a call of `load_dataset`, by key.
 
-    For a call of `load_dataset` return its arguments, for any other expression its syntax tree.
+    For any other expression return its syntax tree.
     """
-    value = constants.get(ast.unparse(value), value)
-    with suppress(ValueError, IndexError):
-        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("load_dataset"):
-            named = {each.arg: each.value for each in value.keywords if each.arg == "split"}
-            named |= dict(zip(("path", "config"), value.args, strict=False))
-            return {name: ast.literal_eval(each) for name, each in named.items()}
-        return ast.literal_eval(value)
-    return value
+    if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("load_dataset"):
+        return _source(key, value)
+    with suppress(ValueError):
+        return {key: ast.literal_eval(value)}
+    return {key: value}
+
+
+def _source(key: str, call: ast.Call) -> dict[str, Any]:
+    """Return a call of `load_dataset` as a source of raypo, and a reason for each argument left."""
+    names = ("path", "name", "data_dir", "data_files", "split")
+    given = dict(zip(names, call.args, strict=False))
+    given |= {each.arg or "**": each.value for each in call.keywords}
+    known: dict[str, Any] = {}
+    for name, value in given.items():
+        with suppress(ValueError):
+            known[name] = ast.literal_eval(value)
+    path, files = known.get("path"), known.get("data_files")
+    split = known.get("split") or "train"
+    if path in ("json", "csv", "parquet"):  # a reader of files
+        files = files.get(split.partition("[")[0]) if isinstance(files, dict) else files
+        source = [files] if isinstance(files, str) else files
+        if not source or not all(str(each).lower().endswith(DATA_FILES) for each in source):
+            return {key: call}
+        used = {"path", "data_files"} | ({"split"} if re.fullmatch(r"\w+", split) else set())
+    elif isinstance(path, str):
+        source = {"path": path, "config": known.get("name"), "split": split}
+        source = source if source["config"] or split != "train" else path
+        used = {"path", "name", "split"}
+    else:
+        return {key: call}
+    why = "a source has no such option in raypo. Check that its rows are the same."
+    left = [
+        f"{key}, load_dataset({name}={ast.unparse(value)})"
+        for name, value in given.items()
+        if name not in used & known.keys() and known.get(name, name) is not None
+    ]
+    return {key: source} | {name: Unread(why) for name in left}

@@ -1,8 +1,10 @@
 """`raypo init` reads each argument of a script or command, or names what it cannot read."""
 
+from typing import Any
+
 import pytest
 
-from raypo.translation.reading import read_command
+from raypo.translation.reading import read_command, read_script
 from raypo.translation.run_file import translate
 
 
@@ -48,3 +50,36 @@ def test_an_unset_variable_of_arguments_is_a_note(project: str, command: str):
     assert "# - $COMMON: its value is not in the command. Write its arguments into" in text
     assert "PYTHON" not in text
     assert "LOG" not in text
+
+
+HUB = {"path": "a/b", "config": "c", "split": "train"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source", "left"),
+    [
+        ("'a/b', split='train'", "a/b", []),
+        ("path='a/b', name='c'", HUB, []),
+        ("'a/b', 'c', 'd', split='train'", HUB, ["data_dir='d'"]),
+        ("'a/b', name=None, revision='v2', split=s", "a/b", ["revision='v2'", "split=s"]),
+        ("'a/b', data_files='x.jsonl'", "a/b", ["data_files='x.jsonl'"]),
+        ("'json', data_files='t.jsonl', split='train'", ["t.jsonl"], []),
+        ("'parquet', data_files=['a.parquet', 'b.parquet']", ["a.parquet", "b.parquet"], []),
+        ("'csv', data_files={'x': 'x.csv', 'y': 'y.csv'}, split='y'", ["y.csv"], []),
+        ("'json', data_files='t.jsonl', split='train[:9]'", ["t.jsonl"], ["split='train[:9]'"]),
+    ],
+)
+def test_each_argument_of_load_dataset_is_in_the_source_or_a_note(
+    arguments: str, source: Any, left: list[str]
+):
+    _, given = read_script(f"SFTTrainer('m', train_dataset=load_dataset({arguments}))")
+    assert given.pop("train_dataset") == source
+    assert {*given} == {"model", *(f"train_dataset, load_dataset({each})" for each in left)}
+
+
+@pytest.mark.parametrize("arguments", ["'json', data_files='t.txt'", "'csv', data_files=f", "name"])
+def test_a_source_that_is_not_known_is_left_to_be_set(arguments: str):
+    recipe, given = read_script(f"SFTTrainer('m', train_dataset=load_dataset({arguments}))")
+    text = translate("TRL", given, recipe)
+    assert f"# - train_dataset (load_dataset({arguments})): data.prompts." in text
+    assert "  - TODO" in text
