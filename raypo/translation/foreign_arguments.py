@@ -98,7 +98,8 @@ def steps_of(epochs: float, name: str, done: Settings, most: Any = None) -> tupl
         if steps := int(rows // prompts * epochs):
             return steps, f"{rows} {counted} // {prompts} prompts x {epochs} of {name}"
     times = name if math.isnan(epochs) else f"{epochs} of {name}"
-    each = "rollout.prompts_per_step" if prompts != prompts else f"{prompts} prompts"  # true if NaN
+    is_known = prompts == prompts and prompts != TODO  # False if NaN
+    each = f"{prompts} prompts" if is_known else "rollout.prompts_per_step"
     return TODO, f"rows / {each} x {times}"
 
 

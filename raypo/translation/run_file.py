@@ -32,8 +32,8 @@ _LEARNED = ("ppo.", "rollout.", "data.max_prompt_", "dpo.", "learner.", "eval.te
 """Prefixes of keys that change what is learned. If such a key is not given, the other project's
 default is written into the run file."""
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
-_COUNTED = ("num_steps", "learner.lr_warmup_steps")
-"""Keys whose numbers are TODO if the number of rows is unknown."""
+_COUNTED = ("num_steps", "learner.lr_warmup_steps", "rollout.prompts_per_step")
+"""Keys whose numbers are TODO if the number of rows or of processes is unknown."""
 _EPOCHS = {"TRL": "num_train_epochs", "verl": "trainer.total_epochs"}
 _EPOCHS |= {"OpenRLHF": "train.num_episodes"}
 _COMPUTED: dict[str, Callable[[Arguments, str], tuple[Settings, list[str]]]] = {
@@ -130,6 +130,9 @@ def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
                 for key, (value, _) in done.items()
                 if value != TODO or key not in _COUNTED
             }
+            if done.get("rollout.prompts_per_step", ("",))[0] == TODO:
+                # Any number that fits the minibatch will do: the file has TODO.
+                values["rollout.prompts_per_step"] = values.get("ppo.minibatch_size", 32)
             return RECIPES[recipe].parse(nested(values))
         except ConfigError as error:
             lines = [line.removeprefix("config: ") for line in str(error).splitlines()]

@@ -590,3 +590,30 @@ def test_held_out_examples_are_in_the_key_that_the_recipe_measures(
     evaluation = vars(RECIPES[recipe].load(tmp_path / "run.yaml"))["eval"]
     assert getattr(evaluation, key) == ("a/b",)
     assert kind != "DPO" or evaluation.prompts is None
+
+
+def test_a_generation_of_trl_counts_all_processes(tmp_path: Path):
+    given = "generation_batch_size=64, per_device_train_batch_size=8, num_iterations=2, "
+    text = trl(f"{given}max_steps=400, warmup_steps=20, save_steps=50")
+    config = config_of(text, tmp_path)
+    assert (config.rollout.prompts_per_step, config.ppo.minibatch_size) == (8, 8)
+    assert "# - ppo.minibatch_size: these count one process." in text
+    total = "400 of max_steps / (64 of generation_batch_size / (8 x processes) x 2 of num_iter"
+    assert f"# - num_steps: {total}" in text
+    assert f"num_steps: TODO # {total}" in text
+    for name in ("warmup_steps (20)", "save_steps (50)"):
+        assert f"# - {name}: " in text, "their unit is not known"
+    assert "x 3 of num_train_epochs" in trl(given), "the rows, not the processes"
+    assert "  prompts_per_step: " not in trl("generation_batch_size=size")
+
+
+def test_a_batch_of_one_process_may_be_a_part_of_a_group():
+    given = "num_generations=16, per_device_train_batch_size=1, gradient_accumulation_steps=12"
+    text = trl(given)
+    total = "12 responses x processes / 16 of num_generations"
+    assert f"# - rollout.prompts_per_step: {total}\n" in text
+    assert f"  prompts_per_step: TODO # {total}\n" in text
+    assert "# - ppo.minibatch_size: these count one process." in text
+    assert "num_steps: TODO # rows / rollout.prompts_per_step x 3 of num_train_epochs" in text
+    text = trl("num_generations=16, generation_batch_size=40")
+    assert "  prompts_per_step: TODO # 40 responses / 16 of num_generations\n" in text
