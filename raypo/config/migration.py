@@ -181,7 +181,7 @@ actor_rollout_ref.actor.policy_loss.loss_mode | vanilla | ppo.policy_loss | `van
 actor_rollout_ref.actor.entropy_coeff | 0 | = ppo.entropy_coef |
 actor_rollout_ref.actor.use_kl_loss | false | ppo.kl.placement | true: `loss`, with `ppo.kl.estimator` k2 or k3.
 actor_rollout_ref.actor.kl_loss_coef | 0.001 | ppo.kl.coef | With `ppo.kl.placement: loss`.
-actor_rollout_ref.actor.kl_loss_type | low_var_kl | ppo.kl.estimator | `low_var_kl`: k3; `mse`: k2; `kl`: k1, in the reward only.
+actor_rollout_ref.actor.kl_loss_type | low_var_kl | ppo.kl.estimator | `low_var_kl`: k3; `mse`: k2; `low_var_kl+`, `k3+`: k3_st; `kl`: k1, in the reward only.
 actor_rollout_ref.actor.optim.lr | 1e-6 | = learner.policy_lr, learner.lr |
 actor_rollout_ref.actor.optim.lr_warmup_steps | -1 | = learner.lr_warmup_steps | Steps of raypo, rollout batches.
 actor_rollout_ref.actor.optim.weight_decay | 0.01 | = learner.weight_decay |

@@ -110,6 +110,20 @@ def set_lora(get: Arguments, done: Settings, *, rank: str, alpha: str) -> None:
         done["model.lora.alpha"] = get(alpha), get.origin(alpha)
 
 
+def set_kl_loss(done: Settings, *, kind: str, origin: str) -> None:
+    """Set the estimator of a KL in the loss in `done`. It is TODO if raypo has none like it."""
+    known = WORDS.get(kind, kind)
+    if known.endswith("+"):  # verl: the gradient of k2; the value is only logged
+        known = "k3_st" if known in ("k3+", "low_var_kl+") else "k2"
+    done["ppo.kl.estimator"] = known, origin
+    if known not in ("k2", "k3", "k3_st"):
+        why = "has the gradient 0 in expectation" if known == "k1" else "is not in raypo"
+        done["ppo.kl.estimator"] = (
+            TODO,
+            f"{origin} {kind} {why}: k2, k3 or k3_st, or k1 with ppo.kl.placement: reward",
+        )
+
+
 def set_workers(get: Arguments, done: Settings, *, gpus: str, nodes: str) -> None:
     """Set the number of learner workers in `done` to GPUs per node x nodes, if GPUs are given."""
     if any(name in get.given for name in get.rows[gpus].names):

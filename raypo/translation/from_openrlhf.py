@@ -14,6 +14,7 @@ from raypo.translation.foreign_arguments import (
     WORDS,
     Arguments,
     Settings,
+    set_kl_loss,
     set_lora,
     set_workers,
     steps_of,
@@ -52,6 +53,8 @@ def _loss(get: Arguments, notes: list[str]) -> Settings:
     get.used.discard(get.origin("actor.policy_loss_type"))  # it is copied, too
     if get("algo.kl.use_loss"):
         done["ppo.kl.placement"] = "loss", get.origin("algo.kl.use_loss")
+        kind, origin = get("algo.kl.estimator"), get.origin("algo.kl.estimator")
+        set_kl_loss(done, kind=str(kind), origin=origin)
     if get("algo.kl.target"):
         done["ppo.kl.target"] = get("algo.kl.target"), get.origin("algo.kl.target")
         done["ppo.kl.controller"] = "adaptive", get.origin("algo.kl.target")

@@ -10,6 +10,7 @@ from raypo.translation.foreign_arguments import (
     WORDS,
     Arguments,
     Settings,
+    set_kl_loss,
     set_lora,
     set_workers,
 )
@@ -37,7 +38,6 @@ def from_verl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
     in_loss, in_reward = get(f"{actor}use_kl_loss"), get("algorithm.use_kl_in_reward")
     coef = f"{actor}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
     if in_loss:
-        kind = get(f"{actor}kl_loss_type")
         done["ppo.kl.placement"] = "loss", f"{actor}use_kl_loss"
         mode = get(f"{actor}loss_agg_mode")
         if get(f"{actor}policy_loss.loss_mode") in _PER_SEQUENCE and mode != "seq-mean-token-mean":
@@ -45,7 +45,8 @@ def from_verl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
                 f"{actor}loss_agg_mode ({mode}): verl's KL in the loss has this mean, and its "
                 f"policy loss a mean over sequences; ppo.aggregation is the mean of both."
             )
-        done["ppo.kl.estimator"] = WORDS.get(kind, kind), f"{actor}kl_loss_type"
+        name = f"{actor}kl_loss_type"
+        set_kl_loss(done, kind=str(get(name)), origin=name)
     done["ppo.kl.coef"] = (get(coef), coef) if in_loss or in_reward else (0, "no KL there")
     model = "actor_rollout_ref.model."
     set_lora(get, done, rank=f"{model}lora_rank", alpha=f"{model}lora_alpha")

@@ -32,8 +32,8 @@ _LEARNED = ("ppo.", "rollout.", "data.max_prompt_", "dpo.", "learner.", "eval.te
 """Prefixes of keys that change what is learned. If such a key is not given, the other project's
 default is written into the run file."""
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
-_COUNTED = ("num_steps", "learner.lr_warmup_steps", "rollout.prompts_per_step")
-"""Keys whose numbers are TODO if the number of rows or of processes is unknown."""
+_TYPED = ("num_steps", "learner.lr_warmup_steps", "rollout.prompts_per_step", "ppo.kl.estimator")
+"""Keys that do not take just any string, and so are written as TODO only after the check."""
 _EPOCHS = {"TRL": "num_train_epochs", "verl": "trainer.total_epochs"}
 _EPOCHS |= {"OpenRLHF": "train.num_episodes"}
 _COMPUTED: dict[str, Callable[[Arguments, str], tuple[Settings, list[str]]]] = {
@@ -125,14 +125,16 @@ def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
     while True:
         _set_todo(done, recipe)
         try:
-            values = {
-                key: value
-                for key, (value, _) in done.items()
-                if value != TODO or key not in _COUNTED
+            # Values of the right type in place of TODO. The number of prompts fits the minibatch.
+            stand_ins = {
+                "ppo.kl.estimator": "k3",
+                "rollout.prompts_per_step": done.get("ppo.minibatch_size", (32, ""))[0],
             }
-            if done.get("rollout.prompts_per_step", ("",))[0] == TODO:
-                # Any number that fits the minibatch will do: the file has TODO.
-                values["rollout.prompts_per_step"] = values.get("ppo.minibatch_size", 32)
+            values = {
+                key: stand_ins[key] if value == TODO and key in stand_ins else value
+                for key, (value, _) in done.items()
+                if value != TODO or key not in _TYPED or key in stand_ins
+            }
             return RECIPES[recipe].parse(nested(values))
         except ConfigError as error:
             lines = [line.removeprefix("config: ") for line in str(error).splitlines()]
@@ -151,7 +153,7 @@ def _with_origins(text: str, done: Settings) -> list[str]:
         depth = (len(line) - len(line.lstrip())) // 2
         path[depth:] = [line.strip().partition(":")[0]]
         value, origin = done.get(".".join(path), (None, ""))
-        if value == TODO and ".".join(path) in _COUNTED:
+        if value == TODO and ".".join(path) in _TYPED:
             line = f"{line.partition(':')[0]}: {TODO}"
         lines.append(f"{line} # {origin}" if origin and not line.endswith(":") else line)
     return lines

@@ -617,3 +617,31 @@ def test_a_batch_of_one_process_may_be_a_part_of_a_group():
     assert "num_steps: TODO # rows / rollout.prompts_per_step x 3 of num_train_epochs" in text
     text = trl("num_generations=16, generation_batch_size=40")
     assert "  prompts_per_step: TODO # 40 responses / 16 of num_generations\n" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "here"),
+    [("k3", "k3"), ("mse", "k2"), ("low_var_kl+", "k3_st"), ("k3+", "k3_st"), ("kl+", "k2")],
+)
+def test_a_kl_in_the_loss_of_verl_has_its_estimator_here(kind: str, here: str, tmp_path: Path):
+    text = translated(f"{GROUPS} {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type={kind}")
+    kl = config_of(text, tmp_path).ppo.kl
+    assert (kl.placement, kl.estimator) == ("loss", here)
+
+
+@pytest.mark.parametrize("kind", ["kl", "k1", "abs", "full"])
+def test_a_kl_in_the_loss_of_verl_that_raypo_lacks_is_left_to_be_set(kind: str, tmp_path: Path):
+    text = translated(f"{GROUPS} {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type={kind}")
+    assert f"# - ppo.kl.estimator: {ACTOR}.kl_loss_type {kind} " in text
+    assert "    estimator: TODO # " in text
+    assert "    placement: loss # " in text
+    with pytest.raises(ConfigError, match=r"ppo\.kl\.estimator \('TODO'\)"):
+        config_of(text, tmp_path)
+
+
+def test_a_kl_in_the_loss_of_openrlhf_needs_an_estimator_for_it(tmp_path: Path):
+    text = openrlhf("--use_kl_loss")
+    assert "# - ppo.kl.estimator: algo.kl.estimator's default k1 has the gradient 0" in text
+    assert "    estimator: TODO # " in text
+    kl = config_of(openrlhf("--use_kl_loss --kl_estimator k3"), tmp_path).ppo.kl
+    assert (kl.placement, kl.estimator) == ("loss", "k3")
