@@ -144,7 +144,7 @@ data.train_batch_size | 1024 | = rollout.prompts_per_step, learner.batch_size | 
 data.max_prompt_length | 512 | = data.max_prompt_tokens | Tokens. Longer prompts are skipped; `data.too_long: error` stops as verl's `truncation: error`.
 data.max_response_length | 512 | = rollout.max_new_tokens, data.max_response_tokens | Tokens.
 data.filter_overlong_prompts | false | data.too_long | true: `skip`.
-data.truncation | error | data.too_long | `error`. raypo never cuts a prompt.
+data.truncation | error | data.too_long | `error`. raypo never cuts a prompt: in place of left, right or middle it skips a prompt that is too long.
 data.prompt_key | prompt | = data.prompt_key |
 data.seed | | = seed |
 data.shuffle | true | | Prompts are shuffled in each epoch, by `seed`.

@@ -47,6 +47,11 @@ def from_verl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
             )
         name = f"{actor}kl_loss_type"
         set_kl_loss(done, kind=str(get(name)), origin=name)
+        if in_reward:
+            notes.append(
+                "algorithm.use_kl_in_reward (True): ppo.kl.placement. verl has a second KL in the "
+                "reward here; raypo has one, in the loss."
+            )
     done["ppo.kl.coef"] = (get(coef), coef) if in_loss or in_reward else (0, "no KL there")
     model = "actor_rollout_ref.model."
     set_lora(get, done, rank=f"{model}lora_rank", alpha=f"{model}lora_alpha")
@@ -57,6 +62,8 @@ def from_verl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
     elif get("data.truncation") == "error":
         is_given = "data.truncation" in get.given
         done["data.too_long"] = "error", f"data.truncation{'' if is_given else DEFAULT}"
+    else:
+        get.used.discard("data.truncation")  # left, right and middle become a note
     if top_k := max(get(f"{rollout}top_k"), 0):
         done["rollout.top_k"] = top_k, f"{rollout}top_k"
     custom = "reward.custom_reward_function."

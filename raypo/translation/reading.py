@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -81,7 +81,7 @@ def read_command(text: str, project: str) -> dict[str, Any]:
         modules = [n for n, word in enumerate(words) if re.search(r"\bmain_\w+(\.py)?$", word)]
         after = words[modules[-1] + 1 if modules else 0 :]
         own = takewhile(re.compile(r"[+~]*\w+(\.\w+)*=|[-$]").match, after)
-        return _unset(own) | {pair[1]: _parsed(pair[2]) for pair in pairs if pair}
+        return _unset(own) | _hydra(words) | {pair[1]: _parsed(pair[2]) for pair in pairs if pair}
     # `ray job submit` and Python have flags of their own before the module.
     modules = [place for place, word in enumerate(words) if re.search(r"\bopenrlhf\.cli\.", word)]
     words = words[modules[-1] if modules else 0 :]
@@ -138,6 +138,18 @@ def _unset(words: Iterable[str]) -> dict[str, Any]:
     """Return a reason for each word that is a variable whose value is not known."""
     why = "its value is not in the command. Write its arguments into the command, and repeat init."
     names = [word for word in words if re.fullmatch(r"\$\{?[A-Za-z_]\w*\}?", word)]
+    return {name: Unread(why) for name in names}
+
+
+def _hydra(words: Sequence[str]) -> dict[str, Any]:
+    """Return a reason for each flag of Hydra that names a YAML file, which is not read."""
+    flags = re.compile(r"--config-(name|path|dir)(=|$)|-c[npd]$")
+    names = [
+        " ".join(words[n : n + 1 + ("=" not in word)])
+        for n, word in enumerate(words)
+        if flags.match(word)
+    ]
+    why = "this YAML was not read, and verl's own defaults are assumed. Translate its keys too."
     return {name: Unread(why) for name in names}
 
 

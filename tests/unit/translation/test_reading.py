@@ -83,3 +83,10 @@ def test_a_source_that_is_not_known_is_left_to_be_set(arguments: str):
     text = translate("TRL", given, recipe)
     assert f"# - train_dataset (load_dataset({arguments})): data.prompts." in text
     assert "  - TODO" in text
+
+
+@pytest.mark.parametrize("flag", ["--config-name=mine", "--config-path my/conf", "-cn mine"])
+def test_a_yaml_of_verl_that_is_not_read_is_a_note(flag: str):
+    command = f"python3 -m verl.trainer.main_ppo {flag} a.b=1"
+    text = translate("verl", read_command(command, "verl"))
+    assert f"# - {flag}: this YAML was not read, and verl's own defaults are assumed." in text

@@ -645,3 +645,16 @@ def test_a_kl_in_the_loss_of_openrlhf_needs_an_estimator_for_it(tmp_path: Path):
     assert "    estimator: TODO # " in text
     kl = config_of(openrlhf("--use_kl_loss --kl_estimator k3"), tmp_path).ppo.kl
     assert (kl.placement, kl.estimator) == ("loss", "k3")
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_prompts_that_verl_cuts_are_a_note(side: str):
+    text = translated(f"data.truncation={side}")
+    assert f"# - data.truncation ({side}): data.too_long. `error`. raypo never cuts" in text
+    assert "truncation" not in translated(f"data.truncation={side} data.filter_overlong_prompts=1")
+
+
+def test_a_second_kl_of_verl_is_a_note(tmp_path: Path):
+    text = translated(f"{GROUPS} {ACTOR}.use_kl_loss=True algorithm.use_kl_in_reward=True")
+    assert "# - algorithm.use_kl_in_reward (True): ppo.kl.placement. verl has a second KL" in text
+    assert config_of(text, tmp_path).ppo.kl.placement == "loss"
