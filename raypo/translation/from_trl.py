@@ -66,9 +66,8 @@ def _examples(get: Arguments, recipe: str, notes: list[str]) -> Settings:
         done["learner.lr"] = _LEARNING_RATES[recipe], f"learning_rate{DEFAULT}"
     if get("max_steps") <= 0:
         done["num_epochs"] = get("num_train_epochs"), "num_train_epochs"
-    return done | {
-        f"dpo.{key}": (get(name), name) for name, key in _DPO.items() if name in get.given
-    }
+    given = [name for name in _DPO if name in get.given and recipe == "dpo"]
+    return done | {f"dpo.{_DPO[name]}": (get(name), name) for name in given}
 
 
 def _batch(get: Arguments) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -23,6 +23,16 @@ from raypo.translation.foreign_arguments import Unread
 
 TRL_RECIPES = {"GRPO": "ppo", "SFT": "sft", "DPO": "dpo", "Reward": "reward_model"}
 """Recipe for each prefix of the names of TRL's trainers and configs."""
+_SHARED = ("args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
+_POSITIONS = {
+    "GRPO": ("model", "reward_funcs", *(each for each in _SHARED if each != "data_collator")),
+    "DPO": ("model", "ref_model", *_SHARED),
+    "SFT": ("model", *_SHARED),
+    "Reward": ("model", *_SHARED),
+}
+"""Names of the first positional arguments of each trainer."""
+_IN_PLACE = ("update", "setdefault", "pop", "append", "extend", "insert", "remove", "clear")
+"""Methods that change a list or a dict."""
 _SPLIT = "\0"
 """Mark of a word that a shell splits after it has replaced its variable."""
 
@@ -31,35 +41,131 @@ def read_script(source: str) -> tuple[str, dict[str, Any]]:
     """Return the recipe and the arguments of a script's TRL trainer and its configs.
 
     Raises:
-        ConfigError: the script is not Python, or creates no trainer with a counterpart in raypo.
+        ConfigError: the script is not Python, or does not create one kind of trainer with a
+            counterpart in raypo.
     """
     try:
-        nodes = list(ast.walk(ast.parse(source)))
+        nodes = [
+            each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.expr | ast.stmt)
+        ]
     except SyntaxError as error:
         raise ConfigError(f"--from-trl: line {error.lineno} is not Python: {error.msg}.") from None
-    assigned = [each for each in nodes if isinstance(each, ast.Assign)]
-    constants = {ast.unparse(each.targets[0]): each.value for each in assigned}
-    recipe, given, has_lora = "", {}, False
-    for node in nodes:
-        name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-        match = re.fullmatch(r"(\w+?)(Trainer|Config)", name)
-        if not isinstance(node, ast.Call) or not match or match[1] not in {*TRL_RECIPES, "Lora"}:
-            continue
-        recipe = TRL_RECIPES.get(match[1], recipe)
-        named: dict[str, ast.expr] = {each.arg: each.value for each in node.keywords if each.arg}
-        if match[2] == "Trainer":
-            named |= dict(zip(("model", "reward_funcs"), node.args, strict=False))
-        for key in ("args", "processing_class"):  # the loop visits the calls in them
-            named.pop(key, None)
-        for key, value in named.items():
-            given |= _values(key, constants.get(ast.unparse(value), value))
-        has_lora = has_lora or match[1] == "Lora"
-    if not recipe:
+    nodes.sort(key=lambda each: (each.lineno, each.col_offset))
+    constants = _constants(nodes)
+    calls = [
+        (match[1], match[2], node)
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and (match := re.fullmatch(r"(?:.*\.)?(\w+?)(Trainer|Config)", ast.unparse(node.func)))
+    ]
+    kind = _kind([(prefix, suffix) for prefix, suffix, _ in calls])
+    given: dict[str, Any] = {}
+    configs = [call for prefix, suffix, call in calls if (prefix, suffix) == (kind, "Config")]
+    adapters = [call for prefix, suffix, call in calls if (prefix, suffix) == ("Lora", "Config")]
+    for call in [call for prefix, suffix, call in calls if (prefix, suffix) == (kind, "Trainer")]:
+        named = _arguments(call, _POSITIONS[kind], constants)
+        config = named.pop("args", None)
+        named.pop("processing_class", None)
+        if isinstance(config, ast.AST) and config not in configs:
+            why = f"the script does not create this {kind}Config. Set the keys of its arguments."
+            given[f"args={ast.unparse(config)}"] = Unread(why)
+        given |= named
+    for call in configs:
+        given |= _arguments(call, ("output_dir",), constants)
+    for call in adapters:
+        given |= _arguments(call, (), constants)
+    given |= _set_later(nodes, [*configs, *adapters], constants)
+    return TRL_RECIPES[kind], given | ({"peft_config": "LoraConfig"} if adapters else {})
+
+
+def _kind(calls: Sequence[tuple[str, str]]) -> str:
+    """Return the prefix of the script's trainer. If it has none, return the prefix of its config.
+
+    Args:
+        calls: Prefix and suffix of the names of the trainers and configs that the script creates.
+    """
+    known = [each for each in calls if each[0] in TRL_RECIPES]
+    trainers = dict.fromkeys(prefix for prefix, suffix in known if suffix == "Trainer")
+    kinds = list(trainers or dict.fromkeys(prefix for prefix, _ in known))
+    if not kinds:
         which = ", ".join(f"{each}Trainer" for each in TRL_RECIPES)
         raise ConfigError(
             f"--from-trl: the script creates no {which} of TRL. Give a script that does."
         )
-    return recipe, given | ({"peft_config": "LoraConfig"} if has_lora else {})
+    if len(kinds) > 1:
+        which = " and ".join(f"{each}Trainer" for each in kinds)
+        raise ConfigError(
+            f"--from-trl: the script creates {which}, and a run file has one recipe. Give a script "
+            "with one of them at a time."
+        )
+    return kinds[0]
+
+
+def _constants(nodes: Sequence[ast.AST]) -> dict[str, ast.expr]:
+    """Return the value of each variable that is assigned and not changed in place."""
+    assigned = {
+        ast.unparse(target): node.value
+        for node in nodes
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    for node in nodes:
+        if (isinstance(node, ast.Attribute) and node.attr in _IN_PLACE) or (
+            isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        ):
+            assigned.pop(ast.unparse(node.value), None)
+        elif isinstance(node, ast.AugAssign):
+            assigned.pop(ast.unparse(node.target), None)
+    return assigned
+
+
+def _arguments(
+    call: ast.Call, names: Sequence[str], constants: Mapping[str, ast.expr]
+) -> dict[str, Any]:
+    """Return the values of a call's arguments, and a reason for each that cannot be read.
+
+    Args:
+        call: The call.
+        names: Names of its positional arguments.
+        constants: Values of variables.
+    """
+    first = list(takewhile(lambda each: not isinstance(each, ast.Starred), call.args))
+    named = dict(zip(names, first, strict=False))
+    left = [ast.unparse(each) for each in call.args[len(named) :]]
+    for each in call.keywords:
+        value = constants.get(ast.unparse(each.value), each.value)
+        if each.arg:
+            named[each.arg] = value
+        elif isinstance(value, ast.Dict) and all(isinstance(k, ast.Constant) for k in value.keys):
+            keys = [str(ast.literal_eval(key)) for key in value.keys if key]
+            named |= dict(zip(keys, value.values, strict=True))
+        elif isinstance(value, ast.Call) and ast.unparse(value.func) == "dict" and not value.args:
+            named |= {each.arg or "**": each.value for each in value.keywords}
+        else:
+            left.append(f"**{ast.unparse(each.value)}")
+    given: dict[str, Any] = {}
+    for key, value in named.items():
+        given |= _values(key, constants.get(ast.unparse(value), value))
+    function, why = ast.unparse(call.func), "cannot be read. Set the keys of these arguments."
+    return given | {f"{function}({each})": Unread(why) for each in left}
+
+
+def _set_later(
+    nodes: Sequence[ast.AST], calls: Sequence[ast.Call], constants: Mapping[str, ast.expr]
+) -> dict[str, Any]:
+    """Return the arguments that a script sets in its configs afterwards (`args.beta = 0.1`)."""
+    configs = {name for name, value in constants.items() if value in calls}
+    given: dict[str, Any] = {}
+    for node in nodes:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) in configs:
+                if isinstance(node, ast.Assign):
+                    value = constants.get(ast.unparse(node.value), node.value)
+                    given |= _values(target.attr, value)
+                else:
+                    given[target.attr] = node
+    return given
 
 
 def read_command(text: str, project: str) -> dict[str, Any]:

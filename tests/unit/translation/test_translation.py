@@ -658,3 +658,8 @@ def test_a_second_kl_of_verl_is_a_note(tmp_path: Path):
     text = translated(f"{GROUPS} {ACTOR}.use_kl_loss=True algorithm.use_kl_in_reward=True")
     assert "# - algorithm.use_kl_in_reward (True): ppo.kl.placement. verl has a second KL" in text
     assert config_of(text, tmp_path).ppo.kl.placement == "loss"
+
+
+def test_a_loss_of_sft_is_a_note():
+    recipe, given = read_script("SFTTrainer('m', SFTConfig(loss_type='dft'))")
+    assert "# - loss_type (dft): " in translate("TRL", given, recipe)
