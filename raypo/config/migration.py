@@ -60,7 +60,7 @@ model_name_or_path | | = model.policy | A Hugging Face folder or a hub id.
 ref_model | | = model.reference |
 reward_model_path | | = model.reward | A model that scores. For a function use `reward.function`.
 train_dataset, dataset_name | | data.prompts | Files or a hub id. Rows from Python: `train_dataset=` of the trainers.
-eval_dataset | | eval.prompts |
+eval_dataset | | eval.pairs, eval.prompts |
 reward_funcs | | reward.function | `file.py:name`. Several: one function that returns their sum and parts (docs/rewards.md, Several at once), or `reward_funcs=` of the trainers.
 peft_config, use_peft | | model.lora | `{rank: 16, alpha: 32}`.
 num_generations | 8 | = rollout.samples_per_prompt | Responses per prompt.
@@ -69,7 +69,7 @@ steps_per_generation | | rollout.prompts_per_step | A step of raypo samples `pro
 per_device_train_batch_size | 8 | ppo.minibatch_size, learner.batch_size | TRL counts responses (in SFT, DPO and reward models: examples) per device, raypo over all workers: multiply by the number of processes and `gradient_accumulation_steps`.
 gradient_accumulation_steps | 1 | ppo.minibatch_size, learner.batch_size | Part of the minibatch, which raypo splits by `learner.max_tokens_per_microbatch`; the split does not change results.
 max_prompt_length | | = data.max_prompt_tokens | Tokens. Longer prompts are skipped, not cut.
-max_completion_length, response_length | 512 | = rollout.max_new_tokens, data.max_response_tokens | Tokens.
+max_completion_length, response_length | 512 | = data.max_response_tokens, rollout.max_new_tokens | Tokens.
 max_length | 1024 | data.max_prompt_tokens + data.max_response_tokens | Tokens. TRL cuts the sum of both; raypo skips longer rows.
 beta | 0.0 | ppo.kl.coef, dpo.beta | For GRPO's KL also `ppo.preset: grpo`, which puts it into the loss. DPO: 0.1 in both.
 epsilon, cliprange | 0.2 | = ppo.clip_low + ppo.clip_high | Clip range below and above 1.
@@ -97,7 +97,7 @@ vllm_importance_sampling_correction | true | ppo.correction.kind | raypo's defau
 vllm_importance_sampling_mode | sequence_mask | ppo.correction.kind | `token_truncate`: tis; `sequence_truncate`: sequence_tis; `token_mask`: icepop with `low: 0`; `sequence_mask`: sequence_tis. TRL drops responses above the bound; raypo gives them the weight of the bound.
 vllm_importance_sampling_clip_max, vllm_importance_sampling_cap | 3.0 | = ppo.correction.cap |
 reward_weights | 1 each | reward.weights | TRL weights each function; raypo weights the sum of functions, of models and of servers. Weights of functions: factors in the function that adds them, or `reward_weights=` of the trainers.
-learning_rate | 1e-6 | = learner.policy_lr, learner.lr |
+learning_rate | 1e-6 | = learner.policy_lr, learner.lr | TRL's default for SFT is 2e-5, and for reward models 1e-4.
 lr_scheduler_type | linear | = learner.lr_schedule | constant is the default; linear and cosine too.
 warmup_steps, warmup_ratio | 0 | learner.lr_warmup_steps | Steps of raypo: of recipes that sample, rollout batches and not optimizer steps. Hugging Face's first update has learning rate 0; raypo's has the peak rate / (warm-up + 1).
 adam_beta1, adam_beta2 | 0.9, 0.999 | learner.adam_betas | `[0.9, 0.999]`.
@@ -144,7 +144,7 @@ data.train_batch_size | 1024 | = rollout.prompts_per_step, learner.batch_size | 
 data.max_prompt_length | 512 | = data.max_prompt_tokens | Tokens. Longer prompts are skipped; `data.too_long: error` stops as verl's `truncation: error`.
 data.max_response_length | 512 | = rollout.max_new_tokens, data.max_response_tokens | Tokens.
 data.filter_overlong_prompts | false | data.too_long | true: `skip`.
-data.truncation | error | data.too_long | `error`. raypo never cuts a prompt.
+data.truncation | error | data.too_long | `error`. raypo never cuts a prompt: in place of left, right or middle it skips a prompt that is too long.
 data.prompt_key | prompt | = data.prompt_key |
 data.seed | | = seed |
 data.shuffle | true | | Prompts are shuffled in each epoch, by `seed`.
@@ -172,16 +172,16 @@ actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu, actor_rollout_ref.rollo
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu, actor_rollout_ref.actor.ppo_micro_batch_size | | ~ learner.max_tokens_per_microbatch | raypo counts tokens. The split does not change results.
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu | 16384 | = learner.max_tokens_per_microbatch | Tokens.
 actor_rollout_ref.actor.ppo_epochs | 1 | = ppo.num_epochs | Passes over the responses of a step.
-actor_rollout_ref.actor.clip_ratio | 0.2 | = ppo.clip_low + ppo.clip_high |
-actor_rollout_ref.actor.clip_ratio_low | 0.2 | = ppo.clip_low |
-actor_rollout_ref.actor.clip_ratio_high | 0.2 | = ppo.clip_high |
-actor_rollout_ref.actor.clip_ratio_c | 3.0 | = ppo.dual_clip | raypo's default is null, no bound.
-actor_rollout_ref.actor.loss_agg_mode | token-mean | ppo.aggregation | `seq-mean-token-mean`: sequence_mean; `seq-mean-token-sum-norm`: constant.
+actor_rollout_ref.actor.clip_ratio | 0.2 | ppo.clip_low + ppo.clip_high | verl uses it only for a bound (`clip_ratio_low`, `clip_ratio_high`) that is null; each is 0.2 by default.
+actor_rollout_ref.actor.clip_ratio_low | 0.2 | ppo.clip_low | The same number, but of `geo_mean`, which clips the log-ratio, 1 - exp(-low). `cispo`: `ppo.cispo_low`.
+actor_rollout_ref.actor.clip_ratio_high | 0.2 | ppo.clip_high | The same number, but of `geo_mean` exp(high) - 1.
+actor_rollout_ref.actor.clip_ratio_c | 3.0 | = ppo.dual_clip | raypo's default is null, no bound. verl's gspo, sapo and geo_mean have no such bound.
+actor_rollout_ref.actor.loss_agg_mode | token-mean | ppo.aggregation | `seq-mean-token-mean`: sequence_mean; `seq-mean-token-sum-norm`: constant. gspo, sapo and geo_mean are always sequence_mean.
 actor_rollout_ref.actor.policy_loss.loss_mode | vanilla | ppo.policy_loss | `vanilla`: ppo; `geo_mean`: gmpo; gspo, cispo, sapo, clip_cov, kl_cov, dppo_tv and dppo_kl have the same names.
 actor_rollout_ref.actor.entropy_coeff | 0 | = ppo.entropy_coef |
 actor_rollout_ref.actor.use_kl_loss | false | ppo.kl.placement | true: `loss`, with `ppo.kl.estimator` k2 or k3.
 actor_rollout_ref.actor.kl_loss_coef | 0.001 | ppo.kl.coef | With `ppo.kl.placement: loss`.
-actor_rollout_ref.actor.kl_loss_type | low_var_kl | ppo.kl.estimator | `low_var_kl`: k3; `mse`: k2; `kl`: k1, in the reward only.
+actor_rollout_ref.actor.kl_loss_type | low_var_kl | ppo.kl.estimator | `low_var_kl`: k3; `mse`: k2; `low_var_kl+`, `k3+`: k3_st; `kl`: k1, in the reward only.
 actor_rollout_ref.actor.optim.lr | 1e-6 | = learner.policy_lr, learner.lr |
 actor_rollout_ref.actor.optim.lr_warmup_steps | -1 | = learner.lr_warmup_steps | Steps of raypo, rollout batches.
 actor_rollout_ref.actor.optim.weight_decay | 0.01 | = learner.weight_decay |

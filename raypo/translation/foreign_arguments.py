@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypo.config.base import parsed
 from raypo.config.migration import Counterpart
@@ -24,6 +24,13 @@ WORDS = {
     **{"low_var_kl": "k3", "mse": "k2", "kl": "k1"},
 }
 """Values in raypo, by the value with the same meaning in verl or OpenRLHF."""
+
+
+class Unread(NamedTuple):
+    """Value of an argument, or of a group of arguments, that could not be read."""
+
+    why: str
+    """Reason, and what to do about it. It becomes a note."""
 
 
 class Arguments:
@@ -91,7 +98,8 @@ def steps_of(epochs: float, name: str, done: Settings, most: Any = None) -> tupl
         if steps := int(rows // prompts * epochs):
             return steps, f"{rows} {counted} // {prompts} prompts x {epochs} of {name}"
     times = name if math.isnan(epochs) else f"{epochs} of {name}"
-    each = "rollout.prompts_per_step" if prompts != prompts else f"{prompts} prompts"  # true if NaN
+    is_known = prompts == prompts and prompts != TODO  # False if NaN
+    each = f"{prompts} prompts" if is_known else "rollout.prompts_per_step"
     return TODO, f"rows / {each} x {times}"
 
 
@@ -100,6 +108,20 @@ def set_lora(get: Arguments, done: Settings, *, rank: str, alpha: str) -> None:
     if get(rank):  # 0 means no LoRA
         done["model.lora.rank"] = get(rank), get.origin(rank)
         done["model.lora.alpha"] = get(alpha), get.origin(alpha)
+
+
+def set_kl_loss(done: Settings, *, kind: str, origin: str) -> None:
+    """Set the estimator of a KL in the loss in `done`. It is TODO if raypo has none like it."""
+    known = WORDS.get(kind, kind)
+    if known.endswith("+"):  # verl: the gradient of k2; the value is only logged
+        known = "k3_st" if known in ("k3+", "low_var_kl+") else "k2"
+    done["ppo.kl.estimator"] = known, origin
+    if known not in ("k2", "k3", "k3_st"):
+        why = "has the gradient 0 in expectation" if known == "k1" else "is not in raypo"
+        done["ppo.kl.estimator"] = (
+            TODO,
+            f"{origin} {kind} {why}: k2, k3 or k3_st, or k1 with ppo.kl.placement: reward",
+        )
 
 
 def set_workers(get: Arguments, done: Settings, *, gpus: str, nodes: str) -> None:

@@ -14,6 +14,7 @@ from raypo.translation.foreign_arguments import (
     WORDS,
     Arguments,
     Settings,
+    set_kl_loss,
     set_lora,
     set_workers,
     steps_of,
@@ -47,8 +48,13 @@ def _loss(get: Arguments, notes: list[str]) -> Settings:
     done: Settings = {
         "ppo.advantage": (WORDS.get(estimator, estimator), get.origin("algo.advantage.estimator"))
     }
+    if get("actor.policy_loss_type") == "gspo":  # a mean over sequences there, too
+        done["ppo.aggregation"] = "sequence_mean", get.origin("actor.policy_loss_type")
+    get.used.discard(get.origin("actor.policy_loss_type"))  # it is copied, too
     if get("algo.kl.use_loss"):
         done["ppo.kl.placement"] = "loss", get.origin("algo.kl.use_loss")
+        kind, origin = get("algo.kl.estimator"), get.origin("algo.kl.estimator")
+        set_kl_loss(done, kind=str(kind), origin=origin)
     if get("algo.kl.target"):
         done["ppo.kl.target"] = get("algo.kl.target"), get.origin("algo.kl.target")
         done["ppo.kl.controller"] = "adaptive", get.origin("algo.kl.target")
@@ -61,6 +67,10 @@ def _loss(get: Arguments, notes: list[str]) -> Settings:
             done |= {
                 key: (bound, get.origin(name)) for key, bound in zip(keys, bounds, strict=True)
             }
+    eps = get.origin("actor.eps_clip")
+    if "ppo.clip_low" in done and eps in get.given:  # OpenRLHF ignores it beside the pair
+        get.used.add(eps)
+        get.idle.append(f"{eps} ({get.given[eps]})")
     if get("reward.normalize_enable"):
         origin = get.origin("reward.normalize_enable")
         done["ppo.shaping.normalize"] = True, origin

@@ -6,7 +6,7 @@ import ast
 import math
 from pathlib import Path
 
-from raypo.translation.foreign_arguments import Arguments, Settings
+from raypo.translation.foreign_arguments import DEFAULT, TODO, Arguments, Settings
 
 _LOSS_TYPES = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
 _LOSS_TYPES |= dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")
@@ -18,40 +18,33 @@ _IDLE = {"eval_strategy": ("no", "steps"), "vllm_mode": ("colocate",)}
 """Values of TRL's arguments that need no counterpart, besides those that the table in
 `raypo.config.migration` marks."""
 _OBJECTS = {"model": "model.policy", "train_dataset": "data.prompts"}
-_OBJECTS |= {"eval_dataset": "eval.prompts"}
+_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "reward_model": 1e-4}
+"""TRL's default learning rate for each recipe that learns from examples."""
+_BATCH = "per_device_train_batch_size x gradient_accumulation_steps"
+_ONE_PROCESS = "these count one process. Multiply by the number of processes."
 _DPO = {"beta": "beta", "loss_type": "loss"}
 
 
 def from_trl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
     """Return the keys that are computed from TRL's arguments, and notes for the user."""
-    per_device, accumulated = get("per_device_train_batch_size"), get("gradient_accumulation_steps")
-    batch, steps, updates = per_device * accumulated, get("max_steps"), 1
-    origin = "per_device_train_batch_size x gradient_accumulation_steps"
     done: Settings = {"recipe": (recipe, "the trainer")}
     notes: list[str] = []
-    for name, key in _OBJECTS.items():
+    held_out = "eval.pairs" if recipe == "dpo" else "eval.prompts"
+    for name, key in (*_OBJECTS.items(), ("eval_dataset", held_out)):
         if (value := get(name)) is not None:
             done[key] = value, name
     if folder := get("output_dir"):
         done["name"], done["storage_path"] = (
             (each, "output_dir") for each in (Path(folder).name, str(Path(folder).parent))
         )
-    if recipe != "ppo":
-        done["learner.batch_size"] = batch, origin
-        done |= {f"dpo.{key}": (get(name), name) for name, key in _DPO.items() if name in get.given}
-        if steps <= 0:
-            done["num_epochs"] = get("num_train_epochs"), "num_train_epochs"
-    else:
-        generated = get("generation_batch_size") or per_device * get(
-            "steps_per_generation", accumulated
-        )
-        prompts = generated // get("num_generations")
-        done["rollout.samples_per_prompt"] = get("num_generations"), "num_generations"
-        done["rollout.prompts_per_step"] = prompts, "responses of a generation / num_generations"
-        done["ppo.minibatch_size"] = batch, origin
+    updates = 1.0
+    if recipe == "ppo":
+        updates = _set_batches(get, done, notes)
         done |= _loss(get, notes) | _correction(get, notes)
-        updates = max(generated // batch, 1) * get("num_iterations")
-        steps /= updates
+        notes += _several_rewards(get)
+    else:
+        done |= _examples(get, recipe, notes)
+    steps = get("max_steps") / updates
     if steps > 0:
         done["num_steps"] = math.ceil(steps), "max_steps"
     done |= _schedule(get, steps, updates)
@@ -59,16 +52,65 @@ def from_trl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
     done |= _logging(get)
     if isinstance(get.given.get("bf16"), bool) and "fp16" not in get.given:
         done["model.dtype"] = "bfloat16" if get("bf16") else "float32", "bf16"
-    if recipe == "ppo":
-        notes += _several_rewards(get)
-    names = [each for each in done if each.endswith(("batch_size", "prompts_per_step"))]
-    notes.append(
-        f"{' and '.join(names)}: these count one process. Multiply by the number of processes."
-    )
     idle = [name for name, values in _IDLE.items() if str(get.given.get(name)) in values]
     get.used.update(idle)
     get.idle += [f"{name} ({get.given[name]})" for name in idle]
     return done, notes
+
+
+def _examples(get: Arguments, recipe: str, notes: list[str]) -> Settings:
+    """Return the keys of a recipe that learns from examples."""
+    done: Settings = {"learner.batch_size": (_batch(get), _BATCH)}
+    notes.append(f"learner.batch_size: {_ONE_PROCESS}")
+    if "learning_rate" not in get.given:
+        done["learner.lr"] = _LEARNING_RATES[recipe], f"learning_rate{DEFAULT}"
+    if get("max_steps") <= 0:
+        done["num_epochs"] = get("num_train_epochs"), "num_train_epochs"
+    given = [name for name in _DPO if name in get.given and recipe == "dpo"]
+    return done | {f"dpo.{_DPO[name]}": (get(name), name) for name in given}
+
+
+def _batch(get: Arguments) -> int:
+    return get("per_device_train_batch_size") * get("gradient_accumulation_steps")
+
+
+def _set_batches(get: Arguments, done: Settings, notes: list[str]) -> float:
+    """Set the batch sizes of GRPO in `done`, and return the optimizer steps in a step of raypo.
+
+    The result is NaN if it depends on the number of processes.
+    """
+    batch, samples, repeated = _batch(get), get("num_generations"), get("num_iterations")
+    generated = get("generation_batch_size", math.nan)
+    # The other batch sizes are those of one process.
+    counts_all = get.given.get("generation_batch_size") is not None
+    if not counts_all:
+        steps = get("steps_per_generation", get("gradient_accumulation_steps"))
+        generated = get("per_device_train_batch_size") * steps
+    done["rollout.samples_per_prompt"] = samples, "num_generations"
+    done["rollout.prompts_per_step"] = (
+        generated // samples,
+        "responses of a generation / num_generations",
+    )
+    done["ppo.minibatch_size"] = batch, _BATCH
+    names = ["ppo.minibatch_size"]
+    if generated % samples > 0:  # False for NaN, a number that is not known
+        times = "" if counts_all else " x processes"
+        done["rollout.prompts_per_step"] = (
+            TODO,
+            f"{generated} responses{times} / {samples} of num_generations",
+        )
+    elif not counts_all:
+        names.insert(0, "rollout.prompts_per_step")
+    notes.append(f"{' and '.join(names)}: {_ONE_PROCESS}")
+    if not counts_all:
+        return max(generated // batch, 1) * repeated
+    if get("max_steps") > 0:
+        done["num_steps"] = (
+            TODO,
+            f"{get('max_steps')} of max_steps / ({generated} of generation_batch_size / "
+            f"({batch} x processes) x {repeated} of num_iterations)",
+        )
+    return math.nan
 
 
 def _loss(get: Arguments, notes: list[str]) -> Settings:

@@ -16,17 +16,24 @@ from typing import Any
 from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed
 from raypo.config.migration import rows_of
 from raypo.config.recipe_config import RECIPES
-from raypo.translation.foreign_arguments import DEFAULT, TODO, Arguments, Settings, steps_of
+from raypo.translation.foreign_arguments import (
+    DEFAULT,
+    TODO,
+    Arguments,
+    Settings,
+    Unread,
+    steps_of,
+)
 from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
 from raypo.translation.from_verl import from_verl
 
-_LEARNED = ("ppo.", "rollout.", "data.max_", "dpo.", "learner.", "eval.temperature")
+_LEARNED = ("ppo.", "rollout.", "data.max_prompt_", "dpo.", "learner.", "eval.temperature")
 """Prefixes of keys that change what is learned. If such a key is not given, the other project's
 default is written into the run file."""
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
-_COUNTED = ("num_steps", "learner.lr_warmup_steps")
-"""Keys whose numbers are TODO if the number of rows is unknown."""
+_TYPED = ("num_steps", "learner.lr_warmup_steps", "rollout.prompts_per_step", "ppo.kl.estimator")
+"""Keys that do not take just any string, and so are written as TODO only after the check."""
 _EPOCHS = {"TRL": "num_train_epochs", "verl": "trainer.total_epochs"}
 _EPOCHS |= {"OpenRLHF": "train.num_episodes"}
 _COMPUTED: dict[str, Callable[[Arguments, str], tuple[Settings, list[str]]]] = {
@@ -55,6 +62,9 @@ def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> st
     epochs = values(_EPOCHS[project])
     for name in [name for name in given if name not in values.used]:
         row, value = by_name.get(name), given[name]
+        if isinstance(value, Unread):
+            notes.append(f"{name}: {value.why}")
+            continue
         keys = row.keys_in(known) if row else ()
         shown = ast.unparse(value) if isinstance(value, ast.AST) else value
         if row and row.is_same and keys and not isinstance(value, ast.AST):
@@ -115,10 +125,15 @@ def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
     while True:
         _set_todo(done, recipe)
         try:
+            # Values of the right type in place of TODO. The number of prompts fits the minibatch.
+            stand_ins = {
+                "ppo.kl.estimator": "k3",
+                "rollout.prompts_per_step": done.get("ppo.minibatch_size", (32, ""))[0],
+            }
             values = {
-                key: value
+                key: stand_ins[key] if value == TODO and key in stand_ins else value
                 for key, (value, _) in done.items()
-                if value != TODO or key not in _COUNTED
+                if value != TODO or key not in _TYPED or key in stand_ins
             }
             return RECIPES[recipe].parse(nested(values))
         except ConfigError as error:
@@ -138,7 +153,7 @@ def _with_origins(text: str, done: Settings) -> list[str]:
         depth = (len(line) - len(line.lstrip())) // 2
         path[depth:] = [line.strip().partition(":")[0]]
         value, origin = done.get(".".join(path), (None, ""))
-        if value == TODO and ".".join(path) in _COUNTED:
+        if value == TODO and ".".join(path) in _TYPED:
             line = f"{line.partition(':')[0]}: {TODO}"
         lines.append(f"{line} # {origin}" if origin and not line.endswith(":") else line)
     return lines

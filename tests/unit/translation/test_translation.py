@@ -1,5 +1,6 @@
 """`raypo init` gives what the hand-written ports have, and names what it leaves out."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import examples.ports.trl_grpo as port
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.base import nested
+from raypo.config.presets import PRESETS
+from raypo.config.recipe_config import RECIPES
 from raypo.translation.reading import read_command, read_script
 from raypo.translation.run_file import translate
 
@@ -487,3 +490,176 @@ def test_servers_and_the_normalization_of_openrlhf_say_how_they_differ(tmp_path:
     assert config.ppo.shaping.normalize
     assert "# - remote_rm_url: reward.url. A server. OpenRLHF posts `query`" in text
     assert "# - normalize_reward: ppo.shaping.normalize. OpenRLHF subtracts the fixed" in text
+
+
+ACTOR = "actor_rollout_ref.actor"
+GROUPS = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
+
+
+@pytest.mark.parametrize(
+    ("loss", "here", "low", "high"),
+    [
+        ("gspo", "gspo", 0.3, 0.4),
+        ("geo_mean", "gmpo", 1 - math.exp(-0.3), math.exp(0.4) - 1),
+        ("sapo", "sapo", 0.2, 0.2),  # has no clip
+    ],
+)
+def test_losses_of_verl_that_are_means_over_sequences_stay_so(
+    loss: str, here: str, low: float, high: float, tmp_path: Path
+):
+    text = translated(
+        f"{GROUPS} {ACTOR}.policy_loss.loss_mode={loss} {ACTOR}.loss_agg_mode=token-mean "
+        f"{ACTOR}.clip_ratio_low=0.3 {ACTOR}.clip_ratio_high=0.4"
+    )
+    ppo = config_of(text, tmp_path).ppo
+    assert (ppo.policy_loss, ppo.aggregation, ppo.dual_clip) == (here, "sequence_mean", None)
+    assert (ppo.clip_low, ppo.clip_high) == (pytest.approx(low), pytest.approx(high))
+    assert f"loss_agg_mode (token-mean), {loss}" in text, "needs nothing here"
+    text = translated(f"{GROUPS} {ACTOR}.policy_loss.loss_mode={loss} {ACTOR}.use_kl_loss=True")
+    assert f"# - {ACTOR}.loss_agg_mode (token-mean): verl's KL in the loss has this mean" in text
+
+
+def test_the_clip_of_verls_gmpo_is_the_presets():
+    text = translated(
+        f"{ACTOR}.policy_loss.loss_mode=geo_mean {ACTOR}.clip_ratio_low=0.4 "
+        f"{ACTOR}.clip_ratio_high=0.4"
+    )
+    for key in ("clip_low", "clip_high"):
+        assert f"  {key}: {PRESETS['gmpo'][key]} #" in text
+
+
+def test_the_lower_bound_of_verls_cispo_has_its_key(tmp_path: Path):
+    text = translated(f"{GROUPS} {ACTOR}.policy_loss.loss_mode=cispo {ACTOR}.clip_ratio_low=0.9")
+    assert config_of(text, tmp_path).ppo.cispo_low == 0.9
+
+
+def test_the_clip_of_verl_for_one_side_wins_in_any_order(tmp_path: Path):
+    given = [f"{ACTOR}.clip_ratio_high=0.28", f"{ACTOR}.clip_ratio=0.2"]
+    for order in (given, given[::-1]):
+        ppo = config_of(translated(" ".join(order)), tmp_path).ppo
+        assert (ppo.clip_low, ppo.clip_high) == (0.2, 0.28)
+    text = translated(f"{' '.join(given)} {ACTOR}.clip_ratio_low=null")
+    assert config_of(text, tmp_path).ppo.clip_low == 0.2
+    text = translated(f"{ACTOR}.clip_ratio=0.3")
+    assert config_of(text, tmp_path).ppo.clip_low == 0.3
+    assert f"# - {ACTOR}.clip_ratio (0.3): verl uses it only for a bound" in text
+
+
+def test_the_clips_of_openrlhf_for_each_side_win_in_any_order(tmp_path: Path):
+    given = ["--eps_clip_low_high 0.1 0.28", "--eps_clip 0.2"]
+    for order in (given, given[::-1]):
+        text = openrlhf(" ".join(order))
+        ppo = config_of(text, tmp_path).ppo
+        assert (ppo.clip_low, ppo.clip_high) == (0.1, 0.28)
+        assert "eps_clip (0.2)" in text, "needs nothing here"
+
+
+def test_gspo_of_openrlhf_is_a_mean_over_sequences(tmp_path: Path):
+    ppo = config_of(openrlhf("--policy_loss_type gspo"), tmp_path).ppo
+    assert (ppo.policy_loss, ppo.aggregation) == ("gspo", "sequence_mean")
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("SFT", 2e-5), ("DPO", 1e-6), ("Reward", 1e-4)])
+def test_examples_get_the_defaults_of_their_own_trainer(kind: str, rate: float, tmp_path: Path):
+    recipe, given = read_script(f"{kind}Trainer('m', args={kind}Config(output_dir='o/r'))")
+    (tmp_path / "run.yaml").write_text(translate("TRL", given, recipe))
+    config = RECIPES[recipe].load(tmp_path / "run.yaml")
+    assert vars(config)["learner"].lr == rate
+    assert vars(config)["data"].max_response_tokens == 1024, "not GRPO's 512"
+    recipe, given = read_script(f"{kind}Trainer('m', args={kind}Config(learning_rate=3e-5))")
+    assert "  lr: 3.0e-05 # learning_rate\n" in translate("TRL", given, recipe)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_the_length_of_completions_limits_the_responses_of_the_examples(kind: str):
+    recipe, given = read_script(f"{kind}Trainer('m', args={kind}Config(max_completion_length=99))")
+    text = translate("TRL", given, recipe)
+    assert "  max_response_tokens: 99 # max_completion_length\n" in text
+    assert "max_new_tokens" not in text
+    assert "  max_new_tokens: 99 # max_completion" in trl("max_completion_length=99")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("DPO", "pairs"), ("Reward", "prompts"), ("SFT", "prompts")]
+)
+def test_held_out_examples_are_in_the_key_that_the_recipe_measures(
+    kind: str, key: str, tmp_path: Path
+):
+    recipe, given = read_script(f"{kind}Trainer('m', train_dataset='t', eval_dataset='a/b')")
+    (tmp_path / "run.yaml").write_text(translate("TRL", given | {"output_dir": "o/r"}, recipe))
+    evaluation = vars(RECIPES[recipe].load(tmp_path / "run.yaml"))["eval"]
+    assert getattr(evaluation, key) == ("a/b",)
+    assert kind != "DPO" or evaluation.prompts is None
+
+
+def test_a_generation_of_trl_counts_all_processes(tmp_path: Path):
+    given = "generation_batch_size=64, per_device_train_batch_size=8, num_iterations=2, "
+    text = trl(f"{given}max_steps=400, warmup_steps=20, save_steps=50")
+    config = config_of(text, tmp_path)
+    assert (config.rollout.prompts_per_step, config.ppo.minibatch_size) == (8, 8)
+    assert "# - ppo.minibatch_size: these count one process." in text
+    total = "400 of max_steps / (64 of generation_batch_size / (8 x processes) x 2 of num_iter"
+    assert f"# - num_steps: {total}" in text
+    assert f"num_steps: TODO # {total}" in text
+    for name in ("warmup_steps (20)", "save_steps (50)"):
+        assert f"# - {name}: " in text, "their unit is not known"
+    assert "x 3 of num_train_epochs" in trl(given), "the rows, not the processes"
+    assert "  prompts_per_step: " not in trl("generation_batch_size=size")
+
+
+def test_a_batch_of_one_process_may_be_a_part_of_a_group():
+    given = "num_generations=16, per_device_train_batch_size=1, gradient_accumulation_steps=12"
+    text = trl(given)
+    total = "12 responses x processes / 16 of num_generations"
+    assert f"# - rollout.prompts_per_step: {total}\n" in text
+    assert f"  prompts_per_step: TODO # {total}\n" in text
+    assert "# - ppo.minibatch_size: these count one process." in text
+    assert "num_steps: TODO # rows / rollout.prompts_per_step x 3 of num_train_epochs" in text
+    text = trl("num_generations=16, generation_batch_size=40")
+    assert "  prompts_per_step: TODO # 40 responses / 16 of num_generations\n" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "here"),
+    [("k3", "k3"), ("mse", "k2"), ("low_var_kl+", "k3_st"), ("k3+", "k3_st"), ("kl+", "k2")],
+)
+def test_a_kl_in_the_loss_of_verl_has_its_estimator_here(kind: str, here: str, tmp_path: Path):
+    text = translated(f"{GROUPS} {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type={kind}")
+    kl = config_of(text, tmp_path).ppo.kl
+    assert (kl.placement, kl.estimator) == ("loss", here)
+
+
+@pytest.mark.parametrize("kind", ["kl", "k1", "abs", "full"])
+def test_a_kl_in_the_loss_of_verl_that_raypo_lacks_is_left_to_be_set(kind: str, tmp_path: Path):
+    text = translated(f"{GROUPS} {ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type={kind}")
+    assert f"# - ppo.kl.estimator: {ACTOR}.kl_loss_type {kind} " in text
+    assert "    estimator: TODO # " in text
+    assert "    placement: loss # " in text
+    with pytest.raises(ConfigError, match=r"ppo\.kl\.estimator \('TODO'\)"):
+        config_of(text, tmp_path)
+
+
+def test_a_kl_in_the_loss_of_openrlhf_needs_an_estimator_for_it(tmp_path: Path):
+    text = openrlhf("--use_kl_loss")
+    assert "# - ppo.kl.estimator: algo.kl.estimator's default k1 has the gradient 0" in text
+    assert "    estimator: TODO # " in text
+    kl = config_of(openrlhf("--use_kl_loss --kl_estimator k3"), tmp_path).ppo.kl
+    assert (kl.placement, kl.estimator) == ("loss", "k3")
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_prompts_that_verl_cuts_are_a_note(side: str):
+    text = translated(f"data.truncation={side}")
+    assert f"# - data.truncation ({side}): data.too_long. `error`. raypo never cuts" in text
+    assert "truncation" not in translated(f"data.truncation={side} data.filter_overlong_prompts=1")
+
+
+def test_a_second_kl_of_verl_is_a_note(tmp_path: Path):
+    text = translated(f"{GROUPS} {ACTOR}.use_kl_loss=True algorithm.use_kl_in_reward=True")
+    assert "# - algorithm.use_kl_in_reward (True): ppo.kl.placement. verl has a second KL" in text
+    assert config_of(text, tmp_path).ppo.kl.placement == "loss"
+
+
+def test_a_loss_of_sft_is_a_note():
+    recipe, given = read_script("SFTTrainer('m', SFTConfig(loss_type='dft'))")
+    assert "# - loss_type (dft): " in translate("TRL", given, recipe)
