@@ -19,7 +19,8 @@ def serve(
     further: Annotated[
         list[str] | None,
         typer.Argument(
-            help="After `--`: arguments of vLLM's server, which override the options here."
+            help="After `--`: arguments of vLLM's server, which override the options here, except "
+            "the host and the port."
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
@@ -62,6 +63,7 @@ def serve(
 
     if ray:
         _check_open(host, further or ())
+    _check_further(further or ())
     token_for(host, "RAYPO_API_KEY", ", which clients send as their API key")
     policy, run_config = policy_of(model)
     check_model("MODEL", policy)
@@ -100,6 +102,33 @@ def serve(
         further=further or (),
         ready=lambda url: typer.echo(f"raypo: serves {name} at {url}/v1"),
     )
+
+
+_FIXED = {
+    "--host": "--host HOST before `--`",
+    "--port": "--port PORT before `--`",
+    "--uds": "--host HOST and --port PORT before `--`",
+    "--api-key": "the environment variable RAYPO_API_KEY, which protects all paths but /health",
+}
+"""Arguments of vLLM's server that must not override raypo's, and what to use in their place."""
+
+
+def _check_further(further: Sequence[str]) -> None:
+    """Refuse arguments that would change where the server listens, or who may send requests.
+
+    The check for an API key, and the wait for the server, know only raypo's own options.
+    """
+    from raypo.config import ConfigError
+
+    for each in further:
+        name = each.partition("=")[0].replace("_", "-")  # vLLM takes underscores too
+        for fixed, remedy in _FIXED.items():
+            # argparse takes any unambiguous beginning of a name.
+            if len(name) > len("--") and fixed.startswith(name):
+                raise ConfigError(
+                    f"-- ({each}): raypo itself sets where vLLM's server listens and which API key "
+                    f"it requires. Use {remedy}."
+                )
 
 
 def _check_open(host: str, further: Sequence[str]) -> None:

@@ -31,7 +31,7 @@ from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import as_tensor
 from raypo.config import OnlineConfig, RolloutSection
 from raypo.custom.errors import text_of
-from raypo.data.turns import TurnTokens, is_ids
+from raypo.data.turns import TurnTokens, is_ids, messages_of
 from raypo.endpoint.agent_endpoint import AgentEndpoint
 from raypo.models.loading import vocabulary_size
 from raypo.rewards.scoring import score_of_parts
@@ -226,6 +226,8 @@ class Episodes:
         if first is not None:
             chat = chat or not (isinstance(first, str) or is_ids(first))
             session.first_text, ids = self._settings.tokens.first(first, chat=chat, tools=tools)
+            if not is_ids(first) and (chat or not isinstance(first, str)):
+                session.first_messages = messages_of(first)
         if tools and not chat and not is_ids(first):
             raise WrongAnswer(
                 "the environment has tools, which only a chat template can describe to the "

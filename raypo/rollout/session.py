@@ -167,6 +167,8 @@ class Session:
     num_calls: int = 0
     first_text: str | None = None
     """Text of the first prompt. None means that it is the prompt from the data."""
+    first_messages: list[dict[str, Any]] | None = None
+    """Chat messages of the first prompt, if `first_text` is rendered from messages."""
     is_cut_off: bool = False
     """True if a limit ended the episode."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -241,7 +243,9 @@ class Session:
         ]
         if not recorded:
             text, ids = tokens.first(words, chat=not isinstance(words, str), tools=tools)
-            self.first_text = self.first_text or text
+            if self.first_text is None:
+                self.first_text = text
+                self.first_messages = None if isinstance(words, str) else words
             return ids
         known, end, row = max(recorded, key=lambda each: each[0])
         before = row.ids[:end]
@@ -295,6 +299,7 @@ class Session:
         If no row has one, return a rollout for the first row, or for the bare prompt.
         """
         prompt, is_agents = self.prompt, self.settings.section.has_agent
+        messages = prompt.messages if self.first_text is None else self.first_messages
         rows = [row for row in self.rows if any(turn.end > turn.begin for turn in row.turns)]
         rows = rows or [*self.rows, Row(prompt.token_ids, len(prompt.token_ids))][:1]
         rollouts = []
@@ -310,7 +315,7 @@ class Session:
                 sample_index=self.sample_index,
                 finish_reason="length" if self.is_cut_off or is_cut_off else "stop",
                 group_index=prompt.group_index,
-                messages=prompt.messages,
+                messages=messages if decoded is None else None,
                 data_source=prompt.data_source,
                 row=prompt.row,
                 episode=episode,

@@ -30,6 +30,7 @@ class WorkTime:
         """
         self._method, self._quota, self._limit_s = method, quota, limit_s
         self._num_pauses = 1
+        self._num_waiting = 0
         self._timer: asyncio.TimerHandle | None = None
         self._has_quota = False
         self._is_late = asyncio.Event()
@@ -67,15 +68,31 @@ class WorkTime:
             self._timer.cancel()
 
     async def resume(self) -> None:
-        """End one pause. After the last one, wait for the quota and restart the clock."""
+        """End one pause. After the last one, wait for the quota and restart the clock.
+
+        An agent that cancels the wait continues without the quota until its next pause, but not
+        without the time limit.
+        """
         self._num_pauses -= 1
         if self._num_pauses or self._has_quota:
             return
-        await self._quota.acquire()
+        self._num_waiting += 1
+        try:
+            await self._quota.acquire()
+        except asyncio.CancelledError:
+            # If another call of the agent still waits, that call restarts the clock.
+            if self._num_waiting == 1 and not (self._num_pauses or self._has_quota):
+                self._start_clock()
+            raise
+        finally:
+            self._num_waiting -= 1
         if self._num_pauses or self._has_quota:  # paused again during the wait
             self._quota.release()
             return
         self._has_quota = True
+        self._start_clock()
+
+    def _start_clock(self) -> None:
         if self._limit_s is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._limit_s, self._is_late.set)

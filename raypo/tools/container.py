@@ -10,6 +10,7 @@ import asyncio
 import base64
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,7 @@ class ContainerSandbox:
         self._time_limit_s, self._max_output_chars = time_limit_s, max_output_chars
         self._lock = threading.Lock()
         self._id: str | None = None
+        self._to_remove: list[str] = []  # besides that of `_id`: their first removal failed
 
     async def python(self, code: str) -> str:
         """Runs a Python program and returns what it prints, and its error if it has one. Files
@@ -115,7 +117,7 @@ class ContainerSandbox:
         cut = ["sh", "-c", _CUT, str(4 * self._max_output_chars + 4), *command]
         with self._lock:
             try:
-                self._id = self._id or _runtime().create(**self._create)
+                container = self._id = self._id or _runtime().create(**self._create)
             except (RayError, OSError) as error:
                 raise SandboxError(f"{error} {REMEDY}") from error
             # Remove the container at the time limit, because Ray 2.60's own timeout waits for the
@@ -125,17 +127,16 @@ class ContainerSandbox:
             timer.daemon = True
             timer.start()
             try:
-                ended = _runtime().exec(self._id, cut)
+                try:
+                    ended = _runtime().exec(container, cut)
+                finally:
+                    timer.cancel()
+                    timer.join()  # it may have begun to remove the container
             except (RayError, OSError) as error:
                 self._remove()
                 raise SandboxError(f"the container has ended: {error}") from error
-            finally:
-                timer.cancel()
-                timer.join()  # it may have begun to remove the container
             packed, end, _ = ended.stdout.partition(".")
-            if is_late.is_set():
-                self._id = None
-            elif not end:
+            if not end and not is_late.is_set():
                 self._remove()
                 raise SandboxError(
                     f"the container has ended, perhaps for lack of memory (exit code "
@@ -151,17 +152,21 @@ class ContainerSandbox:
     def _end_container(self, is_late: threading.Event) -> None:
         """End a command by removing its container."""
         is_late.set()
-        assert self._id is not None
-        _runtime().delete(self._id)
+        with suppress(Exception):  # `close` tries again, and raises the error
+            self._remove()
 
     def _close(self) -> None:
         with self._lock:
             self._remove()
 
     def _remove(self) -> None:
+        """Remove the container, and those whose removal failed before."""
         if self._id is not None:
-            _runtime().delete(self._id)
-        self._id = None
+            self._to_remove.append(self._id)
+        self._id = None  # even if the removal fails, no later command may use the container
+        while self._to_remove:
+            _runtime().delete(self._to_remove[-1])
+            self._to_remove.pop()
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,11 @@ _TEMPORARY = {
     sqlite3.SQLITE_CREATE_TEMP_VIEW,
 }
 """Authorizer actions for temporary objects, whose files `MAX_PAGES` does not bound."""
+_VIRTUAL = {sqlite3.SQLITE_CREATE_VTABLE, sqlite3.SQLITE_DROP_VTABLE}
+_NATIVE_CODE = {"fts3_tokenizer", "load_extension"}
+"""Functions that make SQLite run native code, at an address or in a file that the query names."""
+_FULL_TEXT = ("content", "data", "docsize", "config", "idx", "segdir", "segments", "stat")
+"""Endings of the internal tables of a full-text table."""
 MAX_PAGES = 65536
 """Size limit of a writable copy: 256 MB at the usual page size."""
 _LIMITS = {
@@ -90,7 +96,11 @@ class Database:
         connection.execute(f"PRAGMA max_page_count = {MAX_PAGES}")
         for limit, most in _LIMITS.items():
             connection.setlimit(limit, most)
-        connection.set_authorizer(_may_write if writable else _may_read)
+        if sys.version_info >= (3, 12):  # a second barrier, which Python 3.11 does not offer
+            connection.setconfig(sqlite3.SQLITE_DBCONFIG_DEFENSIVE, True)
+            connection.setconfig(sqlite3.SQLITE_DBCONFIG_ENABLE_FTS3_TOKENIZER, False)
+        self._writing = _Writing(connection) if writable else None
+        connection.set_authorizer(self._writing or _may_read)
         self._connection = connection
 
     async def sql(self, query: str) -> str:
@@ -120,6 +130,8 @@ class Database:
         is_late = lambda: time.monotonic() > deadline  # noqa: E731
         self._connection.set_progress_handler(lambda: is_left.is_set() or is_late(), LOOK_EVERY)
         try:
+            if self._writing is not None:
+                self._writing.check(self._connection, query)
             with closing(self._connection.execute(query)) as cursor:
                 return self._told(cursor)
         except (sqlite3.Error, sqlite3.Warning, UnicodeError) as error:
@@ -141,13 +153,59 @@ class Database:
         return text[: self._max_chars] + ("\n... (cut)" if is_cut else "")
 
 
-def _may_write(action: int, name: str | None, *_: str | None) -> int:
-    """Authorize an action on a writable copy, except connection settings and temporary files."""
-    is_told = action != sqlite3.SQLITE_PRAGMA or name in _TOLD_PRAGMAS
-    return sqlite3.SQLITE_OK if is_told and action not in _TEMPORARY else sqlite3.SQLITE_DENY
+class _Writing:
+    """Authorizer of a writable copy.
+
+    It denies connection settings, temporary files, native code, and to create or drop virtual
+    tables. A query may change a full-text table, but not the internal tables in which SQLite keeps
+    its index in a binary format.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        tables = "SELECT name FROM sqlite_master WHERE sql LIKE 'CREATE VIRTUAL TABLE%'"
+        self._virtual = {name.lower() for (name,) in connection.execute(tables)}
+        self._internal = {f"{name}_{end}" for name in self._virtual for end in _FULL_TEXT}
+        self._is_checking = False
+
+    def check(self, connection: sqlite3.Connection, query: str) -> None:
+        """Compile a query without running it, to deny its changes to internal tables.
+
+        When a query runs, the full-text tables compile statements that change these tables.
+
+        Raises:
+            sqlite3.Error: the query is wrong or not allowed.
+        """
+        self._is_checking = True
+        try:
+            connection(query)
+        finally:
+            self._is_checking = False
+
+    def __call__(self, action: int, name: str | None, other: str | None, *_: str | None) -> int:
+        """Authorize an action, whose table or function is `name` or `other`."""
+        is_denied = (
+            (action == sqlite3.SQLITE_PRAGMA and name not in _TOLD_PRAGMAS)
+            or action in _TEMPORARY | _VIRTUAL
+            or _runs_native_code(action, other)
+            or (self._is_checking and self._changes_internal(action, name, other))
+        )
+        return sqlite3.SQLITE_DENY if is_denied else sqlite3.SQLITE_OK
+
+    def _changes_internal(self, action: int, *names: str | None) -> bool:
+        if action in _READING | {sqlite3.SQLITE_PRAGMA, sqlite3.SQLITE_ANALYZE}:
+            return False
+        # If a full-text table had another name, so would its internal tables.
+        renames = action == sqlite3.SQLITE_ALTER_TABLE
+        fixed = self._internal | self._virtual if renames else self._internal
+        return any(name is not None and name.lower() in fixed for name in names)
 
 
-def _may_read(action: int, name: str | None, *_: str | None) -> int:
+def _may_read(action: int, name: str | None, other: str | None, *_: str | None) -> int:
     """Authorize an action on a read-only database that episodes share: only reading is allowed."""
     is_told = action == sqlite3.SQLITE_PRAGMA and name in _TOLD_PRAGMAS
-    return sqlite3.SQLITE_OK if is_told or action in _READING else sqlite3.SQLITE_DENY
+    is_reading = action in _READING and not _runs_native_code(action, other)
+    return sqlite3.SQLITE_OK if is_told or is_reading else sqlite3.SQLITE_DENY
+
+
+def _runs_native_code(action: int, function: str | None) -> bool:
+    return action == sqlite3.SQLITE_FUNCTION and (function or "").lower() in _NATIVE_CODE

@@ -53,8 +53,15 @@ def text_for_model(ran: Ran, time_limit_s: float) -> str:
     if ran.exit_code is None:
         return f"{output}\nended after {time_limit_s:g} s: the time limit".lstrip()
     if ran.exit_code < 0:
-        return f"{output}\nended by {signal.Signals(-ran.exit_code).name}".lstrip()
+        return f"{output}\nended by {_signal_name(-ran.exit_code)}".lstrip()
     return output or "(it printed nothing)"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # Python names only the first and the last real-time signal
+        return f"signal {number}"
 
 
 LOOK_EVERY_S = 0.02

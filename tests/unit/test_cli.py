@@ -58,6 +58,13 @@ def test_a_missing_model_is_status_2(
     [
         (["none/such/folder"], "MODEL (none/such/folder): there is no such folder"),
         ([".", "--host", "0.0.0.0"], "Set the environment variable RAYPO_API_KEY"),
+        ([".", "--", "--host", "0.0.0.0"], "-- (--host): raypo itself sets where"),
+        ([".", "--", "--host=0.0.0.0"], "Use --host HOST before `--`."),
+        ([".", "--", "--dtype", "half", "--hos=::"], "-- (--hos=::): raypo itself sets"),
+        ([".", "--", "--port", "80"], "Use --port PORT before `--`."),
+        ([".", "--", "--ud", "socket"], "-- (--ud): raypo itself sets"),
+        ([".", "--", "--api_key", "key"], "Use the environment variable RAYPO_API_KEY"),
+        ([".", "--", "--hf-token", "--pooler-config=x"], "the folder has no config.json"),
         ([".", "--dtype", "int8"], "Invalid value for '--dtype'"),
         ([".", "--kv-cache-gb", "0"], "Invalid value for '--kv-cache-gb'"),
         (["."], "the folder has no config.json"),

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from raypo.config import RolloutSection
 from raypo.report.samples import turns_of
+from raypo.rewards.scoring import _columns
 from raypo.rollout import event_loop
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import PushAgain, Sampler, Sampling, is_trainable
@@ -130,6 +131,18 @@ class Blocks(Counting):
 
     async def step(self, action: str) -> Any:
         self.free.wait(60)
+
+
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2"}]
+
+
+class Opens(Counting):
+    """Begins with what the label says."""
+
+    async def reset(self, prompt: Any, label: Any) -> Any:
+        return {"messages": QUESTION, "message": QUESTION[1], "text": "2+2", "ids": [5, 6, 7]}.get(
+            label
+        )
 
 
 class Silent(Counting):
@@ -397,6 +410,19 @@ def test_plain_methods_run_in_threads_beside_each_other(tokenizer):
     assert {r.episode.score for r in rollouts if r.episode} == {6.0}
     assert {r.prompt for r in rollouts} == {"1+1=!"}
     assert tokenizer.decode(rollouts[0].prompt_ids) == "1+1=!"
+
+
+def test_rollouts_have_the_messages_that_the_policy_has_read(tokenizer, monkeypatch):
+    """For judges, reward functions and reward models: not those of the row, if reset has others."""
+    monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATES["plain"])
+    labels = ("messages", "message", "text", "ids", "nothing")
+    rollouts = played(tokenizer, name="Opens", labels=labels, chat=True, samples=1)
+    row = [{"role": "user", "content": "1+1"}]
+    assert [each.messages for each in rollouts] == [QUESTION, *[QUESTION[1:]] * 2, None, row]
+    assert rollouts[0].prompt.count("2+2") == 1
+    assert _columns(lambda prompts: prompts, rollouts)["prompts"][:2] == [QUESTION, QUESTION[1:]]
+    rollouts = played(tokenizer, name="Opens", labels=("messages", "text", "ids"), samples=1)
+    assert [each.messages for each in rollouts] == [QUESTION, None, None]
 
 
 @pytest.mark.parametrize(

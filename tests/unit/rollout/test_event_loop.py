@@ -112,3 +112,81 @@ def test_what_rests_twice_works_again_when_both_have_ended(loop: EventLoop):
 
     assert loop.run(works())
     assert not quota.locked()
+
+
+def test_an_agent_that_does_not_wait_for_the_quota_has_its_time_limit_all_the_same(
+    loop: EventLoop,
+):
+    """As one whose own time limit, or whose client, gives up a request to the policy."""
+    quota = asyncio.Semaphore(1)
+
+    async def hangs(time: WorkTime, num_calls: int) -> None:
+        for _ in range(num_calls):
+            time.pause()
+        await quota.acquire()  # another agent works meanwhile
+        ends = [asyncio.create_task(time.resume()) for _ in range(num_calls)]
+        await asyncio.sleep(0.01)
+        for each in ends:
+            each.cancel()
+        await asyncio.wait(ends)
+        assert any(each.cancelled() for each in ends)
+        await asyncio.sleep(60)
+
+    async def limited(num_calls: int) -> bool:
+        time = WorkTime("run", quota, 0.1)
+        with pytest.raises(TimeoutError, match=r"run gave no answer in 0\.1 s"):
+            await asyncio.wait_for(time.run(lambda: hangs(time, num_calls)), 20)
+        quota.release()  # the other agent's
+        return quota._value == 1
+
+    for num_calls in (1, 2):
+        assert loop.run(limited(num_calls))
+
+
+def test_an_agent_that_went_on_without_the_quota_takes_it_again_after_its_next_pause(
+    loop: EventLoop,
+):
+    quota = asyncio.Semaphore(1)
+
+    async def goes_on(time: WorkTime) -> list[bool]:
+        time.pause()
+        await quota.acquire()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(time.resume(), 0.01)
+        time.pause()
+        quota.release()
+        is_free = not quota.locked()
+        await asyncio.sleep(0.6)  # the clock rests
+        await time.resume()
+        return [is_free, quota.locked()]
+
+    async def works() -> list[bool]:
+        time = WorkTime("run", quota, 0.5)
+        return await time.run(lambda: goes_on(time))
+
+    assert loop.run(works()) == [True, True]
+    assert quota._value == 1
+
+
+def test_the_clock_rests_while_another_call_of_the_agent_waits_for_the_quota(loop: EventLoop):
+    quota = asyncio.Semaphore(1)
+
+    async def asks_twice(time: WorkTime) -> bool:
+        time.pause()
+        await quota.acquire()
+        waits = asyncio.create_task(time.resume())
+        await asyncio.sleep(0.01)
+        time.pause()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(time.resume(), 0.01)
+        await asyncio.sleep(0.6)
+        quota.release()
+        await waits
+        return quota.locked()
+
+    async def works() -> bool:
+        time = WorkTime("run", quota, 0.5)
+        return await time.run(lambda: asks_twice(time))
+
+    assert loop.run(works())
+    assert quota._value == 1

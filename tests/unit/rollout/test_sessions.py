@@ -66,6 +66,22 @@ class Blocking:
         return 2.0
 
 
+class AsksItsOwn:
+    """Messages of its own, and then others, by the endpoint or without it."""
+
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
+        wanted = [{"role": "system", "content": "Be brief."}, *prompt]
+        if label == "endpoint":
+            async with openai.AsyncOpenAI(
+                base_url=policy.base_url, api_key=policy.api_key
+            ) as client:
+                await client.chat.completions.create(model="any", messages=wanted)
+        else:
+            await policy.generate(wanted)
+        await policy.generate([{"role": "user", "content": "2+2"}])
+        return 1.0
+
+
 class CallsTools:
     async def run(self, prompt: Any, label: Any, policy: Session) -> float:
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
@@ -233,6 +249,13 @@ def played(tokenizer, name: str, engine: Talking | None = None, **keys: Any) -> 
 
 def sampled(each: Rollout) -> list[int]:
     return each.response_ids[each.response_mask].tolist()
+
+
+def test_rollouts_have_the_messages_that_the_agent_has_sent(tokenizer):
+    rollouts = played(tokenizer, "AsksItsOwn", labels=("endpoint", "generate"), chat=True)
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}
+    assert [each.messages for each in rollouts] == [[system, user], None] * 2
+    assert ["Be brief." in each.prompt for each in rollouts] == [True, False] * 2
 
 
 def errors(rollouts: list[Rollout]) -> list[str | None]:

@@ -32,6 +32,7 @@ class Host:
     deleted: list[str] = field(default_factory=list)
     running: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     fails: bool = False
+    failing_removals: int = 0
 
     def create(self, **settings: Any) -> str:
         self.created.append(settings)
@@ -54,6 +55,9 @@ class Host:
         )
 
     def delete(self, name: str) -> None:
+        if self.failing_removals:
+            self.failing_removals -= 1
+            raise OSError("busy")
         self.deleted.append(name)
         if name in self.running and self.running[name].poll() is None:
             os.killpg(self.running[name].pid, signal.SIGKILL)
@@ -106,6 +110,20 @@ def test_a_command_that_takes_too_long_ends_its_container(host: Host):
     assert host.deleted == ["1"]
     assert asyncio.run(sandbox.shell("sleep 20")) == "ended after 0.2 s: the time limit"
     assert len(host.created) == 2
+
+
+def test_a_container_that_could_not_be_removed_at_the_time_limit_is_removed_by_close(host: Host):
+    sandbox = ContainerSandbox("image", time_limit_s=0.1)
+    host.failing_removals = 1
+    assert ran(sandbox, "sleep 0.3") == Ran("", None)
+    sandbox._time_limit_s = 60
+    assert ran(sandbox, "true") == Ran("", 0)
+    assert (len(host.created), host.deleted) == (2, [])
+    host.failing_removals = 1
+    with pytest.raises(OSError, match="busy"):
+        asyncio.run(sandbox.close())
+    asyncio.run(sandbox.close())
+    assert sorted(host.deleted) == ["1", "2"]
 
 
 def test_what_a_command_printed_before_its_time_was_up_is_cut_anywhere(

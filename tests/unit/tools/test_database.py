@@ -1,5 +1,7 @@
 import asyncio
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -86,6 +88,108 @@ def test_a_copy_reaches_no_file_either(path, monkeypatch, query):
     with pytest.raises(ToolError, match=r"too many attached"):
         ask(Database(path, writable=True), query)
     assert not Path("other.db").exists()
+
+
+@pytest.fixture
+def texts(path) -> Path:
+    """A file with full-text tables, one of which a trigger keeps."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        try:
+            connection.executescript(
+                "CREATE VIRTUAL TABLE note USING fts4(body); INSERT INTO note VALUES ('hello');"
+                "CREATE VIRTUAL TABLE Old USING fts3(body); INSERT INTO Old VALUES ('hello');"
+                "CREATE TRIGGER noted AFTER INSERT ON city"
+                " BEGIN INSERT INTO note VALUES (new.name); END;"
+            )
+        except sqlite3.OperationalError as error:
+            pytest.skip(f"this SQLite has no full-text tables: {error}")
+    return path
+
+
+NATIVE = """
+import asyncio, sys
+from raypo.tools.calls import ToolError
+from raypo.tools.database import Database
+
+async def ask(database):
+    for query in sys.argv[3:]:
+        try:
+            print(await database.sql(query), flush=True)
+        except ToolError as error:
+            print(type(error).__name__, error, flush=True)
+
+asyncio.run(ask(Database(sys.argv[1], writable=sys.argv[2] == "writable")))
+"""
+
+
+@pytest.mark.parametrize("mode", ["writable", "read-only"])
+def test_no_query_makes_sqlite_run_native_code(texts, mode):
+    """In a process of its own, which SQLite would crash."""
+    queries = [
+        "SELECT fts3_tokenizer('zz', x'4141414141414141')",
+        "SELECT FTS3_Tokenizer('simple', x'4141414141414141')",
+        "CREATE VIRTUAL TABLE f USING fts3(a, tokenize=zz)",
+        "SELECT * FROM note WHERE note MATCH 'hello'",
+        "UPDATE old_segdir SET root = x'00ff'",
+        "SELECT * FROM old WHERE old MATCH 'hello'",
+        "SELECT 'the end'",
+    ]
+    command = [sys.executable, "-c", NATIVE, str(texts), mode, *queries]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "AAAA" not in done.stdout
+    assert done.stdout.count("ToolError SQL error: not authorized") >= 3
+    assert done.stdout.endswith("the end\n")
+
+
+DENIED = "not authorized|may not|reserved for internal use"
+"""By the authorizer, or since Python 3.12 by SQLite itself."""
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "UPDATE old_segdir SET root = x'00ff'",
+        "WITH x AS (SELECT 1) DELETE FROM OLD_SEGMENTS",
+        "INSERT INTO note_stat VALUES (1, x'ff')",
+        "EXPLAIN DELETE FROM note_content",
+        "DROP TABLE note_segdir",
+        "ALTER TABLE note_segdir RENAME TO mine",
+        "ALTER TABLE note RENAME TO mine",
+        "CREATE TABLE old_stat (id INTEGER, value BLOB)",
+        "CREATE TRIGGER t AFTER INSERT ON note_segdir BEGIN DELETE FROM city; END",
+        "DROP TABLE note",
+    ],
+)
+def test_the_inside_of_full_text_tables_is_not_changed(texts, query):
+    with pytest.raises(ToolError, match=DENIED):
+        ask(Database(texts, writable=True), query)
+
+
+def test_a_trigger_does_not_change_the_inside_of_full_text_tables_either(texts):
+    trigger = (
+        "CREATE TRIGGER t AFTER INSERT ON city BEGIN"
+        " INSERT INTO old VALUES ('b'); UPDATE old_segdir SET root = x'00ff'; END"
+    )
+    with pytest.raises(ToolError, match=DENIED):
+        ask(Database(texts, writable=True), trigger, "INSERT INTO city VALUES ('Rome', 2)")
+
+
+def test_full_text_tables_of_a_copy_are_searched_and_changed(texts):
+    *_, found, rows = ask(
+        Database(texts, writable=True),
+        "INSERT INTO old VALUES ('another')",
+        "BEGIN",
+        "INSERT INTO city VALUES ('Rome', 2)",
+        "UPDATE note SET body = 'hello again' WHERE body = 'hello'",
+        "COMMIT",
+        "INSERT INTO note(note) VALUES ('optimize')",
+        "ANALYZE",
+        "SELECT * FROM note WHERE note MATCH 'rome OR again' ORDER BY body",
+        "SELECT count(*) FROM old_segdir",
+    )
+    assert found == "body\nRome\nhello again"
+    assert rows == "count(*)\n2"
 
 
 def test_a_copy_has_no_tables_on_the_disk(path):
