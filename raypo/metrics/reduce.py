@@ -38,6 +38,11 @@ class WeightedMeans:
         """Add a candidate for the maximum; a single NaN makes it NaN."""
         self._join(name, _Share("max", float(value)))
 
+    def include(self, other: WeightedMeans) -> None:
+        """Add everything that another accumulator of this worker holds."""
+        for name, share in other._shares.items():
+            self._join(name, share)
+
     def reduce(self, workers: Workers) -> dict[str, float]:
         """Return the metrics reduced over all workers, sorted by name.
 

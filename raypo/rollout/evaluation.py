@@ -35,6 +35,7 @@ def evaluate_policy(
     scorer: Scorer | None = None,
     before_scoring: Callable[[], None] = lambda: None,
     keep: Callable[[list[Rollout]], None] | None = None,
+    total: WeightedMeans | None = None,
 ) -> dict[str, float]:
     """Sample and score responses to held-out prompts with the engines' current weights.
 
@@ -50,6 +51,7 @@ def evaluate_policy(
         scorer: Scorer of training. If it has reward models, `eval/reward_model_mean` is added.
         before_scoring: Callback that is called when all responses are sampled.
         keep: Callback that gets this worker's rollouts with the scores that are reported.
+        total: Accumulator to which this evaluation is added, for the metrics of several.
 
     Returns:
         Metrics `eval/*` over all workers, such as `eval/score_mean` (overall and for each data
@@ -92,6 +94,8 @@ def evaluate_policy(
     means.total("eval/failed", len(scores) - len(scored))
     by_prompt = torch.tensor(scores, dtype=torch.float64)
     _add_pass_at_k(means, by_prompt.view(len(mine), section.samples_per_prompt), section.pass_at)
+    if total is not None:
+        total.include(means)
     return without_lone(means.reduce(workers), "eval/score_mean/")
 
 
