@@ -226,7 +226,10 @@ MEANINGS = {
         "number of tokens that the policy sampled for a response. An agent's whole episode "
         "counts as one response. Also for `eval/`"
     ),
-    "rollout/truncated_fraction": "share of responses cut off at `rollout.max_new_tokens`",
+    "rollout/truncated_fraction": (
+        "share of responses cut off at `rollout.max_new_tokens`, or of episodes with a response "
+        "that was cut off"
+    ),
     "rollout/turns_mean": "turns of the policy, with an [environment](environments.md)",
     "rollout/episodes_failed": "episodes without a score",
     "rollout/staleness_mean": "weight versions between a response and the update that trains it: "

@@ -28,11 +28,11 @@ def rollout_metrics(scored: list[Rollout], workers: Workers) -> dict[str, float]
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
     by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rows
+    truncated = {(r.group_index, r.sample_index) for r in scored if r.finish_reason == "length"}
     for rollout in scored:
         sample = rollout.group_index, rollout.sample_index
         by_sample[sample] = by_sample.get(sample, 0) + rollout.num_sampled
         means.add("rollout/prompt_tokens_mean", len(rollout.prompt_ids), 1)
-        means.add("rollout/truncated_fraction", rollout.finish_reason == "length", 1)
         if rollout.row_index:  # the sample was counted by its first conversation
             continue
         if episode := rollout.episode:
@@ -53,7 +53,8 @@ def rollout_metrics(scored: list[Rollout], workers: Workers) -> dict[str, float]
                 means.add(f"rollout/score_mean/{rollout.data_source}", rollout.score, 1)
             means.add("rollout/score_mean", rollout.score, 1)
             means.add("rollout/score_square_mean", rollout.score**2, 1)
-    for tokens in by_sample.values():
+    for sample, tokens in by_sample.items():
+        means.add("rollout/truncated_fraction", sample in truncated, 1)
         means.total("rollout/response_tokens", tokens)
         means.add("rollout/response_tokens_mean", tokens, 1)
         means.maximum("rollout/response_tokens_max", tokens)

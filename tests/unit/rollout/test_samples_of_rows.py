@@ -157,6 +157,12 @@ def test_lengths_are_of_samples():
     assert figures["rollout/prompt_tokens_mean"] == pytest.approx((2 * 4 + 3 * 3 + 4) / 8)
 
 
+def test_an_episode_is_truncated_once_if_any_of_its_conversations_is():
+    ends = {(0, 0, 1): "length", (0, 0, 2): "length", (1, 1, 0): "length"}
+    told = [replace(each, finish_reason=ends.get(each.key, "stop")) for each in rows()]
+    assert rollout_metrics(told, Workers())["rollout/truncated_fraction"] == 2 / 4
+
+
 def test_tools_and_what_an_episode_measured_are_counted_once():
     uses = (ToolUse("calculator", 0.5, turn=1), ToolUse("", 0.0, "not JSON", turn=2))
     episode = Episode(1.0, 2, 0.0, metrics={"hits": 3.0}, tool_uses=uses)
