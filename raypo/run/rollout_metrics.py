@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def rollout_metrics(scored: list[Rollout], workers: Workers) -> dict[str, float]
             if rollout.data_source:
                 means.add(f"rollout/score_mean/{rollout.data_source}", rollout.score, 1)
             means.add("rollout/score_mean", rollout.score, 1)
-            means.add("rollout/score_square_mean", rollout.score**2, 1)
+    means.deviation("rollout/score_std", list(chain(*by_group.values())))
     for sample, tokens in by_sample.items():
         means.add("rollout/truncated_fraction", sample in truncated, 1)
         means.total("rollout/response_tokens", tokens)
@@ -61,12 +62,8 @@ def rollout_metrics(scored: list[Rollout], workers: Workers) -> dict[str, float]
     for scores in (each for each in by_group.values() if len(each) > 1):
         means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     metrics = without_lone(means.reduce(workers), "rollout/score_mean/")
-    if not metrics:
-        return metrics
-    square = metrics.pop("rollout/score_square_mean", math.nan)
-    mean = metrics.setdefault("rollout/score_mean", math.nan)
-    metrics["rollout/score_std"] = math.sqrt(max(square - mean**2, 0.0)) if mean == mean else mean
-    return metrics
+    unknown = dict.fromkeys(("rollout/score_mean", "rollout/score_std"), math.nan)
+    return unknown | metrics if metrics else {}
 
 
 def batch_metrics(
