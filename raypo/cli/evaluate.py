@@ -51,16 +51,16 @@ def evaluate(
         to.parent.mkdir(parents=True, exist_ok=True)
     for variable, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("VLLM_LOGGING_LEVEL", "ERROR")):
         os.environ.setdefault(variable, value)
-    from raypo.rollout.standalone_evaluation import evaluate_model, joined
+    from raypo.rollout.standalone_evaluation import evaluate_model
+    from raypo.storage.folder import finite
     from raypo.tracking.logs import log_to_file
 
     log_to_file(Path(tempfile.gettempdir()) / f"raypo-eval-{os.getpid()}.log")
     results = evaluate_model(policy, settings, tell)
-    if len(results) > 1:
-        results["all"] = joined(results)
     _print(results)
     if to is not None:
-        to.write_text(json.dumps({"model": policy, "results": results}, indent=2) + "\n")
+        written = finite({"model": policy, "results": results})
+        to.write_text(json.dumps(written, indent=2) + "\n")
 
 
 @exit_status()

@@ -582,7 +582,12 @@ class PPOConfig(OnlineConfig):
 
     def _problems_of_agents(self) -> Iterator[str]:
         agent = "rollout.agent" if self.rollout.agent else self.rollout.environment
-        for key, value in self.judges.items():
+        held_out = {
+            "eval.function": self.eval.function,
+            "eval.prompts.function": next(iter(functions_of(self.eval.prompts).values()), None),
+        }
+        refused = self.judges | {key: value for key, value in held_out.items() if value}
+        for key, value in refused.items():
             yield (
                 f"{key} ({value}): scores single responses, but an episode of {agent} may have "
                 f"several, with one score that the agent returns. Remove {key}."

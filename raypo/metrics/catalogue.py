@@ -203,7 +203,10 @@ MEANINGS = {
     "eval/score_mean": "the score of held-out prompts, by `eval.function`",
     "eval/accuracy": "share of held-out pairs, or verdicts, that the model predicts correctly",
     "eval/loss": "the loss of held-out examples",
-    "eval/pass_at_<k>": "share of held-out prompts with a correct answer among k samples",
+    "eval/pass_at_<k>": (
+        "share of held-out prompts with a correct answer among k samples, over the prompts with "
+        "k scored samples"
+    ),
     "rollout/score_mean": "the training score, before KL and shaping",
     "curriculum/pass_rate_p<q>": "quantile of the prompts' mean pass rates, over the prompts "
     "sampled so far: [Curriculum](methods.md#curriculum)",
@@ -223,7 +226,10 @@ MEANINGS = {
         "number of tokens that the policy sampled for a response. An agent's whole episode "
         "counts as one response. Also for `eval/`"
     ),
-    "rollout/truncated_fraction": "share of responses cut off at `rollout.max_new_tokens`",
+    "rollout/truncated_fraction": (
+        "share of responses cut off at `rollout.max_new_tokens`, or of episodes with a response "
+        "that was cut off"
+    ),
     "rollout/turns_mean": "turns of the policy, with an [environment](environments.md)",
     "rollout/episodes_failed": "episodes without a score",
     "rollout/staleness_mean": "weight versions between a response and the update that trains it: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, SupportsFloat
 
 if TYPE_CHECKING:
@@ -10,9 +11,10 @@ if TYPE_CHECKING:
 
 
 class _Share(NamedTuple):
-    kind: str  # mean | max | sum
-    value: float
+    kind: str  # mean | max | sum | std
+    value: float  # of std: the mean
     weight: float = 0.0
+    squares: float = 0.0  # of std: sum of squared deviations from the mean
 
 
 class WeightedMeans:
@@ -38,6 +40,22 @@ class WeightedMeans:
         """Add a candidate for the maximum; a single NaN makes it NaN."""
         self._join(name, _Share("max", float(value)))
 
+    def deviation(self, name: str, values: Sequence[float]) -> None:
+        """Add values to a population standard deviation.
+
+        Means and squared deviations are merged (Chan et al. 1979), because the difference of the
+        mean square and the squared mean cancels if the values have a large offset.
+        """
+        if values:
+            mean = _sum(list(values)) / len(values)
+            squares = _sum([(value - mean) ** 2 for value in values])
+            self._join(name, _Share("std", mean, len(values), squares))
+
+    def include(self, other: WeightedMeans) -> None:
+        """Add everything that another accumulator of this worker holds."""
+        for name, share in other._shares.items():
+            self._join(name, share)
+
     def reduce(self, workers: Workers) -> dict[str, float]:
         """Return the metrics reduced over all workers, sorted by name.
 
@@ -50,6 +68,8 @@ class WeightedMeans:
             whole = _joined(name, [part[name] for part in parts if name in part])
             if whole.kind == "mean":
                 reduced[name] = whole.value / whole.weight if whole.weight else math.nan
+            elif whole.kind == "std":
+                reduced[name] = math.sqrt(whole.squares / whole.weight)
             else:
                 reduced[name] = whole.value
         return reduced
@@ -74,7 +94,12 @@ def _joined(name: str, shares: list[_Share]) -> _Share:
     values = [share.value for share in shares]
     if shares[0].kind == "max":
         return _Share("max", math.nan if any(map(math.isnan, values)) else max(values))
-    return _Share(shares[0].kind, _sum(values), _sum([share.weight for share in shares]))
+    weight = _sum([share.weight for share in shares])
+    if shares[0].kind == "std":
+        mean = _sum([share.weight * share.value for share in shares]) / weight
+        between = [share.weight * (share.value - mean) ** 2 for share in shares]
+        return _Share("std", mean, weight, _sum([*(s.squares for s in shares), *between]))
+    return _Share(shares[0].kind, _sum(values), weight)
 
 
 def _sum(values: list[float]) -> float:

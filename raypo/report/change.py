@@ -116,12 +116,13 @@ def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
     """Return the mean score of each prompt, because samples of a prompt are correlated.
 
     Args:
-        rows: Rollouts with `group_index`, `prompt` and `score`. Rollouts without a score are
-            skipped.
+        rows: Rollouts with `group_index`, `prompt`, `score` and `row_index`, which old files
+            lack. Rollouts without a score are skipped, and so are an episode's later
+            conversations, because the first one stands for the sample.
     """
     scores: dict[Hashable, list[float]] = {}
     for row in rows:
-        if row["score"] is not None:
+        if row["score"] is not None and not row.get("row_index"):
             scores.setdefault((row["group_index"], row["prompt"]), []).append(row["score"])
     return {key: statistics.fmean(values) for key, values in scores.items()}
 
@@ -147,7 +148,7 @@ def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int,
 
 def held_out_scores(files: RunFiles, step: int) -> dict[Any, float]:
     """Return the mean score of each held-out prompt's samples in an evaluation."""
-    columns = ("group_index", "prompt", "score")
+    columns = ("group_index", "prompt", "score", "row_index")
     return scores_by_prompt(files.rollouts(step, held_out=True, columns=columns))
 
 

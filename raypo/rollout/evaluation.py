@@ -35,6 +35,7 @@ def evaluate_policy(
     scorer: Scorer | None = None,
     before_scoring: Callable[[], None] = lambda: None,
     keep: Callable[[list[Rollout]], None] | None = None,
+    total: WeightedMeans | None = None,
 ) -> dict[str, float]:
     """Sample and score responses to held-out prompts with the engines' current weights.
 
@@ -50,6 +51,7 @@ def evaluate_policy(
         scorer: Scorer of training. If it has reward models, `eval/reward_model_mean` is added.
         before_scoring: Callback that is called when all responses are sampled.
         keep: Callback that gets this worker's rollouts with the scores that are reported.
+        total: Accumulator to which this evaluation is added, for the metrics of several.
 
     Returns:
         Metrics `eval/*` over all workers, such as `eval/score_mean` (overall and for each data
@@ -90,12 +92,25 @@ def evaluate_policy(
     tokens = sum(rollout.num_sampled for rollout in rollouts)
     means.add("eval/response_tokens_mean", tokens, len(samples))
     means.total("eval/failed", len(scores) - len(scored))
-    num_right = torch.tensor(scores).view(len(mine), section.samples_per_prompt).ge(1.0).sum(1)
-    num_samples = torch.full((len(mine),), section.samples_per_prompt)
-    for k in section.pass_at:
-        passed = pass_at_k(num_right, num_samples, k=k)
-        means.add(f"eval/pass_at_{k}", float(passed.double().sum()), len(mine))
+    by_prompt = torch.tensor(scores, dtype=torch.float64)
+    _add_pass_at_k(means, by_prompt.view(len(mine), section.samples_per_prompt), section.pass_at)
+    if total is not None:
+        total.include(means)
     return without_lone(means.reduce(workers), "eval/score_mean/")
+
+
+def _add_pass_at_k(
+    means: WeightedMeans,
+    scores: torch.Tensor,  # [P, S] float64
+    pass_at: Sequence[int],
+) -> None:
+    """Add `eval/pass_at_<k>` of the prompts that have k scored samples."""
+    is_scored = scores.isfinite()
+    num_scored, num_right = is_scored.sum(1), (is_scored & scores.ge(1.0)).sum(1)
+    for k in pass_at:
+        has_enough = num_scored >= k
+        passed = pass_at_k(num_right[has_enough], num_scored[has_enough], k=k)
+        means.add(f"eval/pass_at_{k}", passed.sum(), has_enough.sum())
 
 
 def _of_evaluation(section: EvalSection, sampling: Sampling) -> Sampling:

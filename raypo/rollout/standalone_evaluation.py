@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 
 import torch
@@ -17,15 +17,18 @@ from raypo.config import (
 )
 from raypo.data.prompts import load_prompts
 from raypo.deployment.handle import local_handle
+from raypo.metrics.reduce import WeightedMeans
 from raypo.models.loading import load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function, open_function
 from raypo.rewards.labels import label_checks
-from raypo.rollout.batch_scoring import Scorer
+from raypo.rewards.scoring import RewardFunction
+from raypo.rollout.batch_scoring import FUNCTION, Scorer
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
+from raypo.types import Prompt
 
 
 def evaluate_model(
@@ -36,15 +39,17 @@ def evaluate_model(
     Args:
         model: Folder or hub id of a causal language model.
         config: Config of a run. Its `data`, `rollout`, `eval` and `model.dtype` are used.
-            `eval.function` scores the responses; if it is not set, `reward.function` does.
+            `eval.function` scores the responses; if it is not set, `reward.function` does, and
+            for episodes its score is added to that of the environment or agent, as in the run.
         tell: Callback for progress messages.
 
     Returns:
-        Metrics `eval/*` for each source of prompts.
+        Metrics `eval/*` for each source of prompts. If there are several sources, `all` has the
+        metrics over all of their prompts.
 
     Raises:
-        ConfigError: the config has no held-out prompts or no function that scores, or a prompt file
-            is invalid.
+        ConfigError: the config has no held-out prompts or no function that scores, the score of the
+            run needs models or servers, or a prompt file is invalid.
     """
     config = config.with_dtype(use_gpu=torch.cuda.is_available())
     paths = config.eval.prompts
@@ -52,22 +57,11 @@ def evaluate_model(
         raise ConfigError(
             "eval.prompts (None): there is nothing to evaluate on. Set it to files or a data set."
         )
-    plays = isinstance(config, OnlineConfig) and config.rollout.is_episodic
-    of_training = None
-    if config.eval.function is None and isinstance(config, OnlineConfig) and not plays:
-        section = config.reward.model_copy(update={"processes": 0})
-        of_training = open_function(section, None, functions_of(config.data.prompts))
-    # None means that the scores of the episodes are used.
-    function = evaluation_function(config.eval, of_training)
-    if function is None and not plays:
-        raise ConfigError(
-            "eval.function (None): no function scores the answers. Set it to file.py:name or "
-            "package.module:name."
-        )
+    function, scorer = _scoring_of(config)
     tokenizer = load_tokenizer(model)
     all_sources = [str(path) for path in paths]
     checks = label_checks(config, "eval.prompts")
-    prompts = {}
+    prompts: dict[str, Sequence[Prompt]] = {}
     for path in paths:
         section = config.data.model_copy(update={"prompts": (path,)})
         loaded = load_prompts(section, tokenizer, key="eval.prompts", label_checks=checks)
@@ -82,30 +76,63 @@ def evaluate_model(
     sampling = Sampling.of(config.rollout, stop_token_ids=stop, seed=config.seed, episodes=episodes)
     tell("starting the engine")
     with closing(episodes) if episodes else nullcontext(), _engine_of(model, config) as engine:
-        results = {}
+        results: dict[str, dict[str, float]] = {}
+        total = WeightedMeans()
         for path, held_out in prompts.items():
             tell(f"answering {len(held_out)} prompts of {path}")
+            total.total("eval/prompts", len(held_out))
             results[path] = evaluate_policy(
                 held_out,
                 Sampler(engine, tokenizer, sampling),
                 function,
                 section=config.eval,
                 workers=Workers(),
-                scorer=Scorer(None, (), {}) if plays else None,
+                scorer=scorer,
+                total=total,
             ) | {"eval/prompts": float(len(held_out))}
+    if len(results) > 1:
+        names = set[str]().union(*results.values())  # the sources have lines of their own
+        metrics = total.reduce(Workers())
+        results["all"] = {name: value for name, value in metrics.items() if name in names}
     return results
 
 
-def joined(results: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Combine the metrics of all sources: sums of counts, and means weighted by prompt counts."""
-    whole: dict[str, float] = {}
-    for name in dict.fromkeys(name for metrics in results.values() for name in metrics):
-        having = [metrics for metrics in results.values() if name in metrics]
-        whole[name] = sum(metrics[name] for metrics in having)
-        if name not in ("eval/prompts", "eval/failed"):
-            prompts = sum(metrics["eval/prompts"] for metrics in having)
-            whole[name] = sum(each[name] * each["eval/prompts"] for each in having) / prompts
-    return whole
+def _scoring_of(
+    config: OnlineConfig | PolicyExamplesConfig,
+) -> tuple[RewardFunction | None, Scorer | None]:
+    """Return the function that scores the responses, or None and the scorer of episodes.
+
+    Raises:
+        ConfigError: nothing scores the responses, or the score of the run needs models or servers.
+    """
+    of_training, plays = None, False
+    if isinstance(config, OnlineConfig):
+        plays = config.rollout.is_episodic
+        section = config.reward.model_copy(update={"processes": 0})
+        if config.eval.function is None:
+            of_training = open_function(section, None, functions_of(config.data.prompts))
+    function = evaluation_function(config.eval, None if plays else of_training)
+    if function is not None:
+        return function, None
+    if not isinstance(config, OnlineConfig) or not plays:
+        raise ConfigError(
+            "eval.function (None): no function scores the answers. Set it to file.py:name or "
+            "package.module:name."
+        )
+    served = {
+        "model.reward": [entry.path for entry in config.model.reward or ()],
+        "reward.url": config.reward.url,
+        "reward.judge": config.judges.get("reward.judge"),
+    }
+    for key, value in served.items():
+        if value:
+            raise ConfigError(
+                f"{key} ({value}): is part of the run's score, but `raypo eval` calls no reward "
+                f"models, servers or judges. Set eval.function, or set {key} to null to leave it "
+                "out of the score."
+            )
+    weights = config.reward.weights
+    return None, Scorer(of_training, (), {FUNCTION: weights.function})
 
 
 @contextmanager

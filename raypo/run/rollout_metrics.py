@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ def rollout_metrics(scored: list[Rollout], workers: Workers) -> dict[str, float]
     means = WeightedMeans()
     by_group: dict[int, list[float]] = {}  # a worker samples whole groups
     by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rows
+    truncated = {(r.group_index, r.sample_index) for r in scored if r.finish_reason == "length"}
     for rollout in scored:
         sample = rollout.group_index, rollout.sample_index
         by_sample[sample] = by_sample.get(sample, 0) + rollout.num_sampled
         means.add("rollout/prompt_tokens_mean", len(rollout.prompt_ids), 1)
-        means.add("rollout/truncated_fraction", rollout.finish_reason == "length", 1)
         if rollout.row_index:  # the sample was counted by its first conversation
             continue
         if episode := rollout.episode:
@@ -52,20 +53,17 @@ def rollout_metrics(scored: list[Rollout], workers: Workers) -> dict[str, float]
             if rollout.data_source:
                 means.add(f"rollout/score_mean/{rollout.data_source}", rollout.score, 1)
             means.add("rollout/score_mean", rollout.score, 1)
-            means.add("rollout/score_square_mean", rollout.score**2, 1)
-    for tokens in by_sample.values():
+    means.deviation("rollout/score_std", list(chain(*by_group.values())))
+    for sample, tokens in by_sample.items():
+        means.add("rollout/truncated_fraction", sample in truncated, 1)
         means.total("rollout/response_tokens", tokens)
         means.add("rollout/response_tokens_mean", tokens, 1)
         means.maximum("rollout/response_tokens_max", tokens)
     for scores in (each for each in by_group.values() if len(each) > 1):
         means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     metrics = without_lone(means.reduce(workers), "rollout/score_mean/")
-    if not metrics:
-        return metrics
-    square = metrics.pop("rollout/score_square_mean", math.nan)
-    mean = metrics.setdefault("rollout/score_mean", math.nan)
-    metrics["rollout/score_std"] = math.sqrt(max(square - mean**2, 0.0)) if mean == mean else mean
-    return metrics
+    unknown = dict.fromkeys(("rollout/score_mean", "rollout/score_std"), math.nan)
+    return unknown | metrics if metrics else {}
 
 
 def batch_metrics(

@@ -80,9 +80,11 @@ def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
 
 def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Scores:
     """Return the mean reward-model score of each held-out prompt (`eval/reward_model_mean`)."""
-    columns = ("group_index", "prompt", "scores_by_source")
+    columns = ("group_index", "prompt", "scores_by_source", "row_index")
     scores: dict[Hashable, list[float]] = {}
     for row in files.rollouts(step, held_out=True, columns=columns):
+        if row.get("row_index"):  # the sample was counted by its first conversation
+            continue
         said = dict(row["scores_by_source"] or ())
         if weights and all(said.get(name) is not None for name in weights):
             total = math.fsum(weight * said[name] for name, weight in weights.items())

@@ -1,6 +1,7 @@
 """The command's exit status, and that wrong input is told before anything heavy is imported."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -280,14 +281,16 @@ def test_eval_makes_the_folder_of_its_figures_before_it_samples(
 
     def sampled(*_: object) -> dict[str, dict[str, float]]:
         assert to.parent.is_dir()
-        return {"held_out": {"eval/prompts": 1.0, "eval/score_mean": 0.5}}
+        means = {"eval/score_mean": 0.5, "eval/reward_model_mean": math.nan}
+        return {"held_out": {"eval/prompts": 1.0, **means}}
 
     for check in ("checks.input_checks.check_evaluation", "models.loading.check_tokens"):
         monkeypatch.setattr(f"raypo.{check}", lambda *_, **__: None)
     monkeypatch.setattr("raypo.tracking.logs.log_to_file", lambda _: None)
     monkeypatch.setattr("raypo.rollout.standalone_evaluation.evaluate_model", sampled)
     assert exit_status(monkeypatch, "eval", "model", "--config", config, "--to", to) == 0
-    assert json.loads(to.read_text())["results"]["held_out"]["eval/score_mean"] == 0.5
+    written = json.loads(to.read_text())["results"]["held_out"]
+    assert (written["eval/score_mean"], written["eval/reward_model_mean"]) == (0.5, None)
 
 
 def test_ctrl_c_says_that_a_command_resumes_only_where_it_does(

@@ -95,6 +95,8 @@ def test_an_agent_has_no_environment_and_gives_the_score_itself():
     assert_refused("rollout.agent", "solve.py:Solve", **ENVIRONMENT | AGENT)
     assert_refused("reward.function", function, **AGENT, reward__function=function)
     assert_refused("data.prompts.function", function, **AGENT, data__prompts=[source])
+    assert_refused("eval.function", function, **AGENT, eval__function=function)
+    assert_refused("eval.prompts.function", function, **AGENT, eval__prompts=[source])
     assert_refused("ppo.shaping.truncated_score", -1.0, **AGENT, **shaping)
 
 

@@ -62,6 +62,23 @@ def test_counts_are_summed_and_maxima_are_the_largest():
     assert reduce_all(mine, other) == {"mismatch/max": 0.75, "rollout/failed": 7.0}
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e8])
+def test_a_deviation_depends_on_neither_the_offset_nor_the_number_of_workers(offset: float):
+    values = [offset + number for number in (0, 1, 1, 4, 0, 0)]
+
+    def deviations(*shares: list[float]) -> WeightedMeans:
+        means = WeightedMeans()
+        for share in shares:
+            means.deviation("rollout/score_std", share)
+        return means
+
+    expected = {"rollout/score_std": pytest.approx(math.sqrt(2.0), rel=1e-8)}
+    assert reduce_all(deviations(values)) == expected
+    assert reduce_all(deviations(values[:1]), deviations([]), deviations(values[1:])) == expected
+    assert reduce_all(deviations(values[:2], values[2:4]), deviations(values[4:])) == expected
+    assert reduce_all(deviations([])) == {}
+
+
 def test_names_are_sorted_and_need_not_be_known_to_every_worker():
     mine, other = WeightedMeans(), WeightedMeans()
     mine.add("b", 1.0, 1)

@@ -1,15 +1,21 @@
 import math
+from pathlib import Path
 
 import pytest
 
 from raypo.report.change import (
     change_over_steps,
+    held_out_scores,
     lead_words,
     paired_change,
     scores_by_prompt,
     t_quantile,
     unpaired_change,
 )
+from raypo.storage.rollout_table import rollout_table
+from raypo.storage.run_files import RunFiles
+from raypo.tuning.held_out import model_scores
+from tests.recorded_run import rollout
 
 
 def scores(*values: float) -> dict[int, float]:
@@ -79,6 +85,34 @@ def test_samples_of_a_prompt_are_one_unit():
         for group, score in ((0, 0.0), (0, 1.0), (0, None), (1, 1.0), (2, None))
     ]
     assert scores_by_prompt(rows) == {(0, "p"): 0.5, (1, "p"): 1.0}
+
+
+def test_conversations_of_an_episode_are_one_sample_of_one_prompt(tmp_path: Path):
+    """Later conversations may have prompts of their own, and failed episodes may have more."""
+    files = RunFiles.at(str(tmp_path / "run"))
+    files.folder.mkdir()
+    rows = [
+        rollout(1, group, 0)
+        | {"score": float(group % 2), "row_index": row}
+        | {"prompt": f"critic {row} of task {group}" if row else f"task {group}"}
+        | {"scores_by_source": {"model": float(group)}}
+        for group in range(4)
+        for row in range(4 - group)
+    ]
+    files.write_rollouts(0, rollout_table(rows), held_out=True)
+    expected = {(group, f"task {group}"): group for group in range(4)}
+    assert held_out_scores(files, 0) == {key: group % 2 for key, group in expected.items()}
+    assert model_scores(files, 0, {"model": 1.0}) == expected
+
+
+def test_files_without_the_index_of_the_conversation_are_read(tmp_path: Path):
+    files = RunFiles.at(str(tmp_path / "run"))
+    files.folder.mkdir()
+    row = rollout(1, 0, 0) | {"score": 0.5, "scores_by_source": {"model": 2.0}}
+    table = rollout_table([row]).drop_columns(["row_index"])
+    files.write_rollouts(0, table, held_out=True)
+    assert held_out_scores(files, 0) == {(0, row["prompt"]): 0.5}
+    assert model_scores(files, 0, {"model": 1.0}) == {(0, row["prompt"]): 2.0}
 
 
 def test_a_welch_interval_by_hand():

@@ -9,6 +9,7 @@ import numpy as np
 from raypo.collectives import Workers
 from raypo.config import EngineSection, EvalSection
 from raypo.config.rollout_section import RolloutSection
+from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.collect import Sampler, Sampling, request_of
 from raypo.rollout.evaluation import _of_evaluation, evaluate_policy
 from raypo.types import Prompt, Rollout
@@ -34,11 +35,27 @@ def test_means_failures_and_pass_at_k_by_hand():
 
     assert figures == {
         "eval/failed": 1.0,
-        "eval/pass_at_1": (1 / 2 + 1 / 2 + 0) / 3,  # a score of 1 passes, a failed sample does not
-        "eval/pass_at_2": (1 + 1 + 0) / 3,
+        "eval/pass_at_1": (1 / 2 + 1 + 0) / 3,  # a score of 1 passes, a failed sample has no score
+        "eval/pass_at_2": (1 + 0) / 2,  # prompt 1 has one score only
         "eval/response_tokens_mean": 3.0,
         "eval/score_mean": (1.0 + 0.0 + 2.0 + 0.5 + 0.9) / 5,
     }
+
+
+def pass_at(k: int, function: RewardFunction) -> float:
+    section = EvalSection(samples_per_prompt=2, pass_at=(k,))
+    figures = evaluate_policy(
+        PROMPTS, Sampler(ALIKE, Lossy(), SAMPLING), function, section=section, workers=Workers()
+    )
+    return figures[f"eval/pass_at_{k}"]
+
+
+def test_a_score_just_below_1_does_not_pass():
+    assert pass_at(1, lambda rollouts: [1 - 1e-9] * len(rollouts)) == 0.0
+
+
+def test_pass_at_k_without_a_prompt_of_k_scores_is_not_known():
+    assert math.isnan(pass_at(2, lambda rollouts: [1.0, math.nan] * 3))
 
 
 def test_scores_by_source_where_there_are_several():

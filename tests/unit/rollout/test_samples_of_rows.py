@@ -157,6 +157,22 @@ def test_lengths_are_of_samples():
     assert figures["rollout/prompt_tokens_mean"] == pytest.approx((2 * 4 + 3 * 3 + 4) / 8)
 
 
+def test_the_spread_of_scores_is_of_samples_and_keeps_a_large_offset():
+    far = [replace(each, score=1e8 + each.score) for each in rows()]
+    for given in (rows(), far):
+        found = rollout_metrics(given, Workers())["rollout/score_std"]
+        assert found == pytest.approx(np.std(list(SCORES.values())), rel=1e-12)
+    failed = rollout_metrics([replace(each, score=math.nan) for each in rows()], Workers())
+    assert math.isnan(failed["rollout/score_std"])
+    assert math.isnan(failed["rollout/score_mean"])
+
+
+def test_an_episode_is_truncated_once_if_any_of_its_conversations_is():
+    ends = {(0, 0, 1): "length", (0, 0, 2): "length", (1, 1, 0): "length"}
+    told = [replace(each, finish_reason=ends.get(each.key, "stop")) for each in rows()]
+    assert rollout_metrics(told, Workers())["rollout/truncated_fraction"] == 2 / 4
+
+
 def test_tools_and_what_an_episode_measured_are_counted_once():
     uses = (ToolUse("calculator", 0.5, turn=1), ToolUse("", 0.0, "not JSON", turn=2))
     episode = Episode(1.0, 2, 0.0, metrics={"hits": 3.0}, tool_uses=uses)
