@@ -9,7 +9,7 @@ from pydantic import Field
 
 from raypo.config.base import Config
 from raypo.config.sections import EvalSection
-from raypo.config.sources import HeldOutSources
+from raypo.config.sources import HeldOutSources, path_of
 from raypo.config.supervised_config import (
     ExamplesLearnerSection,
     PairsSection,
@@ -150,6 +150,12 @@ class DPOConfig(PolicyExamplesConfig):
         ):
             if refused:
                 yield from self._idle(key, f"dpo.loss is {loss}", other)
+        if self.eval.prompts and not self.needs_engine:
+            sources = ", ".join(map(path_of, self.eval.prompts))
+            yield (
+                f"eval.prompts ({sources}): no function scores the answers. Set eval.function, or "
+                "set eval.pairs instead if these are held-out pairs."
+            )
         if not self.dpo.needs_reference:
             yield from self._idle("model.reference", f"dpo.loss {loss} has no reference", other)
         if self.data.ref_chosen_key is not None:

@@ -30,6 +30,7 @@ RUN = {
             r"data.max_prompt_tokens \+ 2 x data.max_response_tokens",
         ),
         ({"dpo.loss": "ipo", "data.margin_key": "m"}, "data.margin_key.*dpo.loss is ipo"),
+        ({"eval.prompts": "a.jsonl"}, r"eval.prompts \(a.jsonl\): no function scores.*eval.pairs"),
     ],
 )
 def test_what_has_no_effect_is_refused(change, words):
@@ -42,6 +43,16 @@ def test_what_has_no_effect_is_refused(change, words):
             values[section] = value
     with pytest.raises(ConfigError, match=words):
         DPOConfig.parse(values)
+
+
+def test_held_out_prompts_need_one_function_of_any_source():
+    own = {"path": "a.jsonl", "function": "judge.py:score"}
+    for evaluation in (
+        {"prompts": [own]},
+        {"prompts": "a.jsonl", "function": "judge.py:score"},
+        {"pairs": "a.jsonl"},
+    ):
+        assert DPOConfig.parse({**RUN, "eval": evaluation}).measures_held_out
 
 
 def test_held_out_metrics_are_those_of_pairs_or_of_answers_that_somebody_judges():
