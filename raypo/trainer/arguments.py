@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import xxhash
+from pydantic import BaseModel
 
 from raypo.config import ConfigError, OnlineConfig, PPOConfig, RecipeConfig, is_import_path
 from raypo.config.base import known_keys, read_yaml
@@ -112,7 +114,8 @@ def read_arguments(
     if given.model is not None:
         path = str(getattr(given.model, "name_or_path", given.model))
         recipe = kind.model_fields["recipe"].default
-        values.setdefault("name", f"{Path(path).name or 'model'}-{recipe}")
+        valid = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name).strip("._-")
+        values.setdefault("name", f"{valid or 'model'}-{recipe}")
     is_built = config is None or isinstance(config, Mapping)
     for name, key in (("model", "model.policy"), ("train_dataset", "data.prompts")):
         section, _, last = key.partition(".")
@@ -130,6 +133,8 @@ def read_arguments(
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in nested values. A mapping is merged into an existing mapping."""
+    if isinstance(value, BaseModel):  # a section, like PPOSection(num_epochs=2)
+        value = value.model_dump(exclude_unset=True)
     first, _, rest = key.partition(".")
     if rest:
         below = values.get(first)
@@ -223,6 +228,17 @@ def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"processing_class ({own}): a run loads the tokenizer from model.policy ({policy}). "
             "Save model and tokenizer to one folder, or give the model as an object."
+        )
+    from raypo.models.loading import load_tokenizer
+
+    loaded = load_tokenizer(policy)
+    names = ("chat_template", "bos_token", "eos_token", "added_tokens_decoder")
+    differing = [n for n in names if getattr(tokenizer, n, None) != getattr(loaded, n, None)]
+    if differing:
+        raise ConfigError(
+            f"processing_class ({own}): its {differing[0]} is not that of the tokenizer in "
+            f"model.policy ({policy}), which a run loads. Save it there "
+            "(tokenizer.save_pretrained), or give the model as an object."
         )
 
 
@@ -318,12 +334,7 @@ def _set_rewards(
         if isinstance(function, str) and not is_import_path(function):
             models.append({"path": function, "weight": weight})
             continue
-        if isinstance(function, str):
-            function = absolute_function(function, Path.cwd())
-            check_function(function, key="reward_funcs")
-        else:
-            check_callable(function, name=function_name(function), key="reward_funcs")
-        functions.append(function)
+        functions.append(_checked(function))
         factors.append(weight)
     if models:
         put(values, "model.reward", models)
@@ -333,6 +344,21 @@ def _set_rewards(
         put(values, "reward.function", functions[0])
         return None
     return functions[0] if functions else None
+
+
+def _checked(function: Any) -> Any:
+    """Check a reward function. Return it, an import path with the absolute path of its file."""
+    if isinstance(function, str):
+        function = absolute_function(function, Path.cwd())
+        check_function(function, key="reward_funcs")
+        return function
+    if hasattr(function, "save_pretrained"):
+        raise ConfigError(
+            f"reward_funcs ({type(function).__name__}): is a model, and not a function. Give the "
+            "model's folder or hub id: the run deploys it."
+        )
+    check_callable(function, name=function_name(function), key="reward_funcs")
+    return function
 
 
 def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyConfig:

@@ -21,7 +21,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypo.checks.input_checks import check_inputs
-from raypo.config import ConfigError, PPOConfig, parse_run_config
+from raypo.config import ConfigError, PPOConfig, PPOSection, parse_run_config
 from raypo.custom.loader import check_function
 from raypo.data.prompts import load_prompts
 from raypo.inputs import inputs_of
@@ -198,6 +198,35 @@ def test_models_and_tokenizers_that_could_not_be_used_are_refused(policy: str, t
     )
     said = refusal(lambda: grpo(policy, processing_class=other))
     assert f"loads the tokenizer from model.policy ({policy})" in said
+
+
+def test_a_tokenizer_that_was_changed_after_it_was_loaded_is_refused(policy: str):
+    padded = AutoTokenizer.from_pretrained(policy)
+    padded.pad_token = padded.eos_token  # as many scripts do; raypo pads with no token of its own
+    assert grpo(policy, processing_class=padded).config.model.policy == policy
+    other = AutoTokenizer.from_pretrained(policy)
+    other.chat_template = "{{ messages }}"
+    assert "chat_template" in refusal(lambda: grpo(policy, processing_class=other))
+    longer = AutoTokenizer.from_pretrained(policy)
+    longer.add_tokens(["<think>"])
+    assert "added_tokens_decoder" in refusal(lambda: grpo(policy, processing_class=longer))
+
+
+def test_a_model_object_is_no_reward_function(policy: str):
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    said = refusal(lambda: grpo(policy, reward_funcs=model))
+    assert "reward_funcs (LlamaForCausalLM)" in said
+    assert "folder or hub id" in said
+
+
+def test_a_section_is_taken_for_its_keys(policy: str):
+    made = grpo(policy, args={"ppo": PPOSection(num_epochs=2)}).config
+    assert (made.ppo.num_epochs, made.ppo.advantage) == (2, "grpo")
+
+
+def test_a_name_that_comes_from_the_models_folder_is_valid(tmp_path: Path):
+    folder = str(tiny_policy(tmp_path / "_my model"))
+    assert grpo(folder).config.name == "my-model-ppo"
 
 
 def test_a_lora_config_of_peft(policy: str):
