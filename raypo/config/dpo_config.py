@@ -112,6 +112,9 @@ class DPOLearnerSection(ExamplesLearnerSection):
 class DPOEvalSection(EvalSection):
     """Evaluation on held-out prompts, whose responses are scored, and on held-out pairs."""
 
+    function: str | None = None
+    """Reward function for the responses to held-out prompts. `eval/score_mean` is the mean of its
+    scores. `eval.prompts` needs it, here or beside each source."""
     pairs: HeldOutSources | None = None
     """Held-out sources of pairs or verdicts, written as in data.prompts and with the same columns.
     Their loss, accuracy and rewards are measured. null means no such evaluation."""

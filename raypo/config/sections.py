@@ -211,7 +211,8 @@ class EvalSection(Periodic):
     """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
     function: str | None = None
     """Reward function for the responses to held-out prompts. `eval/score_mean` is the mean of its
-    scores. null means reward.function. If that is null too, responses are scored as in training."""
+    scores. null means reward.function. If that is null too, responses are scored as in training. An
+    agent's episodes always have the agent's own scores."""
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
     """Timeout of one call of an evaluation function, in seconds, after which the run stops. null
     means no timeout."""

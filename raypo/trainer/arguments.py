@@ -222,9 +222,11 @@ def _check_model(model: Any, name: str, tokenizer: Any) -> None:
 
 def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
     """Refuse a tokenizer other than that of `model.policy`, because a run loads that one."""
-    policy = str((values.get("model") or {}).get("policy"))
+    policy = str((values.get("model") or {}).get("policy") or "")
+    if not policy:
+        return  # its absence is refused later
     own = str(getattr(tokenizer, "name_or_path", ""))
-    if own and policy and own != policy and Path(own).absolute() != Path(policy).absolute():
+    if own and own != policy and Path(own).absolute() != Path(policy).absolute():
         raise ConfigError(
             f"processing_class ({own}): a run loads the tokenizer from model.policy ({policy}). "
             "Save model and tokenizer to one folder, or give the model as an object."
@@ -232,8 +234,15 @@ def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
     from raypo.models.loading import load_tokenizer
 
     loaded = load_tokenizer(policy)
-    names = ("chat_template", "bos_token", "eos_token", "added_tokens_decoder")
+    names = ("chat_template", "bos_token", "eos_token")
     differing = [n for n in names if getattr(tokenizer, n, None) != getattr(loaded, n, None)]
+    # Scripts add a padding token, which raypo does not need.
+    pad = {getattr(tokenizer, "pad_token", None), loaded.pad_token}
+    tokens, known = (
+        {n: t for n, t in getattr(each, "added_tokens_decoder", {}).items() if str(t) not in pad}
+        for each in (tokenizer, loaded)
+    )
+    differing += ["added_tokens_decoder"] * (tokens != known)
     if differing:
         raise ConfigError(
             f"processing_class ({own}): its {differing[0]} is not that of the tokenizer in "

@@ -105,10 +105,11 @@ def _set_batches(get: Arguments, done: Settings, notes: list[str]) -> float:
     if not counts_all:
         return max(generated // batch, 1) * repeated
     if get("max_steps") > 0:
+        size, own = ("?" if each != each else each for each in (generated, batch))
         done["num_steps"] = (
             TODO,
-            f"{get('max_steps')} of max_steps / ({generated} of generation_batch_size / "
-            f"({batch} x processes) x {repeated} of num_iterations)",
+            f"{get('max_steps')} of max_steps / ({size} of generation_batch_size / "
+            f"({own} x processes) x {repeated} of num_iterations)",
         )
     return math.nan
 

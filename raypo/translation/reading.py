@@ -221,7 +221,7 @@ def _expanded(text: str) -> list[str]:
     # Rewrite arrays as variables: `A=(x y)` as `A=' x y'`, and `"${A[@]}"` as `${A}`. Their
     # values may have parentheses, as in `$((2*N))`.
     text = re.sub(
-        r"^(\s*\w+\+?=)\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)",
+        r"""^(\s*\w+\+?=)\(((?:"[^"]*"|'[^']*'|[^()"']|\((?:[^()]|\([^()]*\))*\))*)\)""",
         lambda each: each[1] + shlex.quote(f" {each[2]}"),
         text,
         flags=re.MULTILINE,
@@ -236,7 +236,10 @@ def _expanded(text: str) -> list[str]:
         if assignment := re.fullmatch(r"(\w+)(\+?)=(.*)", word, re.DOTALL):
             name, is_added, value = assignment.groups()
             variables[name] = (variables.get(name, "") if is_added else "") + value
-        words += shlex.split(word) if each.startswith(_SPLIT) else [word]
+        try:
+            words += shlex.split(word) if each.startswith(_SPLIT) else [word]
+        except ValueError:  # an apostrophe, which a shell does not read as a quote here
+            words += word.split()
     return words
 
 

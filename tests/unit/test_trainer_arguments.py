@@ -204,6 +204,8 @@ def test_a_tokenizer_that_was_changed_after_it_was_loaded_is_refused(policy: str
     padded = AutoTokenizer.from_pretrained(policy)
     padded.pad_token = padded.eos_token  # as many scripts do; raypo pads with no token of its own
     assert grpo(policy, processing_class=padded).config.model.policy == policy
+    padded.add_special_tokens({"pad_token": "[PAD]"})
+    assert grpo(policy, processing_class=padded).config.model.policy == policy
     other = AutoTokenizer.from_pretrained(policy)
     other.chat_template = "{{ messages }}"
     assert "chat_template" in refusal(lambda: grpo(policy, processing_class=other))

@@ -144,6 +144,15 @@ def test_positional_arguments_have_the_order_of_their_trainer(call: str, names: 
     assert (given["train_dataset"], given["eval_dataset"]) == ("train", "eval")
 
 
+def test_quotes_in_variables_and_brackets_in_quotes_of_an_array_are_read():
+    said = 'MSG="don\'t stop"\necho $MSG\npython -m verl.trainer.main_ppo data.prompt_key=q'
+    assert read_command(said, "verl") == {"data.prompt_key": "q"}
+    array = (
+        'A=(\n  data.x.y=":)"\n  data.prompt_key=q\n)\npython -m verl.trainer.main_ppo "${A[@]}"'
+    )
+    assert read_command(array, "verl") == {"data.x.y": ":)", "data.prompt_key": "q"}
+
+
 @pytest.mark.parametrize("argument", ["*rest", "None, None, None, None, 'eighth'"])
 def test_positional_arguments_that_cannot_be_read_are_notes(argument: str):
     recipe, given = read_script(f"SFTTrainer('m', SFTConfig(), {argument})")
