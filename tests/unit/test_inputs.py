@@ -53,6 +53,7 @@ def values_of(recipe: str, folder: Path) -> dict:
         values["ppo"] = {"policy_loss": function}
     if recipe == "distillation":
         model["teacher"] = str(folder / "teacher")
+    if recipe in ("dpo", "distillation"):
         values["eval"]["function"] = function
     return values
 
