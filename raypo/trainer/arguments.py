@@ -234,6 +234,7 @@ def _check_tokenizer(tokenizer: Any, values: Mapping[str, Any]) -> None:
     from raypo.models.loading import load_tokenizer
 
     loaded = load_tokenizer(policy)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # that of a processor
     names = ("chat_template", "bos_token", "eos_token")
     differing = [n for n in names if getattr(tokenizer, n, None) != getattr(loaded, n, None)]
     # Scripts add a padding token, which raypo does not need.

@@ -206,6 +206,8 @@ def test_a_tokenizer_that_was_changed_after_it_was_loaded_is_refused(policy: str
     assert grpo(policy, processing_class=padded).config.model.policy == policy
     padded.add_special_tokens({"pad_token": "[PAD]"})
     assert grpo(policy, processing_class=padded).config.model.policy == policy
+    processor = SimpleNamespace(tokenizer=padded, save_pretrained=print)
+    assert grpo(policy, processing_class=processor).config.model.policy == policy
     other = AutoTokenizer.from_pretrained(policy)
     other.chat_template = "{{ messages }}"
     assert "chat_template" in refusal(lambda: grpo(policy, processing_class=other))
