@@ -85,7 +85,7 @@ def default_run(*, device: str = "cuda") -> Figures:
         run = folder / "runs" / "first"
         begin = time.perf_counter()
         killed = _train("grpo.yaml", cwd=folder)
-        _kill_after(1, run, killed)
+        _kill_after(2, run, killed)  # a step's metrics are on disk before its checkpoint
         first, *rest = read_metrics(run)
         assert len(rest) < DEFAULT_STEPS - 1, "the run had finished before it was killed"
         note(until_killed_s=time.perf_counter() - begin, first_step_s=first["time/step_s"])
