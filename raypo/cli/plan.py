@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +12,6 @@ from raypo.cli.exit_status import WRONG_INPUT, exit_status, tell
 if TYPE_CHECKING:
     from raypo.cluster.hardware import Node
     from raypo.config import RecipeConfig
-    from raypo.plan.fit import Plan
-    from raypo.plan.times import Rates
 
 CLUSTER_HELP = (
     "The hardware. 8xH100,2 is two nodes with 8 GPUs each (8xGPU80G: any GPUs with 80 GB); "
@@ -33,7 +30,7 @@ def plan(
 ) -> None:
     """Check a config, and print its bundles, devices, predicted memory and seconds per step.
 
-    Seconds are predicted for known GPUs, and for this machine's CPUs after a short benchmark.
+    Seconds are predicted for known GPUs. On CPUs the plan is about memory only.
 
     Exit status 2 means that the run does not fit.
     """
@@ -53,7 +50,6 @@ def plan(
 
     from rich.console import Console
 
-    from raypo.cluster.hardware import this_machine
     from raypo.plan.tables import tables, times
     from raypo.plan.times import Rates, faster, step_time
 
@@ -61,13 +57,8 @@ def plan(
     for table in tables(made):
         console.print(table)
         console.print()
-    rates_of: Callable[[Plan], Rates | None] = Rates.of
-    if made.device == "cpu" and run.recipe == "ppo" and made.nodes == this_machine():
-        from raypo.plan.calibration import rates_here  # imports torch
-
-        rates_of = rates_here(made)
-    if rates := rates_of(made):
-        console.print(times(step_time(made, rates), faster(made, rates_of)))
+    if rates := Rates.of(made):
+        console.print(times(step_time(made, rates), faster(made)))
         console.print()
     for note in [*made.notes, *notes]:
         console.print(f"Note: {note}.", highlight=False)

@@ -7,9 +7,11 @@ Grammar of the option:
     item  = N "x" KIND                N GPUs of a kind, like 8xH100 or 8xA100-80G, on a node
           | N "xGPU" M "G"            N GPUs of M GB each; without their kind no times are predicted
           | N "xCPU"                  N CPU cores on a node
-          | M "G"                     M GB of memory on a node
+          | M "G" or M "T"            M GB or TB of memory on a node
           | M "Gbit"                  M Gbit/s from a node to others; default: typical for the GPU
           | N                         N nodes of this kind; default 1
+
+The number of nodes may also stand in front of GPUs, like 2x8xH100.
 
 A GB is 1e9 bytes, as in data sheets. Resources that are left out are not checked.
 """
@@ -40,11 +42,12 @@ CGROUP = Path("/sys/fs/cgroup")
 _ITEMS = [
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        r"(?P<gpus>\d+)xGPU(?P<gpu_gb>\d+(?:\.\d+)?)G",
+        r"(?:(?P<count>\d+)x)?(?P<gpus>\d+)xGPU(?P<gpu_gb>\d+(?:\.\d+)?)G",
         r"(?P<cpus>\d+)xCPU",
-        r"(?P<gpus>\d+)x(?P<kind>\w[\w-]*)",
+        r"(?:(?P<count>\d+)x)?(?P<gpus>\d+)x(?P<kind>[a-z][\w-]*)",
         r"(?P<gbit>\d+(?:\.\d+)?)Gbit",
         r"(?P<ram_gb>\d+(?:\.\d+)?)G",
+        r"(?P<ram_tb>\d+(?:\.\d+)?)T",
         r"(?P<count>\d+)",
     )
 ]
@@ -125,7 +128,10 @@ def _group(group: str, text: str) -> tuple[Node, int]:
     gpu: Gpu | None = None
     for item in map(str.strip, group.split(",")):
         match = next(filter(None, (pattern.fullmatch(item) for pattern in _ITEMS)), None)
-        item_values: dict[str, str | float] = dict(match.groupdict()) if match else {}
+        named = match.groupdict() if match else {}
+        item_values: dict[str, str | float] = {k: v for k, v in named.items() if v is not None}
+        if terabytes := item_values.pop("ram_tb", None):
+            item_values["ram_gb"] = 1000 * float(terabytes)
         if kind := str(item_values.pop("kind", "")):
             gpu = next((each for each in GPUS if each.name.lower() == kind.lower()), None)
             item_values = {**item_values, "gpu_gb": gpu.memory_gb} if gpu else {}
@@ -133,7 +139,8 @@ def _group(group: str, text: str) -> tuple[Node, int]:
             known = ", ".join(each.name for each in GPUS)
             raise _refusal(
                 text,
-                f"{item!r} is not NxKIND ({known}), NxGPUmG, NxCPU, mG, mGbit or a number of nodes",
+                f"{item!r} is not NxKIND ({known}), NxGPUmG, NxCPU, mG, mT, mGbit or a number "
+                "of nodes",
             )
         for name, number in item_values.items():
             if name in found or float(number) <= 0:

@@ -1,4 +1,4 @@
-"""Peak performance of a device: FLOP/s, the basis of MFU, and memory bandwidth."""
+"""Peak FLOP/s of a device, the basis of MFU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from raypo.models.linear import mkl_is_slow, product
 MEASURED_S = 0.2
 SIZES = {"cpu": 1024, "cuda": 8192}
 """Number of rows and columns of the matrices in the measured matmul, by device type."""
-READ_BYTES = 1 << 28
-"""Bytes read in a bandwidth test; more than CPU caches hold."""
 
 
 def peak_flops(dtype: str, declared_tflops: float | None = None) -> float:
@@ -45,12 +43,6 @@ def measured_flops(dtype: str, device: str) -> float:
     multiply = product if is_ours else torch.mm  # as the models' linear layers do
     multiply(left, right)  # warm-up
     return 2 * size**3 / _fastest(lambda: multiply(left, right), device)
-
-
-def measured_memory() -> float:
-    """Measure the peak RAM bandwidth of this process's threads together, in bytes per second."""
-    numbers = torch.ones(READ_BYTES // 4)
-    return READ_BYTES / _fastest(lambda: numbers.sum(), "cpu")
 
 
 def _fastest(work: Callable[[], object], device: str) -> float:

@@ -14,7 +14,7 @@ takes twice as many FLOPs. Embeddings, norms and recomputed activations do not c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from raypo.models.model_shape import ModelShape
@@ -55,20 +55,6 @@ class Groups:
     def tokens(self) -> float:
         """Number of tokens in all groups. A prompt counts once for its group."""
         return self.prompts * (self.prompt_tokens + self.samples * self.response_tokens)
-
-    def within(self, tokens: int) -> Groups:
-        """Return as many whole groups as fit a token budget.
-
-        If a whole group exceeds the budget, return one group with fewer responses. If a group with
-        one response exceeds it, also shorten the prompt and the response.
-        """
-        each = self.prompt_tokens + self.samples * self.response_tokens
-        if each <= tokens:
-            return replace(self, prompts=max(1, min(int(self.prompts), tokens // each)))
-        samples = max(1, (tokens - self.prompt_tokens) // self.response_tokens)
-        part = min(1.0, tokens / (self.prompt_tokens + samples * self.response_tokens))
-        prompt, response = int(part * self.prompt_tokens), int(part * self.response_tokens)
-        return Groups(1, samples, max(1, prompt), max(2, response))
 
     def forward_flops(self, shape: ModelShape, *, with_logits: bool = True) -> float:
         """Return the FLOPs of one forward pass that computes each prompt once for its group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -152,6 +153,11 @@ class Plan:
                 "the kind of the GPUs is not known, so no times are predicted: name it like "
                 "--cluster 8xH100"
             )
+        if self.device == "cuda" and self.idle_gpus:
+            notes.append(
+                f"{self.idle_gpus} of {sum(node.gpus for node in self.nodes)} GPUs are idle: "
+                "learner.num_workers sets how many the learner uses"
+            )
         if any(node.ram_bytes is None for node in self.nodes):
             notes.append("the nodes' RAM is not stated, so it is not checked")
         return notes
@@ -193,6 +199,17 @@ class Plan:
             gpus = [load for load in fullest if load not in rams] or fullest
             choices.append(Choice(sharding, sharding == own, gpus[0], rams[0]))
         return choices
+
+    @property
+    def idle_gpus(self) -> int:
+        """Number of GPUs of the nodes that no bundle uses."""
+        used = {(each.node, gpu) for each in self.bundles for gpu in each.gpus}
+        return sum(node.gpus for node in self.nodes) - len(used)
+
+    @property
+    def is_torn_apart(self) -> bool:
+        """True if a role's replica would span workers on several nodes."""
+        return bool(self._torn_apart())
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -482,28 +499,44 @@ def _up(number: float) -> float:
     return -(-number * 100 // 1) / 100
 
 
-def _remedy(plan: Plan) -> str:
-    """Name the keys to change so that the run fits.
+def remedies(plan: Plan) -> list[Changes]:
+    """Return up to three changes, as alternatives, each of which makes the run fit.
 
-    Up to three keys are named, as alternatives. If no single key suffices, the result names several
-    keys to change together.
+    Keys that cost nothing but idle GPUs come first. If no single key suffices, the only element has
+    several keys to change together. The list is empty if nothing helps.
     """
-    one_key, several_keys = _ways(plan.config)
-    found = list(itertools.islice(_that_fit(plan, one_key), MAX_REMEDIES))
-    found = found or list(_that_fit(plan, several_keys))
-    if not found:
+    ways = _ways(plan)
+    single = filter(None, (_first_that_fits(plan, way) for way in ways))
+    if alternatives := list(itertools.islice(single, MAX_REMEDIES)):
+        return alternatives
+    # Change one more key at a time, each to its most severe value, then drop those without need.
+    together = list(itertools.accumulate((way[-1] for way in ways if way), operator.or_))
+    changes = _first_that_fits(plan, together)
+    for key in changes or ():
+        fewer = {name: value for name, value in (changes or {}).items() if name != key}
+        changes = _first_that_fits(plan, [fewer]) or changes
+    return [changes] if changes else []
+
+
+def _remedy(plan: Plan) -> str:
+    """Name the keys to change so that the run fits."""
+    sentences = [
+        " and ".join(f"{key} to {_flow(value)}" for key, value in changes.items())
+        for changes in remedies(plan)
+    ]
+    if not sentences:
         return "None of the usual keys makes it fit: use a larger cluster or a smaller model."
-    return f"Set {', or '.join(found)}."
+    return f"Set {', or '.join(sentences)}."
 
 
-Way = list[dict[str, Any]]
-"""One remedy: alternative changes from mild to severe, each a dict of new values by dotted key."""
+Changes = dict[str, Any]
+"""New values by dotted config key."""
 
 
-def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
-    """Return the remedies that change one key, and then those that change several keys."""
+def _ways(plan: Plan) -> list[list[Changes]]:
+    """Return the alternative values of each key that saves memory, from mild to severe."""
+    config = plan.config
     learner, sampled = config.learner, engine_config(config)
-    fraction = sampled.rollout.engine.gpu_memory_fraction if sampled else 0.0
     halves = [learner.microbatch_tokens // 2**n for n in range(1, 32)]
     longest = config.data.max_prompt_tokens + (
         config.rollout.max_response_tokens
@@ -511,34 +544,45 @@ def _ways(config: AnyConfig) -> tuple[list[Way], list[Way]]:
         else config.data.max_response_tokens
     )
     halves = [half for half in halves if half >= longest]
-    apart = learner.total_workers - learner.num_workers
-    shards = max(learner.num_workers, apart) > 1
-    stages = range(learner.zero_stage + 1, 4) if shards else ()
-    fractions = [each for each in (0.4, 0.3, 0.2) if each < fraction]
-    off_load = {
-        "learner.deepspeed": OmegaConf.to_object(OmegaConf.merge(learner.deepspeed, OFF_LOAD))
+    off_load = OmegaConf.to_object(OmegaConf.merge(learner.deepspeed, OFF_LOAD))
+    engine: dict[str, list[Any]] = {}
+    if sampled:
+        section = sampled.rollout.engine
+        fractions = (0.4, 0.3, 0.2)
+        engine = {
+            "gpu_memory_fraction": [f for f in fractions if f < section.gpu_memory_fraction],
+            "kv_cache_gb": [0.5],
+            "sleep": [True] if plan.device == "cuda" and not section.sleeps else [],
+            "tensor_parallel": [n for n in (2, 4, 8) if n > section.tensor_parallel],
+        }
+    values: dict[str, list[Any]] = {
+        "learner.num_workers": worker_counts(plan),
+        "learner.max_tokens_per_microbatch": halves,
+        "learner.zero_stage": list(range(learner.zero_stage + 1, 4)),
+        "learner.activation_checkpointing": [True] if not learner.activation_checkpointing else [],
+        "learner.deepspeed": [off_load] if off_load != learner.deepspeed else [],
+        **{f"rollout.engine.{key}": choices for key, choices in engine.items()},
+        "model.dtype": ["bfloat16"] if config.model.dtype == "float32" else [],
     }
-    one_key: list[Way] = [
-        [{"learner.max_tokens_per_microbatch": half} for half in halves],
-        [{"learner.zero_stage": stage} for stage in stages],
-        [off_load] if learner.zero_stage >= 1 else [],
-        [{"rollout.engine.gpu_memory_fraction": each} for each in fractions],
-        [{"model.dtype": "bfloat16"}] if config.model.dtype == "float32" else [],
-        [{"rollout.engine.kv_cache_gb": 0.5}] if sampled else [],
-    ]
-    most = {"learner.zero_stage": 3, **off_load}
-    several_keys = [most, *({**most, "rollout.engine.gpu_memory_fraction": f} for f in fractions)]
-    return one_key, [several_keys] if shards else []
+    return [[{key: value} for value in choices] for key, choices in values.items()]
 
 
-def _that_fit(plan: Plan, ways: Sequence[Way]) -> Iterator[str]:
-    """Yield, for each remedy, the mildest change with which the run fits when planned again."""
-    for way in ways:
-        for changes in way:
-            changed = tried(plan, changes)
-            if changed is not None and changed.holds:
-                yield " and ".join(f"{key} to {_flow(value)}" for key, value in changes.items())
-                break
+def worker_counts(plan: Plan) -> list[int]:
+    """Return larger numbers of learner workers that the idle GPUs allow: powers of two, and all."""
+    if plan.device != "cuda" or not plan.idle_gpus:
+        return []
+    now = plan.config.learner.num_workers
+    most = now + plan.idle_gpus
+    return sorted({*(2**n for n in range(1, most.bit_length()) if now < 2**n <= most), most})
+
+
+def _first_that_fits(plan: Plan, way: Sequence[Changes]) -> Changes | None:
+    """Return the mildest change with which the run fits when planned again."""
+    for changes in way:
+        changed = tried(plan, changes)
+        if changed is not None and changed.holds and not changed.is_torn_apart:
+            return changes
+    return None
 
 
 def _flow(value: Any) -> str:

@@ -1,16 +1,16 @@
-"""Predicted seconds of a step on given hardware: a roofline model of each phase. Pure arithmetic.
+"""Predicted seconds of a step on GPUs: a roofline model of each phase. Pure arithmetic.
 
 Some parts of a phase run concurrently (arithmetic, memory, links); the slowest of them counts. The
-times of the parts that follow are added. On GPUs, rates are data-sheet values times the share that
-training and sampling typically reach. These rates are rough: trust comparisons of two configs more
-than absolute times. On CPUs, rates are measured on the machine that makes the plan. All responses
-are assumed to have maximum length.
+times of the parts that follow are added. Rates are data-sheet values times the shares that were
+reached by the runs of docs/performance.md, which the predictions met within a factor of 1.5; all of
+these had one GPU. Trust comparisons of two configs more than absolute times. All responses are
+assumed to have maximum length. On CPUs nothing is predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from raypo.cluster.placement import LEARNER, served_roles
@@ -18,44 +18,33 @@ from raypo.config import PPOConfig
 from raypo.models.flops import Groups
 from raypo.models.model_shape import ITEMSIZE, ModelShape
 from raypo.plan.estimate import adapter_weights, sequences_at_once
-from raypo.plan.fit import Plan, tried
+from raypo.plan.fit import Plan, tried, worker_counts
 from raypo.serving.engine_sizes import engine_sequences
 
 COMPUTED, READ, SENT = 0.45, 0.7, 0.7
-"""Reached shares of a data sheet's FLOP/s, memory bandwidth and link bandwidth: values commonly
-reported for training and sampling with these libraries, not measured by raypo."""
-ENGINE_STEP_S = 0.004
-"""Seconds of scheduling and sampling in a vLLM step on a GPU, in addition to the GPU's work."""
+"""Reached shares of a data sheet's FLOP/s (in the products of wide layers), memory bandwidth and
+link bandwidth: values commonly reported for training and sampling with these libraries."""
+HALF_WIDTH = 1200
+"""Hidden size at which products take half of a pass. Their FLOPs grow with its square; norms,
+activations and attention's memory traffic grow in proportion to it. Fits the passes of a model of
+896 on one H200 (19 to 20 % of the data sheet's FLOP/s)."""
+ENGINE_KERNELS_S, ENGINE_LAUNCHES_S = 0.002, 0.001
+"""Seconds of a vLLM step in addition to its products and reads: on the GPU (norms, sampling), and
+in the Python thread that launches them."""
+TOKEN_S = 8e-6
+"""Seconds of that thread for each token: scheduling it and keeping its log-prob. It works beside
+the GPU. 24e-6 with vLLM's own scheduler (docs/performance.md)."""
+REDUCE_S = 15e-6
+"""Latency of an all-reduce between the GPUs of an engine; two for each layer and step. Typical of
+NVLink with vLLM's own kernel, not measured by raypo."""
 OPTIMIZER_BYTES = 30
 """Bytes that AdamW reads and writes per weight: gradient, master weight, moments, the weight."""
 IPC_COPIES = 3
 """Number of copies of each pushed byte within a GPU: into the bucket, out of it, into the model."""
 STORE_BYTES_S = 2e9
 """Bytes a second through Ray's object store, with checksums and copies."""
-
-
-@dataclass(frozen=True)
-class Reached:
-    """Measured rates of CPU cores: FLOP/s (counted as in `raypo.models.flops`), bytes a second."""
-
-    forward: float
-    """FLOP/s of a pass without gradients."""
-    update: float
-    """FLOP/s of a forward and a backward pass, which count as three forward passes."""
-    decode: float
-    """FLOP/s of the matmuls of an engine's step, with weights too large for the CPU caches."""
-    memory: float
-    """Memory bandwidth in bytes a second."""
-
-    def times(self, factor: float) -> Reached:
-        """Return the rates of `factor` times as many cores."""
-        return Reached(*(factor * rate for rate in astuple(self)))
-
-
-CPU_ENGINE_STEP_S = 0.005
-CPU_STORE_BYTES_S = 4e8
-"""`ENGINE_STEP_S` and `STORE_BYTES_S` for CPUs, measured with SmolLM2-135M on two cores
-(docs/performance.md; docs/scale.md says how far they generalise)."""
+PUSH_S = 0.2
+"""Seconds of a push beside the transfer: vLLM's loader and the probe, as measured with 0.5B."""
 WORTH = 0.03
 """Share of a step's time that a change must save to be proposed."""
 MAX_CHANGES = 3
@@ -63,20 +52,21 @@ MAX_CHANGES = 3
 
 @dataclass(frozen=True)
 class Rates:
-    """Reached rates of a device: FLOP/s, bytes a second, and seconds per engine step."""
+    """Reached rates of a device: FLOP/s, bytes a second, and seconds of an engine's overheads."""
 
     flops: float
+    """FLOP/s of the products of wide layers."""
     memory: float
     link: float
     """Bytes a second between learner workers, over the slowest link."""
     host: float
     """Bytes a second between a GPU and its node's RAM."""
-    engine_step_s: float = ENGINE_STEP_S
+    half_width: int = HALF_WIDTH
+    engine_kernels_s: float = ENGINE_KERNELS_S
+    engine_launches_s: float = ENGINE_LAUNCHES_S
+    token_s: float = TOKEN_S
     store: float = STORE_BYTES_S
-    update: float | None = None
-    """FLOP/s of forward and backward passes together. None means `flops`."""
-    sampled: float | None = None
-    """FLOP/s of an engine while it samples. None means `flops`."""
+    push_s: float = PUSH_S
 
     @classmethod
     def of(cls, plan: Plan) -> Rates | None:
@@ -102,34 +92,9 @@ class Rates:
             host=SENT * min(gpu.host_gbs for gpu in gpus) * 1e9,
         )
 
-    @classmethod
-    def of_cores(cls, plan: Plan, core: Reached) -> Rates:
-        """Return the rates of a ppo run on the cores of one machine.
-
-        Args:
-            plan: The plan of the run.
-            core: Rates of one core.
-        """
-        config = plan.config
-        assert isinstance(config, PPOConfig), "rates are of ppo runs only"
-        learner = config.learner
-        engines = sum(
-            occupant.role == "engine" for each in plan.bundles for occupant in each.bundle.occupants
-        )
-        cores = float(config.placement.cpus_per_bundle)
-        if config.placement.group_of("engine") == "colocated":
-            cores = learner.cpus_per_worker * learner.total_workers / engines
-        worker = core.times(learner.cpus_per_worker)
-        return cls(
-            flops=worker.forward,
-            memory=worker.memory,
-            link=core.memory,
-            host=core.memory,
-            engine_step_s=CPU_ENGINE_STEP_S,
-            store=CPU_STORE_BYTES_S,
-            update=worker.update,
-            sampled=core.times(cores).decode,
-        )
+    def pass_flops(self, shape: ModelShape) -> float:
+        """Return the FLOP/s that passes of a model reach."""
+        return self.flops * shape.hidden / (shape.hidden + self.half_width)
 
 
 @dataclass(frozen=True)
@@ -187,14 +152,6 @@ def groups_of(config: PPOConfig) -> Groups:
     return Groups(rollout.prompts_per_step, rollout.samples_per_prompt, *lengths)
 
 
-def microbatch_of(config: PPOConfig) -> Groups:
-    """Return a learner worker's micro-batch in an update."""
-    part = config.ppo.minibatch_size / config.responses_per_step / config.learner.num_workers
-    whole = groups_of(config)
-    share = replace(whole, prompts=max(1.0, part * whole.prompts))
-    return share.within(config.learner.microbatch_tokens)
-
-
 def sampled_of(plan: Plan) -> tuple[int, int]:
     """Return an engine's number of responses in a step, and the number it samples at a time."""
     config = plan.config
@@ -230,35 +187,34 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
     return StepTime(shown, config.responses_per_step, is_ahead=config.rollout.mode != "sync")
 
 
-def faster(
-    plan: Plan, rates_of: Callable[[Plan], Rates | None] = Rates.of
-) -> list[tuple[str, float]]:
+def faster(plan: Plan) -> list[tuple[str, float]]:
     """Return the changes of a single key that shorten the step most, best first.
 
     Returns:
         Text of each change, like `learner.zero_stage=1`, and predicted seconds of the changed step.
         The changed run fits its devices.
     """
-    rates = rates_of(plan)
+    rates = Rates.of(plan)
     if rates is None or not isinstance(plan.config, PPOConfig):
         return []
-    now, found = step_time(plan, rates).seconds, []
-    for key, value in _changes(plan.config, plan.models.policy):
+    now, shorter = step_time(plan, rates).seconds, []
+    for key, value in _changes(plan, plan.config):
         changed = tried(plan, {key: value})
-        changed_rates = None if changed is None else rates_of(changed)
+        changed_rates = None if changed is None else Rates.of(changed)
         if changed is None or changed_rates is None or not (changed.holds and changed.fits):
             continue
         seconds = step_time(changed, changed_rates).seconds
         if seconds < (1 - WORTH) * now:
-            found.append((f"{key}={str(value).lower()}", seconds))
+            shorter.append((f"{key}={str(value).lower()}", seconds))
     best: dict[str, tuple[str, float]] = {}
-    for text, seconds in sorted(found, key=lambda each: each[1]):
+    for text, seconds in sorted(shorter, key=lambda change: change[1]):
         best.setdefault(text.partition("=")[0], (text, seconds))
     return list(best.values())[:MAX_CHANGES]
 
 
-def _changes(config: PPOConfig, policy: ModelShape) -> Iterator[tuple[str, Any]]:
+def _changes(plan: Plan, config: PPOConfig) -> Iterator[tuple[str, Any]]:
     learner, engine = config.learner, config.rollout.engine
+    yield from (("learner.num_workers", count) for count in worker_counts(plan))
     yield "rollout.engine.sleep", False
     yield from (("learner.zero_stage", stage) for stage in range(1, learner.zero_stage))
     yield from (
@@ -272,7 +228,7 @@ def _changes(config: PPOConfig, policy: ModelShape) -> Iterator[tuple[str, Any]]
     yield from (
         ("rollout.engine.tensor_parallel", size)
         for size in (1, 2, 4, 8)
-        if policy.does_not_divide(size) is None
+        if plan.models.policy.does_not_divide(size) is None
     )
     if learner.activation_checkpointing:
         yield "learner.activation_checkpointing", False
@@ -317,16 +273,19 @@ class _Work:
         steps = response * max(1.0, share / at_once)
         weights = shape.parameters * self._itemsize / size
         read = steps * (weights + at_once * (prompt + response / 2) * a_token)
-        prompts = replace(self._groups, samples=1, response_tokens=0)
-        read_at_once = prompts.forward_flops(shape, with_logits=False)
-        arithmetic = read_at_once / rates.flops
-        arithmetic += (self._pass(shape) - read_at_once) / (rates.sampled or rates.flops)
+        arithmetic = self._pass_s(shape) / engines / size
+        kernels = steps * rates.engine_kernels_s
         reduced = 4 * shape.layers * shape.hidden * self._itemsize * share * response
         moved = reduced * (size - 1) / size
         return PhaseTime(
             "generate",
-            {"memory": read / rates.memory, "arithmetic": arithmetic / engines / size},
-            {"steps of the engine": steps * rates.engine_step_s, "links": moved / rates.link},
+            {
+                "memory": read / rates.memory + kernels,
+                "arithmetic": arithmetic + kernels,
+                "the engine's Python": steps * rates.engine_launches_s
+                + share * response * rates.token_s,
+            },
+            {"links": moved / rates.link + (size > 1) * 2 * shape.layers * steps * REDUCE_S},
             moved,
         )
 
@@ -334,8 +293,8 @@ class _Work:
         """Predict scoring. Frozen models run one after the other, each once over all samples."""
         models = self._plan.models
         seconds = sum(
-            self._pass(shape, with_logits=role in models.references)
-            / (self._replicas[role] * self._devices[role] * self._rates.flops)
+            self._pass_s(shape, with_logits=role in models.references)
+            / (self._replicas[role] * self._devices[role])
             for role, shape in models.frozen.items()
             if role not in models.judges
         )
@@ -358,7 +317,8 @@ class _Work:
         read = steps * shape.parameters * self._itemsize / size / rates.memory
         tokens = share * judge.merged_sampling.get("max_tokens", 1)
         flops = graded * self._pass(shape) / replicas + 2 * shape.parameters * tokens
-        return max(read, flops / size / rates.flops) + steps * rates.engine_step_s
+        on_gpu = max(read, flops / size / rates.pass_flops(shape)) + steps * rates.engine_kernels_s
+        return max(on_gpu, steps * rates.engine_launches_s + tokens * rates.token_s)
 
     def log_probs(self) -> PhaseTime:
         """Predict the passes before the update: old log-probs (if needed) and values."""
@@ -368,13 +328,13 @@ class _Work:
         passes = [models.policy] if computes else []
         if config.ppo.needs_reference and config.model.is_own_reference:
             passes.append(models.policy)
-        flops = self._slowest(sum(self._pass(shape) for shape in passes))
+        seconds = self._slowest(sum(self._pass_s(shape) for shape in passes))
         if models.critic:
             passes.append(models.critic)
         moved = 0.0
         if self._sharding.stage == 3:
             moved = self._microbatches(self._workers) * sum(map(self._whole, passes)) * self._ring
-        beside = {"arithmetic": flops / self._rates.flops}
+        beside = {"arithmetic": seconds}
         return PhaseTime("log_probs", beside | self._links(moved), moved=moved)
 
     def update(self) -> PhaseTime:
@@ -399,8 +359,8 @@ class _Work:
         config, rates, stage = self.config, self._rates, self._sharding.stage
         epochs, ring = config.ppo.num_epochs, (workers - 1) / workers
         steps = epochs * self._minibatches
-        flops = sum(map(self._pass, policy))
-        flops += sum(self._pass(shape, with_logits=False) for shape in critic)
+        pass_s = sum(map(self._pass_s, policy))
+        pass_s += sum(self._pass_s(shape, with_logits=False) for shape in critic)
         passes = 2 if config.model.lora else 3  # no gradients of frozen weights
         passes += 1 if config.learner.activation_checkpointing else 0
         whole = sum(map(self._whole, [*policy, *critic]))
@@ -412,7 +372,7 @@ class _Work:
         after = {"optimizer": steps * OPTIMIZER_BYTES * share / rates.memory}
         if self._sharding.offload_optimizer:
             after = {"PCIe and the processors' AdamW": steps * OPTIMIZER_BYTES * share / rates.host}
-        beside = {"arithmetic": passes * epochs * flops / workers / (rates.update or rates.flops)}
+        beside = {"arithmetic": passes * epochs * pass_s / workers}
         return PhaseTime("update", beside | self._links(moved), after, moved)
 
     def push(self) -> PhaseTime:
@@ -420,7 +380,7 @@ class _Work:
         shape, rates, lora = self._plan.models.policy, self._rates, self.config.model.lora
         if lora is not None and lora.push == "adapter":
             size = float(adapter_weights(lora, shape) * self._itemsize)
-            return PhaseTime("push", after={"object": size / rates.store})
+            return PhaseTime("push", after={"object": size / rates.store, "probe": rates.push_s})
         whole = self._whole(shape)
         gathered = whole * self._ring if self._sharding.stage == 3 else 0.0
         engine = self.config.rollout.engine
@@ -434,7 +394,7 @@ class _Work:
             "nccl": 1 / rates.link,
             "object": 1 / rates.store,
         }
-        after = {way: whole * a_byte[way]}
+        after = {way: whole * a_byte[way], "loader and probe": rates.push_s}
         if gathered:
             after["links"] = gathered / rates.link
         return PhaseTime("push", after=after, moved=gathered + (whole if way == "nccl" else 0.0))
@@ -474,15 +434,15 @@ class _Work:
         return self._minibatches * of_one
 
     def _slowest(self, policy: float) -> float:
-        """Return a worker's FLOPs: its share of the policy's passes and of one critic pass.
+        """Return a worker's seconds: its share of the policy's passes and of one critic pass.
 
         If the critic has its own workers, return the larger of the two shares.
 
         Args:
-            policy: FLOPs of the policy over all workers.
+            policy: Seconds of the policy's passes on one worker.
         """
         critic = self._plan.models.critic
-        values = self._pass(critic, with_logits=False) if critic else 0.0
+        values = self._pass_s(critic, with_logits=False) if critic else 0.0
         if apart := self.config.learner.critic_workers:
             return max(policy / self._workers, values / apart)
         return (policy + values) / self._workers
@@ -492,6 +452,10 @@ class _Work:
 
     def _whole(self, shape: ModelShape) -> float:
         return float(shape.parameters * self._itemsize)
+
+    def _pass_s(self, shape: ModelShape, *, with_logits: bool = True) -> float:
+        """Return the seconds of a forward pass over the step's samples on one device."""
+        return self._pass(shape, with_logits=with_logits) / self._rates.pass_flops(shape)
 
     def _pass(self, shape: ModelShape, *, with_logits: bool = True) -> float:
         """Return the FLOPs of a forward pass over the step's samples. Shared prompts count once."""

@@ -29,6 +29,7 @@ def test_cores_memory_and_kinds_of_nodes_in_any_order():
         ("8xGPU", "'8xGPU' is not NxKIND (B200, H200, "),
         ("", "'' is not NxKIND"),
         ("2", "'2' does not describe a node"),
+        ("2x8xH100,2", "'2' comes twice"),
         ("4xCPU,2xCPU", "'2xCPU' comes twice"),
         ("0xCPU", "'0xCPU' must be above 0"),
         ("4xCPU,0", "'0' must be above 0"),
@@ -39,6 +40,11 @@ def test_what_is_no_cluster_is_refused_with_an_example(text: str, problem: str):
     with pytest.raises(ConfigError, match=re.escape(f"--cluster ({text}): {problem}")) as caught:
         parse_cluster(text)
     assert "8xGPU80G says" in str(caught.value)
+
+
+def test_nodes_may_stand_in_front_and_ram_in_terabytes():
+    assert parse_cluster("2x8xH100,1.5T") == parse_cluster("8xH100,1500G,2")
+    assert parse_cluster("2x8xGPU80G") == parse_cluster("8xGPU80G,2")
 
 
 def test_a_kind_says_what_its_data_sheet_does():

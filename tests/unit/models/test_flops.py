@@ -60,12 +60,3 @@ def test_a_prompt_is_read_once_for_all_its_responses():
     pairs = 6 * 9**2 - 4 * 4**2
     assert groups.forward_flops(SHAPE) == 2 * (12 * 38 + 5 * 30) + 4 * 2 * pairs
     assert groups.forward_flops(SHAPE, with_logits=False) == 2 * 12 * 38 + 4 * 2 * pairs
-
-
-def test_groups_within_a_budget_are_whole_else_one_is_cut():
-    groups = Groups(5.5, samples=3, prompt_tokens=10, response_tokens=20)  # 70 tokens each
-    assert groups.within(1000) == Groups(5, 3, 10, 20)
-    assert groups.within(210) == Groups(3, 3, 10, 20)
-    assert groups.within(60) == Groups(1, 2, 10, 20)
-    assert groups.within(15) == Groups(1, 1, 5, 10)
-    assert groups.within(1) == Groups(1, 1, 1, 2)

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from raypo.cluster.hardware import parse_cluster
 from raypo.config import ConfigError, PPOConfig, parse_run_config
-from raypo.plan.fit import Plan, make_plan
+from raypo.config.sweep_config import with_values
+from raypo.plan.fit import Plan, make_plan, remedies
 from raypo.plan.tables import gb, tables
 from raypo.plan.times import Rates, step_time
 from scripts.scale_table import QWEN, SIZES
@@ -491,11 +492,46 @@ def test_an_adapter_of_rank_16_trains_beside_one_base_of_7b(values: dict, tmp_pa
     assert (engine["weights"], engine["adapter"]) == (2 * weights, 2 * adapter)
 
 
+@pytest.mark.parametrize("size", ["1b", "8b"])
+@pytest.mark.parametrize("cluster", ["1xH100,500G", "4xL4", "8xH100", "2x8xH100,1T"])
+@pytest.mark.parametrize("rest", [{}, {"rollout": {"engine": {"sleep": False}}}])
+def test_every_remedy_makes_the_run_fit(values: dict, size: str, cluster: str, rest: dict):
+    """Each alternative that a plan names is applied, and the run is planned again."""
+    values["model"]["policy"] = values["model"]["policy"].replace("1b", size)
+    values["learner"]["num_workers"] = 1
+    values["rollout"] |= rest.get("rollout", {})
+    made = plan(values, cluster)
+    if made.fits:
+        return
+    for changes in remedies(made):
+        changed = with_values(made.config.model_dump(), changes)
+        again = make_plan(PPOConfig.parse(changed), made.nodes)
+        assert again.fits, (changes, again.problems)
+        for key in changes if len(changes) > 1 else ():
+            fewer = {name: value for name, value in changes.items() if name != key}
+            less = with_values(made.config.model_dump(), fewer)
+            assert not make_plan(PPOConfig.parse(less), made.nodes).fits, f"{key} is not needed"
+
+
+def test_idle_gpus_are_the_first_remedy_and_are_named(values: dict):
+    """One of eight GPUs is used by default, and 8B does not fit it."""
+    values["model"]["policy"] = values["model"]["policy"].replace("1b", "8b")
+    values["learner"]["num_workers"] = 1
+    values["ppo"] = {"preset": "grpo"}
+    made = plan(values, "8xH100,2T")
+    assert "7 of 8 GPUs are idle" in " ".join(made.notes)
+    first, *_ = remedies(made)
+    assert first.keys() == {"learner.num_workers"}
+    assert "Set learner.num_workers to " in made.problems[0]
+    values["learner"]["num_workers"] = 8
+    assert "idle" not in " ".join(plan(values, "8xH100,2T").notes)
+
+
 def test_what_is_pushed_of_an_adapter_is_the_adapter(values: dict):
     made = {}
     for push in ("merged", "adapter"):
         values["model"]["lora"] = {"rank": 16, "push": push}
-        step = step_time(plan(values, "8xH100"), Rates(1e15, 1e12, 1e11, 1e10, store=1e9))
+        step = step_time(plan(values, "8xH100"), Rates(1e15, 1e12, 1e11, 1e10, store=1e9, push_s=0))
         made[push] = {each.phase: each for each in step.phases}["push"]
     rank_16 = 16 * 16 * (2_048 * 2 + 2 * (2_048 + 512) + 2_048 * 2 + 3 * (2_048 + 8_192))
     assert made["adapter"].seconds == pytest.approx(2 * rank_16 / 1e9)

@@ -9,22 +9,30 @@ import pytest
 
 from raypo.cluster.hardware import parse_cluster
 from raypo.config import PPOConfig
-from raypo.models.flops import Groups
 from raypo.plan.fit import Plan, make_plan
 from raypo.plan.tables import times
 from raypo.plan.times import (
     OPTIMIZER_BYTES,
     PhaseTime,
     Rates,
-    Reached,
     StepTime,
     faster,
-    microbatch_of,
     step_time,
 )
 from tests.unit.plan.test_plan import LLAMA_8B
 
-ONE = Rates(flops=1e12, memory=1e10, link=1e9, host=1e9, engine_step_s=0.0, store=1e9)
+ONE = Rates(
+    flops=1e12,
+    memory=1e10,
+    link=1e9,
+    host=1e9,
+    half_width=0,
+    engine_kernels_s=0.0,
+    engine_launches_s=0.0,
+    token_s=0.0,
+    store=1e9,
+    push_s=0.0,
+)
 
 
 @pytest.fixture
@@ -101,26 +109,68 @@ def test_frozen_models_score_eight_times_as_fast_on_eight_devices(folder: Path):
     )
 
 
-def test_cores_are_shared_out_between_workers_and_engines(folder: Path):
-    """Two workers of two cores each; the one engine beside them takes turns on all four."""
-    workers = {"num_workers": 2, "cpus_per_worker": 2, "zero_stage": 2}
-    made = plan(folder, "4xCPU,999G", learner=workers)
-    rates = Rates.of_cores(made, Reached(forward=1e9, update=2e9, decode=3e9, memory=4e9))
-    assert (rates.flops, rates.update, rates.memory) == (2e9, 4e9, 8e9)
-    assert rates.sampled == 12e9
-    slow = phases(made, rates)["update"].beside["arithmetic"]
-    fast = phases(made, replace(rates, update=8e9))["update"].beside["arithmetic"]
-    assert slow == 2 * fast
+HALF_B = {
+    "model_type": "llama",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 
 
-def test_a_workers_microbatch_is_what_its_budget_holds_of_its_share(folder: Path):
-    """Two of 64 prompts in each minibatch of 64 responses, and room for one with its responses."""
+@pytest.mark.parametrize(
+    ("taken_s", "generate_s", "reference_s", "update_s"),
+    [(6.61, 3.20, 0.73, 2.39), (8.1, 4.6, 0.76, 2.40)],
+    ids=["28 November 2026", "27 November 2026"],
+)
+def test_seconds_are_right_within_half_for_the_runs_that_were_measured(
+    tmp_path: Path, taken_s: float, generate_s: float, reference_s: float, update_s: float
+):
+    """Two runs of docs/performance.md on an H200; both sampled with vLLM's own scheduler."""
+    (tmp_path / "config.json").write_text(json.dumps(HALF_B))
+    made = plan(
+        tmp_path,
+        "1xH200",
+        model={"dtype": "bfloat16"},
+        data={"max_prompt_tokens": 256},
+        rollout={
+            "prompts_per_step": 32,
+            "samples_per_prompt": 8,
+            "engine": {"gpu_memory_fraction": 0.4, "sleep": False},
+        },
+        ppo={"preset": "grpo", "minibatch_size": 256},
+        learner={"num_workers": 1, "zero_stage": 2, "max_tokens_per_microbatch": 16384},
+    )
+    rates = Rates.of(made)
+    assert rates is not None
+    step = step_time(made, replace(rates, token_s=24e-6))
+    seconds = {each.phase: each.seconds for each in step.phases}
+    measured = {"generate": generate_s, "score": reference_s, "update": update_s}
+    for phase, measured_s in {"step": taken_s, **measured}.items():
+        predicted_s = step.seconds if phase == "step" else seconds[phase]
+        assert measured_s / 1.5 < predicted_s < 1.5 * measured_s, phase
+
+
+def test_a_narrow_model_reaches_less_of_the_data_sheet(folder: Path):
     made = plan(folder, "8xH100")
-    assert isinstance(made.config, PPOConfig)
-    assert microbatch_of(made.config) == Groups(1, 4, 512, 512)
-    made = plan(folder, "8xH100", learner={"max_tokens_per_microbatch": 8192})
-    assert isinstance(made.config, PPOConfig)
-    assert microbatch_of(made.config) == Groups(2, 4, 512, 512)
+    wide = made.models.policy
+    rates = replace(ONE, half_width=wide.hidden)
+    assert rates.pass_flops(wide) == ONE.flops / 2
+    assert phases(made, rates)["update"].beside["arithmetic"] == pytest.approx(
+        2 * phases(made)["update"].beside["arithmetic"]
+    )
+
+
+def test_the_engines_python_works_beside_the_gpu(folder: Path):
+    made = plan(folder, "8xH100")
+    on_gpu = phases(made)["generate"].seconds
+    few, many = (replace(ONE, token_s=s * on_gpu / (32 * 512)) for s in (0.5, 2.0))
+    assert phases(made, few)["generate"].seconds == on_gpu
+    assert phases(made, many)["generate"].seconds == pytest.approx(2 * on_gpu)
+    assert phases(made, many)["generate"].limit == "the engine's Python"
 
 
 def test_who_stays_awake_moves_nothing_to_the_host(folder: Path):
