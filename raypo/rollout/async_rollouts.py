@@ -14,12 +14,11 @@ collective operations run concurrently with those of the main thread.
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from raypo.metrics.clock import Clock, Span
 from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
-from raypo.storage.retries import retried
+from raypo.rollout.sample_counts import SampleCounts
+from raypo.rollout.saved_batches import read_batches, write_batches
 from raypo.types import Prompt, Rollout
 
 SampleAndScore = Callable[[Sequence[Prompt], Clock, Workers], list[Rollout]]
@@ -255,13 +255,11 @@ class AsyncRollouts:
             counts = self.prompts.sample_counts
             num_kept = sum(len(samples_of(each.scored)) for each in kept.values())
             state = {
-                "batches": kept,
                 "begins": {step: self._begins[step] for step in kept},
                 "stream": self._before(following),
-                "ledger": replace(counts, lost=counts.carried - num_kept),
+                "sample_counts": asdict(replace(counts, lost=counts.carried - num_kept)),
             }
-        path, content = _file(directory, workers.rank), pickle.dumps(state)
-        retried(lambda: path.write_bytes(content), f"writing {path.name}")
+        write_batches(_file(directory, workers.rank), kept, state)
 
     def position(self) -> dict[str, Any]:
         """Return the position of the prompt stream before the first batch that was not taken."""
@@ -276,12 +274,11 @@ class AsyncRollouts:
         """Read the file that `save` wrote, before `begin`."""
         if not (path := _file(directory, workers.rank)).exists():
             return  # a run with mode sync wrote the checkpoint
-        with path.open("rb") as file:
-            state = pickle.load(file)
+        batches, state = read_batches(path, self.prompts.stream.items)
         self.prompts.stream.load_state_dict(state["stream"])
-        self.prompts.sample_counts = state["ledger"]
-        self._begins |= state["begins"]
-        for step, collected in state["batches"].items():
+        self.prompts.sample_counts = SampleCounts(**state["sample_counts"])
+        self._begins |= {int(step): draw for step, draw in state["begins"].items()}
+        for step, collected in batches.items():
             self._batches[step] = Future()
             self._batches[step].set_result(collected)
 
@@ -421,4 +418,4 @@ def _is_complete(batch: Future[Collected]) -> bool:
 
 
 def _file(directory: Path, rank: int) -> Path:
-    return directory / f"rollouts_ahead_{rank}.pkl"
+    return directory / f"rollouts_ahead_{rank}.npz"

@@ -111,7 +111,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
     cells = dict(row)
     label = row.get("label")
     if label is not None and not isinstance(label, str):
-        cells["label"] = json.dumps(label, ensure_ascii=False, default=_plain)
+        cells["label"] = json.dumps(label, ensure_ascii=False, default=json_default)
     for name in ("prompt", "response", "label", "episode", "reward_texts"):
         cells[name] = _with_utf_8(cells.get(name))
     for name in ("score", "advantage_mean", "kl"):
@@ -131,7 +131,7 @@ def _with_utf_8(value: Any) -> Any:
     return [_with_utf_8(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _plain(value: Any) -> Any:
+def json_default(value: Any) -> Any:
     """Convert a value that json cannot write: NumPy to lists and numbers, other types to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 

@@ -14,10 +14,18 @@ The program gets its own Linux namespaces. None of them needs root:
 The kernel enforces the limits on memory, processes and files. System calls that would allocate
 memory outside of these limits are refused.
 
-This script stays outside as the supervisor. It kills the program at the time limit, on SIGTERM, and
-when its own parent dies. It writes one line of JSON to the file descriptor `report`:
-`{"status": the status of waitpid, "timed_out": bool}`, or `{"failed": reason}` if the host does not
-support the sandbox.
+Three processes take part:
+
+- the supervisor, this script, outside the namespaces. It kills init at the time limit, on SIGTERM,
+  and when its own parent dies.
+- init, process 1 of the namespaces and leader of a session of its own, so that no signal to a
+  process group leaves them. It waits for the program. The kernel kills it when the supervisor dies,
+  and all other processes of the namespaces with it. It keeps its capabilities, so a program can
+  neither trace it nor take its files, and process 1 ignores the signals of its own namespace.
+- the program, which can call off its parent-death signal, for example by calling exec in a thread.
+
+The first line of JSON in the file descriptor `report` counts: `{"status": the status of waitpid,
+"timed_out": bool}`, or `{"failed": reason}` if the host does not support the sandbox.
 
 Reasons against bubblewrap (bwrap 0.8 was tried): it maps a single user. If root starts it, as in
 most containers, the sandboxed program is root outside the sandbox, and the kernel applies no limit
@@ -67,7 +75,7 @@ X32 = 0x40000000
 
 MACHINES = ("x86_64", "aarch64")
 AUDIT_ARCH = (0xC000003E, 0xC00000B7)
-SYS_PIVOT_ROOT, SYS_SOCKET = (155, 41), (41, 198)
+SYS_PIVOT_ROOT = (155, 41)
 REFUSED = {
     # These allocate memory outside of address spaces and files, so that no limit applies.
     "memfd_create": (319, 279),
@@ -77,6 +85,15 @@ REFUSED = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
     "vmsplice": (278, 75),
+    # The kernel bounds the number of these for each user, and the caller may be the same user.
+    "inotify_init": (253, 26),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    # These reach into other processes, such as init.
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
     # These are large parts of the kernel's attack surface, and programs do not need them.
     "io_uring_setup": (425, 425),
     "bpf": (321, 280),
@@ -87,6 +104,8 @@ REFUSED = {
     "keyctl": (250, 219),
 }
 """Refused system calls, with their numbers on each machine of MACHINES."""
+OPENS_SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}
+"""System calls that are refused for other families than FAMILIES, likewise."""
 FAMILIES = (1, 2, 10)
 """Allowed socket families: AF_UNIX, AF_INET, AF_INET6. Others are refused because some, such as
 AF_VSOCK of virtual machines, belong to no network namespace."""
@@ -120,21 +139,35 @@ def main(jail: Jail) -> None:
     try:
         _leave_namespaces()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
-        program = os.fork()
+        init = os.fork()
     except OSError as error:
         _report(jail, {"failed": str(error)})
         return
-    if program == 0:
-        try:
-            _become(jail)
-        except (OSError, ValueError) as error:  # setrlimit raises ValueError
-            _report(jail, {"failed": str(error)})
-            os._exit(1)
+    if init == 0:
+        _run_as_init(jail)
     received = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, jail.time_limit_s)
     with suppress(ProcessLookupError):
-        os.kill(program, signal.SIGKILL)  # it is init: its namespace dies with it
-    _, status = os.waitpid(program, 0)
-    _report(jail, {"status": status, "timed_out": received is None})
+        os.kill(init, signal.SIGKILL)  # its namespaces die with it
+    _, status = os.waitpid(init, 0)
+    _report(jail, {"status": status, "timed_out": received is None})  # unless init has reported
+
+
+def _run_as_init(jail: Jail) -> NoReturn:
+    """Start the program, reap all processes of the namespace, and report the program's status."""
+    try:
+        os.setsid()
+        _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler could be called by the program
+        program = os.fork()
+        if program == 0:
+            _become(jail)
+        ended = status = 0
+        while ended != program:
+            ended, status = os.waitpid(-1, 0)
+        _report(jail, {"status": status, "timed_out": False})
+    except (OSError, ValueError) as error:  # setrlimit raises ValueError
+        _report(jail, {"failed": str(error)})
+    os._exit(0)
 
 
 def _leave_namespaces() -> None:
@@ -186,7 +219,8 @@ def _become(jail: Jail) -> NoReturn:
         resource.RLIMIT_FSIZE: jail.file_bytes,
         resource.RLIMIT_NOFILE: jail.files,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: jail.processes + (os.geteuid() != 0),  # add the supervisor
+        resource.RLIMIT_NPROC: jail.processes + 2 * (os.geteuid() != 0),  # supervisor and init
+        resource.RLIMIT_SIGPENDING: jail.files,  # timers too; the caller may be the same user
     }
     for limit, most in limits.items():
         resource.setrlimit(limit, (most, most))
@@ -195,7 +229,6 @@ def _become(jail: Jail) -> NoReturn:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
-    _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     _refuse_system_calls()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGCHLD})
@@ -238,8 +271,10 @@ def _refuse_system_calls() -> None:
     ]
     for numbers in REFUSED.values():
         steps += [(BPF_IS_EQUAL, 0, 1, numbers[machine]), refuse]
+    socket, socketpair = (numbers[machine] for numbers in OPENS_SOCKETS.values())
     steps += [
-        (BPF_IS_EQUAL, 0, len(FAMILIES) + 2, SYS_SOCKET[machine]),
+        (BPF_IS_EQUAL, 1, 0, socket),
+        (BPF_IS_EQUAL, 0, len(FAMILIES) + 2, socketpair),
         (BPF_LOAD, 0, 0, FIRST_ARGUMENT),
         *((BPF_IS_EQUAL, left, 0, each) for left, each in zip((3, 2, 1), FAMILIES, strict=True)),
         refuse,

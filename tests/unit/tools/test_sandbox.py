@@ -1,7 +1,6 @@
 """What a program in the sandbox can do, and what it cannot; each of them is really run."""
 
 import asyncio
-import json
 import os
 import pickle
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,11 +39,11 @@ def processes_with(mark: str) -> list[int]:
     return found
 
 
-def until_gone(mark: str) -> bool:
+def until_gone(mark: str, but: int | None = None) -> bool:
     deadline = time.monotonic() + 20
-    while processes_with(mark) and time.monotonic() < deadline:
+    while (left := {*processes_with(mark)} - {but}) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not processes_with(mark)
+    return not left
 
 
 LEAVE_BEHIND = """
@@ -185,9 +185,10 @@ def test_system_calls_by_the_numbers_of_32_bits_end_the_program():
     assert run(code) in (Ran("", -signal.SIGSYS), Ran("", -signal.SIGSEGV))  # 32 bits may be off
 
 
-@pytest.mark.parametrize("family", [16, 38, 40])  # AF_NETLINK, AF_ALG, AF_VSOCK
-def test_sockets_of_other_families_are_refused(family):
-    ran = run(f"import socket; socket.socket({family}, socket.SOCK_DGRAM)")
+@pytest.mark.parametrize("family", [16, 30, 38, 40])  # AF_NETLINK, AF_TIPC, AF_ALG, AF_VSOCK
+@pytest.mark.parametrize("function", ["socket", "socketpair"])
+def test_sockets_of_other_families_are_refused(function, family):
+    ran = run(f"import socket; socket.{function}({family}, socket.SOCK_DGRAM)")
     assert "PermissionError: [Errno 1]" in ran.output
 
 
@@ -288,14 +289,14 @@ def test_it_is_nobody_and_can_become_no_one_else():
     code = (
         "import ctypes, os\n"
         "libc = ctypes.CDLL(None, use_errno=True)\n"
-        "print(os.getuid() == os.geteuid() == 65534, os.getpid())\n"
+        "print(os.getuid() == os.geteuid() == 65534)\n"
         "for flags in (0x10000000, 0x20000, 0x40000000):\n"  # users, mounts, network
         "    print(libc.unshare(flags))\n"
         "print(libc.mount(b'tmpfs', b'/sandbox', b'tmpfs', 0, b''))\n"
         "try: os.setuid(0)\n"
         "except PermissionError: print('still nobody')\n"
     )
-    assert run(code).output.split("\n")[:-1] == ["True 1", *["-1"] * 4, "still nobody"]
+    assert run(code).output.split("\n")[:-1] == ["True", *["-1"] * 4, "still nobody"]
 
 
 def test_processes_that_it_leaves_behind_end_with_it():
@@ -399,37 +400,127 @@ def test_a_host_without_namespaces_is_refused_with_a_remedy():
     assert "user.max_user_namespaces" in ran.output
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root then")
-def test_it_needs_no_root():
-    python = shutil.which("python3", path="/usr/bin:/bin")
-    if python is None:
-        pytest.skip("no Python that other users may run")
-    heard, report = os.pipe()
-    asked = {
-        "program": "import os; print(os.getuid()); os.fork(); os.fork()",
-        "report": report,
-        "time_limit_s": 10.0,
-        "memory_bytes": 10**9,
-        "processes": 2,
-        "file_bytes": 10**6,
-        "files": 50,
-        "readable": [],
-    }
+@pytest.fixture(scope="module")
+def ordinary_users_folder() -> Iterator[Path]:
+    """A folder with the sandbox in it that every user can read, unlike the repository."""
     with tempfile.TemporaryDirectory() as folder:
+        tools = Path(folder, "raypo", "tools")
+        tools.mkdir(parents=True)
+        shutil.copy(jail.__file__, tools)
+        shutil.copy(sandbox.__file__, tools)
         Path(folder).chmod(0o755)
-        script = shutil.copy(jail.__file__, folder)
-        done = subprocess.run(
-            [python, "-I", "-S", script],
-            input=json.dumps(asked),
-            capture_output=True,
-            text=True,
-            user=54321,
-            group=54321,
-            extra_groups=[],
-            pass_fds=[report],
+        yield Path(folder)
+
+
+@pytest.fixture(params=["this user", "an ordinary user"])
+def start(request, ordinary_users_folder):
+    """Start a program in a sandbox of a process of its own, and return that process, which prints
+    its result. Root starts it as itself and as an ordinary user: outside of the sandbox, a program
+    of root is another user than its supervisor, and one of an ordinary user is not."""
+    python, user = sys.executable, {}
+    if request.param == "an ordinary user":
+        if os.geteuid() != 0:
+            pytest.skip("this user is one")
+        user = {"user": 54321, "group": 54321, "extra_groups": []}
+        python = shutil.which("python3", path="/usr/bin:/bin")
+        if python is None:
+            pytest.skip("no Python that other users may run")
+
+    def start_program(code: str, **limits) -> subprocess.Popen[str]:
+        script = (
+            f"import asyncio, sys; sys.path.insert(0, {str(ordinary_users_folder)!r})\n"
+            "from raypo.tools.sandbox import PythonSandbox, Ran\n"
+            f"print(asyncio.run(PythonSandbox(**{limits!r}).run({code!r})))"
         )
-    os.close(report)
-    with open(heard) as lines:
-        assert json.loads(lines.readline())["timed_out"] is False
-    assert done.stdout == "65534\n"
-    assert "BlockingIOError" in done.stderr
+        command = [python, "-B", "-c", script]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/", **user)
+
+    return start_program
+
+
+def result(process: subprocess.Popen[str]) -> Ran:
+    with process:
+        try:
+            printed, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    return eval(printed, {"Ran": Ran})
+
+
+def test_it_needs_no_root(start):
+    code = (
+        "import os, time\n"
+        "print(os.getuid())\n"
+        "try:\n"
+        "    for number in range(1, 9):\n"
+        "        if os.fork() == 0: time.sleep(100)\n"
+        "except BlockingIOError: print(number)"
+    )
+    assert result(start(code, processes=3)) == Ran("65534\n3\n", 0)
+
+
+def test_a_signal_to_its_process_group_does_not_stop_its_supervisor(start):
+    code = "import os, signal, time; os.kill(0, signal.SIGSTOP); time.sleep(100)"
+    assert result(start(code, time_limit_s=1.0)) == Ran("", None)
+
+
+CALL_OFF = "import ctypes; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"  # the parent-death signal
+ANOTHER = "os.execv, (sys.executable, [sys.executable, '-c', 'import time; time.sleep(100)', mark])"
+"""A program that can be found by a mark in its command line."""
+
+
+def test_a_signal_to_its_process_group_does_not_kill_its_supervisor(start):
+    mark = f"raypo-left-{os.urandom(4).hex()}"
+    code = f"import os, signal, sys\nmark = {mark!r}\nexecute, arguments = {ANOTHER}\n"
+    code += CALL_OFF + "os.kill(0, signal.SIGKILL)\nexecute(*arguments)"
+    assert result(start(code, time_limit_s=5.0)) == Ran("", -signal.SIGKILL)
+    assert until_gone(mark)
+
+
+@pytest.mark.parametrize(
+    "call_off",
+    [CALL_OFF + "execute(*arguments)", "threading.Thread(target=execute, args=arguments).start()"],
+    ids=["prctl", "exec in a thread"],
+)
+def test_a_program_whose_supervisor_is_killed_ends(start, call_off):
+    """Whatever it does to the signal that it gets with its parent's death."""
+    mark = f"raypo-left-{os.urandom(4).hex()}"
+    code = f"import os, sys, threading\nmark = {mark!r}\nexecute, arguments = {ANOTHER}\n"
+    with start(code + call_off, time_limit_s=100.0) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while not (pids := [pid for pid in processes_with(mark) if pid != process.pid]):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            supervisor = pids[0]
+            while (parent := parent_of(supervisor)) != process.pid:
+                supervisor = parent
+            os.kill(supervisor, signal.SIGKILL)
+            assert until_gone(mark, but=process.pid)
+        finally:
+            process.kill()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_no_signal_to_process_1_ends_its_namespace(start):
+    code = (
+        "import os\n"
+        "for number in range(1, 65):\n"
+        "    try: os.kill(1, number)\n"
+        "    except PermissionError: pass\n"
+        "print('alive')"
+    )
+    assert result(start(code)) == Ran("alive\n", 0)
+
+
+def test_the_signals_that_its_user_may_queue_are_left_to_the_caller(start):
+    """The kernel counts them, and timers, by user; the caller's limit holds for both together."""
+    code = LIBC + (
+        "timer, number = ctypes.c_void_p(), 0\n"
+        "while number < 1000 and libc.timer_create(1, 0, ctypes.byref(timer)) == 0: number += 1\n"
+        "print(number)"
+    )
+    assert result(start(code, files=100)) == Ran("100\n", 0)

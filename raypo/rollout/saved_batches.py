@@ -1,0 +1,126 @@
+"""The file of a checkpoint with the batches that a worker has sampled ahead of the update.
+
+It holds arrays and JSON, and nothing that is executed when it is read: run folders may be writable
+for other users of a cluster.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypo.rollout.dynamic_sampling import Collected
+from raypo.storage.retries import retried
+from raypo.storage.rollout_table import json_default
+from raypo.types import Episode, Prompt, Rollout, ToolUse
+
+_ARRAYS = (
+    *("prompt_ids", "response_ids", "log_probs", "response_mask"),
+    *("turn_rewards", "turn_index", "ref_log_probs"),
+)
+_IN_THE_DATA = ("label", "row")
+"""Fields that may be anything. They are not saved, but read from the prompt's row again."""
+_OTHERS = [
+    each.name for each in fields(Rollout) if each.name not in (*_ARRAYS, *_IN_THE_DATA, "episode")
+]
+
+
+def write_batches(path: Path, batches: Mapping[int, Collected], state: Mapping[str, Any]) -> None:
+    """Write batches by step, and further state of plain JSON values."""
+    rollouts = [each for batch in batches.values() for each in batch.scored]
+    index = {id(each): number for number, each in enumerate(rollouts)}
+    saved = {
+        "rollouts": [_plain(each) for each in rollouts],
+        "batches": {
+            step: {
+                "scored": [index[id(each)] for each in batch.scored],
+                "trained": [index[id(each)] for each in batch.trained],
+                "missing_groups": batch.missing_groups,
+                "metrics": batch.metrics,
+            }
+            for step, batch in batches.items()
+        },
+        "state": state,
+    }
+    text = json.dumps(saved, default=json_default).encode()
+    arrays = {"json": np.frombuffer(text, np.uint8)}
+    for name in _ARRAYS:
+        values = [getattr(each, name) for each in rollouts]
+        arrays[f"{name}_lengths"] = np.array([-1 if each is None else len(each) for each in values])
+        present = [each for each in values if each is not None]
+        arrays[name] = np.concatenate(present) if present else np.empty(0)
+
+    def write() -> None:
+        with path.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+
+    retried(write, f"writing {path.name}")
+
+
+def read_batches(
+    path: Path, prompts: Sequence[Prompt]
+) -> tuple[dict[int, Collected], dict[str, Any]]:
+    """Return the batches by step and the state that `write_batches` wrote.
+
+    Args:
+        path: The file.
+        prompts: All prompts of the run, in the order of their indices.
+    """
+    with np.load(path, allow_pickle=False) as arrays:
+        saved = json.loads(arrays["json"].tobytes())
+        columns = {name: _split(arrays[name], arrays[f"{name}_lengths"]) for name in _ARRAYS}
+    rollouts = []
+    for number, plain in enumerate(saved["rollouts"]):
+        values = {name: column[number] for name, column in columns.items()}
+        rollouts.append(_rollout(plain, values, prompts))
+    batches = {
+        int(step): Collected(
+            [rollouts[number] for number in batch["scored"]],
+            [rollouts[number] for number in batch["trained"]],
+            batch["missing_groups"],
+            batch["metrics"],
+        )
+        for step, batch in saved["batches"].items()
+    }
+    return batches, saved["state"]
+
+
+def _plain(rollout: Rollout) -> dict[str, Any]:
+    plain = {name: getattr(rollout, name) for name in _OTHERS}
+    return plain | {"episode": rollout.episode and asdict(rollout.episode)}
+
+
+def _rollout(plain: dict[str, Any], arrays: dict[str, Any], prompts: Sequence[Prompt]) -> Rollout:
+    place = bisect_left(prompts, plain["prompt_index"], key=lambda prompt: prompt.index)
+    prompt = prompts[min(place, len(prompts) - 1)]
+    # If the user has accepted changed data, the row may be gone.
+    is_there = prompt.index == plain["prompt_index"]
+    episode = plain.pop("episode")
+    if episode is not None:
+        uses = tuple(ToolUse(**each) for each in episode.pop("tool_uses"))
+        episode = Episode(**episode, tool_uses=uses)
+    later = tuple((first, version) for first, version in plain.pop("later_versions"))
+    return Rollout(
+        **plain,
+        **arrays,
+        label=prompt.label if is_there else None,
+        row=prompt.row if is_there else {},
+        episode=episode,
+        later_versions=later,
+    )
+
+
+def _split(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray | None]:
+    """Split the arrays that `write_batches` has concatenated; length -1 stands for None."""
+    ends = np.cumsum(np.maximum(lengths, 0))
+    begins = ends - np.maximum(lengths, 0)
+    return [
+        None if length < 0 else values[begin:end]
+        for begin, end, length in zip(begins, ends, lengths, strict=True)
+    ]
