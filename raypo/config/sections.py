@@ -149,6 +149,17 @@ class DataSection(Config):
     tools_key: str | None = None
     """Column of the tools that the chat template describes: a list of JSON schemas, or that list as
     JSON text. null means no tools. Environments and agents define their own tools."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads, like {enable_thinking: false}. They apply wherever
+    the policy's chat template is rendered: rows, episodes, requests of agents, evaluation and
+    `raypo serve`. A variable that the template does not read is refused."""
+    special_tokens_in_text: Literal["auto", "text", "tokens", "refuse"] = "auto"
+    """Treatment of special tokens (`<|im_end|>`) that stand in the texts of rows, observations and
+    requests instead of being written by the chat template. text: they are tokenised as ordinary
+    text, so they can neither end a turn nor begin one; tokens: they become the special tokens,
+    which prompts need that a chat template has rendered before; refuse: the row is invalid
+    (`on_error`), the episode fails. auto: text in chat messages, refuse in texts to which no chat
+    template applies."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Maximum prompt length in tokens."""
     too_long: Literal["skip", "error"] = "skip"

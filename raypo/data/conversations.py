@@ -10,8 +10,9 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypo.config import ConfigError, ResponsesSection
-from raypo.data.chat_messages import as_read, check_roles, render
-from raypo.data.rows import Row, RowError
+from raypo.data.chat_messages import ChatFormat, as_read, check_roles, render
+from raypo.data.rows import BadRows, Row, RowError
+from raypo.data.special_tokens import has_hidden, hidden
 from raypo.data.stop_tokens import Run, StopTokens, ids_behind
 from raypo.data.tokenised_rows import template_error, tools_of
 from raypo.types import Example
@@ -24,7 +25,11 @@ _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def conversation(
-    row: Row, section: ResponsesSection, tokenizer: PreTrainedTokenizerBase, stops: StopTokens
+    row: Row,
+    section: ResponsesSection,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: StopTokens,
+    bad: BadRows,
 ) -> Example:
     """Return an example that trains on every token of the assistant, and on no other.
 
@@ -41,6 +46,7 @@ def conversation(
         section: Section of the config that names the columns of messages and tools.
         tokenizer: Hugging Face tokenizer of the model.
         stops: The tokens that end a turn.
+        bad: Counts the row if it has special tokens in its texts.
 
     Raises:
         RowError: the template rejects the row, renders nothing of the assistant, or rewrites
@@ -68,10 +74,14 @@ def conversation(
     template = tokenizer.get_chat_template(tools=tools)
     read = _marked if _MARKS_ASSISTANT.search(template) else _by_prefixes
     try:
+        tools = hidden(tokenizer, tools, stops.chat.in_messages)
+        messages = hidden(tokenizer, messages, stops.chat.in_messages)
         messages = as_read(tokenizer, messages, tools)
         check_roles(tokenizer, messages, tools)
-        found = read(messages, tokenizer, tools)
+        found = read(messages, tokenizer, tools, stops.chat)
         last = max(at for at, each in enumerate(messages) if each["role"] == "assistant")
+        if found and has_hidden(found[0]):
+            bad.count_special_tokens(row)
         learns = found and stops.learned(*_tokenised(found, tokenizer), messages[: last + 1])
     except Exception as error:  # templates can raise anything
         key = "data.messages_key"
@@ -98,7 +108,9 @@ _Turns = tuple[str, list[int]]
 """The rendered conversation, and the character offsets of assistant turns: begin, end, ..."""
 
 
-def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns:
+def _marked(
+    messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any, chat: ChatFormat
+) -> _Turns:
     """Return the assistant's turns as the template's own `{% generation %}` tags mark them."""
     # `return_assistant_tokens_mask` of apply_chat_template is not used: transformers 5.19 marks
     # everything after a turn if no token holds the turn's last character
@@ -110,23 +122,30 @@ def _marked(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _T
         chat_template=tokenizer.get_chat_template(tools=tools),
         return_assistant_tokens_mask=True,
         **special,
+        **chat.kwargs,
     )
     (whole,), (spans,) = rendered
     return whole, [place for span in spans for place in span]
 
 
-def _by_prefixes(messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any) -> _Turns | None:
+def _by_prefixes(
+    messages: Any, tokenizer: PreTrainedTokenizerBase, tools: Any, chat: ChatFormat
+) -> _Turns | None:
     """Find the assistant's turns by rendering prefixes.
 
     The result is None if the template rewrites turns.
     """
-    whole, cuts = render(tokenizer, messages, tools=tools), []
+    whole, cuts = render(tokenizer, messages, tools=tools, chat=chat), []
     for place, message in enumerate(messages):
         if message["role"] == "assistant" and place:
             before: Any = tokenizer.apply_chat_template(  # `render` would continue the message
-                messages[:place], tools=tools, add_generation_prompt=True, tokenize=False
+                messages[:place],
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=False,
+                **chat.kwargs,
             )
-            after = render(tokenizer, messages[: place + 1], tools=tools)
+            after = render(tokenizer, messages[: place + 1], tools=tools, chat=chat)
             if not (after.startswith(before) and whole.startswith(after)):
                 return None
             cuts += [len(before), len(after)]

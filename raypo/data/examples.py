@@ -28,8 +28,16 @@ from raypo.data.prepared_rows import (
     with_tools_in_some,
 )
 from raypo.data.rows import BadRows, Row, RowError, read_rows
+from raypo.data.special_tokens import SpecialTokenError, has_hidden, hidden_in_text
 from raypo.data.stop_tokens import StopTokens, ids_behind
-from raypo.data.tokenised_rows import is_short, template_error, tokenised, tools_of
+from raypo.data.tokenised_rows import (
+    chat_format,
+    is_short,
+    special_token_error,
+    template_error,
+    tokenised,
+    tools_of,
+)
 from raypo.types import Example, Pair, Verdict
 
 if TYPE_CHECKING:
@@ -87,7 +95,8 @@ def load_examples(
             is left.
     """
     if section.messages_key is not None:
-        return _load_conversations(section, tokenizer, StopTokens(tokenizer, stop_token_ids), key)
+        stops = StopTokens(tokenizer, stop_token_ids, chat_format(section))
+        return _load_conversations(section, tokenizer, stops, key)
 
     def build(row: Row, responses: list[_Response]) -> Example | None:
         (response,) = responses
@@ -114,7 +123,7 @@ def _load_conversations(
         row = prepared_conversation(row, source, section)
         answers = [m for m in row.values[str(section.messages_key)][1:] if m["role"] == "assistant"]
         is_empty = not any(says_more(m) or stops.bare(m["content"]).strip() for m in answers)
-        return row, None if is_empty else conversation(row, section, tokenizer, stops)
+        return row, None if is_empty else conversation(row, section, tokenizer, stops, bad)
 
     for source in section.prompts:
         rows = with_tools_in_some(read_rows(source, key=key, bad=bad), source, section)
@@ -278,7 +287,7 @@ def _load(
     build: Callable[[Row, list[_Response]], Item | None],
     key: str,
 ) -> LoadedExamples[Item]:
-    stops = StopTokens(tokenizer, stop_token_ids)
+    stops = StopTokens(tokenizer, stop_token_ids, chat_format(section))
     items: ItemStore[Item] = ItemStore()
     sizes: list[int] = []
     num_skipped = num_unusable = 0
@@ -365,6 +374,8 @@ def _with_responses(
         row, writings = each
         is_text = isinstance(row.values[section.prompt_key], str)
         responses = []
+        if any(has_hidden(one.text) for one, _ in writings) and not has_hidden(row.prompt_text):
+            bad.count_special_tokens(row)
         for (config_key, column), (one, ids) in zip(columns, writings, strict=True):
             cut = next((token for token in ids[:-1] if token in stops.ids), None)
             if is_text and cut is not None:  # the stop token is an ordinary word
@@ -398,11 +409,15 @@ def _written(
                 "only a chat template can render, but its prompt is a text. Write the prompt as "
                 "chat messages."
             )
-        text = bare["content"] + stops.end_of(message["content"])
+        try:
+            text = hidden_in_text(tokenizer, bare["content"], stops.chat.special_tokens)
+        except SpecialTokenError as error:
+            raise special_token_error(row, config_key, column, error) from None
+        text += stops.end_of(message["content"])
         return _Written(text, stops.default, is_empty)
     said = answered(messages, bare)
     try:
-        whole = render(tokenizer, said, tools=tools_of(row, section))
+        whole = render(tokenizer, said, tools=tools_of(row, section), chat=stops.chat)
     except Exception as error:  # templates can raise anything
         raise template_error(row, config_key, column, said, section, tokenizer, error) from error
     if whole.startswith(prompt):
