@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypo.config import ConfigError, ResponsesSection
-from raypo.data.chat_messages import ChatFormat, as_read, check_roles, render
+from raypo.data.chat_messages import ChatFormat, Message, as_read, check_roles, render
 from raypo.data.rows import BadRows, Row, RowError
 from raypo.data.special_tokens import has_hidden, hidden
 from raypo.data.stop_tokens import Run, StopTokens, ids_behind
-from raypo.data.tokenised_rows import template_error, tools_of
+from raypo.data.tokenised_rows import chat_format, template_error, tools_of
 from raypo.types import Example
 
 if TYPE_CHECKING:
@@ -65,24 +66,26 @@ def conversation(
         for each in messages
     ]
     for place, message in enumerate(messages):
-        is_learned = place > 0 and message["role"] == "assistant"
-        if is_learned and (text := stops.inside(message)):
+        if place > 0 and is_learned(message) and (text := stops.inside(message)):
             raise _refused(
                 row, column, f"the stop token {text} inside an answer, which it would cut"
             )
-    tools: Any = tools_of(row, section)
+    tools, chat = cast("Any", tools_of(row, section)), chat_format(section, row)
     template = tokenizer.get_chat_template(tools=tools)
     read = _marked if _MARKS_ASSISTANT.search(template) else _by_prefixes
     try:
-        tools = hidden(tokenizer, tools, stops.chat.in_messages)
-        messages = hidden(tokenizer, messages, stops.chat.in_messages)
+        tools = hidden(tokenizer, tools, chat.in_messages)
+        messages = hidden(tokenizer, messages, chat.in_messages)
         messages = as_read(tokenizer, messages, tools)
         check_roles(tokenizer, messages, tools)
-        found = read(messages, tokenizer, tools, stops.chat)
-        last = max(at for at, each in enumerate(messages) if each["role"] == "assistant")
-        if found and has_hidden(found[0]):
-            bad.count_special_tokens(row)
-        learns = found and stops.learned(*_tokenised(found, tokenizer), messages[: last + 1])
+        found = read(messages, tokenizer, tools, chat)
+        last = max(at for at, each in enumerate(messages) if is_learned(each))
+        learns = None
+        if found:
+            if has_hidden(found[0]):
+                bad.count_special_tokens(row)
+            ids, runs = _tokenised(found, tokenizer)
+            learns = stops.learned(ids, _learned(runs, messages), messages[: last + 1])
     except Exception as error:  # templates can raise anything
         key = "data.messages_key"
         raise template_error(row, key, column, messages, section, tokenizer, error) from error
@@ -160,6 +163,28 @@ def _tokenised(turns: _Turns, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
     ends = np.cumsum([len(part) for part in encoded]).tolist()
     runs = list(pairwise(ends))[::2]  # others, assistant, others, ...
     return [token for part in encoded for token in part], runs
+
+
+def is_learned(message: Message) -> bool:
+    """Return whether the loss covers a message: it is the assistant's and not excluded."""
+    return message["role"] == "assistant" and "weight" not in message
+
+
+def _learned(runs: list[Run], messages: Sequence[Message]) -> list[Run]:
+    """Return the runs of the messages that the loss covers.
+
+    Raises:
+        ValueError: messages are excluded, and the template does not mark one run per answer.
+    """
+    if not any("weight" in message for message in messages):
+        return runs
+    answers = [m for place, m in enumerate(messages) if place and m["role"] == "assistant"]
+    if len(answers) != len(runs):
+        raise ValueError(
+            f"it marks {len(runs)} texts of the assistant in {len(answers)} messages, so those "
+            "that are excluded from the loss are unknown"
+        )
+    return [run for run, message in zip(runs, answers, strict=True) if is_learned(message)]
 
 
 def _refused(row: Row, column: str, what: str) -> RowError:

@@ -19,9 +19,10 @@ from raypo.config import (
     ResponsesSection,
 )
 from raypo.data.chat_messages import Message, answered, is_chat, render, says_more
-from raypo.data.conversations import conversation
+from raypo.data.conversations import conversation, is_learned
 from raypo.data.item_store import ItemStore
 from raypo.data.prepared_rows import (
+    count_ignored,
     prepared_conversation,
     prepared_row,
     with_columns,
@@ -65,7 +66,7 @@ class LoadedExamples(Generic[Item]):
         reasons = {
             "have a prompt longer than data.max_prompt_tokens or a response longer than "
             "data.max_response_tokens": self.num_skipped,
-            "have equal responses or an empty one": self.num_unusable,
+            "have equal responses, an empty one or none to learn": self.num_unusable,
         }
         skipped = [f"{n} {rows} {why} and are skipped" for why, n in reasons.items() if n]
         return skipped + self.bad.notes(key)
@@ -117,11 +118,13 @@ def _load_conversations(
     sizes: list[int] = []
     num_skipped = num_unusable = 0
     bad = BadRows(section.on_error)
+    column = {"data.messages_key": str(section.messages_key)}
 
     def read(row: Row) -> tuple[Row, Example | None]:
         """Return the row and its example, which is None if the assistant says nothing."""
+        count_ignored(row, column, section, tokenizer.chat_template, bad)
         row = prepared_conversation(row, source, section)
-        answers = [m for m in row.values[str(section.messages_key)][1:] if m["role"] == "assistant"]
+        answers = [m for m in row.values[str(section.messages_key)][1:] if is_learned(m)]
         is_empty = not any(says_more(m) or stops.bare(m["content"]).strip() for m in answers)
         return row, None if is_empty else conversation(row, section, tokenizer, stops, bad)
 
@@ -147,7 +150,8 @@ def _load_conversations(
     if not items and num_unusable:
         raise ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} conversations have "
-            "only empty answers and no others are left, so there is nothing to learn. Look at "
+            "only empty answers, or none that the loss covers, and no others are left, so there is "
+            "nothing to learn. Look at "
             f"{section.messages_key}."
         )
     if not items and not num_skipped:
@@ -298,7 +302,10 @@ def _load(
         if (column := getattr(section, name, None))
     }
 
+    columns = {"data.prompt_key": section.prompt_key, **response_keys, **others}
+
     def prepare(row: Row) -> Row:
+        count_ignored(row, columns, section, tokenizer.chat_template, bad)
         return prepared_row(with_columns(row, source, others), source, section, response_keys)
 
     def built(each: _Responded) -> tuple[bool, Item | None]:
@@ -417,7 +424,9 @@ def _written(
         return _Written(text, stops.default, is_empty)
     said = answered(messages, bare)
     try:
-        whole = render(tokenizer, said, tools=tools_of(row, section), chat=stops.chat)
+        whole = render(
+            tokenizer, said, tools=tools_of(row, section), chat=chat_format(section, row)
+        )
     except Exception as error:  # templates can raise anything
         raise template_error(row, config_key, column, said, section, tokenizer, error) from error
     if whole.startswith(prompt):

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from glob import glob, has_magic
 from importlib.util import find_spec
@@ -75,6 +75,8 @@ class BadRows:
     num_with_special_tokens: int = 0
     """Rows that are kept, with special tokens in their texts."""
     first_with_special_tokens: str = ""
+    ignored: dict[str, None] = field(default_factory=dict)
+    """Columns and message fields that nothing reads, in the order of their first rows."""
 
     def add(self, error: RowError) -> None:
         """Count a row, or raise its error if `data.on_error` is `refuse`."""
@@ -99,7 +101,7 @@ class BadRows:
                 yield done
 
     def notes(self, key: str) -> list[str]:
-        """Return lines for the user about a config key: dropped rows, and special tokens."""
+        """Return lines for the user about a config key: what was dropped, changed or ignored."""
         notes = []
         if self.count:
             words = f"{self.count} bad rows of {key} are dropped (data.on_error). The first found:"
@@ -110,6 +112,8 @@ class BadRows:
                 "texts, which are tokenised as text (data.special_tokens_in_text). The first: "
                 f"{self.first_with_special_tokens}"
             ]
+        if self.ignored:
+            notes += [f"ignored in {key}: {', '.join(self.ignored)}"]
         return notes
 
     def refuse_all(self, key: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from raypo.config import ConfigError, DataSection
 from raypo.data.chat_messages import ChatFormat, Message, render
-from raypo.data.prepared_rows import short
+from raypo.data.prepared_rows import TEMPLATE_KWARGS, short, tools_column
 from raypo.data.rows import BadRows, Row, RowError
 from raypo.data.special_tokens import SpecialTokenError, has_hidden, hidden_in_text
 from raypo.data.stop_tokens import ids_behind, prompt_ids
@@ -69,7 +69,7 @@ def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBa
     """
     column, key = section.prompt_key, "data.prompt_key"
     value = row.values[column]
-    chat = chat_format(section)
+    chat = chat_format(section, row)
     if isinstance(value, str):
         try:
             return hidden_in_text(tokenizer, value, chat.special_tokens)
@@ -86,9 +86,11 @@ def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBa
         raise template_error(row, key, column, value, section, tokenizer, error) from error
 
 
-def chat_format(section: DataSection) -> ChatFormat:
-    """Return the settings of a config for chat templates and special tokens."""
-    return ChatFormat(section.special_tokens_in_text, section.chat_template_kwargs)
+def chat_format(section: DataSection, row: Row | None = None) -> ChatFormat:
+    """Return the settings of a config, and of a row, for chat templates and special tokens."""
+    own = row.values.get(TEMPLATE_KWARGS) if row else None
+    kwargs = section.chat_template_kwargs | (own if isinstance(own, dict) else {})
+    return ChatFormat(section.special_tokens_in_text, kwargs)
 
 
 def special_token_error(row: Row, config_key: str, column: str, error: Exception) -> RowError:
@@ -98,7 +100,8 @@ def special_token_error(row: Row, config_key: str, column: str, error: Exception
 
 def tools_of(row: Row, section: DataSection) -> list[dict[str, Any]] | None:
     """Return the tools that the chat template describes to the model."""
-    return row.values[section.tools_key] if section.tools_key else None
+    name = tools_column(row, section)
+    return row.values[name] if name else None
 
 
 def template_error(
@@ -119,7 +122,7 @@ def template_error(
     if messages[0]["role"] == "system" and len(messages) > 1:
         prompting = config_key == "data.prompt_key"
         try:
-            tools, chat = tools_of(row, section), chat_format(section)
+            tools, chat = tools_of(row, section), chat_format(section, row)
             render(tokenizer, messages[1:], prompting=prompting, tools=tools, chat=chat)
         except Exception:  # fails without the system message too
             pass
