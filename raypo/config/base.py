@@ -6,9 +6,11 @@ import difflib
 import functools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import (
@@ -263,9 +265,27 @@ def read_yaml(path: Path, overrides: Mapping[str, Any] | Sequence[str]) -> dict[
         tree[DIR] = str(path.parent)
         values = OmegaConf.to_container(tree, resolve=True)
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        problem = _given_twice(path) or f"cannot be read: {error}"
+        raise ConfigError(f"{path}: {problem}") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items() if key != DIR}
+
+
+def _given_twice(path: Path) -> str | None:
+    """Return the problem of the first key that a YAML file gives twice, or None."""
+
+    def lines_of(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+        """Yield the dotted key and the line of every key."""
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            yield f"{prefix}{key.value}", key.start_mark.line + 1
+            yield from lines_of(value, f"{prefix}{key.value}.")
+
+    lines: dict[str, int] = {}
+    with suppress(YAMLError):
+        for key, line in lines_of(yaml.compose(path.read_text("utf-8"), yaml.SafeLoader)):
+            if lines.setdefault(key, line) != line:
+                return f"{key}: is given twice, in lines {lines[key]} and {line}. Remove one."
+    return None
 
 
 def escaped(values: Any) -> Any:

@@ -144,11 +144,27 @@ class DataSection(Config):
     `rollout.row`."""
     system_prompt: str | None = Field(default=None, min_length=1)
     """System message that is put before the chat messages of each row. Rows that already have a
-    system message, and prompts that are plain text, are refused. null means that no message is
-    added."""
+    system message, and prompts that are plain text (see `as_chat`), are refused. null means the
+    text in the row's column `system`, if there is one."""
+    as_chat: bool = False
+    """Make a prompt that is plain text the user message of a chat, to which the chat template is
+    applied. Models that are tuned for chats need it. Chat messages are unchanged."""
     tools_key: str | None = None
     """Column of the tools that the chat template describes: a list of JSON schemas, or that list as
-    JSON text. null means no tools. Environments and agents define their own tools."""
+    JSON text. null means the column `tools`, if it holds JSON schemas. Environments and agents
+    define their own tools."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables that the chat template reads, like {enable_thinking: false}. They apply wherever
+    the policy's chat template is rendered: rows, episodes, requests of agents, evaluation and
+    `raypo serve`. A row's column `chat_template_kwargs` adds to them. A variable that the template
+    does not read is refused."""
+    special_tokens_in_text: Literal["auto", "text", "tokens", "refuse"] = "auto"
+    """Treatment of special tokens (`<|im_end|>`) that stand in the texts of rows, observations and
+    requests instead of being written by the chat template. text: they are tokenised as ordinary
+    text, so they can neither end a turn nor begin one; tokens: they become the special tokens,
+    which prompts need that a chat template has rendered before; refuse: the row is invalid
+    (`on_error`), the episode fails. auto: text in chat messages, refuse in texts to which no chat
+    template applies."""
     max_prompt_tokens: int = Field(default=256, ge=1)
     """Maximum prompt length in tokens."""
     too_long: Literal["skip", "error"] = "skip"

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from raypo.data.special_tokens import hidden
 
 Message = dict[str, Any]
 
@@ -17,6 +20,25 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 _SAYS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Keys that may replace the content of an assistant message."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Settings of how chat messages and texts become tokens."""
+
+    special_tokens: str = "auto"
+    """Value of `data.special_tokens_in_text`."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, `data.chat_template_kwargs`."""
+
+    @property
+    def in_messages(self) -> str:
+        """Mode of `hidden` for chat messages."""
+        return "text" if self.special_tokens == "auto" else self.special_tokens
+
+
+USUAL_FORMAT = ChatFormat()
+"""Format of a config that sets none of the keys."""
 
 
 class MessageError(ValueError):
@@ -223,20 +245,25 @@ def render(
     *,
     prompting: bool = False,
     tools: Sequence[Any] | None = None,
+    chat: ChatFormat = USUAL_FORMAT,
 ) -> str:
     """Render messages with the chat template.
+
+    Special tokens in the messages are placeholders in the result (`raypo.data.special_tokens`).
 
     Args:
         prompting: True to render a prompt that the assistant answers. If the last message is the
             assistant's, it is left open, and the response continues it.
         tools: Functions or JSON schemas for the template to describe. None means no tools.
+        chat: Variables for the template, and the treatment of special tokens in messages.
 
     Raises:
         MessageError: a role is unknown to the template, or the last message cannot be continued.
+        SpecialTokenError: a special token is in a message, and it is refused.
         Exception: any error that the template itself raises.
     """
-    tools = None if tools is None else list(tools)
-    messages = as_read(tokenizer, messages, tools)
+    tools = None if tools is None else hidden(tokenizer, list(tools), chat.in_messages)
+    messages = as_read(tokenizer, hidden(tokenizer, messages, chat.in_messages), tools)
     check_roles(tokenizer, messages, tools)
     continues = prompting and is_prefilled(messages)
     if continues and (says_more(messages[-1]) or not messages[-1]["content"]):
@@ -251,6 +278,7 @@ def render(
         add_generation_prompt=prompting and not continues,
         continue_final_message=continues,
         tokenize=False,
+        **chat.kwargs,
     )
     assert isinstance(text, str)
     return text

@@ -19,17 +19,26 @@ from raypo.config import (
     ResponsesSection,
 )
 from raypo.data.chat_messages import Message, answered, is_chat, render, says_more
-from raypo.data.conversations import conversation
+from raypo.data.conversations import conversation, is_learned
 from raypo.data.item_store import ItemStore
 from raypo.data.prepared_rows import (
+    count_ignored,
     prepared_conversation,
     prepared_row,
     with_columns,
     with_tools_in_some,
 )
 from raypo.data.rows import BadRows, Row, RowError, read_rows
+from raypo.data.special_tokens import SpecialTokenError, has_hidden, hidden_in_text
 from raypo.data.stop_tokens import StopTokens, ids_behind
-from raypo.data.tokenised_rows import is_short, template_error, tokenised, tools_of
+from raypo.data.tokenised_rows import (
+    chat_format,
+    is_short,
+    special_token_error,
+    template_error,
+    tokenised,
+    tools_of,
+)
 from raypo.types import Example, Pair, Verdict
 
 if TYPE_CHECKING:
@@ -57,7 +66,7 @@ class LoadedExamples(Generic[Item]):
         reasons = {
             "have a prompt longer than data.max_prompt_tokens or a response longer than "
             "data.max_response_tokens": self.num_skipped,
-            "have equal responses or an empty one": self.num_unusable,
+            "have equal responses, an empty one or none to learn": self.num_unusable,
         }
         skipped = [f"{n} {rows} {why} and are skipped" for why, n in reasons.items() if n]
         return skipped + self.bad.notes(key)
@@ -87,7 +96,8 @@ def load_examples(
             is left.
     """
     if section.messages_key is not None:
-        return _load_conversations(section, tokenizer, StopTokens(tokenizer, stop_token_ids), key)
+        stops = StopTokens(tokenizer, stop_token_ids, chat_format(section))
+        return _load_conversations(section, tokenizer, stops, key)
 
     def build(row: Row, responses: list[_Response]) -> Example | None:
         (response,) = responses
@@ -108,13 +118,15 @@ def _load_conversations(
     sizes: list[int] = []
     num_skipped = num_unusable = 0
     bad = BadRows(section.on_error)
+    column = {"data.messages_key": str(section.messages_key)}
 
     def read(row: Row) -> tuple[Row, Example | None]:
         """Return the row and its example, which is None if the assistant says nothing."""
+        count_ignored(row, column, section, tokenizer.chat_template, bad)
         row = prepared_conversation(row, source, section)
-        answers = [m for m in row.values[str(section.messages_key)][1:] if m["role"] == "assistant"]
+        answers = [m for m in row.values[str(section.messages_key)][1:] if is_learned(m)]
         is_empty = not any(says_more(m) or stops.bare(m["content"]).strip() for m in answers)
-        return row, None if is_empty else conversation(row, section, tokenizer, stops)
+        return row, None if is_empty else conversation(row, section, tokenizer, stops, bad)
 
     for source in section.prompts:
         rows = with_tools_in_some(read_rows(source, key=key, bad=bad), source, section)
@@ -138,7 +150,8 @@ def _load_conversations(
     if not items and num_unusable:
         raise ConfigError(
             f"{key} ({', '.join(map(str, section.prompts))}): {num_unusable} conversations have "
-            "only empty answers and no others are left, so there is nothing to learn. Look at "
+            "only empty answers, or none that the loss covers, and no others are left, so there is "
+            "nothing to learn. Look at "
             f"{section.messages_key}."
         )
     if not items and not num_skipped:
@@ -278,7 +291,7 @@ def _load(
     build: Callable[[Row, list[_Response]], Item | None],
     key: str,
 ) -> LoadedExamples[Item]:
-    stops = StopTokens(tokenizer, stop_token_ids)
+    stops = StopTokens(tokenizer, stop_token_ids, chat_format(section))
     items: ItemStore[Item] = ItemStore()
     sizes: list[int] = []
     num_skipped = num_unusable = 0
@@ -289,7 +302,10 @@ def _load(
         if (column := getattr(section, name, None))
     }
 
+    columns = {"data.prompt_key": section.prompt_key, **response_keys, **others}
+
     def prepare(row: Row) -> Row:
+        count_ignored(row, columns, section, tokenizer.chat_template, bad)
         return prepared_row(with_columns(row, source, others), source, section, response_keys)
 
     def built(each: _Responded) -> tuple[bool, Item | None]:
@@ -365,6 +381,8 @@ def _with_responses(
         row, writings = each
         is_text = isinstance(row.values[section.prompt_key], str)
         responses = []
+        if any(has_hidden(one.text) for one, _ in writings) and not has_hidden(row.prompt_text):
+            bad.count_special_tokens(row)
         for (config_key, column), (one, ids) in zip(columns, writings, strict=True):
             cut = next((token for token in ids[:-1] if token in stops.ids), None)
             if is_text and cut is not None:  # the stop token is an ordinary word
@@ -398,11 +416,17 @@ def _written(
                 "only a chat template can render, but its prompt is a text. Write the prompt as "
                 "chat messages."
             )
-        text = bare["content"] + stops.end_of(message["content"])
+        try:
+            text = hidden_in_text(tokenizer, bare["content"], stops.chat.special_tokens)
+        except SpecialTokenError as error:
+            raise special_token_error(row, config_key, column, error) from None
+        text += stops.end_of(message["content"])
         return _Written(text, stops.default, is_empty)
     said = answered(messages, bare)
     try:
-        whole = render(tokenizer, said, tools=tools_of(row, section))
+        whole = render(
+            tokenizer, said, tools=tools_of(row, section), chat=chat_format(section, row)
+        )
     except Exception as error:  # templates can raise anything
         raise template_error(row, config_key, column, said, section, tokenizer, error) from error
     if whole.startswith(prompt):

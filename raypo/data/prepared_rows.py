@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from raypo.config import ConfigError, DataSection, PromptSource
@@ -21,10 +22,21 @@ from raypo.data.chat_messages import (
     strings_of,
     without_nulls,
 )
-from raypo.data.rows import Row, RowError
+from raypo.data.rows import BadRows, Row, RowError
 
 LabelCheck = Callable[[Any, str], Any]
 """Function of a label and its location. It raises ValueError if the label cannot be scored."""
+
+SYSTEM, TEMPLATE_KWARGS, LOSS_MASK = "system", "chat_template_kwargs", "loss_mask"
+"""Columns that are used if rows have them: the system message, variables of the chat template, and
+the messages that are trained on."""
+_MEDIA = ("images", "videos", "audio", "audios")
+"""Columns of inputs that raypo's models do not get."""
+WEIGHTS = ("weight", "train", "trainable", "training", "learn", "loss", "loss_mask")
+"""Fields with which data sets exclude a message from the loss."""
+
+_READ_FIELDS = {"role", "content", "tool_calls", *WEIGHTS}
+"""Fields of messages that raypo reads itself. Others are read if the chat template names them."""
 
 _LOOKS_LIKE_CHAT = re.compile(
     r"""\s*\[\s*\{\s*["'](role["']\s*:|content["']\s*:.*["']role["']\s*:)""", re.DOTALL
@@ -50,8 +62,12 @@ def prepared_row(
     if section.label_key:
         columns["data.label_key"] = section.label_key
     row = with_columns(row, source, columns | _tools_column(row, section))
+    _refuse_media(row)
     name = section.prompt_key
     value = row.values[name]
+    if section.as_chat and isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+        row = _replaced(row, name, value)
     if is_chat(value):
         row = _replaced(row, name, _chat(row, "data.prompt_key", name))
     elif not isinstance(value, str):
@@ -62,7 +78,10 @@ def prepared_row(
         )
     for config_key, column in responses.items():
         row = _replaced(row, column, _response(row, config_key, column))
+    if responses:
+        _refuse_weights(row, name, responses)
     row = _with_tools(row, "data.prompt_key", name, section)
+    row = _with_template_kwargs(row, name)
     return _with_system_prompt(row, "data.prompt_key", name, section.system_prompt)
 
 
@@ -80,9 +99,34 @@ def prepared_conversation(row: Row, source: PromptSource, section: Any) -> Row:
             f"{key} ({column}): {row.where} has no list of chat messages in which the "
             "assistant answers. Correct the row or remove it."
         )
-    row = _replaced(row, column, _chat(row, key, column))
+    _refuse_media(row)
+    row = _replaced(row, column, _with_weights(row, column, _chat(row, key, column)))
     row = _with_tools(row, key, column, section)
+    row = _with_template_kwargs(row, column)
     return _with_system_prompt(row, key, column, section.system_prompt)
+
+
+def count_ignored(
+    row: Row, columns: Mapping[str, str], section: DataSection, template: Any, bad: BadRows
+) -> None:
+    """Record the columns and message fields of a row that nothing reads.
+
+    Args:
+        row: A row as its source has it.
+        columns: Columns that are read, by config key.
+        section: The data section.
+        template: The chat template, or several by name. It may read fields of any name.
+        bad: Record of the rows.
+    """
+    read = {*columns.values(), tools_column(row, section), SYSTEM, TEMPLATE_KWARGS, LOSS_MASK}
+    for name, value in row.values.items():
+        if name not in read and value is not None:
+            bad.ignored[f"column {name}"] = None
+        elif name in read and is_chat(value):
+            fields = {key for message in value for key in message if message[key] is not None}
+            for field in sorted(fields - _READ_FIELDS):
+                if not re.search(rf"\b{re.escape(field)}\b", str(template)):
+                    bad.ignored[f"message field {field}"] = None
 
 
 def check_label(check: LabelCheck, row: Row, label_key: str) -> None:
@@ -206,10 +250,104 @@ def _response(row: Row, config_key: str, column: str) -> Message:
     return message
 
 
+def _refuse_media(row: Row) -> None:
+    for name in _MEDIA:
+        if row.values.get(name):
+            raise RowError(
+                f"{row.where} has {name}, but raypo trains on texts only, and would leave them out "
+                "without a word. Remove the column; if only a reward function reads it, rename it."
+            )
+
+
+def _is_excluded(where: str, values: Mapping[str, Any]) -> bool | None:
+    """Return whether values of `WEIGHTS` exclude a message from the loss. None: there are none."""
+    for name, value in values.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise RowError(
+                f"{where}.{name} ({short(value)}): a message counts for the loss or it does not. "
+                "Write 1 or true, 0 or false, or remove the field."
+            )
+    if len(decisions := {not value for value in values.values()}) > 1:
+        raise RowError(f"{where}: {', '.join(values)} contradict each other. Remove one of them.")
+    return decisions.pop() if decisions else None
+
+
+def _with_weights(row: Row, column: str, messages: list[Message]) -> list[Message]:
+    """Return messages with `weight: 0` in those of the assistant that are excluded from the loss.
+
+    Other fields of `WEIGHTS` are removed. The row's column `loss_mask` has a value per message.
+    """
+    mask: Any = row.values.get(LOSS_MASK)
+    if mask is not None and not (isinstance(mask, list) and len(mask) == len(messages)):
+        raise RowError(
+            f"{row.where} has {short(mask)} in its column {LOSS_MASK}, which must be a list with "
+            f"0 or 1 for each message of {column} ({len(messages)}). Correct or remove it."
+        )
+    weighted = []
+    for place, message in enumerate(messages):
+        where = f"data.messages_key ({column}): {row.where}, messages.{place}"
+        values = {name: message[name] for name in WEIGHTS if name in message}
+        if mask is not None:
+            values[f"column {LOSS_MASK}"] = mask[place]
+        is_excluded, is_answer = _is_excluded(where, values), message["role"] == "assistant"
+        if is_excluded is False and not is_answer:
+            raise RowError(
+                f"{where}: {', '.join(values)} would train on a message of the role "
+                f"{message['role']}, but the loss covers only the assistant's. Set it to 0, or "
+                "remove it."
+            )
+        message = {name: value for name, value in message.items() if name not in WEIGHTS}
+        weighted.append(message | ({"weight": 0} if is_excluded and is_answer else {}))
+    return weighted
+
+
+def _refuse_weights(row: Row, column: str, responses: Mapping[str, str]) -> None:
+    """Refuse fields that exclude a response from the loss, or include a message of the prompt."""
+    messages = row.values[column] if is_chat(row.values[column]) else []
+    for message, is_response in [
+        *((message, False) for message in messages),
+        *((row.values[name], True) for name in responses.values()),
+    ]:
+        values = {name: message[name] for name in WEIGHTS if name in message}
+        if _is_excluded(f"{row.where}, {message['role']}", values) == is_response and values:
+            raise RowError(
+                f"{row.where}: {', '.join(values)} of a message of the "
+                f"{'response' if is_response else 'prompt'}, but the loss covers the response, and "
+                "nothing of the prompt. Remove the field, or give whole conversations "
+                "(data.messages_key)."
+            )
+    if row.values.get(LOSS_MASK) is not None:
+        raise RowError(
+            f"{row.where} has a column {LOSS_MASK}, which applies to whole conversations "
+            "(data.messages_key) only. Remove it."
+        )
+
+
+def tools_column(row: Row, section: DataSection) -> str | None:
+    """Return the name of the column of tools, or None if the row has none.
+
+    Without `data.tools_key` it is `tools`, if it holds JSON schemas.
+    """
+    if section.tools_key is not None:
+        return section.tools_key if section.tools_key in row.values else None
+    value = row.values.get("tools")
+    if isinstance(value, str) and value.startswith("["):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+    is_found = isinstance(value, list) and value and all(map(_is_schema, value))
+    return "tools" if is_found else None
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, Mapping) and (
+        "function" in value or {"name", "parameters"} <= {*value}
+    )
+
+
 def _tools_column(row: Row, section: DataSection) -> dict[str, str]:
     """Return {config key: name of the tools column}, or {} if the row has no such column."""
-    name = section.tools_key
-    return {"data.tools_key": name} if name is not None and name in row.values else {}
+    name = tools_column(row, section)
+    return {"data.tools_key": name} if name is not None else {}
 
 
 def with_tools_in_some(
@@ -231,7 +369,7 @@ def with_tools_in_some(
 
 def _with_tools(row: Row, config_key: str, column: str, section: DataSection) -> Row:
     """Return the row with its tools as a list of JSON schemas, or as None if it has no tools."""
-    name = section.tools_key
+    name = section.tools_key or tools_column(row, section)
     if name is None:
         return row
     tools = row.values.get(name)
@@ -251,26 +389,54 @@ def _with_tools(row: Row, config_key: str, column: str, section: DataSection) ->
     if tools and not is_chat(row.values[column]):
         raise RowError(
             f"{where}tools, but the text in {config_key} ({column}) cannot describe them. Write "
-            "it as chat messages, or remove the tools."
+            "it as chat messages, set data.as_chat: true, or remove the tools."
         )
     return _replaced(row, name, tools or None)
 
 
-def _with_system_prompt(row: Row, config_key: str, column: str, system_prompt: str | None) -> Row:
-    """Return the row with a system message prepended to its chat messages."""
-    if system_prompt is None:
+def _with_template_kwargs(row: Row, column: str) -> Row:
+    """Return the row with the variables of its chat template as a mapping, if it has any."""
+    values = row.values.get(TEMPLATE_KWARGS)
+    if not values:
         return row
-    messages = row.values[column]
-    where = f"data.system_prompt ({short(system_prompt)}): {row.where} has "
+    if isinstance(values, str):
+        with suppress(json.JSONDecodeError):
+            values = json.loads(values)
+    if not isinstance(values, Mapping) or not is_chat(row.values[column]):
+        raise RowError(
+            f"{row.where} has {short(values)} in its column {TEMPLATE_KWARGS}, which must be a "
+            "mapping, beside chat messages. Correct or remove it."
+        )
+    return _replaced(row, TEMPLATE_KWARGS, without_nulls(values))
+
+
+def _with_system_prompt(row: Row, config_key: str, column: str, system_prompt: str | None) -> Row:
+    """Return the row with a system message prepended to its chat messages.
+
+    It is `data.system_prompt`, or the text in the row's column `system`.
+    """
+    messages, own = row.values[column], row.values.get(SYSTEM)
+    where, remedy = f"{row.where} has a column {SYSTEM}, and ", "Remove or rename the column."
+    if own and (system_prompt is not None or not isinstance(own, str)):
+        what = "data.system_prompt is set" if isinstance(own, str) else "it is not a text"
+        raise RowError(f"{where}{what}. {remedy}")
+    if system_prompt is None and not own:
+        return row
+    if system_prompt is not None:
+        where = f"data.system_prompt ({short(system_prompt)}): {row.where} has "
+        remedy = "remove data.system_prompt."
+    else:
+        remedy = "remove or rename the column."
+    system_prompt = system_prompt or own
     if not is_chat(messages):
         raise RowError(
-            f"{where}a text in {config_key} ({column}), to which no chat template applies. Write "
-            'it as [{"role": "user", "content": TEXT}], or remove data.system_prompt.'
+            f"{where}a text in {config_key} ({column}), to which no chat template applies. Set "
+            f"data.as_chat: true, then the text is a user message, or {remedy}"
         )
     if any(message["role"] in ("system", "developer") for message in messages):
         raise RowError(
             f"{where}its own system message in {config_key} ({column}). Remove it there, or "
-            "remove data.system_prompt."
+            f"{remedy}"
         )
     system = {"role": "system", "content": system_prompt}
     return row._replace(values=row.values | {column: [system, *messages]})

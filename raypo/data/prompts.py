@@ -27,6 +27,7 @@ from raypo.data.rows import (
     is_data_set,
     read_rows,
 )
+from raypo.data.special_tokens import shown
 from raypo.data.tokenised_rows import is_short, tokenised
 from raypo.types import Prompt
 
@@ -185,7 +186,7 @@ def _prompts(
             row,
             Prompt(
                 index=first + row.number,
-                text=row.prompt_text,
+                text=shown(row.prompt_text),
                 token_ids=row.prompt_ids,
                 label=row.values[section.label_key] if section.label_key else None,
                 messages=given if is_chat(given) else None,

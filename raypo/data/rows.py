@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from glob import glob, has_magic
 from importlib.util import find_spec
@@ -72,6 +72,11 @@ class BadRows:
     count: int = 0
     first: str = ""
     """Error message of the first bad row, which names its file and line."""
+    num_with_special_tokens: int = 0
+    """Rows that are kept, with special tokens in their texts."""
+    first_with_special_tokens: str = ""
+    ignored: dict[str, None] = field(default_factory=dict)
+    """Columns and message fields that nothing reads, in the order of their first rows."""
 
     def add(self, error: RowError) -> None:
         """Count a row, or raise its error if `data.on_error` is `refuse`."""
@@ -79,6 +84,11 @@ class BadRows:
             raise error
         self.count += 1
         self.first = self.first or str(error)
+
+    def count_special_tokens(self, row: Row) -> None:
+        """Count a row that is kept, and has special tokens in its texts."""
+        self.num_with_special_tokens += 1
+        self.first_with_special_tokens = self.first_with_special_tokens or row.where
 
     def each(self, work: Callable[[T], U], rows: Iterable[T]) -> Iterator[U]:
         """Yield `work(row)` for each row, skipping rows for which it raises RowError."""
@@ -91,9 +101,20 @@ class BadRows:
                 yield done
 
     def notes(self, key: str) -> list[str]:
-        """Return a line for the user about dropped rows of a config key, or an empty list."""
-        words = f"{self.count} bad rows of {key} are dropped (data.on_error). The first found:"
-        return [f"{words} {self.first}"] if self.count else []
+        """Return lines for the user about a config key: what was dropped, changed or ignored."""
+        notes = []
+        if self.count:
+            words = f"{self.count} bad rows of {key} are dropped (data.on_error). The first found:"
+            notes += [f"{words} {self.first}"]
+        if self.num_with_special_tokens:
+            notes += [
+                f"{self.num_with_special_tokens} rows of {key} have special tokens in their "
+                "texts, which are tokenised as text (data.special_tokens_in_text). The first: "
+                f"{self.first_with_special_tokens}"
+            ]
+        if self.ignored:
+            notes += [f"ignored in {key}: {', '.join(self.ignored)}"]
+        return notes
 
     def refuse_all(self, key: str) -> None:
         """Raise an error if rows were dropped. Call this when no other row is left.

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from raypo.data.chat_messages import Message, render, strings_of
+from raypo.data.chat_messages import USUAL_FORMAT, ChatFormat, Message, render, strings_of
+from raypo.data.special_tokens import encoded, has_hidden
 
 Run = tuple[int, int]
 """Range of an assistant turn: the index of its first token, and the index after its last token."""
@@ -25,6 +26,7 @@ class StopTokens:
 
     tokenizer: Any
     ids: Sequence[int]
+    chat: ChatFormat = USUAL_FORMAT
     _after: dict[bool, int] = field(default_factory=dict)
     """Cache of `after`; the key is True if the last turn calls a tool."""
 
@@ -106,8 +108,8 @@ class StopTokens:
             known = {"tool_call_id": calls[0].get("id"), "name": calls[0]["function"]["name"]}
             following = {"role": "tool", "content": ".", **known}
         try:
-            whole = render(self.tokenizer, messages)
-            longer = render(self.tokenizer, [*messages, following])
+            whole = render(self.tokenizer, messages, chat=self.chat)
+            longer = render(self.tokenizer, [*messages, following], chat=self.chat)
         except Exception:  # templates can raise anything; this one allows no next message
             return self.default
         (ids,) = ids_behind(self.tokenizer, [longer.removeprefix(whole)])
@@ -128,9 +130,12 @@ def prompt_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     that has ended. A text that begins with a beginning-of-sequence token gets no second one.
     """
     begin, end = _added(tokenizer)
-    encoded: Any = tokenizer(list(texts), verbose=False)["input_ids"]
+    usual = ["" if has_hidden(text) else text for text in texts]
+    whole: Any = tokenizer(usual, verbose=False)["input_ids"]
     found = []
-    for ids in encoded:
+    for text, ids in zip(texts, whole, strict=True):
+        if has_hidden(text):
+            ids = begin + encoded(tokenizer, text, None, ids_behind)
         if end and ids[-len(end) :] == end:
             ids = ids[: -len(end)]
         if begin and ids[len(begin) : 2 * len(begin)] == begin:
@@ -165,6 +170,13 @@ def ids_behind(
             the list means that nothing comes before that text. If `before` itself is None, each
             text follows ordinary text.
     """
+    if any(map(has_hidden, texts)):
+        before = before or [""] * len(texts)
+        usual = ids_behind(tokenizer, ["" if has_hidden(text) else text for text in texts], before)
+        return [
+            encoded(tokenizer, text, behind, ids_behind) if has_hidden(text) else ids
+            for text, behind, ids in zip(texts, before, usual, strict=True)
+        ]
     plain: Any = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     if not _writes_a_space(tokenizer):
         return plain

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from raypo.config import ConfigError, DataSection
-from raypo.data.chat_messages import Message, render
-from raypo.data.prepared_rows import short
+from raypo.data.chat_messages import ChatFormat, Message, render
+from raypo.data.prepared_rows import TEMPLATE_KWARGS, short, tools_column
 from raypo.data.rows import BadRows, Row, RowError
-from raypo.data.stop_tokens import prompt_ids
+from raypo.data.special_tokens import SpecialTokenError, has_hidden, hidden_in_text
+from raypo.data.stop_tokens import ids_behind, prompt_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,34 +54,54 @@ def tokenised(
             if is_text:
                 encoded = prompt_ids(tokenizer, batch)
             else:  # the template writes the special tokens
-                found: Any = tokenizer(batch, add_special_tokens=False, verbose=False)
-                encoded = found["input_ids"]
+                encoded = ids_behind(tokenizer, batch, [None] * len(batch))
             for place, ids in zip(places, encoded, strict=True):
                 chunk[place] = chunk[place]._replace(prompt_ids=np.asarray(ids, np.int32))
+                if has_hidden(chunk[place].prompt_text):
+                    bad.count_special_tokens(chunk[place])
         yield list(bad.each(with_tokens, chunk))
 
 
 def prompt_text(row: Row, section: DataSection, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text to tokenise: the prompt itself, or its rendered chat messages."""
-    column = section.prompt_key
+    """Return the text to tokenise: the prompt itself, or its rendered chat messages.
+
+    Special tokens in the prompt are placeholders in it (`raypo.data.special_tokens`).
+    """
+    column, key = section.prompt_key, "data.prompt_key"
     value = row.values[column]
+    chat = chat_format(section, row)
     if isinstance(value, str):
-        return value
+        try:
+            return hidden_in_text(tokenizer, value, chat.special_tokens)
+        except SpecialTokenError as error:
+            raise special_token_error(row, key, column, error) from None
     if not tokenizer.chat_template:
         raise ConfigError(
             f"data.prompt_key ({column}): {row.where} has chat messages, but the policy's "
             "tokenizer has no chat template. Use a chat model, or prompts that are text."
         )
     try:
-        return render(tokenizer, value, prompting=True, tools=tools_of(row, section))
+        return render(tokenizer, value, prompting=True, tools=tools_of(row, section), chat=chat)
     except Exception as error:  # templates can raise anything
-        key = "data.prompt_key"
         raise template_error(row, key, column, value, section, tokenizer, error) from error
+
+
+def chat_format(section: DataSection, row: Row | None = None) -> ChatFormat:
+    """Return the settings of a config, and of a row, for chat templates and special tokens."""
+    own = row.values.get(TEMPLATE_KWARGS) if row else None
+    kwargs = section.chat_template_kwargs | (own if isinstance(own, dict) else {})
+    return ChatFormat(section.special_tokens_in_text, kwargs)
+
+
+def special_token_error(row: Row, config_key: str, column: str, error: Exception) -> RowError:
+    """Return the error for a row with a special token that is refused."""
+    return RowError(f"{config_key} ({column}): {row.where} {error}.")
 
 
 def tools_of(row: Row, section: DataSection) -> list[dict[str, Any]] | None:
     """Return the tools that the chat template describes to the model."""
-    return row.values[section.tools_key] if section.tools_key else None
+    name = tools_column(row, section)
+    return row.values[name] if name else None
 
 
 def template_error(
@@ -96,10 +117,13 @@ def template_error(
 
     If the template accepts the messages without the system message, the error says so.
     """
+    if isinstance(error, SpecialTokenError):
+        return special_token_error(row, config_key, column, error)
     if messages[0]["role"] == "system" and len(messages) > 1:
         prompting = config_key == "data.prompt_key"
         try:
-            render(tokenizer, messages[1:], prompting=prompting, tools=tools_of(row, section))
+            tools, chat = tools_of(row, section), chat_format(section, row)
+            render(tokenizer, messages[1:], prompting=prompting, tools=tools, chat=chat)
         except Exception:  # fails without the system message too
             pass
         else:

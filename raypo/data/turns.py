@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from raypo.data.chat_messages import Message, chat_messages, is_chat, render
+from raypo.data.chat_messages import (
+    USUAL_FORMAT,
+    ChatFormat,
+    Message,
+    chat_messages,
+    is_chat,
+    render,
+)
+from raypo.data.special_tokens import hidden_in_text, shown
 from raypo.data.stop_tokens import ids_behind, prompt_ids
 
 Observation = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int] | np.ndarray
@@ -29,14 +37,17 @@ class TurnTokens:
     depend neither on the reply nor on how the template renders earlier messages.
     """
 
-    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
-        """Store the tokenizer and the stop tokens.
+    def __init__(
+        self, tokenizer: Any, stop_token_ids: Sequence[int], chat: ChatFormat = USUAL_FORMAT
+    ) -> None:
+        """Store the arguments.
 
         Args:
             tokenizer: The policy's Hugging Face tokenizer.
             stop_token_ids: Tokens that end a turn of the policy.
+            chat: Variables for the template, and the treatment of special tokens in texts.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._chat = tokenizer, chat
         self._stop = frozenset(stop_token_ids)
 
     def first(
@@ -56,11 +67,11 @@ class TurnTokens:
             ids = np.asarray(observation, np.int32)
             return self._tokenizer.decode(ids), _checked(ids, observation)
         if not chat and isinstance(observation, str):
-            (ids,) = prompt_ids(self._tokenizer, [observation])
+            (ids,) = prompt_ids(self._tokenizer, [self._hidden(observation)])
             return observation, _checked(ids, observation)
         text = self._rendered(messages_of(observation), tools)
-        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return text, _checked(ids, observation)
+        (ids,) = ids_behind(self._tokenizer, [text], [None])
+        return shown(text), _checked(ids, observation)
 
     def between(
         self,
@@ -92,7 +103,7 @@ class TurnTokens:
         if is_ids(observation):
             return np.asarray(observation, np.int32)
         if not chat and isinstance(observation, str):
-            return self._ids(observation)
+            return self._ids(self._hidden(observation))
         end = int(reply_ids[-1]) if len(reply_ids) and int(reply_ids[-1]) in self._stop else None
         messages = messages_of(observation)
         reply: dict[str, Any] = {"role": "assistant", "content": _REPLY}
@@ -151,7 +162,10 @@ class TurnTokens:
     ) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError("these are chat messages, but the tokenizer has no chat template")
-        return render(self._tokenizer, messages, prompting=goes_on, tools=tools)
+        return render(self._tokenizer, messages, prompting=goes_on, tools=tools, chat=self._chat)
+
+    def _hidden(self, text: str) -> str:
+        return hidden_in_text(self._tokenizer, text, self._chat.special_tokens)
 
     def _ids(self, text: str) -> np.ndarray:
         return np.asarray(ids_behind(self._tokenizer, [text])[0], np.int32)

@@ -31,6 +31,8 @@ from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import as_tensor
 from raypo.config import OnlineConfig, RolloutSection
 from raypo.custom.errors import text_of
+from raypo.data.chat_messages import USUAL_FORMAT, ChatFormat
+from raypo.data.tokenised_rows import chat_format
 from raypo.data.turns import TurnTokens, is_ids, messages_of
 from raypo.endpoint.agent_endpoint import AgentEndpoint
 from raypo.models.loading import vocabulary_size
@@ -68,6 +70,7 @@ def open_episodes(
         stop_token_ids,
         max_tokens=config.max_model_len,
         vocabulary_size=vocabulary_size(policy),
+        chat=chat_format(config.data),
     )
 
 
@@ -82,6 +85,7 @@ class Episodes:
         *,
         max_tokens: int,
         vocabulary_size: int,
+        chat: ChatFormat = USUAL_FORMAT,
     ) -> None:
         """Load the user's class, and start the event loop.
 
@@ -91,13 +95,18 @@ class Episodes:
             stop_token_ids: Tokens that end a turn.
             max_tokens: Longest conversation, prompt and response together, in tokens.
             vocabulary_size: Vocabulary size of the policy.
+            chat: Variables for the template, and the treatment of special tokens in texts.
 
         Raises:
             ConfigError: the class is missing, or is neither an environment nor an agent.
         """
         self._section, self._class = section, UserClass(section)
         self._settings = EpisodeSettings(
-            section, tokenizer, TurnTokens(tokenizer, stop_token_ids), max_tokens, vocabulary_size
+            section,
+            tokenizer,
+            TurnTokens(tokenizer, stop_token_ids, chat),
+            max_tokens,
+            vocabulary_size,
         )
         self._endpoint = AgentEndpoint(section.endpoint_host, max_tokens)
         self._loop = EventLoop(section.step_timeout_s)

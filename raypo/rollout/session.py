@@ -109,6 +109,12 @@ class Row:
         self.turns.append(turn)
         return turn
 
+    @property
+    def is_cut_off(self) -> bool:
+        """True if a limit of the run cut a turn off, and no other turn continues its text."""
+        begins = {turn.begin for turn in self.turns if turn.end > turn.begin}
+        return any(turn.is_cut_off and turn.end not in begins for turn in self.turns)
+
     def arrays(self) -> dict[str, Any]:
         """Return a rollout's token ids, values per token, turn indices and weight versions."""
         length, versions = len(self.ids) - self.num_prompt, []
@@ -306,14 +312,13 @@ class Session:
         for number, row in enumerate(rows):
             arrays = row.arrays()
             decoded = self.settings.tokenizer.decode(arrays["prompt_ids"]) if number else None
-            is_cut_off = is_agents and bool(row.turns) and row.turns[-1].is_cut_off
             rollout = Rollout(
                 prompt=decoded or self.first_text or prompt.text,
                 response=self._text_of(arrays["response_ids"]),
                 label=prompt.label,
                 prompt_index=prompt.index,
                 sample_index=self.sample_index,
-                finish_reason="length" if self.is_cut_off or is_cut_off else "stop",
+                finish_reason="length" if self.is_cut_off or row.is_cut_off else "stop",
                 group_index=prompt.group_index,
                 messages=messages if decoded is None else None,
                 data_source=prompt.data_source,

@@ -19,7 +19,7 @@ from raypo.config import ConfigError, DistillationSection, is_import_path
 from raypo.custom.loader import load_function
 from raypo.data.chat_messages import chat_messages, render
 from raypo.data.prepared_rows import short
-from raypo.data.stop_tokens import prompt_ids
+from raypo.data.stop_tokens import ids_behind, prompt_ids
 from raypo.types import Rollout
 
 TeacherPrompt = str | list[dict[str, Any]] | None
@@ -112,4 +112,4 @@ def tokenised_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> np.n
             f"distillation.teacher_prompt: returned {short(prompt)}, which is not a text and "
             f"cannot be rendered as chat messages: {error}. Correct what it returns."
         ) from error
-    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    return np.array(ids_behind(tokenizer, [text], [None])[0], np.int32)

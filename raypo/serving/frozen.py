@@ -14,6 +14,7 @@ from raypo.cluster.out_of_memory import FROZEN_REMEDY, memory_advice
 from raypo.config.paths import short_name
 from raypo.data.batching import batches_by_tokens
 from raypo.data.chat_messages import answered, render
+from raypo.data.special_tokens import hidden
 from raypo.data.stop_tokens import ids_behind, prompt_ids
 from raypo.metrics.process_memory import peak_memory
 from raypo.models.host_memory import HostMemory
@@ -273,9 +274,10 @@ def _encode(tokenizer: Any, rollout: Rollout) -> list[int]:
     if rollout.messages and tokenizer.chat_template:
         said = answered(rollout.messages, {"role": "assistant", "content": rollout.response})
         text = render(tokenizer, said)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return ids_behind(tokenizer, [text], [None])[0]
     (ids,) = prompt_ids(tokenizer, [rollout.prompt])
-    ids = ids + ids_behind(tokenizer, [rollout.response], [rollout.prompt])[0]
+    # A response cannot end its turn and begin another one by the text of special tokens.
+    response = hidden(tokenizer, rollout.response, "text")
+    ids = ids + ids_behind(tokenizer, [response], [rollout.prompt])[0]
     end: int | None = tokenizer.eos_token_id
     return [*ids, end] if rollout.finish_reason == "stop" and end is not None else ids

@@ -18,6 +18,8 @@ MAX_KL_PER_RESPONSE = 50.0
 """Limit in nats. Published runs raised the score with far less KL (arXiv:2210.10760)."""
 MAX_MISMATCH_KL = 0.01
 """Limit in nats per token between engine and learner. bfloat16 rounding stays far below it."""
+MAX_TRUNCATED = 0.25
+"""Limit as a share of responses. A policy that ends its answers stays below it, even early on."""
 MAX_ZERO_VARIANCE = 0.6
 MAX_PHASE_SHARE = 0.75
 MIN_PHASE_S = 1.0
@@ -318,7 +320,7 @@ _RULES: dict[str, Rule] = {
     "length": _length_explodes,
     "truncated": _beyond(
         "rollout/truncated_fraction",
-        0.5,
+        MAX_TRUNCATED,
         "{:.0%} of the responses are cut off at rollout.max_new_tokens.",
         "If answers should end by themselves, raise rollout.max_new_tokens, or check that the "
         "policy learned to end them.",

@@ -68,12 +68,36 @@ def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
                 f"datasets ({key}): the keys must be train and eval. The argument rows takes the "
                 f"keys of the config: {', '.join(known)}."
             )
-        if isinstance(rows, str | Mapping) or not (is_ray_data(rows) or hasattr(rows, "__len__")):
+        if remedy := _remedy(key, rows):
             raise ConfigError(
                 f"{key} ({type(rows).__module__}.{type(rows).__name__}): rows must be a "
-                "ray.data.Dataset, a datasets.Dataset or a list of dicts. Write a streaming "
-                f"data set to files first (save_to_disk, write_parquet), and name them in {key}."
+                f"ray.data.Dataset, a datasets.Dataset or a list of dicts. {remedy}"
             )
+
+
+_DICTS_OF_TABLES = {
+    "pandas": 'to_dict("records")',
+    "polars": "to_dicts()",
+    "pyarrow": "to_pylist()",
+}
+"""Method that returns the rows of a table as dicts, by package."""
+
+
+def _remedy(key: str, rows: Rows) -> str | None:
+    """Return how to pass rows of an unsupported type. The result is None for a supported one."""
+    if isinstance(rows, str):
+        return f"Name files and data sets in the config: {key}."
+    if isinstance(rows, Mapping):
+        splits = [repr(name) for name in rows]
+        return f"Pass one of its values, like [{splits[0]}]." if splits else "This one is empty."
+    if call := _DICTS_OF_TABLES.get(type(rows).__module__.partition(".")[0]):
+        return f"Pass its rows as dicts: {call}."
+    if is_ray_data(rows) or hasattr(rows, "__len__"):
+        return None
+    return (
+        "Write a streaming data set to files first (save_to_disk, write_parquet), and name them "
+        f"in {key}."
+    )
 
 
 def is_ray_data(rows: Rows) -> bool:

@@ -20,7 +20,7 @@ from examples.calculator.make_data import (
 from raypo import PPOConfig, SFTConfig
 from raypo.config import ResponsesSection
 from raypo.data.conversations import conversation as tokenised
-from raypo.data.rows import Row
+from raypo.data.rows import BadRows, Row
 from raypo.data.stop_tokens import StopTokens
 from raypo.data.turns import TurnTokens
 
@@ -85,7 +85,7 @@ def test_what_is_learned_is_token_for_token_what_episodes_look_like(calls):
 
     row = Row("here", {"messages": messages})
     section = ResponsesSection(prompts=("here",), messages_key="messages")
-    learned = tokenised(row, section, tokenizer, StopTokens(tokenizer, [end]))
+    learned = tokenised(row, section, tokenizer, StopTokens(tokenizer, [end]), BadRows("refuse"))
     assert learned.prompt_ids.tolist() == prompt.tolist()
     assert learned.response_ids.tolist() == response
     kept = np.ones(len(mask), bool) if learned.mask is None else learned.mask

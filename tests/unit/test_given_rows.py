@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import yaml
 from typer import Exit
@@ -155,6 +157,23 @@ def test_what_cannot_be_rows_is_refused(
     values: dict[str, Any], tmp_path: Path, arguments: Any, told: str
 ):
     assert refusal(values, tmp_path, **arguments) == told
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ("rows.jsonl", "Name files and data sets in the config: data.prompts."),
+        ({"train": ROWS, "test": ROWS}, "Pass one of its values, like ['train']."),
+        (pa.Table.from_pylist(ROWS[:1]), "Pass its rows as dicts: to_pylist()."),
+        (pd.DataFrame(ROWS), 'Pass its rows as dicts: to_dict("records").'),
+    ],
+)
+def test_rows_of_other_types_are_refused_with_the_way_to_pass_them(
+    values: dict[str, Any], tmp_path: Path, rows: Any, told: str
+):
+    assert refusal(values, tmp_path, rows={"data.prompts": rows}).endswith(
+        f"rows must be a ray.data.Dataset, a datasets.Dataset or a list of dicts. {told}"
+    )
 
 
 def test_wrong_rows_are_told_like_those_of_a_file(values: dict[str, Any], tmp_path: Path):

@@ -443,6 +443,23 @@ def test_a_file_that_is_no_yaml(tmp_path, text):
         PPOConfig.load(tmp_path / "run.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name: a\nseed: 1\nname: b\n", "name: is given twice, in lines 1 and 3"),
+        (
+            "ppo:\n  kl:\n    coef: 1\n    coef: 2\n",
+            "coef: is given twice, in lines 3 and 4",
+        ),
+        ("ppo: {gamma: 1}\n\nppo: {kl: {coef: 2}}\n", "ppo: is given twice, in lines 1 and 3"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_told_with_both_lines(tmp_path, text, told):
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        PPOConfig.load(tmp_path / "run.yaml")
+
+
 # Frozen, comparable, light
 
 

@@ -149,8 +149,9 @@ def test_rows_to_learn_from_are_refused_or_dropped(
     assert problem in told
     loaded = load(kind.model_validate(values | {"on_error": "drop"}), tokenizer, END)
     assert (len(loaded.items), loaded.num_skipped, loaded.num_unusable) == (2, 0, 0)
-    (note,) = loaded.notes("eval.prompts")
+    note, ignored = loaded.notes("eval.prompts")
     assert note.endswith(told)
+    assert ignored.startswith("ignored in eval.prompts: ")
 
 
 @pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be brief."}]])

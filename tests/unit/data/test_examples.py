@@ -81,7 +81,8 @@ def test_empty_responses_are_not_learned_but_counted(tmp_path, tokenizer):
     assert (len(loaded.items), loaded.num_unusable) == (1, 3)
     (told,) = loaded.notes("data.prompts")
     assert told == (
-        "3 of the 4 rows of data.prompts have equal responses or an empty one and are skipped"
+        "3 of the 4 rows of data.prompts have equal responses, an empty one or none to learn and "
+        "are skipped"
     )
     path = write(tmp_path / "b.jsonl", *rows[1:])
     with pytest.raises(

@@ -291,7 +291,8 @@ def test_a_tokenizer_that_adds_its_end_ends_no_prompt(tmp_path, name):
     assert tokenizer.decode(tokenizer("2+2=")["input_ids"]) == f"{begin}2+2={family.eos}"
     rows = [{"prompt": "2+2=", "response": "4"}, {"prompt": f"2+2={family.eos}", "response": "4"}]
     path = write(tmp_path / "rows.jsonl", rows)
-    values = ResponsesSection.model_validate({"prompts": path})
+    values = {"prompts": path, "special_tokens_in_text": "tokens"}
+    values = ResponsesSection.model_validate(values)
     first, second = load_examples(values, tokenizer, stop_ids(name, tokenizer)).items
     assert tokenizer.decode(first.prompt_ids) == f"{begin}2+2="
     assert tokenizer.decode(first.response_ids) == f"4{family.eos}"
@@ -302,7 +303,8 @@ def test_a_text_that_a_template_has_written_has_one_beginning(tmp_path, tokenize
     tokenizer = tokenizers["Llama 3"]
     text = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
     path = write(tmp_path / "a.jsonl", [{"prompt": text}, {"prompt": "a"}])
-    written, plain = load_prompts(section(path), tokenizer).prompts
+    kept = section(path, special_tokens_in_text="tokens")
+    written, plain = load_prompts(kept, tokenizer).prompts
     assert tokenizer.decode(written.token_ids) == text
     assert tokenizer.decode(plain.token_ids) == "<|begin_of_text|>a"
 

@@ -190,8 +190,8 @@ def test_examples_and_conversations_have_it_too(tmp_path, chat_tokenizer, messag
 @pytest.mark.parametrize(
     ("prompt", "told"),
     [
-        ("1+1=", "has a text in data.prompt_key (prompt), to which no chat template applies. Write "
-            'it as [{"role": "user", "content": TEXT}], or remove data.system_prompt.'),
+        ("1+1=", "has a text in data.prompt_key (prompt), to which no chat template applies. Set "
+            "data.as_chat: true, then the text is a user message, or remove data.system_prompt."),
         ([{"role": "system", "content": "x"}, *CHAT], "has its own system message in "
             "data.prompt_key (prompt). Remove it there, or remove data.system_prompt."),
     ],

@@ -509,6 +509,23 @@ def test_no_more_turns_than_there_may_be(tokenizer):
     assert each.response_mask[-1]
 
 
+class CutOff(Talking):
+    """Cuts off the second turn."""
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        completion = super()._completion(request)
+        return replace(completion, finish_reason="length") if len(self.rounds) == 2 else completion
+
+
+@pytest.mark.parametrize(("name", "reason"), [("Counting", "length"), ("Silent", "stop")])
+def test_an_episode_with_a_turn_that_is_cut_off_and_not_continued_counts_as_cut_off(
+    tokenizer, name, reason
+):
+    (each,) = played(tokenizer, CutOff(), samples=1, name=name)
+    assert each.episode is not None
+    assert (each.episode.num_turns, each.finish_reason) == (3, reason)
+
+
 @pytest.mark.parametrize("limit", range(8, 40, 4))
 def test_an_episode_is_never_longer_than_it_may_be(tokenizer, limit):
     rollouts = played(

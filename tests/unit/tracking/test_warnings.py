@@ -28,7 +28,7 @@ def test_a_run_that_goes_well_has_no_warning():
             "ppo.correction.kind",
         ),
         ("correction_drops", {"mismatch/dropped_fraction": 0.9}, "ppo.correction.low"),
-        ("truncated", {"rollout/truncated_fraction": 0.9}, "rollout.max_new_tokens"),
+        ("truncated", {"rollout/truncated_fraction": 0.48}, "rollout.max_new_tokens"),
         ("one_phase", {"time/generate_s": 20.0}, "rollout.engine.count"),
         ("skipped_updates", {"ppo/skipped_updates": 2.0}, "learner.policy_lr"),
     ],
