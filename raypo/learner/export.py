@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def save_folder(
     parts: list[Path] = []
     on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
     for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
-        network.save_pretrained(folder, state_dict=dict(group), max_shard_size=2 * SHARD_BYTES)
+        network.save_pretrained(folder, state_dict=dict(group), max_shard_size=sys.maxsize)
         parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
         group.clear()  # before the next one is gathered
     _name_parts(folder, parts)
