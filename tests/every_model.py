@@ -30,7 +30,12 @@ from raypo.config import ConfigError
 from raypo.config.supervised_config import ExamplesLearnerSection
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import PairTask, ResponseTask
-from raypo.models.loading import check_classifier, check_trainable, load_causal_lm, load_reward_model
+from raypo.models.loading import (
+    check_classifier,
+    check_trainable,
+    load_causal_lm,
+    load_reward_model,
+)
 from raypo.types import Example, Pair
 
 CAUSAL, CLASSIFIER, MULTIMODAL = "causal", "classifier", "multimodal"
@@ -69,7 +74,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(["moe_num_experts", "num_routed_experts"], 4),
     **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"], 2),
     **dict.fromkeys(["n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"], 1),
-    **dict.fromkeys(["num_shared_experts", "moe_num_shared_experts", "interleave_moe_layer_step"], 1),
+    **dict.fromkeys(
+        ["num_shared_experts", "moe_num_shared_experts", "interleave_moe_layer_step"], 1
+    ),
     **dict.fromkeys(["q_lora_rank", "o_lora_rank"], 16),
     **dict.fromkeys(["kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"], 8),
     **dict.fromkeys(["linear_num_value_heads", "linear_num_key_heads"], 4),
@@ -116,7 +123,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 """Values of architectures for which `SIZES` does not fit."""
 LR = 1e-2
-PROMPT, RESPONSE, OTHER = (np.arange(a, a + n, dtype=np.int32) for a, n in ((9, 6), (30, 9), (60, 7)))
+PROMPT, RESPONSE, OTHER = (
+    np.arange(a, a + n, dtype=np.int32) for a, n in ((9, 6), (30, 9), (60, 7))
+)
 CLOSE = 2e-4
 """Nats; all in float32 on a CPU."""
 
@@ -176,7 +185,9 @@ def build(kind: str, architecture: str, folder: Path) -> Any:
     except Exception as error:
         raise CannotBuildError(f"transformers: {_told(error)}") from error
     if not gap < CLOSE:
-        raise CannotBuildError(f"transformers: save_pretrained and from_pretrained differ by {gap:.2g}")
+        raise CannotBuildError(
+            f"transformers: save_pretrained and from_pretrained differ by {gap:.2g}"
+        )
     return model
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -189,11 +190,11 @@ def save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str, 
     """Save an adapter as a folder that peft and vLLM can load."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
-        folder / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
+    file = folder / "adapter_model.safetensors"
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    # safetensors makes files that only their owner can read, whatever the umask.
+    shutil.copymode(folder / "adapter_config.json", file)
 
 
 def _peft_config(model: Any, section: LoraSection) -> Any:

@@ -10,8 +10,8 @@ import torch
 from transformers import (
     ApertusConfig,
     AutoModelForCausalLM,
-    DeepseekV3Config,
     Gemma2Config,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -51,13 +51,9 @@ CONFIGS = {
     "qwen2: biases": Qwen2Config(**SIZES),
     "gemma2: the embedding is the head": Gemma2Config(**SIZES, query_pre_attn_scalar=32),
     "apertus: buffers in the activation": ApertusConfig(**UNTIED),
-    "deepseek_v3: a buffer in the router": DeepseekV3Config(
-        **UNTIED | EXPERTS,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_rope_head_dim=32,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
+    "gemma4: buffers that scale the layers": Gemma4TextConfig(
+        **UNTIED | {"head_dim": 32, "global_head_dim": 32, "vocab_size_per_layer_input": 100},
+        hidden_size_per_layer_input=32,
     ),
     "glm4_moe: a buffer in the router": Glm4MoeConfig(**UNTIED | EXPERTS),
 }
@@ -86,7 +82,9 @@ def test_engine_and_learner_agree_after_a_large_change(tmp_path, config: Pretrai
                 with torch.no_grad():
                     log_p = learner(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
                 log_probs = log_p.gather(-1, ids[len(prompt) :, None])[:, 0].numpy()
-                assert np.abs(log_probs - completion.log_probs).max() < 1e-3
+                # vLLM rounds the activation's scalars of Apertus to bfloat16.
+                most = 1e-2 if config.model_type == "apertus" else 1e-3
+                assert np.abs(log_probs - completion.log_probs).max() < most
             with torch.no_grad():
                 for _, tensor in stored_tensors(learner):  # buffers, too
                     tensor.add_(torch.rand_like(tensor) * 0.02 - 0.01)
