@@ -161,7 +161,7 @@ def check_models(config: AnyConfig) -> None:
     """
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from raypo.models import checkpoint, loading, lora
+    from raypo.models import checkpoint, loading, lora, model_folder
 
     model: Any = config.model
     is_reward_model = isinstance(config, RewardModelConfig)
@@ -174,6 +174,7 @@ def check_models(config: AnyConfig) -> None:
             loading.check_classifier(key, path)
         if key in ("model.policy", "model.critic"):
             loading.check_trainable(key, path)
+            model_folder.check_saveable(key, path, loading.load_tokenizer(model.policy))
         checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)

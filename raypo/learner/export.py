@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,11 +49,15 @@ def save_folder(
     network.should_save_on_this_rank = bool
     parts: list[Path] = []
     on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
-    for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
-        network.save_pretrained(folder, state_dict=dict(group), max_shard_size=2 * SHARD_BYTES)
-        parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
-        group.clear()  # before the next one is gathered
+    with network.raypo_folder.of_network(network):
+        for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
+            network.save_pretrained(folder, state_dict=dict(group), max_shard_size=sys.maxsize)
+            parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
+            # safetensors makes files that only their owner can read, whatever the umask.
+            shutil.copymode(folder / "config.json", parts[-1])
+            group.clear()  # before the next one is gathered
     _name_parts(folder, parts)
+    network.raypo_folder.write_others(folder)
     tokenizer.save_pretrained(folder)
 
 

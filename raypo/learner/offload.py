@@ -63,7 +63,8 @@ class Offload:
         self._host.give_back()
 
     def _weights(self) -> Iterator[Tensor]:
-        """Yield the module's parameters, and at ZeRO-3 this worker's shards of them."""
+        """Yield the module's buffers and parameters, and this worker's ZeRO-3 shards of them."""
+        yield from self._engine.module.buffers()
         for parameter in self._engine.module.parameters():
             yield parameter.data
             if hasattr(parameter, "ds_tensor"):

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypo.collectives import Workers
 from raypo.config import ConfigError
 from raypo.learner.state import write_tensors
+from raypo.models.checkpoint import stored_tensors
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Fragment:
 
 
 def fragments(engine: Any, optimizer: torch.optim.Optimizer, workers: Workers) -> list[Fragment]:
-    """Return the fragments of the trained parameters that this worker holds.
+    """Return the fragments of the trained parameters that this worker holds, and all buffers.
 
     Args:
         engine: A DeepSpeedEngine.
@@ -131,6 +132,10 @@ def _fragments(
             yield Fragment(
                 name, numel, 0, numel, parameter, is_on_every_worker=True, is_muon=is_muon
             )
+    for name, tensor in stored_tensors(engine.module):
+        if not isinstance(tensor, nn.Parameter):  # a buffer, which a pass may change
+            numel = tensor.numel()
+            yield Fragment(name, numel, 0, numel, tensor, is_on_every_worker=True)
 
 
 def _whole_moment(zero: Any, group: int, parameter: Tensor, dtype: torch.dtype) -> Moment | None:

@@ -167,8 +167,8 @@ class TrainedModel:
     def named_weights(self, submodule: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield names below `submodule` and full weights, gathered one at a time under ZeRO-3.
 
-        All workers must iterate to the end together. A tied weight comes once under each name.
-        Adapters are merged into the result; the module itself does not change.
+        These are the tensors of the model's files (`stored_tensors`), and all workers must iterate
+        to the end together. Adapters are merged into the result; the module itself does not change.
         """
         return self.gathered(merged_weights(submodule))
 

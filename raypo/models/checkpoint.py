@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -99,6 +99,24 @@ def cached_folder(path: str) -> str | None:
 
     config = try_to_load_from_cache(path, "config.json")
     return str(Path(config).parent) if isinstance(config, str) else None
+
+
+def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a model's files hold, under their names in the model.
+
+    These are the parameters and the persistent buffers, such as the bias of a router. A tensor with
+    several names, such as a tied output head, comes once, under the name that files have. Whatever
+    is pushed, saved or compared is this set.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
+    unsaved = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    tensors = model.state_dict(keep_vars=True)
+    names: dict[int, str] = {}
+    for name in sorted(tensors, key=lambda name: name in tied):
+        names.setdefault(id(tensors[name]), name)
+    for name, tensor in tensors.items():
+        if names[id(tensor)] == name and name not in unsaved:
+            yield name, tensor
 
 
 def check_weights(key: str, path: str, kind: Any, *, new_head: bool = False) -> None:

@@ -5,6 +5,7 @@ B responses, T response tokens, H hidden size.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -183,3 +184,5 @@ class Critic(nn.Module):
 def save_value_head(folder: Path, weights: dict[str, Tensor]) -> None:
     """Save a value head into its backbone's folder, where `Critic.load` finds it."""
     save_file(weights, folder / VALUE_HEAD_FILE)
+    # safetensors makes files that only their owner can read, whatever the umask.
+    shutil.copymode(folder / "config.json", folder / VALUE_HEAD_FILE)

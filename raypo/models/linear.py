@@ -24,7 +24,9 @@ class OneDnnLinear(nn.Linear):
         """Apply the layer: [..., I] -> [..., O]."""
         if input.numel() == 0 or not (self.fits(input) and self.fits(self.weight)):
             return super().forward(input)
-        return _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
+        flat = _Linear.apply(input.flatten(0, -2), self.weight, self.bias)
+        # Shaped out here: torch forbids in-place operations on views that a Function has made.
+        return flat.view(*input.shape[:-1], -1)
 
     @staticmethod
     def fits(tensor: Tensor) -> bool:
@@ -61,17 +63,16 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.has_bias = bias is not None
-        flat = product(input.flatten(0, -2), weight, bias)
-        return flat.view(*input.shape[:-1], -1)
+        return product(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         input, weight = ctx.saved_tensors
-        grad = grads[0].flatten(0, -2)  # [N, O]
+        grad = grads[0]  # [N, O]
         of_input, of_weight, of_bias = ctx.needs_input_grad
         return (
-            product(grad, weight.t()).view(input.shape) if of_input else None,
-            product(grad.t(), input.flatten(0, -2).t()) if of_weight else None,
+            product(grad, weight.t()) if of_input else None,
+            product(grad.t(), input.t()) if of_weight else None,
             grad.sum(0) if ctx.has_bias and of_bias else None,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -24,6 +24,7 @@ from raypo.models.checkpoint import check_loaded, first_line, network_class, rea
 from raypo.models.heads import HEADS, with_float32_heads
 from raypo.models.linear import use_fastest_linear
 from raypo.models.model_files import max_positions
+from raypo.models.model_folder import ModelFolder, read_generation_config
 from raypo.models.packed_attention import can_read_packed, use_packed_attention
 from raypo.models.shares import whole_as_it_computes
 from raypo.models.token_log_probs import has_plain_head
@@ -304,10 +305,8 @@ def stop_token_ids(path: str, tokenizer: Any, *, key: str = "model.policy") -> t
         ConfigError: there is no such token, so that no response could end by itself; or the
             tokenizer lacks one of the ids.
     """
-    try:
-        ids = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:
-        ids = None
+    generation_config = read_generation_config(path, key=key)
+    ids = generation_config and generation_config.eos_token_id
     ids = tokenizer.eos_token_id if ids is None else ids
     found = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
     if ids is None or not found:
@@ -336,7 +335,8 @@ def _load(
 ) -> nn.Module:
     """Load a model without dropout and router noise: old and new log-probs are comparable."""
     config = read_config(path, **config_values)
-    _turn_dropout_off(config)  # before the model is built: many models store the number itself
+    of_files = copy.deepcopy(config)
+    _set_dropout(config)  # before the model is built: many models store the number itself
     network = network_class(kind, config, path)
     if kind is AutoModelForSequenceClassification and not is_deepspeed_zero3_enabled():
         _keep_heads_in_float32(network)  # at ZeRO-3, DeepSpeed creates every weight in `dtype`
@@ -367,7 +367,12 @@ def _load(
             "model (merge_and_unload of peft, save_pretrained) and give that folder."
         )
     check_loaded(model, info, path=path, new_head=new_head)
-    _make_saveable(model)
+    exported = copy.deepcopy(model.config)
+    has_part = type(of_files) is not type(exported)  # only the language model of a larger one
+    _set_dropout(exported, of_files.get_text_config() if has_part else of_files)
+    folder = ModelFolder.of(path, exported, getattr(model, "generation_config", None))
+    for network in {model, model.base_model}:  # a critic is only the latter
+        network.raypo_folder = folder
     for module in model.modules():  # dropout that the config does not control
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -378,33 +383,23 @@ def _load(
     return model.train()
 
 
-def _make_saveable(model: Any) -> None:
-    """Remove the sampling parameters from a generation config with `do_sample` off.
-
-    They have no effect there, and transformers 5 refuses to save such a config: a run would fail at
-    its first checkpoint.
-    """
-    config = getattr(model, "generation_config", None)
-    if config is None or config.do_sample:
-        return
-    for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff"):
-        if getattr(config, name, None) is not None:
-            setattr(config, name, None)
-
-
 def _keep_heads_in_float32(network: Any) -> None:
     """Make transformers load heads in float32; it reads the setting from the model's class."""
     kept = set(network._keep_in_fp32_modules_strict or ())
     network._keep_in_fp32_modules_strict = kept | {rf"^{name}\." for name in HEADS}
 
 
-def _turn_dropout_off(config: PretrainedConfig) -> None:
-    """Set attention_dropout, resid_pdrop, layerdrop etc. to 0, in nested configs too.
+def _set_dropout(config: PretrainedConfig, values: PretrainedConfig | None = None) -> None:
+    """Set attention_dropout, resid_pdrop, layerdrop etc., in nested configs too.
 
-    The noise of a mixture's router (`router_jitter_noise`) is set to 0 as well.
+    The noise of a mixture's router (`router_jitter_noise`) is set as well.
+
+    Args:
+        config: The config to change.
+        values: Config with the values to set. None sets 0.
     """
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
-            _turn_dropout_off(value)
+            _set_dropout(value, values and getattr(values, name))
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
-            setattr(config, name, 0.0)
+            setattr(config, name, getattr(values, name) if values else 0.0)

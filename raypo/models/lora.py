@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raypo.config import ConfigError, LoraSection, SampledModelSection, TrainedModelSection
-from raypo.models.checkpoint import network_class, read_config
+from raypo.models.checkpoint import network_class, read_config, stored_tensors
 from raypo.models.heads import HEADS
 from raypo.models.linear import OneDnnLinear
 from raypo.models.loading import load_causal_lm
@@ -33,13 +34,13 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Weight:
-    """Weight of the model with the adapter that changes it, if any."""
+    """Tensor of the model's files, with the adapter that changes it, if any."""
 
     name: str
     """Name in the model without an adapter."""
-    parts: tuple[nn.Parameter, ...]
-    """W without an adapter; W, A and B with one. Under ZeRO-3 they are complete only while
-    gathered."""
+    parts: tuple[Tensor, ...]
+    """W or a buffer without an adapter; W, A and B with one. Under ZeRO-3, parameters are complete
+    only while gathered."""
     scale: float = 1.0
     transposed: bool = False
     """True if W is stored as [in, out], as in GPT-2."""
@@ -137,19 +138,19 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(model: nn.Module) -> Iterator[Weight]:
-    """Yield every weight under its name in the base model. Tied weights come under both names."""
+    """Yield everything that the model's files hold, under its name in the base model."""
     layers = _layers(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, tensor in stored_tensors(model):
         path, _, leaf = name.rpartition(".")
         owner = path.removesuffix(".base_layer")
         if f"{owner}.base_layer" == path and owner in layers:
             layer = layers[owner]
             if leaf == "weight":
-                yield _with_adapter(f"{owner}.weight", parameter, layer)
+                yield _with_adapter(f"{owner}.weight", tensor, layer)
             else:
-                yield Weight(f"{owner}.{leaf}", (parameter,))
+                yield Weight(f"{owner}.{leaf}", (tensor,))
         elif not _is_of_adapter(name):
-            yield Weight(name, (parameter,))
+            yield Weight(name, (tensor,))
 
 
 def base_weights(model: nn.Module) -> Iterator[Weight]:
@@ -189,11 +190,11 @@ def save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str, 
     """Save an adapter as a folder that peft and vLLM can load."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(
-        {name: tensor.contiguous() for name, tensor in weights.items()},
-        folder / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
+    file = folder / "adapter_model.safetensors"
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    # safetensors makes files that only their owner can read, whatever the umask.
+    shutil.copymode(folder / "adapter_config.json", file)
 
 
 def _peft_config(model: Any, section: LoraSection) -> Any:
@@ -223,7 +224,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
 
 
-def _with_adapter(name: str, weight: nn.Parameter, layer: Any) -> Weight:
+def _with_adapter(name: str, weight: Tensor, layer: Any) -> Weight:
     parts = (weight, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
     return Weight(name, parts, float(layer.scaling[NAME]), bool(layer.fan_in_fan_out))
 

@@ -70,11 +70,13 @@ def can_read_packed(model: Any) -> bool:
     )
     tells_window = not has_window or config.model_type not in WINDOW_IN_MASK
     is_understood = is_decoder and layers <= UNDERSTOOD_LAYERS and not has_sinks and tells_window
-    return bool(is_understood and _has_room_for_heads(config))
+    return bool(is_understood and _has_room_for_heads(model))
 
 
-def _has_room_for_heads(config: Any) -> bool:
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _has_room_for_heads(model: Any) -> bool:
+    # The modules are asked, because layers of one model may differ (Gemma 4).
+    sizes = (getattr(module, "head_dim", None) for module in model.modules())
+    size = max((size for size in sizes if isinstance(size, int)), default=0)
     if size <= LARGE_HEAD or not torch.cuda.is_available():
         return True
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -166,7 +166,8 @@ def _is_plain(model: Any) -> bool:
     head = model.get_output_embeddings()
     ids = torch.arange(4, device=head.weight.device)[None]
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    if states.dtype != head.weight.dtype:  # Mamba keeps its residuals in float32
+    # Mamba keeps its residuals in float32, and RemBERT projects its states before the head.
+    if states.dtype != head.weight.dtype or states.shape[-1] != head.weight.shape[-1]:
         return False
     return torch.equal(head(states), model(input_ids=ids, use_cache=False).logits)
 

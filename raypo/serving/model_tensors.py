@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from raypo.models.checkpoint import stored_tensors
 from raypo.weights.manifest import Manifest, WeightError, summary
 
 
@@ -17,7 +18,7 @@ class ModelTensors:
 
     required: dict[str, tuple[int, ...]]
     optional: dict[str, tuple[int, ...]]
-    """Tensors that a push may leave out: second names of tied tensors, and buffers."""
+    """Tensors that a push may leave out: second names of tied tensors."""
     linear: tuple[str, ...] = ()
     """Last name components of the linear layers, such as q_proj. The output head is left out."""
 
@@ -26,7 +27,7 @@ class ModelTensors:
         """Return the tensors of a model, given by folder or hub id, without loading its weights."""
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
-        required = {name: tuple(p.shape) for name, p in skeleton.named_parameters()}
+        required = {name: tuple(tensor.shape) for name, tensor in stored_tensors(skeleton)}
         everything = {name: tuple(t.shape) for name, t in skeleton.state_dict().items()}
         head = skeleton.get_output_embeddings()
         linear = {

@@ -184,6 +184,7 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self.raypo_leave_push()
+        _repack_experts_at_every_load(self.model_runner.get_model())
         with _current_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
         self.raypo_is_loading, self.raypo_loaded = True, set()
@@ -307,6 +308,23 @@ def _named_for_adapters(
         if f"{parent}{dot}{packed.get(layer, layer)}" in wrapped:
             name = f"{path}.base_layer.{parameter}"
         yield name, tensor
+
+
+def _repack_experts_at_every_load(model: nn.Module) -> None:
+    """Make vLLM pack the experts for its kernel at every load, not only at the first (0.32)."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if not hasattr(experts, "process_weights_after_loading") or "_setup_kernel" in vars(method):
+            continue
+
+        def set_up(
+            layer: Any, w13: Tensor, w2: Tensor, method: Any = method, experts: Any = experts
+        ) -> None:
+            type(method)._setup_kernel(method, layer, w13, w2)
+            experts.process_weights_after_loading(layer)
+
+        method._setup_kernel = set_up
 
 
 def _repack_tied_heads(model: nn.Module, loaded: set[str]) -> None:

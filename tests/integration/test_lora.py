@@ -41,7 +41,7 @@ def test_an_update_learns_the_adapter_alone_and_is_pushed_merged(
     learning, figures = taught(model, stage=stage)
     evaluated = learning.with_log_probs_and_values(experience())
     base = AutoModelForCausalLM.from_pretrained(model)
-    before = dict(base.named_parameters(remove_duplicate=False))
+    before = dict(base.named_parameters())
     pushed = weights(learning)
     assert pushed.keys() == before.keys()
     for name, weight in pushed.items():

@@ -69,7 +69,7 @@ def plain_pytorch(model: str, batch: Experience, order: list[int]) -> dict[str, 
             nesterov = 0.05 * matrix.grad.double() + 0.95 * momentum
             update = 0.2 * max(matrix.shape) ** 0.5 * orthogonal(nesterov) + DECAY * matrix.double()
             matrix.data -= (LR * update).float()
-    return {n: p.detach() for n, p in policy.model.named_parameters(remove_duplicate=False)}
+    return {n: p.detach() for n, p in policy.model.named_parameters()}
 
 
 @pytest.mark.parametrize("stage", STAGES)
