@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ from raypo.cluster.devices import check_capability
 from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
+from raypo.custom.errors import UserCodeError
 from raypo.run.setup import Runtime, decided_together, open_setup
 from raypo.storage.run_files import RunFiles, close_files
 from raypo.tracking.logs import log_to_file
 
 AnyConfig = TypeVar("AnyConfig", covariant=True)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,5 +87,11 @@ def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
         if runtime.group_gc is not None and workers.rank == 0:
             runtime.group_gc.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
             runtime.group_gc.end_turn.remote(runtime.name)
-        with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
-            yield run
+        try:
+            with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
+                yield run
+        except Exception as error:
+            logger.exception("the run failed")
+            if isinstance(error, UserCodeError):
+                error.log = str(run.log_path)
+            raise

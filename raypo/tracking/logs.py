@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 from typing_extensions import override
 
+from raypo.custom.errors import is_library
+
 _SHOWN = 120
 """Maximum number of characters of a printed text that the console shows."""
-_LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-"""Folders of Python's own modules and of installed packages."""
 _CALLBACKS = "raypo.run.callbacks"
 """Module that calls the user's callbacks."""
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
@@ -108,7 +107,7 @@ def _users_caller() -> str | None:
         if package == "raypo" and module != __name__:
             return module if is_users else None
         if package not in ("logging", "ray", "raypo"):
-            is_users |= not frame.f_code.co_filename.startswith(_LIBRARIES)
+            is_users |= not is_library(frame.f_code.co_filename)
         frame = frame.f_back
     return "" if is_users else None
 
