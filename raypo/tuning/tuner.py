@@ -21,7 +21,8 @@ import numpy as np
 import pandas as pd
 from ray import tune
 from ray.tune import ResultGrid, ResumeConfig, Stopper
-from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.result import AUTO_RESULT_KEYS
+from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 from ray.tune.search.variant_generator import generate_variants
 
@@ -48,7 +49,9 @@ from raypo.tuning.experiment import (
     fit_trials,
     limits_itself,
 )
+from raypo.tuning.goal import STEP, check_metric
 from raypo.tuning.record import Point
+from raypo.tuning.schedule import waiting_for_scores
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, base_changes
 from raypo.tuning.trial import TrialSetup, run_point
 
@@ -108,6 +111,7 @@ class Tuner:
             self._base.storage_path if is_default else str(storage),
             self._run_config.name or f"{self._base.name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}",
         )
+        self._check_metrics()
         self.trials = list(self._checked_trials())
         """Run configs that represent all trials: those of a grid, and random draws."""
 
@@ -213,6 +217,10 @@ class Tuner:
         for line in plan.sharing.lines():
             console.message(line)
         named = self._tune_config.trial_name_creator or partial(_name_of, self._files.name)
+        scheduler, metric = self._tune_config.scheduler, self._metric
+        if isinstance(scheduler, TrialScheduler) and isinstance(metric, str):
+            every = max(min(each.eval.every, each.num_steps) for each in self.trials)
+            scheduler = waiting_for_scores(scheduler, metric, every)
         callbacks = [*(self._run_config.callbacks or ()), interruption]
         return fit_trials(
             run_tuned,
@@ -221,7 +229,7 @@ class Tuner:
             self._files,
             plan,
             param_space=self._space,
-            tune_config=replace(self._tune_config, trial_name_creator=named),
+            tune_config=replace(self._tune_config, trial_name_creator=named, scheduler=scheduler),
             run_config=replace(self._run_config, callbacks=callbacks),
             stop=StopOnRequest(self._run_config.stop),
             resume=self._resume,
@@ -266,6 +274,28 @@ class Tuner:
         given = self._tune_config.max_concurrent_trials
         limit = searcher.max_concurrent if limits_itself(searcher) else given
         return min(limit or self.num_trials, self.num_trials)
+
+    @property
+    def _metric(self) -> Any:
+        """The metric that the scheduler compares, or None."""
+        own = getattr(self._tune_config.scheduler, "metric", None)
+        return own or self._tune_config.metric
+
+    def _check_metrics(self) -> None:
+        """Refuse metrics of Tune's configs that neither a run nor Tune reports."""
+        named = {
+            "TuneConfig.metric": self._tune_config.metric,
+            "scheduler.metric": getattr(self._tune_config.scheduler, "metric", None),
+            "search_alg.metric": getattr(self._tune_config.search_alg, "metric", None),
+        }
+        rule = self._run_config.stop
+        if isinstance(rule, Mapping):
+            named |= {f"RunConfig.stop.{name}": name for name in rule}
+        for key, name in named.items():
+            is_of_tune = name in (STEP, *AUTO_RESULT_KEYS)
+            has_callbacks = bool(self._trainer.arguments_of_trials["callbacks"])
+            if isinstance(name, str) and not is_of_tune and not has_callbacks:
+                check_metric(key, name, self._base)
 
     def _checked_trials(self) -> Iterator[AnyConfig]:
         """Yield run configs that represent all trials: each value of a grid, and random draws."""

@@ -57,6 +57,33 @@ def test_what_has_no_effect_is_refused(values: dict[str, Any]):
         Tuner(values, run_config=tune.RunConfig(name="my sweep"))
 
 
+@pytest.mark.parametrize(
+    ("tuned", "stop", "told"),
+    [
+        (tune.TuneConfig(metric="eval/los", mode="min"), None, r"TuneConfig\.metric \(eval/los\)"),
+        (
+            tune.TuneConfig(scheduler=ASHAScheduler(metric="eval/los", mode="min")),
+            None,
+            r"scheduler\.metric \(eval/los\): .* Did you mean eval/loss\?",
+        ),
+        (None, {"train/los": 0.1}, r"RunConfig\.stop\.train/los \(train/los\)"),
+    ],
+)
+def test_a_metric_that_no_trial_can_log_is_refused(
+    values: dict[str, Any], tuned: tune.TuneConfig | None, stop: Any, told: str
+):
+    with pytest.raises(ConfigError, match=told):
+        Tuner(values, tune_config=tuned, run_config=tune.RunConfig(stop=stop))
+    added = values | {"callbacks": ["tests.unit.tuning.test_tuner:adds_a_metric"]}
+    Tuner(added, tune_config=tuned, run_config=tune.RunConfig(stop=stop))
+    with_callback = SFTTrainer(values, callbacks=[adds_a_metric])
+    Tuner(with_callback, tune_config=tuned, run_config=tune.RunConfig(stop=stop))
+
+
+def adds_a_metric(step: Any) -> dict[str, float]:
+    return {"eval/los": 0.0}
+
+
 @pytest.mark.parametrize("rule", ["loss < 1", [lambda trial, result: True]])
 def test_a_stop_rule_that_tune_does_not_know_is_refused(values: dict[str, Any], rule: Any):
     with pytest.raises(ConfigError, match=r"RunConfig\.stop \(.*must be a mapping"):
