@@ -81,7 +81,8 @@ def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
     with ExitStack() as at_end:
         at_end.callback(close_files, files)  # the last one: all other parts may still write files
         run = Run(config, runtime, workers, files, tell, at_end, started)
-        log_to_file(run.log_path, on_print=tell.message)
+        of_all_workers = MonitorClient(runtime.monitor)
+        log_to_file(run.log_path, on_print=tell.message, on_event=of_all_workers.event)
         torch.set_num_threads(config.learner.cpus_per_worker)
         check_capability(config.model.dtype)
         if runtime.group_gc is not None and workers.rank == 0:

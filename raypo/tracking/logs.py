@@ -18,18 +18,28 @@ _CALLBACKS = "raypo.run.callbacks"
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
 
 
+CONSOLE_KEY = "raypo_console_key"
+"""Attribute of log records that the console shows too. Its value identifies the event: processes
+that report the same event give it the same key."""
+
+
 class _RunLog(logging.FileHandler):
     """Handler that `log_to_file` installs. It has its own class so that later calls can find it."""
 
     on_print: Callable[[str], None] | None = None
     """Callback `(line)` that shows prints of the user's code. Ray Train turns them into records of
     the root logger. None means that no print is shown."""
+    on_event: Callable[[str, str], None] | None = None
+    """Callback `(key, line)` for records with a `CONSOLE_KEY`."""
     _has_shown = False
     """True once a print of a user's function other than a callback was shown."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
+        key = getattr(record, CONSOLE_KEY, None)
+        if key is not None and self.on_event is not None:
+            self.on_event(key, record.getMessage())
         if record.name != "root" or self.on_print is None:
             return
         caller, text = _users_caller(), record.getMessage().strip()
@@ -41,7 +51,12 @@ class _RunLog(logging.FileHandler):
             self.on_print(f"printed: {text:.{_SHOWN}} (this and what follows: {self.baseFilename})")
 
 
-def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = None) -> None:
+def log_to_file(
+    path: str | Path,
+    *,
+    on_print: Callable[[str], None] | None = None,
+    on_event: Callable[[str, str], None] | None = None,
+) -> None:
     """Redirect the log records and warnings of this process from the console to a file.
 
     Idempotent. Call it again after importing a library that sets up its own logger (vLLM,
@@ -54,10 +69,13 @@ def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = No
             user's callbacks. Of the user's other functions it gets only the first print, with the
             name of the log file. Ray Train turns each `print` in its workers into a record of the
             root logger, which libraries do not use.
+        on_event: Callback `(key, line)` that shows events of raypo, such as a lost replica.
     """
     handler = _handler(Path(path).absolute())
     if on_print is not None:
         handler.on_print = on_print
+    if on_event is not None:
+        handler.on_event = on_event
     root = logging.getLogger()
     for logger in {root, *_loggers_apart()}:
         for old in list(logger.handlers):
