@@ -241,6 +241,11 @@ class PastTrial:
         self.trial_id, self.config = name, dict(config or {})
 
 
+def mode_of(scheduler: object) -> str | None:
+    """Return the mode (min or max) that a Tune scheduler was created with, or None."""
+    return getattr(scheduler, "_mode", None)
+
+
 def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str, float]]]) -> None:
     """Replay the reports of an earlier attempt's ended trials into a scheduler.
 

@@ -17,6 +17,7 @@ from raypo.cli.show import show
 from raypo.cli.sweep import sweep
 from raypo.cli.timeline import timeline
 from raypo.cli.train import train
+from raypo.cli.try_reward import try_reward
 
 app = typer.Typer(
     add_completion=False,
@@ -28,6 +29,7 @@ app.command()(init)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command("config")(explain)
+app.command("try-reward")(try_reward)
 for command in (export, plan, serve, serve_reward, sweep, report, show, status, timeline, monitor):
     app.command()(command)
 

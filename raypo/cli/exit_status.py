@@ -50,6 +50,7 @@ def _tell_failure(error: Exception) -> int:
     import traceback
 
     from raypo.config import ConfigError
+    from raypo.custom.errors import UserCodeError
     from raypo.ray_internals import cause_of
 
     at_start = getattr(error, "controller_failure", None)
@@ -57,12 +58,16 @@ def _tell_failure(error: Exception) -> int:
         tell(str(getattr(at_start, "cause", at_start)))
         return WRONG_INPUT
     failures = getattr(error, "worker_failures", None)
-    if not failures:
-        typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
-        return FAILED
-    causes = [cause_of(failure) for failure in failures.values()]
+    causes = [cause_of(failure) for failure in failures.values()] if failures else [error]
     if all(isinstance(cause, ConfigError) for cause in causes):
         tell(str(causes[0]))
         return WRONG_INPUT
-    typer.echo(str(error), err=True)  # includes the workers' tracebacks
+    for cause in causes:
+        if isinstance(cause, UserCodeError):
+            typer.echo(cause.user_frames, err=True, nl=False)
+            tell(cause.line)
+            return FAILED
+    # The text of Ray Train's error includes the workers' tracebacks.
+    text = str(error) if failures else "".join(traceback.format_exception(error)).rstrip()
+    typer.echo(text, err=True)
     return FAILED

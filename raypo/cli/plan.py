@@ -75,9 +75,11 @@ def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | Non
     from raypo.cluster.placement import takes_gpus
     from raypo.config.sweep_config import SweepConfig
     from raypo.tuning.capacity import describe, plan_sweep
+    from raypo.tuning.goal import check_metrics
 
     sweep = SweepConfig.load(file, overrides)
     base = sweep.base_config()
+    check_metrics(sweep, base)
     notes = check_inputs(base, on_this_machine=False)
     nodes = [node.resources for node in _nodes(base, cluster)]
     plan = plan_sweep(sweep, base, nodes, use_gpu=takes_gpus(base, nodes))

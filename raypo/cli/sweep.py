@@ -41,10 +41,12 @@ def sweep(
     from raypo.checks.resume_checks import check_outside
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
+    from raypo.tuning.goal import check_metrics
     from raypo.tuning.sweep_folder import check_sweep_folder, is_done
 
     config = SweepConfig.load(file, overrides)
     base = config.base_config()
+    check_metrics(config, base)
     for note in check_inputs(base):
         typer.echo(f"Note: {note}.")
     files = RunFiles(config.storage_path, config.name)

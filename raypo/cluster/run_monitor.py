@@ -7,6 +7,7 @@ driver polls them with `drain`. Workers query `stop_requested`. Other processes 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,6 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypo.cluster.actors import start_named
 
+ONCE_S = 60.0
+"""Seconds within which reports of one event by several workers count as the same."""
+
 
 class Monitor:
     """Zero-CPU actor that buffers events for the driver and holds its request to stop."""
@@ -30,6 +34,8 @@ class Monitor:
         self._changed_at = time.time()
         self._made = time.monotonic()
         self._events: list[tuple[str, Any]] = []
+        self._told: dict[str, float] = {}
+        """Time of the last report of each event, by its key."""
         self._stop = False
         self._attempts = 0
         self._group: PlacementGroup | None = None
@@ -41,6 +47,13 @@ class Monitor:
         if kind in ("start", "step"):  # `start` has the first step, which is not 1 after a resume
             self._metrics = content if kind == "step" else {"step": content - 1}
             self._changed_at = time.time()
+
+    def tell_once(self, key: str, text: str) -> None:
+        """Buffer a message that several workers may report within `ONCE_S` seconds."""
+        now = time.monotonic()
+        if now - self._told.get(key, -math.inf) > ONCE_S:
+            self.tell("message", text)
+        self._told[key] = now
 
     def standing(self) -> dict[str, Any]:
         """Return the run's status: `about`, `metrics` of its last step, and `changed_at`.
@@ -165,6 +178,11 @@ class MonitorClient:
     def message(self, text: str) -> None:
         """Report a line of text for the user."""
         self._tell("message", text)
+
+    def event(self, key: str, text: str) -> None:
+        """Report a line that other workers may report, too. It is shown once."""
+        if self._monitor is not None:
+            self._monitor.tell_once.remote(key, text)
 
     def stop_requested(self) -> bool:
         """Return True if the driver has requested a stop."""

@@ -72,7 +72,8 @@ class SchedulerSection(Config):
     others is stopped; pbt: the worst trials copy the best and perturb its values
     (arXiv:1711.09846)."""
     grace_steps: int | None = Field(default=None, ge=1)
-    """asha, median: steps before a trial may be stopped. null means `eval.every` of the base."""
+    """asha, median: steps before a trial may be stopped. null means `eval.every` of the base. A
+    trial is never stopped before it has a score from after the first update."""
     reduction_factor: float = Field(default=3.0, gt=1.0)
     """asha: one in this many trials continues at each rung."""
     perturb_every: int | None = Field(default=None, ge=1)

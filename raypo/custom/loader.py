@@ -22,6 +22,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from raypo.config import ConfigError
+from raypo.custom.errors import located_text
 
 Methods = Mapping[str, Sequence[str]]
 """Names of methods that a class must or may have -> the parameters that each is called with."""
@@ -383,7 +384,7 @@ def _imported(spec: str, key: str) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{key} ({spec}): {place} cannot be imported: {type(error).__name__}: {error}. "
+            f"{key} ({spec}): {place} cannot be imported: {located_text(error)}. "
             "Correct it, or install what it needs on every node."
         ) from error
     finally:

@@ -106,6 +106,7 @@ def load_prompts(
     *,
     key: str = "data.prompts",
     label_checks: Callable[[PromptSource], LabelCheck | None] | None = None,
+    most: int | None = None,
 ) -> LoadedPrompts:
     """Read and tokenise prompts.
 
@@ -121,6 +122,7 @@ def load_prompts(
         tokenizer: The policy's Hugging Face tokenizer.
         key: The config key of the sources, for error messages.
         label_checks: Function that returns the check of a source's labels, or None for no check.
+        most: Maximum number of prompts of each source. None means no limit.
 
     Raises:
         ConfigError: a row fails the checks of `peek` or of its label, a prompt has no tokens, a
@@ -150,6 +152,8 @@ def load_prompts(
                 continue
             highest = max(highest, prompt.token_ids, key=np.max)
             prompts.append(prompt)
+            if len(prompts) - sum(sizes) == most:
+                break
         sizes.append(len(prompts) - sum(sizes))
     if not prompts and not num_skipped:
         bad.refuse_all(key)

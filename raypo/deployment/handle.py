@@ -42,6 +42,7 @@ from raypo.deployment.spec import (
     Unprepared,
 )
 from raypo.ray_internals import failed_to_start
+from raypo.tracking.logs import CONSOLE_KEY
 from raypo.tracking.trace import note_call
 
 P = ParamSpec("P")
@@ -346,6 +347,7 @@ class ReplicaClient:
         self._actor: ActorHandle | None = None
         self._lost_at: float | None = None
         self._down_since: float | None = None
+        self._told_loss = False
         self._health_checks: asyncio.Task[None] | None = None
 
     def __reduce__(self) -> Any:
@@ -457,9 +459,12 @@ class ReplicaClient:
 
     def _note_answer(self, problem: str | None) -> None:
         if problem is not None:
-            logger.warning("%s: %s; Ray restarts it", self.name, problem)
+            self._tell_loss(problem)
             self._note_down()
             return
+        if self._told_loss:
+            self._told_loss = False
+            self._tell("is back", f"is back after {self.down_s:.0f} s")
         self.has_answered, self._lost_at, self._down_since = True, None, None
 
     def _note_lost(self, error: Exception) -> str:
@@ -468,17 +473,26 @@ class ReplicaClient:
             raise error
         if not isinstance(error, ActorUnavailableError):
             self.gone = error
+        self._tell_loss(str(error).partition("\n")[0])
         self._note_down()
         return f"the replica was lost: {error}"
+
+    def _tell_loss(self, reason: str) -> None:
+        """Tell the user once that a replica which had answered is lost."""
+        if self.has_answered:
+            self._told_loss = True
+            self._tell("was lost", f"was lost and is restarted: {reason}")
+
+    def _tell(self, event: str, text: str) -> None:
+        replica = f"{self.limits.role} {self.index}"
+        logger.warning("%s %s", replica, text, extra={CONSOLE_KEY: f"{self.name} {event}"})
 
     def _note_down(self) -> None:
         self.has_answered, self._lost_at = False, time.monotonic()
         self._down_since = self._down_since or self._lost_at
 
     def _kill(self, why: str) -> None:
-        logger.warning(
-            "%s: %s (health_check_timeout_s); it is killed, and Ray restarts it", self.name, why
-        )
+        self._tell_loss(f"{why} (health_check_timeout_s), so it is killed")
         self.has_answered = False  # its next process counts as starting, not as hung
         ray.kill(self._remote(), no_restart=False)
 

@@ -6,6 +6,7 @@ docs/outputs.md (`make docs`) are made from these tables.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,6 +101,65 @@ class Plot(NamedTuple):
         shared = {"time", "perf"}.union(set(words[0]).intersection(*words[1:]) if words else ())
         kept = (" ".join(word for word in each if word not in shared) for each in words)
         return dict(zip(names, kept, strict=True))
+
+
+_OF_EXAMPLES = (
+    "loss accuracy margin_mean score_gap_mean pair_score_mean *_reward_mean *_log_prob_mean "
+    "*_tokens_mean kl teacher_told"
+)
+"""Names that the tasks of `raypo.learner` report, with `train/` or `eval/` before them."""
+LOGGED = {
+    "eval/": f"score_mean score_mean/* initial_* reward_model_mean response_tokens_mean failed "
+    f"pass_at_* reward/* episode/* {_OF_EXAMPLES}",
+    "train/": f"learning_rate grad_norm examples tokens skipped_updates updates {_OF_EXAMPLES}",
+    "rollout/": "score_mean score_mean/* score_std response_tokens response_tokens_mean "
+    "response_tokens_max prompt_tokens_mean truncated_fraction zero_variance_fraction turns_mean "
+    "turns_max episodes_failed refills groups_missing staleness_mean staleness_max "
+    "staleness_share_* samples_asked samples_asked_again samples_carried samples_dropped "
+    "samples_sampled samples_trained samples_failed samples_filtered samples_empty",
+    "reward/": "*",
+    "episode/": "*",
+    "kl/": "ref_mean ref_response_mean coef clamped_tokens",
+    "ppo/": "policy_loss value_loss kl_loss nll_loss entropy entropy_coef approx_kl clip_fraction "
+    "dual_clip_fraction value_clip_fraction advantage_clip_fraction ratio_mean "
+    "ratio_clamped_tokens value_mean return_mean shaped_score_mean explained_variance "
+    "policy_grad_norm critic_grad_norm policy_learning_rate critic_learning_rate policy_updates "
+    "skipped_updates",
+    "mismatch/": "kl* log_prob_gap_mean* log_prob_gap_max* clip_fraction* weight_mean "
+    "dropped_fraction probe_gap_* unknown_tokens",
+    "curriculum/": "pass_rate_p* step_pass_rate seen_fraction",
+    "selection/": "responses prompts prompts_* pairs score_mean score_gap_mean",
+    "tools/": "calls_mean failures",
+    "time/": "*_s",
+    "perf/": "*_per_s *mfu peak_tflops memory_*_gb gpu_memory_*_gb engine_* wait_for_*_s "
+    "environment_s_mean environment_s_max tools_s_mean",
+}
+"""Names, or patterns of names, of all metrics that a run can log besides those of its callbacks."""
+_NOT_OF = {
+    "ppo": ("train/", "selection/"),
+    **dict.fromkeys(
+        ("sft", "dpo", "reward_model"),
+        ("rollout/", "reward/", "episode/", "kl/", "ppo/", "curriculum/", "selection/", "tools/"),
+    ),
+}
+"""Groups of metrics that the runs of a recipe never log."""
+
+
+def doubt_about(name: str, recipe: str) -> str | None:
+    """Return a remedy if no run of a recipe logs a metric, unless a callback adds it.
+
+    None means that a run may log the metric.
+    """
+    names = [
+        f"{group}{each}"
+        for group, names in LOGGED.items()
+        if group not in _NOT_OF.get(recipe, ())
+        for each in names.split()
+    ]
+    if any(fnmatchcase(name, each) for each in names):
+        return None
+    near = difflib.get_close_matches(name, [each for each in names if "*" not in each], n=1)
+    return f"Did you mean {near[0]}?" if near else "Take a name from a run's metrics.jsonl."
 
 
 PLOTS: dict[str, tuple[Plot, ...]] = {

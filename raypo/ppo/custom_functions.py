@@ -15,13 +15,14 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import is_import_path
+from raypo.custom.errors import UserCodeError, text_of
 from raypo.custom.loader import load_function
 from raypo.ppo.kl import MAX_LOG_RATIO
 from raypo.ppo.surrogates import SURROGATES, Surrogate, TokenLoss, Tokens
 from raypo.types import Experience
 
 
-class CustomFunctionError(RuntimeError):
+class CustomFunctionError(UserCodeError):
     """A custom function raised an error, or returned an unusable result."""
 
 
@@ -197,8 +198,9 @@ def _called(function: Callable[[Any], Any], given: Any, label: str) -> Any:
     try:
         return function(given)
     except Exception as error:
-        raise CustomFunctionError(
-            f"{label} raised {type(error).__name__}: {error}. Correct the function."
+        raise CustomFunctionError.caused_by(
+            error,
+            f"{label} raised {type(error).__name__}: {text_of(error)}. Correct the function.",
         ) from error
 
 

@@ -19,7 +19,7 @@ import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
 from raypo.concurrency import fork_context
-from raypo.custom.errors import text_of
+from raypo.custom.errors import text_of, user_frames
 from raypo.custom.loader import function_name, load_function
 from raypo.rewards.by_source import RewardBySource
 from raypo.rewards.scoring import RewardError, RewardFunction, call
@@ -105,9 +105,11 @@ class PooledReward:
         else:
             if failure is None:
                 return pickle.loads(answers)
-            name, text, trace = failure
+            name, text, frames, trace = failure
             kind = RewardError if name == RewardError.__name__ else type(name, (Exception,), {})
-            raise kind(text) from RuntimeError(trace)
+            raised = kind(text)
+            raised.user_frames = frames
+            raise raised from RuntimeError(trace)
         return [error] * len(piece)
 
 
@@ -131,17 +133,19 @@ def _open(spec: str | bytes, log: Path | None) -> None:
         _function.load()  # import before the first call's timeout starts
 
 
-def _score(rollouts: list[Rollout]) -> tuple[bytes, tuple[str, str, str] | None]:
+def _score(rollouts: list[Rollout]) -> tuple[bytes, tuple[str, str, str, str] | None]:
     """Call the function in a process of the pool.
 
     Returns:
-        The pickled scores; and the name, text and traceback of the function's exception, or None.
+        The pickled scores; and the name, text, user's frames and whole traceback of the function's
+        exception, or None.
     """
     assert _function is not None
     try:
         return cloudpickle.dumps(list(map(_plain, call(_function, rollouts)))), None
     except Exception as error:
-        return b"", (type(error).__name__, text_of(error), traceback.format_exc())
+        frames, trace = user_frames(error), traceback.format_exc()
+        return b"", (type(error).__name__, text_of(error), frames, trace)
 
 
 def _plain(answer: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from raypo.custom.errors import text_of
+from raypo.custom.errors import UserCodeError, text_of
 from raypo.custom.loader import (
     GROUND_TRUTH,
     function_name,
@@ -37,7 +37,7 @@ LARGEST = float(np.finfo(np.float32).max)
 """Largest allowed score. Training computes in float32, in which larger scores are infinite."""
 
 
-class RewardError(RuntimeError):
+class RewardError(UserCodeError):
     """The reward function raised an error, or returned something other than scores."""
 
 
@@ -120,10 +120,11 @@ def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
     except RewardError:
         raise
     except Exception as error:
-        raise RewardError(
+        raise RewardError.caused_by(
+            error,
             f"the reward function {function_name(function)} raised {type(error).__name__}: "
             f"{text_of(error)} (for {len(rollouts)} rollouts). Correct the function; to leave "
-            "single samples out, return None for them."
+            "single samples out, return None for them.",
         ) from error
 
 

@@ -25,7 +25,7 @@ import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
 from raypo.concurrency import fork_context
-from raypo.custom.errors import text_of
+from raypo.custom.errors import text_of, user_frames
 from raypo.rollout.work_time import too_slow
 from raypo.tools.calls import heard
 from raypo.types import ToolUse
@@ -88,8 +88,8 @@ class EnvironmentPool:
         for use in uses:
             heard.get()(use)
         if raised is not None:
-            name, text = raised
-            raise type(name, (Exception,), {})(text)
+            name, text, frames = raised
+            raise type(name, (Exception,), {"user_frames": frames})(text)
         returned, environment.metrics = pickle.loads(answer)
         return returned
 
@@ -107,12 +107,12 @@ def _open(load: Callable[[], Callable[[], Any]]) -> None:
 
 def _call(
     state: bytes | None, method: str, *arguments: Any
-) -> tuple[bytes | None, bytes, tuple[str, str] | None, list[ToolUse]]:
+) -> tuple[bytes | None, bytes, tuple[str, str, str] | None, list[ToolUse]]:
     """Call a method in a process of the pool.
 
     Returns:
         The pickled environment after the call; the pickled pair of the result and the metrics; the
-        name and text of the error, or None; and the tools that were called.
+        name, text and user's frames of the error, or None; and the tools that were called.
     """
     assert _make is not None
     uses: list[ToolUse] = []
@@ -131,7 +131,7 @@ def _call(
         if environment is not None:
             with suppress(Exception):
                 state = _pickled(environment, "an environment")
-        return state, b"", (type(error).__name__, text_of(error)), uses
+        return state, b"", (type(error).__name__, text_of(error), user_frames(error)), uses
 
 
 def _pickled(value: Any, what: str) -> bytes:

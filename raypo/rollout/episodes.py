@@ -30,7 +30,7 @@ import numpy as np
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import as_tensor
 from raypo.config import OnlineConfig, RolloutSection
-from raypo.custom.errors import text_of
+from raypo.custom.errors import located_text
 from raypo.data.chat_messages import USUAL_FORMAT, ChatFormat
 from raypo.data.tokenised_rows import chat_format
 from raypo.data.turns import TurnTokens, is_ids, messages_of
@@ -295,4 +295,4 @@ async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T | None, str | None]:
     except GeneratorExit:
         raise
     except BaseException as failure:  # a panic in Rust code, for example, is no Exception
-        return None, f"{type(failure).__name__}: {text_of(failure)}"
+        return None, located_text(failure)

@@ -9,11 +9,12 @@ from itertools import chain, count
 from numbers import Real
 from typing import Any
 
+from raypo.custom.errors import UserCodeError, text_of
 from raypo.custom.loader import function_name
 from raypo.types import Rollout
 
 
-class CallbackError(RuntimeError):
+class CallbackError(UserCodeError):
     """A callback raised an error, or returned something other than metrics."""
 
 
@@ -58,8 +59,10 @@ def ask_callbacks(
         try:
             answer = callback(view)
         except Exception as error:
-            raise CallbackError(
-                f"{label} raised {type(error).__name__}: {error} (step {view.step}). Correct it."
+            raise CallbackError.caused_by(
+                error,
+                f"{label} raised {type(error).__name__}: {text_of(error)} (step {view.step}). "
+                "Correct it.",
             ) from error
         if answer is None:
             continue

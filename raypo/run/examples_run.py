@@ -25,6 +25,7 @@ from raypo.rewards.functions import evaluation_function
 from raypo.rewards.labels import label_checks
 from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.reward_trial import ROWS, try_before_start
 from raypo.rollout.sharding import balanced_shares
 from raypo.run.records import Records
 from raypo.run.run import Run, open_run
@@ -173,6 +174,9 @@ class PolicyExamplesRecipe(ExamplesRecipe[PolicyConfig, Item]):
             limits.check([[loaded.highest]], self.tokenizer, key=key)
             self.held_out_prompts = loaded.prompts
         self.eval_function = evaluation_function(config.eval, None)
+        if self.eval_function is not None and self.held_out_prompts and not run.workers.rank:
+            prompts = self.held_out_prompts[:ROWS]
+            try_before_start(self.eval_function, prompts, self.tokenizer, run.tell.message)
         self.sampling = Sampling.of(
             config.rollout,
             stop_token_ids=stop_token_ids(config.model.policy, self.tokenizer),

@@ -28,6 +28,7 @@ from raypo.rollout.collect import Sampling
 from raypo.rollout.curriculum import CurriculumStream, few_draws_note
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.prompt_source import PromptSource
+from raypo.rollout.reward_trial import first_of_each, try_before_start
 from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.types import Prompt
@@ -67,12 +68,14 @@ class OnlineInputs:
         per_step = config.rollout.prompts_per_step
         notes = loaded.notes("data.prompts") + few_rows_notes(config.data, loaded.sizes, per_step)
         held_out: Sequence[Prompt] = []
+        first = [first_of_each(loaded)]
         if config.eval.prompts:
             key = "eval.prompts"
             section = config.data.model_copy(update={"prompts": config.eval.prompts})
             of_eval = load_prompts(section, tokenizer, key=key, label_checks=checks(key))
             limits.check([[of_eval.highest]], tokenizer, key=key)
             held_out, notes = of_eval.prompts, notes + of_eval.notes(key)
+            first.append(first_of_each(of_eval))
         for note in notes:
             run.tell.message(note)
         stop = stop_token_ids(config.model.policy, tokenizer)
@@ -85,6 +88,9 @@ class OnlineInputs:
         run.at_end.callback(close_function, reward_function)
         if reward_function is not None and config.reward.processes:
             run.tell.message(f"what the reward function prints in its processes: {run.log_path}")
+        eval_function = evaluation_function(config.eval, None if episodes else reward_function)
+        if not episodes:
+            _try_functions(run, [reward_function, eval_function], first, tokenizer)
         attempt = run.workers.broadcast(uuid.uuid4().hex)
         mix = mix_of(config.data, loaded.sizes, per_step)
         stream = ShuffledStream(loaded.prompts, seed=config.seed, mix=mix)
@@ -106,7 +112,7 @@ class OnlineInputs:
             held_out=held_out,
             reward_function=reward_function,
             reward_servers=open_servers(config.reward),
-            eval_function=evaluation_function(config.eval, None if episodes else reward_function),
+            eval_function=eval_function,
             sampling=Sampling.of(
                 config.rollout,
                 stop_token_ids=stop,
@@ -136,3 +142,17 @@ class OnlineInputs:
             reference=services.reference,
             models_apart=services.models_apart,
         )
+
+
+def _try_functions(
+    run: Run[OnlineConfig],
+    functions: Sequence[RewardFunction | None],
+    prompts: Sequence[Sequence[Prompt]],
+    tokenizer: Any,
+) -> None:
+    """Try the functions of training and of evaluation on their first prompts, on rank 0."""
+    seen: list[RewardFunction | None] = [None]
+    for function, first in zip(functions, prompts, strict=False):
+        if not run.workers.rank and function not in seen:
+            seen.append(function)
+            try_before_start(function, first, tokenizer, run.tell.message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ from raypo.cluster.devices import check_capability
 from raypo.cluster.out_of_memory import LEARNER_REMEDY, memory_advice
 from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
+from raypo.custom.errors import UserCodeError
 from raypo.run.setup import Runtime, decided_together, open_setup
 from raypo.storage.run_files import RunFiles, close_files
 from raypo.tracking.logs import log_to_file
 
 AnyConfig = TypeVar("AnyConfig", covariant=True)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,18 @@ def open_run(setup: dict[str, Any]) -> Iterator[Run[Any]]:
     with ExitStack() as at_end:
         at_end.callback(close_files, files)  # the last one: all other parts may still write files
         run = Run(config, runtime, workers, files, tell, at_end, started)
-        log_to_file(run.log_path, on_print=tell.message)
+        of_all_workers = MonitorClient(runtime.monitor)
+        log_to_file(run.log_path, on_print=tell.message, on_event=of_all_workers.event)
         torch.set_num_threads(config.learner.cpus_per_worker)
         check_capability(config.model.dtype)
         if runtime.group_gc is not None and workers.rank == 0:
             runtime.group_gc.hold.remote(runtime.monitor, ray.util.get_current_placement_group())
             runtime.group_gc.end_turn.remote(runtime.name)
-        with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
-            yield run
+        try:
+            with memory_advice(f"learner worker {workers.rank}", LEARNER_REMEDY):
+                yield run
+        except Exception as error:
+            logger.exception("the run failed")
+            if isinstance(error, UserCodeError):
+                error.log = str(run.log_path)
+            raise

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 from typing_extensions import override
 
+from raypo.custom.errors import is_library
+
 _SHOWN = 120
 """Maximum number of characters of a printed text that the console shows."""
-_LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-"""Folders of Python's own modules and of installed packages."""
 _CALLBACKS = "raypo.run.callbacks"
 """Module that calls the user's callbacks."""
 _FORMAT = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
+
+
+CONSOLE_KEY = "raypo_console_key"
+"""Attribute of log records that the console shows too. Its value identifies the event: processes
+that report the same event give it the same key."""
 
 
 class _RunLog(logging.FileHandler):
@@ -25,12 +29,17 @@ class _RunLog(logging.FileHandler):
     on_print: Callable[[str], None] | None = None
     """Callback `(line)` that shows prints of the user's code. Ray Train turns them into records of
     the root logger. None means that no print is shown."""
+    on_event: Callable[[str, str], None] | None = None
+    """Callback `(key, line)` for records with a `CONSOLE_KEY`."""
     _has_shown = False
     """True once a print of a user's function other than a callback was shown."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
+        key = getattr(record, CONSOLE_KEY, None)
+        if key is not None and self.on_event is not None:
+            self.on_event(key, record.getMessage())
         if record.name != "root" or self.on_print is None:
             return
         caller, text = _users_caller(), record.getMessage().strip()
@@ -42,7 +51,12 @@ class _RunLog(logging.FileHandler):
             self.on_print(f"printed: {text:.{_SHOWN}} (this and what follows: {self.baseFilename})")
 
 
-def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = None) -> None:
+def log_to_file(
+    path: str | Path,
+    *,
+    on_print: Callable[[str], None] | None = None,
+    on_event: Callable[[str, str], None] | None = None,
+) -> None:
     """Redirect the log records and warnings of this process from the console to a file.
 
     Idempotent. Call it again after importing a library that sets up its own logger (vLLM,
@@ -55,10 +69,13 @@ def log_to_file(path: str | Path, *, on_print: Callable[[str], None] | None = No
             user's callbacks. Of the user's other functions it gets only the first print, with the
             name of the log file. Ray Train turns each `print` in its workers into a record of the
             root logger, which libraries do not use.
+        on_event: Callback `(key, line)` that shows events of raypo, such as a lost replica.
     """
     handler = _handler(Path(path).absolute())
     if on_print is not None:
         handler.on_print = on_print
+    if on_event is not None:
+        handler.on_event = on_event
     root = logging.getLogger()
     for logger in {root, *_loggers_apart()}:
         for old in list(logger.handlers):
@@ -108,7 +125,7 @@ def _users_caller() -> str | None:
         if package == "raypo" and module != __name__:
             return module if is_users else None
         if package not in ("logging", "ray", "raypo"):
-            is_users |= not frame.f_code.co_filename.startswith(_LIBRARIES)
+            is_users |= not is_library(frame.f_code.co_filename)
         frame = frame.f_back
     return "" if is_users else None
 

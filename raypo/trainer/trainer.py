@@ -22,7 +22,14 @@ import ray
 import ray.train
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.train import ControllerError, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train import (
+    ControllerError,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
@@ -77,6 +84,7 @@ from raypo.trainer.watch import (
     is_lost_controller,
     show_events,
     stop_on_signal,
+    told_briefly,
 )
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
@@ -270,6 +278,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             try:
                 with without_worker_output():
                     return self._with_every_step(self._fit_watched())
+            except WorkerGroupError as error:
+                raise told_briefly(error) from None
             finally:
                 if connected_here:
                     ray.shutdown()

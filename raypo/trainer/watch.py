@@ -17,11 +17,13 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError
+from ray.train import WorkerGroupError
 
 from raypo.cluster.actors import is_lost_actor
 from raypo.cluster.connect import refusal
+from raypo.custom.errors import UserCodeError
 from raypo.metrics.process_memory import peak_memory
-from raypo.ray_internals import failed_to_start
+from raypo.ray_internals import cause_of, failed_to_start
 from raypo.tracking.console import Console
 
 
@@ -122,6 +124,15 @@ def failures_left(max_failures: int, failures: int) -> int | None:
         return -1
     left = max_failures - failures
     return left if left >= 0 else None
+
+
+def told_briefly(error: WorkerGroupError) -> WorkerGroupError:
+    """Return the error with only the user's frames in its text, if the user's code raised it."""
+    for failure in error.worker_failures.values():
+        cause = cause_of(failure)
+        if isinstance(cause, UserCodeError):
+            return WorkerGroupError(f"{cause.user_frames}{cause.line}", error.worker_failures)
+    return error
 
 
 def advice(max_failures: int) -> str:

@@ -11,7 +11,7 @@ from ray.tune import Callback
 from ray.tune.experiment import Trial
 
 from raypo.tuning.goal import STEP, VALUE
-from raypo.tuning.record import POINT, TrialRecord
+from raypo.tuning.record import POINT, Point, TrialRecord
 from raypo.tuning.view import SweepView
 
 WRITE_EVERY_S = 10.0
@@ -28,8 +28,10 @@ class Board(Callback):
         *,
         num_steps: int,
         num_devices: float,
-        write: Callable[[], None],
         is_stopping: Callable[[], bool],
+        write: Callable[[], None] = lambda: None,
+        number_of: Callable[[Trial], int] | None = None,
+        point_of: Callable[[Trial], Point] = lambda trial: dict(trial.config[POINT]),
     ) -> None:
         """Begin with the records of earlier attempts.
 
@@ -38,13 +40,17 @@ class Board(Callback):
             view: Display of the sweep.
             num_steps: Steps of a whole trial.
             num_devices: Devices that a trial holds.
-            write: Function that saves the records for a later attempt.
             is_stopping: Function that returns True if trials end because the user has requested a
                 stop.
+            write: Function that saves the records for a later attempt.
+            number_of: Function that returns a trial's number. None means that its name ends with
+                the number.
+            point_of: Function that returns a trial's values by key.
         """
         self.records = dict(records)
         self._view, self._num_steps, self._num_devices = view, num_steps, num_devices
         self._write, self._is_stopping = write, is_stopping
+        self._number_of, self._point_of = number_of or number_in_name, point_of
         self._looked = self._written = time.monotonic()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,7 +60,7 @@ class Board(Callback):
         """Record that a trial starts, or resumes after a pause."""
         record = self._record_of(trial)
         is_new = record.status not in ("running", "waiting") or not record.point
-        record.point, record.status, record.error = dict(trial.config[POINT]), "running", ""
+        record.point, record.status, record.error = self._point_of(trial), "running", ""
         self._keep()
         if is_new:
             self._view.started(record)
@@ -63,7 +69,7 @@ class Board(Callback):
         self, iteration: int, trials: list[Trial], trial: Trial, result: dict, **_: Any
     ) -> None:
         """Record a trial's report of a step."""
-        record = self.records[number_of(trial)]
+        record = self.records[self._number_of(trial)]
         record.metrics = metrics_of(result)
         record.step = int(result.get(STEP, record.step))
 
@@ -71,8 +77,8 @@ class Board(Callback):
         self, iteration: int, trials: list[Trial], trial: Trial, **_: Any
     ) -> None:
         """Record that a trial finished or was stopped."""
-        record = self.records.get(number_of(trial))
-        if record is None or not record.point:  # the trial was stopped before it started
+        record = self.records.get(self._number_of(trial))
+        if record is None or record.status == "waiting":  # stopped before it started
             return
         self._add_time(trials)
         if record.step >= self._num_steps:
@@ -80,17 +86,17 @@ class Board(Callback):
         else:
             record.status = "interrupted" if self._is_stopping() else "stopped"
         self._keep()
-        self._view.ended(record)
+        self._view.ended(record, list(self.records.values()))
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """Record that a trial failed. The other trials continue."""
         record = self._record_of(trial)  # a new record if the trial never started
-        record.point = dict(trial.config[POINT])
+        record.point = self._point_of(trial)
         self._add_time(trials)
         record.status = "interrupted" if self._is_stopping() else "failed"
         record.error = last_line(error_text(trial))
         self._keep()
-        self._view.ended(record)
+        self._view.ended(record, list(self.records.values()))
 
     def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
         """Update times and display; Tune calls this after each iteration of its loop."""
@@ -106,13 +112,13 @@ class Board(Callback):
                 record.status = "interrupted"
 
     def _record_of(self, trial: Trial) -> TrialRecord:
-        number = number_of(trial)
+        number = self._number_of(trial)
         return self.records.setdefault(number, TrialRecord(number, str(trial), {}))
 
     def _add_time(self, trials: list[Trial]) -> None:
         now = time.monotonic()
         for trial in trials:
-            record = self.records.get(number_of(trial))
+            record = self.records.get(self._number_of(trial))
             if record is not None and record.status == "running" and trial.status == Trial.RUNNING:
                 record.seconds += now - self._looked
                 record.device_s += (now - self._looked) * self._num_devices
@@ -123,7 +129,7 @@ class Board(Callback):
         self._written = time.monotonic()
 
 
-def number_of(trial: Trial) -> int:
+def number_in_name(trial: Trial) -> int:
     """Return a trial's number, parsed from its name."""
     return int(str(trial).rpartition("-")[2])
 

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from raypo.config import AnyConfig, ConfigError
 from raypo.config.sweep_config import Constraint, SweepConfig
+from raypo.metrics.catalogue import doubt_about
 
 Metrics = Mapping[str, float]
 
@@ -139,6 +141,33 @@ class Goal:
             left = [row for row in left if row not in fronts]
             number += 1
         return fronts
+
+
+def check_metrics(sweep: SweepConfig, base: AnyConfig) -> None:
+    """Refuse a metric or a constraint of a sweep that no trial can log.
+
+    Raises:
+        ConfigError: a name is unknown, and there is no callback that could add it.
+    """
+    for name in sweep.metric:
+        check_metric("metric", name, base)
+    for each in sweep.constraint:
+        check_metric("constraint", each.metric, base)
+
+
+def check_metric(key: str, name: str, base: AnyConfig) -> None:
+    """Refuse a metric that no run of this config can log.
+
+    Args:
+        key: Config key or argument that names the metric, for the message.
+        name: The metric.
+        base: Config of the runs. Its callbacks may add metrics of any name.
+    """
+    remedy = doubt_about(name, base.recipe)
+    if remedy is not None and not base.callbacks:
+        raise ConfigError(
+            f"{key} ({name}): no run of the recipe {base.recipe} logs this metric. {remedy}"
+        )
 
 
 def scored_step(known: Metrics) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,15 @@ from raypo.config import AnyConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.ray_internals import replay
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.goal import STEP, VALUE, Goal, as_report, known_metrics
+from raypo.tuning.goal import (
+    SCORED_STEP,
+    STEP,
+    UNKNOWN,
+    VALUE,
+    Goal,
+    as_report,
+    known_metrics,
+)
 from raypo.tuning.population import Population, inside
 from raypo.tuning.record import NUMBER, POINT
 from raypo.tuning.search import as_tune
@@ -27,7 +36,48 @@ _JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
 Reports = Sequence[Mapping[str, float]]
 
 
-class _Resuming(TrialScheduler):
+class WaitsForScores(TrialScheduler):
+    """Scheduler that gets a trial's reports only once they have a score from after an update.
+
+    Without this, asha and median would stop trials by the score of the model that all trials start
+    from, or by a missing one.
+    """
+
+    is_scored: Callable[[Mapping[str, Any]], bool]
+    """Function of a report that returns True if its score is from after the first update."""
+
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
+        """Let a trial continue until it has a score."""
+        if not self.is_scored(result):
+            return self.CONTINUE
+        return super().on_trial_result(tune_controller, trial, result)
+
+
+def waiting_for_scores(scheduler: TrialScheduler, metric: str, every: int) -> TrialScheduler:
+    """Make a scheduler of the user's wait for the first evaluation after an update.
+
+    Args:
+        scheduler: The scheduler. Its class is changed to one with `WaitsForScores`.
+        metric: Metric that it compares.
+        every: First step at which held-out metrics are measured after an update.
+    """
+
+    def is_scored(result: Mapping[str, Any]) -> bool:
+        is_measured = not metric.startswith("eval/") or result.get(STEP, every) >= every
+        return is_measured and not math.isnan(result.get(metric, math.nan))
+
+    kind = type(scheduler)
+    if not isinstance(scheduler, WaitsForScores):
+        scheduler.__class__ = type(kind.__name__, (WaitsForScores, kind), {})
+    scheduler.is_scored = is_scored  # pyright: ignore[reportAttributeAccessIssue]
+    return scheduler
+
+
+def _is_scored(report: Mapping[str, Any]) -> bool:
+    return report.get(SCORED_STEP, report[STEP]) > 0 and report[VALUE] > UNKNOWN
+
+
+class _Resuming(WaitsForScores):
     """Scheduler that gets the earlier reports of a resumed trial when the trial is added.
 
     Without them, asha would take the trial's first new report for that of an earlier step, at which
@@ -36,7 +86,7 @@ class _Resuming(TrialScheduler):
 
     def __init__(self, past: Mapping[int, Reports], **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._past = past
+        self._past, self.is_scored = past, _is_scored
 
     def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
         """Add a trial, and replay its reports of an earlier attempt, if there are any."""

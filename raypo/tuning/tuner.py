@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ import numpy as np
 import pandas as pd
 from ray import tune
 from ray.tune import ResultGrid, ResumeConfig, Stopper
-from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.result import AUTO_RESULT_KEYS
+from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 from ray.tune.search import BasicVariantGenerator
 from ray.tune.search.variant_generator import generate_variants
 
@@ -33,14 +34,16 @@ from raypo.config import AnyConfig, ConfigError, load_run_config, parse_run_conf
 from raypo.config.base import flatten
 from raypo.config.sweep_config import MAX_TEST_POINTS, SharedRole, check_key, with_values
 from raypo.inputs import known_digests, record_inputs
-from raypo.ray_internals import with_runs
+from raypo.metrics.catalogue import HEADLINES, METRICS, doubt_about
+from raypo.ray_internals import mode_of, with_runs
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.console import Console
 from raypo.trainer import RecipeTrainer, trainer_for
 from raypo.trainer.settings import check_not_started_by_import
-from raypo.tuning.capacity import plan_trials
+from raypo.tuning.board import Board
+from raypo.tuning.capacity import SweepPlan, plan_trials
 from raypo.tuning.experiment import (
     Interruption,
     StopOnRequest,
@@ -48,9 +51,12 @@ from raypo.tuning.experiment import (
     fit_trials,
     limits_itself,
 )
+from raypo.tuning.goal import STEP, Goal, check_metric
 from raypo.tuning.record import Point
+from raypo.tuning.schedule import waiting_for_scores
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, base_changes
 from raypo.tuning.trial import TrialSetup, run_point
+from raypo.tuning.view import SweepView
 
 ARGUMENTS = "tuner.pkl"
 """File with the arguments of a `Tuner` and its base config, for `Tuner.restore`."""
@@ -108,6 +114,7 @@ class Tuner:
             self._base.storage_path if is_default else str(storage),
             self._run_config.name or f"{self._base.name}-{time.strftime('%Y-%m-%d_%H-%M-%S')}",
         )
+        self._check_metrics()
         self.trials = list(self._checked_trials())
         """Run configs that represent all trials: those of a grid, and random draws."""
 
@@ -213,19 +220,74 @@ class Tuner:
         for line in plan.sharing.lines():
             console.message(line)
         named = self._tune_config.trial_name_creator or partial(_name_of, self._files.name)
-        callbacks = [*(self._run_config.callbacks or ()), interruption]
-        return fit_trials(
-            run_tuned,
-            self._trial_setup(),
-            base,
-            self._files,
-            plan,
-            param_space=self._space,
-            tune_config=replace(self._tune_config, trial_name_creator=named),
-            run_config=replace(self._run_config, callbacks=callbacks),
-            stop=StopOnRequest(self._run_config.stop),
-            resume=self._resume,
+        scheduler, metric = self._tune_config.scheduler, self._metric
+        if isinstance(scheduler, TrialScheduler) and isinstance(metric, str):
+            every = max(min(each.eval.every, each.num_steps) for each in self.trials)
+            scheduler = waiting_for_scores(scheduler, metric, every)
+        run_config = self._run_config
+        callbacks = [*(run_config.callbacks or ()), interruption]
+        with self._board(plan, interruption) as board:
+            if board is not None:
+                callbacks.append(board)
+                run_config = replace(run_config, verbose=0)
+            return fit_trials(
+                run_tuned,
+                self._trial_setup(),
+                base,
+                self._files,
+                plan,
+                param_space=self._space,
+                tune_config=replace(
+                    self._tune_config, trial_name_creator=named, scheduler=scheduler
+                ),
+                run_config=replace(run_config, callbacks=callbacks),
+                stop=StopOnRequest(run_config.stop),
+                resume=self._resume,
+            )
+
+    @contextmanager
+    def _board(self, plan: SweepPlan, interruption: Interruption) -> Iterator[Board | None]:
+        """Open the board that shows the trials as `raypo sweep` does.
+
+        The board is None if the user has chosen Ray Tune's own output (`verbose` or
+        `progress_reporter` of the run config), which prints all 75 metrics of each trial.
+        """
+        own = self._run_config
+        # Ray's RunConfig replaces None by a constant that is not the number that users give.
+        if own.verbose is not tune.RunConfig().verbose or own.progress_reporter is not None:
+            yield None
+            return
+        num_trials = self.num_trials if self.num_trials < sys.maxsize else None
+        view = SweepView(
+            self._goal, num_trials=num_trials, num_steps=self._base.num_steps, device=plan.device
         )
+        numbers: dict[str, int] = {}
+        board = Board(
+            {},
+            view,
+            num_steps=self._base.num_steps,
+            num_devices=plan.num_devices,
+            is_stopping=lambda: interruption.is_wanted,
+            number_of=lambda trial: numbers.setdefault(trial.trial_id, len(numbers)),
+            point_of=lambda trial: point_of(trial.config),
+        )
+        try:
+            yield board
+        finally:
+            board.close()
+            view.close(list(board.records.values()))
+
+    @property
+    def _goal(self) -> Goal:
+        """Objective for the display: Tune's, else a score or loss of the recipe."""
+        metric, mode = self._metric, self._tune_config.mode or mode_of(self._tune_config.scheduler)
+        if not isinstance(metric, str):
+            kind = "eval/" if self._base.measures_held_out else ("rollout/", "train/")
+            known = [each.name for each in HEADLINES if each.name.startswith(kind)]
+            metric = next(each for each in known if not doubt_about(each, self._base.recipe))
+        if mode is None:
+            mode = "min" if metric in METRICS and METRICS[metric].sign < 0 else "max"
+        return Goal((metric,), (1.0 if mode == "max" else -1.0,))
 
     def _trial_setup(self) -> TrialSetup:
         trainer = self._trainer
@@ -266,6 +328,28 @@ class Tuner:
         given = self._tune_config.max_concurrent_trials
         limit = searcher.max_concurrent if limits_itself(searcher) else given
         return min(limit or self.num_trials, self.num_trials)
+
+    @property
+    def _metric(self) -> Any:
+        """The metric that the scheduler compares, or None."""
+        own = getattr(self._tune_config.scheduler, "metric", None)
+        return own or self._tune_config.metric
+
+    def _check_metrics(self) -> None:
+        """Refuse metrics of Tune's configs that neither a run nor Tune reports."""
+        named = {
+            "TuneConfig.metric": self._tune_config.metric,
+            "scheduler.metric": getattr(self._tune_config.scheduler, "metric", None),
+            "search_alg.metric": getattr(self._tune_config.search_alg, "metric", None),
+        }
+        rule = self._run_config.stop
+        if isinstance(rule, Mapping):
+            named |= {f"RunConfig.stop.{name}": name for name in rule}
+        for key, name in named.items():
+            is_of_tune = name in (STEP, *AUTO_RESULT_KEYS)
+            has_callbacks = bool(self._trainer.arguments_of_trials["callbacks"])
+            if isinstance(name, str) and not is_of_tune and not has_callbacks:
+                check_metric(key, name, self._base)
 
     def _checked_trials(self) -> Iterator[AnyConfig]:
         """Yield run configs that represent all trials: each value of a grid, and random draws."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from raypo.metrics.catalogue import label_of
 from raypo.metrics.clock import duration
 from raypo.tuning.goal import KL, REWARD_MODEL, Goal
-from raypo.tuning.record import TrialRecord, ranked
+from raypo.tuning.record import TrialRecord, best_of, ranked
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +41,7 @@ class SweepView:
         self,
         goal: Goal,
         *,
-        num_trials: int,
+        num_trials: int | None,
         num_steps: int,
         device: str,
         stream: TextIO | None = None,
@@ -50,7 +50,7 @@ class SweepView:
 
         Args:
             goal: Objective of the sweep.
-            num_trials: Number of trials of the sweep.
+            num_trials: Number of trials of the sweep. None means that there is no limit.
             num_steps: Steps of a whole trial.
             device: Unit of cost: CPU or GPU.
             stream: Output. None means standard output.
@@ -79,8 +79,8 @@ class SweepView:
         """Print that a trial starts."""
         self.message(f"{record.name} starts: {point_text(record.point)}")
 
-    def ended(self, record: TrialRecord) -> None:
-        """Print the end of a trial and its result."""
+    def ended(self, record: TrialRecord, records: Sequence[TrialRecord]) -> None:
+        """Print the end of a trial, its result, and the best of the trials that have ended."""
         scores = ", ".join(
             f"{name} {record.metrics[name]:.4g}"
             for name in self._goal.metrics
@@ -88,6 +88,10 @@ class SweepView:
         )
         cost = f"{duration(record.seconds)}, {record.device_s:.0f} {self._device}-seconds"
         words = [f"{record.name} {record.status} at step {record.step}", scores, cost, record.error]
+        best = best_of([each for each in records if each.has_ended], self._goal)
+        if best is not None:
+            score = best.metrics[self._goal.metrics[0]]
+            words.append(f"best so far: {best.name}, {score:.4g} at step {best.scored_step}")
         self.message("; ".join(word for word in words if word))
 
     def show(self, records: Sequence[TrialRecord]) -> None:
@@ -118,7 +122,7 @@ class SweepView:
         steps = {record.scored_step for record in shown if record.metrics}
         ended = sum(record.has_ended or record.status == "failed" for record in records)
         table = Table(
-            title=f"{ended} of {self._num_trials} trials ended",
+            title=f"{ended} of {self._num_trials or len(records)} trials ended",
             title_justify="left",
             caption=_RANKING if len(steps) > 1 else None,
             caption_justify="left",

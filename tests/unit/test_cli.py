@@ -12,6 +12,7 @@ import typer
 import raypo.cli
 from raypo.cli.exit_status import _tell_failure
 from raypo.config import RECIPES, ConfigError, PPOConfig, SFTConfig
+from raypo.rewards.scoring import RewardError
 from raypo.storage.run_files import RunFiles
 from tests.recorded_run import write_run
 
@@ -152,6 +153,32 @@ def test_what_a_worker_refuses_at_its_start_is_told_without_its_traceback(
     assert capsys.readouterr().err == f"raypo: {cause}\n"
     assert _tell_failure(ControllerError(RuntimeError("no room"))) == 1
     assert "no room" in capsys.readouterr().err
+
+
+def test_an_error_of_the_users_code_is_told_by_the_users_lines_alone(
+    capsys: pytest.CaptureFixture[str],
+):
+    import pickle
+
+    from ray.train import WorkerGroupError
+    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+
+    from raypo.trainer.watch import told_briefly
+
+    error = RewardError("the reward function f raised KeyError: 'x'.")
+    error.user_frames, error.log = '  File "f.py", line 2, in f\n    row["x"]\n', "worker_0.log"
+    failures: dict[int, Exception] = {
+        0: UserExceptionWithTraceback(pickle.loads(pickle.dumps(error)), "sixty lines")
+    }
+    failed = WorkerGroupError("sixty lines", failures)
+    assert _tell_failure(failed) == 1
+    line = f"{error} The whole traceback: worker_0.log"
+    assert capsys.readouterr().err == f"{error.user_frames}raypo: {line}\n"
+    brief = told_briefly(failed)
+    assert str(brief).endswith(f"\n{error.user_frames}{line}")
+    assert brief.worker_failures is failures
+    others = WorkerGroupError("sixty lines", {0: RuntimeError("CUDA")})
+    assert told_briefly(others) is others
 
 
 def test_an_unknown_command_is_status_2(monkeypatch: pytest.MonkeyPatch):

@@ -63,5 +63,13 @@ def test_what_a_run_waits_for_its_first_workers_is_counted_once():
     assert monitor.begin_attempt(None) == 0.0  # the checkpoint has counted it
 
 
+def test_what_several_workers_report_is_shown_once():
+    monitor = Monitor()
+    for number in (0, 0, 0, 1):
+        monitor.tell_once(f"engine:{number} was lost", f"engine {number} was lost: killed")
+    lines = [text for kind, text in monitor.drain({}) if kind == "message"]
+    assert [line.partition(" was")[0] for line in lines] == ["engine 0", "engine 1"]
+
+
 def test_the_advice_names_the_key():
     assert advice(0).startswith("max_failures (0): the process of Ray Train's controller ended")

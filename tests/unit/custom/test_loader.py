@@ -227,7 +227,8 @@ def test_an_import_that_fails_keeps_its_error(tmp_path):
 
     assert str(error.value) == (
         f"reward.function ({path}:score): {path} cannot be imported: ModuleNotFoundError: No "
-        "module named 'no_such_module'. Correct it, or install what it needs on every node."
+        f"module named 'no_such_module' (File \"{path}\", line 1, in <module>). Correct it, or "
+        "install what it needs on every node."
     )
     assert isinstance(error.value.__cause__, ModuleNotFoundError)
     path.write_text(GOOD)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
@@ -23,6 +23,7 @@ from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving.client import Completions, EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
+from raypo.tracking.logs import CONSOLE_KEY
 
 LIMITS = Deployment("raypo:test:engine", object, {}, max_ongoing_requests=2)
 PUSH: Any = "a push"
@@ -122,6 +123,39 @@ class Silent(ReplicaClient):
 
     def _kill(self, why: str) -> None:
         self.kills += 1
+
+
+class Dying(ReplicaClient):
+    """Answers, is lost for two calls, and answers again."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS, "raypo", 0)
+        gone = ActorUnavailableError("The worker process died (SIGKILL).\nTwenty more lines.", None)
+        self.replies = ["first", gone, gone, "again", "and again"]
+
+    def _remote(self) -> Any:
+        async def answer(*_: Any) -> str:
+            reply = self.replies.pop(0)
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
+
+        return SimpleNamespace(
+            call=SimpleNamespace(remote=answer),
+            status=SimpleNamespace(remote=lambda: asyncio.sleep(60)),
+        )
+
+
+def test_a_lost_replica_is_told_once_and_when_it_is_back(caplog: pytest.LogCaptureFixture):
+    """Ray prints nine lines of its own, and nothing about a restart."""
+    handle = handle_of(Dying())
+    assert [load(handle).result(5) for _ in range(3)] == ["first", "again", "and again"]
+    lost, back = [each for each in caplog.records if hasattr(each, CONSOLE_KEY)]
+    assert lost.getMessage() == (
+        "engine 0 was lost and is restarted: The actor None is unavailable: The worker process "
+        "died (SIGKILL)."
+    )
+    assert back.getMessage() == "engine 0 is back after 0 s"
 
 
 def test_a_push_does_not_wait_forever_for_a_replica_that_never_answers():

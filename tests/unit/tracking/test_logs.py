@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from raypo.run.callbacks import StepView, ask_callbacks
-from raypo.tracking.logs import log_to_file
+from raypo.tracking.logs import CONSOLE_KEY, log_to_file
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_another_path_moves_the_log(tmp_path):
 def test_it_works_in_a_process_of_its_own(tmp_path):
     code = (
         "import logging, sys, warnings\n"
-        "from raypo.tracking.logs import log_to_file\n"
+        "from raypo.tracking.logs import CONSOLE_KEY, log_to_file\n"
         "logging.basicConfig(stream=sys.stdout)\n"
         "log_to_file(sys.argv[1])\n"
         "logging.getLogger('x').error('broken')\n"
@@ -153,3 +153,14 @@ def test_all_that_a_callback_prints_is_shown(tmp_path):
         ask_callbacks({"mine.py:watch": watch}, StepView(step, {}, []))
     long = f"printed: {'x' * 300}"
     assert shown == ["printed: step 1", long, "printed: step 2", long]
+
+
+def test_an_event_of_raypo_is_shown_with_its_key(tmp_path):
+    shown: list[tuple[str, str]] = []
+    path = tmp_path / "worker_0.log"
+    log_to_file(path, on_event=lambda key, line: shown.append((key, line)))
+    logger = logging.getLogger("raypo.deployment.handle")
+    logger.warning("engine %d was lost", 0, extra={CONSOLE_KEY: "engine 0"})
+    logger.warning("not for the console")
+    assert shown == [("engine 0", "engine 0 was lost")]
+    assert "not for the console" in path.read_text()

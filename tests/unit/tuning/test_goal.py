@@ -1,11 +1,15 @@
 import math
 
+import pytest
+
+from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.tuning.goal import (
     INFEASIBLE,
     SCORED_STEP,
     UNKNOWN,
     Goal,
+    check_metrics,
     known_metrics,
     scored_step,
 )
@@ -37,6 +41,28 @@ def test_a_metric_that_was_never_measured_breaks_its_constraint():
     assert not bounded.is_feasible({SCORE: 1.0})
     assert bounded.value({SCORE: 1.0}) == UNKNOWN
     assert goal().value({SCORE: math.nan}) == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"metric": "eval/score_men"},
+            r"metric \(eval/score_men\): .* Did you mean eval/score_mean",
+        ),
+        (
+            {"constraint": "kl/ref_respons_mean <= 10"},
+            r"constraint \(kl/ref_respons_mean\): .* Did you mean kl/ref_response_mean\?",
+        ),
+    ],
+)
+def test_names_that_no_trial_can_log_are_refused(changes: dict[str, str], told: str):
+    space = {"ppo.gamma": {"choice": [0.9, 1.0]}}
+    sweep = SweepConfig.parse({"name": "s", "base": "b", "space": space} | changes)
+    run = {"name": "b", "model": {"policy": "p"}, "data": {"prompts": "d"}}
+    with pytest.raises(ConfigError, match=told):
+        check_metrics(sweep, PPOConfig.parse(run))
+    check_metrics(sweep, PPOConfig.parse(run | {"callbacks": ["mine.py:adds_a_metric"]}))
 
 
 def test_what_is_to_be_small_ranks_by_its_negative():

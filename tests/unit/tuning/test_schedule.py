@@ -4,13 +4,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
+import pytest
+from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, TrialScheduler
+
 from raypo.config import PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.ray_internals import PastTrial, tell_past
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.goal import VALUE, Goal
+from raypo.tuning.goal import SCORED_STEP, UNKNOWN, VALUE, Goal
 from raypo.tuning.record import NUMBER
-from raypo.tuning.schedule import reports_of, scheduler_of
+from raypo.tuning.schedule import reports_of, scheduler_of, waiting_for_scores
 
 CONTROLLER = SimpleNamespace(search_alg=None, get_live_trials=list)
 
@@ -35,6 +39,59 @@ def steps_until_stopped(judge: Any, value: float) -> int:
         if judge.on_trial_result(None, trial, report) == "STOP":
             return int(report["step"])
     return 8
+
+
+@pytest.mark.parametrize("kind", ["asha", "median"])
+def test_no_trial_is_stopped_by_a_score_from_before_the_first_update(kind: str):
+    """With grace_steps below eval.every, seven of nine trials were stopped at step 1."""
+    judge = scheduler({"kind": kind, "grace_steps": 1})
+    trials: Any = [PastTrial(f"trial {number}") for number in range(9)]
+    for trial in trials:
+        judge.on_trial_add(CONTROLLER, trial)
+    known: dict[str, list[str]] = {"before": [], "missing": [], "after": []}
+    for number, trial in enumerate(trials):
+        unscored = {"step": 1, VALUE: -number / 10, SCORED_STEP: 0}
+        known["before"].append(judge.on_trial_result(CONTROLLER, trial, unscored))
+        missing = {"step": 2, VALUE: UNKNOWN}
+        known["missing"].append(judge.on_trial_result(CONTROLLER, trial, missing))
+    for number, trial in enumerate(trials):
+        scored = {"step": 4, VALUE: -number / 10, SCORED_STEP: 4}
+        known["after"].append(judge.on_trial_result(CONTROLLER, trial, scored))
+    assert set(known["before"]) == set(known["missing"]) == {"CONTINUE"}
+    assert "STOP" in known["after"]
+
+
+@pytest.mark.parametrize("kind", [ASHAScheduler, MedianStoppingRule])
+def test_a_scheduler_of_the_users_waits_for_scores_too(kind: type[TrialScheduler]):
+    own: Any = kind(time_attr="step", metric="eval/score_mean", mode="max", grace_period=1)
+    judge: Any = cloudpickle.loads(cloudpickle.dumps(waiting_for_scores(own, own.metric, 4)))
+    assert isinstance(judge, kind)
+    trials: Any = [PastTrial(f"trial {number}") for number in range(9)]
+    for trial in trials:
+        judge.on_trial_add(CONTROLLER, trial)
+
+    def decided(step: int) -> set[str]:
+        return {
+            judge.on_trial_result(CONTROLLER, trial, {"step": step, "eval/score_mean": -number})
+            for number, trial in enumerate(trials)
+        }
+
+    assert decided(1) == decided(3) == {"CONTINUE"}
+    assert judge.on_trial_result(CONTROLLER, trials[0], {"step": 4}) == "CONTINUE"
+    assert "STOP" in decided(4)
+
+
+def test_a_metric_of_training_is_compared_from_the_first_step():
+    own: Any = ASHAScheduler(time_attr="step", metric="train/loss", mode="min", grace_period=1)
+    judge: Any = waiting_for_scores(own, own.metric, 4)
+    trials: Any = [PastTrial(f"trial {number}") for number in range(9)]
+    for trial in trials:
+        judge.on_trial_add(CONTROLLER, trial)
+    results = [{"step": 1, "train/loss": float(number)} for number in range(9)]
+    decided = [
+        judge.on_trial_result(CONTROLLER, *each) for each in zip(trials, results, strict=True)
+    ]
+    assert "STOP" in decided
 
 
 def test_asha_stops_who_is_worse_than_trials_of_an_earlier_attempt():

@@ -1,6 +1,7 @@
 """Refusals and counts of `raypo.Tuner` before any trial starts."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -17,10 +18,10 @@ from ray.tune.stopper import MaximumIterationStopper
 
 from raypo import ConfigError, RejectionSamplingTrainer, SFTConfig, SFTTrainer, Tuner
 from raypo.deployment import reserve
-from raypo.ray_internals import CHECKPOINTS
+from raypo.ray_internals import CHECKPOINTS, PastTrial
 from raypo.storage.run_files import RunFiles
 from raypo.tuning import experiment
-from raypo.tuning.experiment import RoomWatch, StopOnRequest
+from raypo.tuning.experiment import Interruption, RoomWatch, StopOnRequest
 from raypo.tuning.population import Segment
 from raypo.tuning.trial import TrialReports, trial_trainer
 from raypo.tuning.tuner import point_of
@@ -55,6 +56,33 @@ def test_what_has_no_effect_is_refused(values: dict[str, Any]):
         Tuner(values, run_config=tune.RunConfig(checkpoint_config=kept))
     with pytest.raises(ConfigError, match=r"a trial: name \('my sweep'\)"):
         Tuner(values, run_config=tune.RunConfig(name="my sweep"))
+
+
+@pytest.mark.parametrize(
+    ("tuned", "stop", "told"),
+    [
+        (tune.TuneConfig(metric="eval/los", mode="min"), None, r"TuneConfig\.metric \(eval/los\)"),
+        (
+            tune.TuneConfig(scheduler=ASHAScheduler(metric="eval/los", mode="min")),
+            None,
+            r"scheduler\.metric \(eval/los\): .* Did you mean eval/loss\?",
+        ),
+        (None, {"train/los": 0.1}, r"RunConfig\.stop\.train/los \(train/los\)"),
+    ],
+)
+def test_a_metric_that_no_trial_can_log_is_refused(
+    values: dict[str, Any], tuned: tune.TuneConfig | None, stop: Any, told: str
+):
+    with pytest.raises(ConfigError, match=told):
+        Tuner(values, tune_config=tuned, run_config=tune.RunConfig(stop=stop))
+    added = values | {"callbacks": ["tests.unit.tuning.test_tuner:adds_a_metric"]}
+    Tuner(added, tune_config=tuned, run_config=tune.RunConfig(stop=stop))
+    with_callback = SFTTrainer(values, callbacks=[adds_a_metric])
+    Tuner(with_callback, tune_config=tuned, run_config=tune.RunConfig(stop=stop))
+
+
+def adds_a_metric(step: Any) -> dict[str, float]:
+    return {"eval/los": 0.0}
 
 
 @pytest.mark.parametrize("rule", ["loss < 1", [lambda trial, result: True]])
@@ -226,3 +254,43 @@ def test_a_pbt_trials_list_of_checkpoints_is_mended_in_its_segment(values: dict[
     folder.write(CHECKPOINTS, b'{"checkpoint_res')
     assert "was rewritten" in trial._mend_list()
     assert b"checkpoint_1" in (folder.read(CHECKPOINTS) or b"")
+
+
+@pytest.mark.parametrize(
+    ("run", "is_own"),
+    [
+        (tune.RunConfig(), True),
+        (tune.RunConfig(stop={"step": 3}, name="mine"), True),
+        (tune.RunConfig(verbose=1), False),
+        (tune.RunConfig(verbose=0), False),
+        (tune.RunConfig(progress_reporter=tune.CLIReporter()), False),
+    ],
+)
+def test_trials_are_shown_by_raypo_unless_the_user_wants_rays_output(
+    values: dict[str, Any], run: tune.RunConfig, is_own: bool, capsys: pytest.CaptureFixture[str]
+):
+    """Ray prints 75 metrics of each ended trial, and not the one that is optimised."""
+    tuned = tune.TuneConfig(metric="eval/loss", mode="min", num_samples=2)
+    space = {"learner.lr": tune.uniform(0.1, 0.2)}
+    tuner = Tuner(values, param_space=space, tune_config=tuned, run_config=run)
+    plan: Any = SimpleNamespace(num_slots=1, num_devices=1, device="CPU")
+    with tuner._board(plan, Interruption()) as board:
+        assert (board is not None) == is_own
+        if board is None:
+            return
+        for name, rate, losses in (("a_00000", 0.1, (0.9, 0.5)), ("a_00001", 0.2, (0.9, 0.7))):
+            trial: Any = PastTrial(name, {"learner": {"lr": rate}})
+            trial.status = "RUNNING"
+            board.on_trial_start(1, [trial], trial)
+            for step, loss in enumerate(losses, start=1):
+                report = {"step": step, "eval/loss": loss, "ppo/a_metric": 7.0, "pid": 3}
+                board.on_trial_result(1, [trial], trial, report)
+            board.on_trial_complete(1, [trial], trial)
+    out = capsys.readouterr().out
+    assert "at step 2; eval/loss 0.5; " in out
+    assert "eval/loss 0.7; " in out
+    assert out.count("best so far: ") == 2
+    assert "a_metric" not in out
+    table = out[out.index("2 of 2 trials ended") :].splitlines()
+    ranked = [line.split() for line in table if line.strip()[:1] in ("1", "2")][1:]
+    assert [(row[0], row[2]) for row in ranked] == [("1*", "0.5"), ("2", "0.7")]
