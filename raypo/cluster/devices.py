@@ -6,6 +6,8 @@ Ray sets them in each worker. If the user sets a NOSET flag, Ray leaves the user
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 from collections.abc import Mapping, Sequence
 
 from raypo.config import ConfigError
@@ -29,6 +31,10 @@ def users_choice(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return chosen
 
 
+SHARED_MEMORY = "/dev/shm"
+LEAST_SHARED_BYTES = 10**9
+"""Smallest size of `SHARED_MEMORY` for several GPUs. Docker gives 64 MB. vLLM maps 160 MB for
+each sharded engine, and NCCL some for each pair of GPUs. Too little ends a process by SIGBUS."""
 BFLOAT16_CAPABILITY = (8, 0)
 """Lowest CUDA compute capability with bfloat16."""
 OTHERS = ("NPU", "TPU", "HPU", "neuron_cores")
@@ -83,11 +89,14 @@ def check_driver(*, gpus: int, use_gpu: bool | str = "auto", where: str = "this 
     )
 
 
-def check_granted() -> None:
-    """Refuse a learner worker whose torch cannot use the GPUs that Ray has assigned to it.
+def check_granted(num_workers: int = 1) -> None:
+    """Refuse a learner worker that cannot use the GPUs that Ray has assigned to it.
+
+    Args:
+        num_workers: Number of learner workers.
 
     Raises:
-        ConfigError: torch finds no GPU.
+        ConfigError: torch finds no GPU, or there is too little shared memory for several.
     """
     import ray
 
@@ -95,6 +104,24 @@ def check_granted() -> None:
     given = context.get_accelerator_ids().get("GPU", [])
     node = ray.util.get_node_ip_address()
     check_driver(gpus=len(given), use_gpu=True, where=f"a worker on {node}")
+    if given and num_workers > 1:
+        check_shared_memory()
+
+
+def check_shared_memory() -> None:
+    """Refuse a machine or container with too little shared memory for several GPUs.
+
+    Raises:
+        ConfigError: `SHARED_MEMORY` is smaller than `LEAST_SHARED_BYTES`.
+    """
+    size = shutil.disk_usage(SHARED_MEMORY).total
+    if size < LEAST_SHARED_BYTES:
+        raise ConfigError(
+            f"{SHARED_MEMORY} ({size / 1e9:.3g} GB on {socket.gethostname()}): the processes of "
+            f"several GPUs need at least {LEAST_SHARED_BYTES / 1e9:g} GB of shared memory. Start "
+            "the container with --shm-size=16g or --ipc=host; on Kubernetes mount an emptyDir with "
+            f"`medium: Memory` at {SHARED_MEMORY}."
+        )
 
 
 def check_capability(dtype: str) -> None:

@@ -10,6 +10,7 @@ from raypo.config.recipe_config import AnyConfig
 from raypo.config.run_config import OnlineConfig, RecipeConfig
 
 MICROBATCH, SLEEP = "learner.max_tokens_per_microbatch", "rollout.engine.sleep"
+KV_CACHE_SIZE = "rollout.engine.kv_cache_gb"
 GPU_MICROBATCHES = (16384, 8192, 4096)
 """Candidates for `learner.max_tokens_per_microbatch: auto`, fastest first. Smaller microbatches are
 slower, because kernel launches then limit a small model."""
@@ -50,7 +51,7 @@ def least_memory(config: Any, gpu_bytes: int) -> tuple[Any, list[str]]:
 
 
 def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
-    """Return the config with `auto` restored for each key that is `auto` in `other`.
+    """Return the config with `auto` (or null) restored for each key that has it in `other`.
 
     The two configs can then be compared.
     """
@@ -58,7 +59,9 @@ def with_auto_of(config: OnlineConfig, other: OnlineConfig) -> OnlineConfig:
     for key in (MICROBATCH, SLEEP):
         if values[key] == "auto":
             config = with_value(config, key, "auto")
-    return config
+    return with_value(
+        config, KV_CACHE_SIZE, values[KV_CACHE_SIZE] and config.rollout.engine.kv_cache_gb
+    )
 
 
 def decided_as(config: RecipeConfig, earlier: Mapping[str, Any]) -> RecipeConfig:

@@ -24,7 +24,11 @@ from raypo.learner.deepspeed_config import Sharding
 from raypo.models.model_shape import ITEMSIZE, Models, ModelShape
 from raypo.plan import memory
 from raypo.plan.memory import Batch, Bytes, Memory
-from raypo.serving.engine_sizes import default_cpu_kv_bytes, engine_sequences
+from raypo.serving.engine_sizes import (
+    default_cpu_kv_bytes,
+    engine_batched_tokens,
+    engine_sequences,
+)
 
 Device = Literal["cpu", "cuda"]
 RUNTIME = {
@@ -34,6 +38,8 @@ RUNTIME = {
 """Bytes of a process before it loads a model: imports on CPU, the CUDA context and library
 workspaces on GPU. The CPU numbers are measured with a tiny model (learner worker 0.71 GB, reference
 model 0.56 GB; tests/benchmarks/test_memory.py); the GPU numbers are typical values."""
+COMMUNICATOR = 5 * 10**8
+"""Bytes of a GPU that each of NCCL's communicators takes in a process (a typical value)."""
 SEVERAL_ON_CPU = {"worker": 900 * 10**6, "client": 750 * 10**6}
 """Measured bytes of vLLM's processes on CPU, if there are several. The client is the process that
 sends requests to the workers."""
@@ -125,7 +131,16 @@ def _learner(
     """
     itemsize, first = ITEMSIZE[config.model.dtype], learned[0].shape
     has_words = learned[0].name == "policy" and not isinstance(config, RewardModelConfig)
-    result = Memory(held={"runtime": RUNTIME[device]["learner"]})
+    is_pushed = not isinstance(config, PolicyExamplesConfig) or config.needs_engine
+    broadcasts = (
+        has_words
+        and is_pushed
+        and isinstance(config, OnlineConfig | PolicyExamplesConfig)
+        and transport(config, device) == "nccl"
+    )
+    runtime = RUNTIME[device]["learner"]
+    runtime += _communicators([sharding.workers > 1, broadcasts], device)
+    result = Memory(held={"runtime": runtime})
     update: Bytes = {}
     for each in learned:
         trained, largest = _trained(config, each)
@@ -163,7 +178,6 @@ def _learner(
         "log_probs": log_probs,
         "update": _update(device, gathered, saved, made, step),
     }
-    is_pushed = not isinstance(config, PolicyExamplesConfig) or config.needs_engine
     if has_words and is_pushed:
         pushed = {"push bucket": memory.push_bytes(first, itemsize=itemsize)}
         if device == "cuda":
@@ -289,9 +303,10 @@ def engine(
         more["adapter"] = adapter_weights(lora, shape) * itemsize
     weights, length = shape.parameters * itemsize, config.max_model_len
     dtype = config.model.dtype
-    result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more)
+    groups = [transport(config, device) == "nccl"]
+    result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more, groups)
     # Each process gets a copy of the weights.
-    if section.tensor_parallel > 1 and by_object(config, device):
+    if section.tensor_parallel > 1 and transport(config, device) == "object":
         received = {"received bucket": memory.push_bytes(shape, itemsize=itemsize)}
         if device == "cpu":
             result.phases["push"] = received
@@ -314,15 +329,24 @@ def _in_vllm(
     dtype: str,
     max_model_len: int,
     more: Bytes | None = None,
+    groups: Sequence[bool] = (),
 ) -> Memory:
     """Return the memory of vLLM. On a GPU, the KV cache takes the rest of `gpu_memory_fraction`."""
     size = section.tensor_parallel
+    of_engine = section if isinstance(section, EngineSection) else None
     runtime = RUNTIME[device]["engine"]
+    runtime += _communicators([size > 1, *groups], device)
     if device == "cpu" and size > 1:  # add each process's share of the client
         runtime = SEVERAL_ON_CPU["worker"] + SEVERAL_ON_CPU["client"] // size
     held: Bytes = {"runtime": runtime, "weights": weights // size, **(more or {})}
-    if isinstance(section, EngineSection) and section.kv_cache_gb is not None:
-        held["KV cache"] = int(section.kv_cache_gb * 1e9)
+    if device == "cuda":
+        tokens = of_engine and of_engine.extra.get("max_num_batched_tokens")
+        tokens = tokens or engine_batched_tokens(gpu_bytes)
+        held["activations"] = memory.vllm_activations(
+            shape, tokens, itemsize=ITEMSIZE[dtype], tensor_parallel=size
+        )
+    if of_engine and of_engine.kv_cache_gb is not None:
+        held["KV cache"] = int(of_engine.kv_cache_gb * 1e9)
     elif device == "cpu":
         a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=size)
         held["KV cache"] = default_cpu_kv_bytes(a_token, max_model_len)
@@ -332,21 +356,25 @@ def _in_vllm(
     return Memory(held=held)
 
 
-def by_object(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> bool:
-    """Return whether weights are pushed through Ray's object store.
+def transport(config: OnlineConfig | PolicyExamplesConfig, device: Device) -> str:
+    """Return how weights are pushed: object, ipc or nccl.
 
     Raises:
         ConfigError: `rollout.engine.transport` does not work on these devices.
     """
     lora = config.model.lora
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
-        return True  # also for the base weights, which are pushed once
-    transport = config.rollout.engine.resolved_transport(
+        return "object"  # also for the base weights, which are pushed once
+    return config.rollout.engine.resolved_transport(
         colocated=config.placement.group_of("engine") == "colocated",
         use_gpu=device == "cuda",
         share_gpus=isinstance(config, OnlineConfig) and config.engines_share_gpus,
     )
-    return transport == "object"
+
+
+def _communicators(groups: Sequence[bool], device: Device) -> int:
+    """Return the bytes of a process's NCCL groups: those of `groups` that are True."""
+    return COMMUNICATOR * sum(groups) if device == "cuda" else 0
 
 
 def _batch(config: OnlineConfig, rows: int, workers: int) -> Batch:

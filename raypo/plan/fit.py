@@ -23,7 +23,13 @@ from raypo.cluster.placement import (
     torn_apart,
 )
 from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig
-from raypo.config.auto_values import candidates, least_memory, sleep_is_open, with_value
+from raypo.config.auto_values import (
+    KV_CACHE_SIZE,
+    candidates,
+    least_memory,
+    sleep_is_open,
+    with_value,
+)
 from raypo.config.sweep_config import with_values
 from raypo.learner.deepspeed_config import Sharding
 from raypo.models.model_shape import Models
@@ -258,7 +264,7 @@ class Plan:
                 )  # the object store holds weights pushed from rank 0 to engines
         stored = 0
         sampled = engine_config(config)
-        if sampled is not None and estimate.by_object(sampled, device):
+        if sampled is not None and estimate.transport(sampled, device) == "object":
             engine = by_name["engine"].memory
             stored = engine.held["weights"] * sampled.rollout.engine.tensor_parallel
         for index, here in processes.items():
@@ -317,7 +323,10 @@ def decide_for_gpus(config: AnyConfig, gpu_bytes: int) -> tuple[AnyConfig, Seque
 
 
 def decided(plan: Plan) -> Plan:
-    """Decide `learner.max_tokens_per_microbatch: auto` and `rollout.engine.sleep: auto` on GPUs.
+    """Decide the values that depend on the memory of the GPUs.
+
+    These are `learner.max_tokens_per_microbatch: auto`, `rollout.engine.sleep: auto`, and the size
+    of the KV cache (`_with_known_cache`).
 
     The first choice that fills GPUs to at most `SIDE_BY_SIDE` is taken. Choices in which the models
     share the GPU side by side are tried before choices in which they take turns. Within each of the
@@ -325,8 +334,6 @@ def decided(plan: Plan) -> Plan:
     is taken, and the plan's problems say what is missing. Values other than auto are kept.
     """
     choices = candidates(plan.config)
-    if choices == [plan.config]:
-        return plan
     tries = [replace(plan, config=choice) for choice in choices]
     found = next(filter(_leaves_room, tries), tries[-1])
     decisions = []
@@ -339,7 +346,24 @@ def decided(plan: Plan) -> Plan:
             "true, the models take turns" if sleeps else "false, all models fit at the same time"
         )
         decisions.append(f"rollout.engine.sleep is auto: {value}{_because(found)}")
-    return replace(found, decisions=tuple(decisions))
+    return _with_known_cache(replace(found, decisions=tuple(decisions)))
+
+
+def _with_known_cache(plan: Plan) -> Plan:
+    """Set `rollout.engine.kv_cache_gb` to the predicted size, if nothing sleeps and all have room.
+
+    vLLM then measures no free memory while it starts, so all roles can start at the same time.
+    """
+    config = engine_config(plan.config)
+    if config is None or plan.gpu_bytes is None or config.rollout.engine.kv_cache_gb is not None:
+        return plan
+    is_colocated = config.placement.group_of("engine") == "colocated"
+    takes_turns = isinstance(config, OnlineConfig) and config.rollout.engine.sleeps
+    if not is_colocated or takes_turns or any(_impossible(plan)) or not _leaves_room(plan):
+        return plan
+    held = estimate.engine(config, plan.models.policy, plan.device, plan.gpu_bytes).held
+    size = held["KV cache"] // 10**7 / 100
+    return replace(plan, config=with_value(config, KV_CACHE_SIZE, size)) if size else plan
 
 
 def _leaves_room(plan: Plan) -> bool:

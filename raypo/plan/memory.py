@@ -236,6 +236,15 @@ def trained(
     return held, update, host
 
 
+def vllm_activations(shape: ModelShape, tokens: int, *, itemsize: int, tensor_parallel: int) -> int:
+    """Return the bytes of the largest pass of vLLM, which it runs once while it starts.
+
+    At the MLP these are the hidden state and the residual, and the MLP's input, gate and product.
+    """
+    mlp = (3 if shape.gated else 2) * shape.intermediate // tensor_parallel
+    return tokens * (2 * shape.hidden + mlp) * itemsize
+
+
 def push_bytes(shape: ModelShape, *, itemsize: int) -> int:
     """Return the RAM of one bucket of a push (`raypo.weights.buckets`)."""
     largest = max(BUCKET_BYTES, shape.largest_tensor * itemsize)

@@ -54,11 +54,11 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
     """
     with open_run(setup) as run:
         config, workers, seed = run.config, run.workers, run.config.seed
+        utilization = Utilization.measure(config, workers)
+        services = start_services(run)  # 2. engines, reference and reward models
         inputs = OnlineInputs.load(run)  # prompts, tokenizer, reward function
         records = Records(run)
         roles = Roles.of(workers, config.learner.critic_workers)
-        utilization = Utilization.measure(config, workers)
-        services = start_services(run)  # 2. engines, reference and reward models
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, roles)
         sampler, scorer = weights.sampler(), inputs.scorer(config, services)

@@ -37,10 +37,10 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
     """
     with open_run(setup) as run:
         config, workers = run.config, run.workers
+        services = start_services(run)
         inputs = OnlineInputs.load(run)
         records = Records(run)
         recipe = kind(run, inputs)
-        services = start_services(run)
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, Roles.shared(workers))
         sampler, scorer = weights.sampler(), recipe.scorer(services)

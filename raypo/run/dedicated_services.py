@@ -11,7 +11,7 @@ from raypo.cluster.placement import Bundle, dedicated_bundles, served_roles
 from raypo.config import OnlineConfig
 from raypo.deployment.deployment import Place, start_deployment
 from raypo.deployment.reserve import Dedicated, reserve
-from raypo.run.served_roles import deployment_of
+from raypo.run.served_roles import deployment_of, measures_memory
 
 
 def start_dedicated(
@@ -56,8 +56,10 @@ def start_dedicated(
     )
     dedicated = Dedicated(group=group)
     places = places_in(group, bundles)
+    roles = served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu)
+    measuring = {role.name for role in roles if measures_memory(role)}
     try:
-        for role in served_roles(config, num_workers=config.learner.num_workers, use_gpu=use_gpu):
+        for role in roles:
             if role.name not in places:
                 continue
             deployment = deployment_of(
@@ -69,9 +71,13 @@ def start_dedicated(
                 **(more or {}).get(role.name, {}),
             )
             used = [bundles[place.bundle] for place in places[role.name]]
-            # vLLM measures a GPU's free memory while it starts, so replicas on a shared GPU start
-            # one at a time.
-            in_turn = any(bundle.gpus > 0 and len(bundle.occupants) > 1 for bundle in used)
+            # Replicas on a shared GPU start one at a time if one of them measures its free memory.
+            in_turn = any(
+                bundle.gpus > 0
+                and len(bundle.occupants) > 1
+                and any(occupant.role in measuring for occupant in bundle.occupants)
+                for bundle in used
+            )
             handle = start_deployment(deployment, places[role.name], in_turn=in_turn)
             dedicated.handles[role.name] = handle
             if in_turn:

@@ -193,8 +193,9 @@ class PolicyExamplesRecipe(ExamplesRecipe[PolicyConfig, Item]):
         if run.config.needs_engine:
             run.tell.phase("starting the engine")
             logs = str(run.files.logs_dir)
-            self.engine = start_deployments(run.config, run.name, run.workers, logs_dir=logs).engine
-            if torch.cuda.is_available():  # vLLM measures free GPU memory as it starts
+            services = start_deployments(run.config, run.name, run.workers, logs_dir=logs)
+            self.engine = services.engine
+            if services.in_turn:
                 self.wait_for_engine()
 
     def wait_for_engine(self) -> None:

@@ -31,6 +31,8 @@ def class_and_arguments(
         kwargs |= {"seed": config.seed, "reads_text": config.rollout.reads_text}
         if isinstance(config, OnlineConfig) and config.rollout.has_requests_in_flight:
             kwargs["probes"] = NUM_PROBES  # only if probes join batches that are in flight
+        elif not isinstance(config, OnlineConfig) or not config.rollout.is_episodic:
+            kwargs["whole_batches"] = True
         return Engine, kwargs | lengths | {"lora": lora if holds_adapter else None}
     assert isinstance(config, OnlineConfig), "others have engines only"
     if role.kind == "judge":
@@ -50,6 +52,16 @@ def class_and_arguments(
     if in_vllm:
         return VllmReference, kwargs
     return ReferenceModel, kwargs | {"temperature": config.trained_temperature}
+
+
+def measures_memory(role: ServedRole) -> bool:
+    """Return True if a role on GPUs is vLLM, and takes what is free when it starts.
+
+    Other roles must not allocate GPU memory meanwhile.
+    """
+    if isinstance(role.section, EngineSection):
+        return role.section.kv_cache_gb is None
+    return role.section.backend == "vllm"
 
 
 def deployment_of(

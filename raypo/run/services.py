@@ -35,7 +35,7 @@ from raypo.deployment.deployment import (
 )
 from raypo.deployment.reserve import nodes_of
 from raypo.run.run import Run
-from raypo.run.served_roles import deployment_of
+from raypo.run.served_roles import deployment_of, measures_memory
 from raypo.run.setup import Shared
 from raypo.run.shared_services import of_shared
 from raypo.serving.client import (
@@ -66,6 +66,8 @@ class Services:
     """True if requests join batches that the engines sample for other runs."""
     shared_engine: bool = False
     """True if several of these workers use the same engine."""
+    in_turn: bool = False
+    """True if the roles start one after the other, and the learner after them."""
     models_apart: bool = False
     """True if all reference and reward models have cores or devices that neither engines nor
     workers use. On CPUs this is False if the trials of a sweep share any of these models."""
@@ -97,7 +99,7 @@ class Services:
 
 
 def start_services(run: Run[OnlineConfig]) -> Services:
-    """Start engines and frozen models. On GPUs, wait until they have started."""
+    """Start engines and frozen models. Wait for them if they start one after the other."""
     run.tell.phase("starting the engine and the frozen models")
     services = start_deployments(
         run.config,
@@ -107,7 +109,7 @@ def start_services(run: Run[OnlineConfig]) -> Services:
         dedicated=run.runtime.dedicated,
         shared=run.runtime.shared,
     )
-    if torch.cuda.is_available():
+    if services.in_turn:
         services.wait(run.config.placement.timeout_s)
     return services
 
@@ -127,9 +129,9 @@ def start_deployments(
     CPUs, reference and reward models are placed beside the first worker of each node. A
     tensor-parallel replica uses the devices of consecutive workers.
 
-    On CPUs, all roles start in the background. On GPUs, the roles start one after the other. With
-    `rollout.engine.sleep`, each role goes to sleep before the next one starts. A run on examples
-    has only an engine, which starts in the background; its caller waits.
+    All roles start in the background, at the same time, except on GPUs if models sleep
+    (`rollout.engine.sleep`) or if vLLM measures the free memory. The roles then start one after the
+    other, and with `rollout.engine.sleep` each goes to sleep before the next one starts.
 
     Args:
         config: The run's config.
@@ -169,12 +171,14 @@ def start_deployments(
         for role in colocated
     ]
     nodes = workers.gather(ray.get_runtime_context().get_node_id())
+    sleeps = is_online and config.rollout.engine.sleeps and "engine" not in elsewhere
+    in_turn = torch.cuda.is_available() and (sleeps or any(map(measures_memory, colocated)))
     started = _start(
         deployments,
         places_beside(colocated, workers, nodes),
         workers,
-        in_turn=is_online and torch.cuda.is_available(),
-        sleeps=config.rollout.engine.sleeps and "engine" not in elsewhere,
+        in_turn=in_turn,
+        sleeps=sleeps,
     )
     handles = {
         role.name: {**elsewhere, **started}[role.name].preferring(
@@ -198,6 +202,7 @@ def start_deployments(
         in_pool=pool is not None,
         joins=pool is not None and pool.share_batches,
         shared_engine=len(asked) > len(set(asked)),
+        in_turn=in_turn,
         models_apart=all(role.name in apart for role in roles if role.kind != "engine"),
     )
 
@@ -267,7 +272,7 @@ def _start(
         deployments: The deployments.
         places: The places of each deployment's replicas, by role.
         workers: The learner workers.
-        in_turn: True to start one after the other. vLLM measures free GPU memory as it starts.
+        in_turn: True to start one after the other.
         sleeps: True if each deployment frees its GPU memory before the next one starts.
     """
     handles: dict[str, DeploymentHandle] = {}

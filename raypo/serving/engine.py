@@ -102,7 +102,7 @@ class Engine:
     keeps state in globals.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what vLLM has to know of a run)
         self,
         model: str,
         *,
@@ -117,6 +117,7 @@ class Engine:
         reads_weights: bool = False,
         reads_text: bool = False,
         probes: int = 0,
+        whole_batches: bool = False,
     ) -> None:
         """Start vLLM, which takes seconds. `load_weights` or a push then loads the weights.
 
@@ -136,6 +137,7 @@ class Engine:
             reads_text: Whether to load the tokenizer, which vLLM needs to match stop strings.
             probes: Slots beyond `max_num_seqs` that only requests with negative priority may use.
                 These requests start even if all other slots are taken.
+            whole_batches: Whether requests start together. Others are sampled too, but more slowly.
 
         Raises:
             ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -166,6 +168,7 @@ class Engine:
             device=device,
             reads_text=reads_text,
             probes=probes,
+            whole_batches=whole_batches,
         )
         self._adapters: Adapters | None = None
         if lora is not None:

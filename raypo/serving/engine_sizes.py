@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LARGE_GPU_BYTES = 70 * 1024**3
-"""GPU memory, in bytes, from which `engine_sequences` returns its larger value."""
+"""GPU memory, in bytes, from which an engine has larger defaults."""
 CPU_BLOCK_TOKENS = 128
 """Tokens in a block of an engine's KV cache on CPU."""
 CPU_SEQUENCES = 32
@@ -24,6 +24,11 @@ def engine_sequences(gpu_bytes: int | None) -> int:
             CPUs.
     """
     return 1024 if gpu_bytes and gpu_bytes >= LARGE_GPU_BYTES else 256
+
+
+def engine_batched_tokens(gpu_bytes: int | None) -> int:
+    """Return vLLM's default for the maximum number of tokens of a pass on a GPU."""
+    return 16384 if gpu_bytes and gpu_bytes >= LARGE_GPU_BYTES else 8192
 
 
 def cpu_sequence_bytes(bytes_per_token: int, max_model_len: int) -> int:

@@ -23,7 +23,14 @@ from raypo.metrics.process_memory import peak_memory
 from raypo.weights.buckets import Bucket, unpack
 from raypo.weights.group import Group
 from raypo.weights.manifest import TensorSpec, WeightError, summary
-from raypo.weights.messages import BroadcastBucket, IpcBucket, Ready, Rendezvous, device_uuid
+from raypo.weights.messages import (
+    CUMEM,
+    BroadcastBucket,
+    IpcBucket,
+    Ready,
+    Rendezvous,
+    device_uuid,
+)
 
 PARENT_S = 1.0
 GREW = "Memory usage increased after sleeping"
@@ -190,7 +197,7 @@ class WorkerExtension:
         self.raypo_is_loading, self.raypo_loaded = True, set()
         group = self.raypo_group
         gpus = (device_uuid(self.device),) if self.device.type == "cuda" else ()
-        return Ready(1, group.rendezvous.epoch if group else None, gpus)
+        return Ready(1, group.rendezvous.epoch if group else None, gpus, os.environ.get(CUMEM))
 
     def raypo_load_bucket(
         self, bucket: Bucket | IpcBucket | BroadcastBucket, second_names: list[str]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from raypo.cluster.devices import check_shared_memory
 from raypo.config import EngineSection
+from raypo.models.compiled import compiled_once, keep_compiled_code
 from raypo.models.model_shape import ModelShape
 from raypo.serving.engine_sizes import default_cpu_kv_bytes, engine_sequences
 from raypo.serving.vllm_arguments import check_extra
@@ -36,6 +39,22 @@ EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Variables that disable torch.compile. With torch.compile, the first token would wait for a C++
 compiler, only to compile a function of three lines."""
 
+UNMEASURED = 0.01
+"""vLLM's `gpu_memory_utilization` if the size of the KV cache is given. vLLM (0.23 to 0.32) then
+only checks that this share of the GPU's memory is free when it starts."""
+
+GRAPH_SIZES = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
+    *(320, 384, 448, 512),
+)
+"""Sequences of a step for which `few_graphs` asks for a graph. A step with fewer ones uses the next
+larger graph. vLLM's own list ends at 512 too."""
+CHOOSES_GRAPHS = {
+    *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *("enforce_eager", "optimization_level"),
+}
+"""Arguments of vLLM by which a user chooses graphs."""
+
 IN_ANOTHER_PROCESS = "in a background process"
 """Part of vLLM's message when one of its workers fails to start. That message names no cause."""
 
@@ -45,6 +64,7 @@ def prepare_environment(*, eager: bool) -> None:
 
     The user's variables override `DEFAULTS`. Each engine's process calls this on its own node.
     """
+    keep_compiled_code()
     os.environ.update(ENVIRONMENT)
     for name, value in (DEFAULTS | (EAGER if eager else {})).items():
         os.environ.setdefault(name, value)
@@ -59,16 +79,22 @@ def start_llm(arguments: dict[str, Any], num_threads: int | None = None) -> Any:
             one that steps vLLM. None keeps the current number.
 
     Raises:
+        ConfigError: there is too little shared memory for several processes.
         RuntimeError: vLLM is missing, its version is not supported, or one of its processes failed.
     """
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+    if arguments.get("tensor_parallel_size", 1) > 1:
+        check_shared_memory()
     prepare_environment(eager=arguments.get("enforce_eager", False))
     vllm = import_vllm()
+    is_compiled = torch.cuda.is_available() and not arguments.get("enforce_eager")
+    what = {**arguments, "seed": None, "versions": (vllm.__version__, torch.__version__)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # vLLM touches deprecated names of torch
         try:
-            return vllm.LLM(**arguments)
+            with compiled_once(repr(what)) if is_compiled else nullcontext():
+                return vllm.LLM(**arguments)
         except Exception as error:
             if IN_ANOTHER_PROCESS not in str(error):
                 raise
@@ -127,6 +153,7 @@ def engine_arguments(
     device: str,
     reads_text: bool = False,
     probes: int = 0,
+    whole_batches: bool = False,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`. `section.extra` overrides them.
 
@@ -140,6 +167,7 @@ def engine_arguments(
         device: cpu or cuda.
         reads_text: Whether to load the model's tokenizer, which vLLM needs to match stop strings.
         probes: Slots to add to `max_num_seqs`, even if `section.extra` sets that argument.
+        whole_batches: Whether requests start together, so that few steps read prompts.
 
     Raises:
         ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -171,6 +199,8 @@ def engine_arguments(
     arguments["max_num_seqs"] = engine_sequences(memory)  # the plan assumes the same number
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
+        if device != "cpu":  # else vLLM refuses to start while other roles load their models
+            arguments["gpu_memory_utilization"] = UNMEASURED
     elif device == "cpu":
         shape = ModelShape.read(model)
         a_token = shape.kv_bytes_per_token(dtype, tensor_parallel=section.tensor_parallel)
@@ -181,7 +211,20 @@ def engine_arguments(
         # vLLM requires max_num_batched_tokens >= max_num_seqs.
         if (most := arguments.get("max_num_batched_tokens")) is not None:
             arguments["max_num_batched_tokens"] = max(most, arguments["max_num_seqs"])
+    if whole_batches and device != "cpu" and not section.extra.keys() & CHOOSES_GRAPHS:
+        arguments["compilation_config"] = few_graphs(arguments["max_num_seqs"])
     return arguments
+
+
+def few_graphs(max_num_seqs: int) -> dict[str, Any]:
+    """Return the part of vLLM's `compilation_config` that determines its CUDA graphs.
+
+    vLLM would capture two graphs for each of up to 51 sizes: one for steps that only decode, one
+    for the others. Of whole batches, all steps decode but the first ones.
+    """
+    most = min(max_num_seqs, GRAPH_SIZES[-1])
+    sizes = [size for size in GRAPH_SIZES if size < most]
+    return {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*sizes, most]}
 
 
 def device_memory(extra: dict[str, Any]) -> int:

@@ -225,9 +225,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         self.config: AnyConfig = checked.with_dtype(use_gpu=bool(scaling.use_gpu))
         self._files = RunFiles(self.config.storage_path, self.config.name)
         self._group_gc: ActorHandle | None = None
-        if scaling.use_gpu:
-            own = torch_trainer_arguments.get("torch_config")
-            torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(own)
+        own = torch_trainer_arguments.get("torch_config")
+        torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(own)
         super().__init__(
             type(self).loop,
             train_loop_config=self.config.model_dump(),

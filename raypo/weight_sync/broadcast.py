@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from raypo.weight_sync.transport import PushSession, Transport
 from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import stage
 from raypo.weights.group import Group, group_store
-from raypo.weights.messages import Backend, BroadcastBucket, Rendezvous, StoredBucket
+from raypo.weights.manifest import WeightError
+from raypo.weights.messages import CUMEM, Backend, BroadcastBucket, Rendezvous, StoredBucket
 
 
 class BroadcastTransport(Transport):
@@ -57,6 +59,8 @@ class BroadcastTransport(Transport):
         is_present = self._group is not None and self._group.rendezvous.size == size
         if workers.rank != 0 or (is_whole and is_present):
             return
+        if self._backend == "nccl":
+            check_cumem(os.environ.get(CUMEM), [each.cumem for each in session.ready])
         self._leave()
         self._epoch += 1
         with session.engines_reasons_first():
@@ -92,3 +96,19 @@ class BroadcastTransport(Transport):
         if self._group is not None:
             self._group.leave()
         self._group = None
+
+
+def check_cumem(own: str | None, engines: Sequence[str | None]) -> None:
+    """Refuse a group in which `NCCL_CUMEM_ENABLE` differs. NCCL would wait for ever, or crash.
+
+    Raises:
+        WeightError: an engine has another value than this learner worker.
+    """
+    for number, value in enumerate(engines):
+        if value != own:
+            raise WeightError(
+                f"{CUMEM} ({own or 'unset'} in the learner, {value or 'unset'} in engine "
+                f"{number}): all members of an NCCL group need the same value. Set it in the "
+                "environment in which the Ray cluster starts, or set rollout.engine.transport to "
+                "object."
+            )

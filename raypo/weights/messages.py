@@ -98,6 +98,10 @@ class IpcBucket:
         return Staged(own, self.entries)
 
 
+CUMEM = "NCCL_CUMEM_ENABLE"
+"""Environment variable of NCCL on which all members of a group have to agree."""
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """Parameters to join a broadcast group. After a change of members a new group is formed."""
@@ -147,6 +151,8 @@ class Ready:
     """Number of the broadcast group that all workers are in, or None if they share no group."""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs that the workers run on."""
+    cumem: str | None = None
+    """Value of `CUMEM` in the workers' environment."""
 
     @classmethod
     def merged(cls, workers: Sequence[Ready]) -> Ready:
@@ -156,6 +162,7 @@ class Ready:
             len(workers),
             epochs.pop() if len(epochs) == 1 else None,
             tuple(gpu for worker in workers for gpu in worker.gpus),
+            workers[0].cumem,  # processes of one engine inherit one environment
         )
 
 

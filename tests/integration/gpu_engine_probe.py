@@ -38,6 +38,16 @@ def engines(model: str, dtype: str) -> dict[str, dict[str, Any]]:
         "adapters": given["default"] | adapters,
         "adapters on two GPUs": given["two GPUs"] | adapters,
         "probes": engine_arguments(model, EngineSection(), **shape, probes=8),
+        "batches": engine_arguments(model, EngineSection(), **shape, whole_batches=True),
+        "few sequences": engine_arguments(
+            model, EngineSection(extra={"max_num_seqs": 20}), **shape, whole_batches=True
+        ),
+        "own graphs": engine_arguments(
+            model,
+            EngineSection(extra={"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}),
+            **shape,
+            whole_batches=True,
+        ),
         "reads text": engine_arguments(model, EngineSection(), **shape, reads_text=True),
     }
 
@@ -76,6 +86,8 @@ def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
         "prefix_caching": config.cache_config.enable_prefix_caching,
         "kv_bytes": config.cache_config.kv_cache_memory_bytes,
         "memory": config.cache_config.gpu_memory_utilization,
+        "graphs": config.compilation_config.cudagraph_mode.name,
+        "sizes": config.compilation_config.cudagraph_capture_sizes,
         "rank": config.lora_config and config.lora_config.max_lora_rank,
         "adapters": config.lora_config and config.lora_config.max_loras,
         "targets": config.lora_config and sorted(config.lora_config.target_modules or ()),

@@ -59,9 +59,18 @@ def test_an_engine_on_gpus_is_what_its_section_says(told: dict[str, Any]):
     engine(told, "no sleep", sleeps=False, prefix_caching=False, **own)
     engine(told, "undecided", sleeps=False, **own)
     engine(told, "two GPUs", sleeps=True, devices=2, executor="mp", **own)
-    engine(told, "sized", kv_bytes=1_500_000_000, memory=0.3, sequences=64)
+    engine(told, "sized", kv_bytes=1_500_000_000, memory=0.01, sequences=64)
     engine(told, "probes", sequences=1032)
     engine(told, "reads text", sequences=1024)
+
+
+def test_an_engine_of_whole_batches_captures_few_graphs(told: dict[str, Any]):
+    few = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+    engine(told, "batches", graphs="FULL_DECODE_ONLY", sizes=few)
+    engine(told, "few sequences", graphs="FULL_DECODE_ONLY", sizes=[1, 2, 4, 8, 16, 20])
+    engine(told, "own graphs", graphs="FULL_AND_PIECEWISE", sizes=[1, 2])
+    engine(told, "default", graphs="FULL_AND_PIECEWISE")
+    assert len(told["engines"]["bfloat16 default"]["sizes"]) > 2 * len(few)
 
 
 def test_an_engine_of_adapters_holds_them_on_one_gpu_and_on_two(told: dict[str, Any]):

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from raypo.cluster.hardware import GB, parse_cluster
+from raypo.cluster.placement import served_roles
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.config.auto_values import least_memory
 from raypo.plan.fit import SIDE_BY_SIDE, Plan, decide_for_gpus, make_plan
+from raypo.run.served_roles import measures_memory
 from raypo.run.setup import Shared, decided_together
 from raypo.run.shared_services import of_shared
 from tests.unit.learner.plain import on_workers
@@ -48,9 +50,13 @@ def with_keys(values: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def config_of(plan: Plan) -> PPOConfig:
+    assert isinstance(plan.config, PPOConfig)
+    return plan.config
+
+
 def choice(plan: Plan) -> tuple[bool, int]:
-    config = plan.config
-    assert isinstance(config, PPOConfig)
+    config = config_of(plan)
     return config.rollout.engine.sleeps, config.learner.microbatch_tokens
 
 
@@ -144,7 +150,44 @@ def test_workers_decide_as_the_plan_does_and_change_nothing_else(values, gb, str
     decided, messages = decide_for_gpus(config, gb * GB)
     planned = make_plan(config, parse_cluster(f"1xGPU{gb}G,2"))
     assert decided.differences(config) == planned.config.differences(config)
-    assert len(decided.differences(config)) == len(messages) == 2
+    assert len(messages) == 2
+    known = decided.rollout.engine.kv_cache_gb is not None
+    assert len(decided.differences(config)) == 2 + known
+    assert known is not decided.rollout.engine.sleeps
+
+
+def test_what_stays_awake_starts_at_once_with_a_kv_cache_of_the_planned_size(values):
+    """vLLM measures nothing then, so nothing has to wait until it has started."""
+    made = plan(values, "2xGPU180G")
+    engine = next(role.memory for role in made.roles if role.name == "engine")
+    size = config_of(made).rollout.engine.kv_cache_gb
+    assert size is not None
+    assert engine.held["KV cache"] == pytest.approx(size * 1e9)
+    # What vLLM would have measured: the fraction, less everything else that it holds.
+    assert sum(engine.held.values()) == pytest.approx(0.5 * 180 * GB, abs=1e7)
+    assert engine.held["activations"] > 0
+
+    given = plan(values, "2xGPU180G", rollout__engine__kv_cache_gb=3.0)
+    assert config_of(given).rollout.engine.kv_cache_gb == 3.0
+    for other in (
+        plan(values, "2xGPU40G"),  # the models take turns
+        plan(values, "8xGPU180G", placement__mode="dedicated"),  # the engine is alone
+        plan(values, "2xGPU60G", rollout__engine__sleep=False),  # the prediction has no margin
+        plan(values, "8xCPU,64G", model__dtype="float32"),
+    ):
+        assert config_of(other).rollout.engine.kv_cache_gb is None
+
+
+def test_roles_wait_for_each_other_only_where_vllm_measures_free_memory(values):
+    values["placement"] = {"frozen": {"reference": {"backend": "torch"}}}
+    in_torch = plan(values, "2xGPU180G")
+    values["placement"] = {"frozen": {"reference": {"backend": "vllm"}}}
+    in_vllm = plan(values, "4xGPU180G", rollout__engine__gpu_memory_fraction=0.2)
+    for made, measuring in ((in_torch, []), (in_vllm, ["reference"])):
+        roles = served_roles(config_of(made), num_workers=2, use_gpu=True)
+        assert [role.name for role in roles if measures_memory(role)] == measuring
+    undecided = served_roles(PPOConfig.parse(values), num_workers=2, use_gpu=True)
+    assert all(measures_memory(role) for role in undecided)
 
 
 def test_all_workers_decide_by_the_smallest_gpu(values):

@@ -11,6 +11,7 @@ from rich.console import Console
 from raypo.cluster.hardware import parse_cluster
 from raypo.config import ConfigError, PPOConfig, parse_run_config
 from raypo.config.sweep_config import with_values
+from raypo.plan.estimate import COMMUNICATOR
 from raypo.plan.fit import Plan, make_plan, remedies
 from raypo.plan.tables import gb, tables
 from raypo.plan.times import Rates, step_time
@@ -114,8 +115,26 @@ def test_a_device_that_cannot_load_what_it_could_train_is_told(values: dict, tmp
     values["learner"] |= SMALL_UPDATE | {"num_workers": 32, "critic_workers": 32, "zero_stage": 3}
     values["rollout"]["engine"] = {"tensor_parallel": 8}
     values["placement"] = {"frozen": {"reference": {"backend": "vllm", "tensor_parallel": 8}}}
-    (problem,) = plan(values, "8xGPU18G,1000G,8").problems
-    assert problem.startswith("memory (node 0 GPU 0): needs 17.9 GB in the phase load")
+    (problem,) = plan(values, "8xGPU19G,1000G,8").problems
+    assert problem.startswith("memory (node 0 GPU 0): needs 19.4 GB in the phase load")
+
+
+def test_each_group_of_nccl_takes_memory_of_a_gpu(values: dict):
+    """That of the learner workers, that of a sharded engine, and that of a broadcast."""
+
+    def runtimes(workers: int, tensor_parallel: int, mode: str) -> list[float]:
+        values["learner"]["num_workers"] = workers
+        values["rollout"]["engine"] = {"tensor_parallel": tensor_parallel}
+        values["placement"] = {"mode": mode}
+        roles = plan(values, "16xGPU80G,128xCPU,1000G").roles
+        held = {role.name: role.memory.held["runtime"] / COMMUNICATOR for role in roles}
+        return [held[name] - 1.2 for name in ("learner worker", "engine")]
+
+    assert runtimes(1, 1, "colocated") == pytest.approx([0, 0])
+    assert runtimes(2, 1, "colocated") == pytest.approx([1, 0])
+    assert runtimes(2, 2, "colocated") == pytest.approx([1, 1])
+    assert runtimes(1, 1, "dedicated") == pytest.approx([1, 1])
+    assert runtimes(2, 2, "dedicated") == pytest.approx([2, 2])
 
 
 def test_a_deployed_judge_takes_memory_and_time(values: dict, tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from raypo.config import EngineSection
+from raypo.config import ConfigError, EngineSection
 from raypo.serving import vllm_settings
 from raypo.serving.engine_sizes import cpu_sequence_bytes, default_cpu_kv_bytes, engine_sequences
 from raypo.serving.vllm_settings import (
@@ -58,6 +58,13 @@ def test_where_the_reason_of_another_process_stands_is_told(monkeypatch, said: s
         start_llm({})
 
 
+def test_a_sharded_engine_asks_for_shared_memory_before_vllm_is_imported(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=64 << 20))
+    monkeypatch.setattr(vllm_settings, "import_vllm", lambda: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=r"^/dev/shm \(0\.0671 GB.*--shm-size"):
+        start_llm({"tensor_parallel_size": 2})
+
+
 def arguments(folder: str, section: EngineSection, device: str = "cpu") -> dict:
     return engine_arguments(
         folder, section, dtype="float32", max_model_len=300, seed=1, device=device
@@ -75,6 +82,10 @@ def test_arguments_come_from_the_section(tmp_path) -> None:
 
     gpu = arguments(folder, EngineSection(gpu_memory_fraction=0.3), device="cuda")
     assert gpu["gpu_memory_utilization"] == 0.3
+    sized = arguments(folder, EngineSection(kv_cache_gb=0.25), device="cuda")
+    assert sized["kv_cache_memory_bytes"] == 250_000_000
+    # vLLM refuses to start if this share of the GPU is not free; the learner loads meanwhile.
+    assert sized["gpu_memory_utilization"] == 0.01
     assert "kv_cache_memory_bytes" not in gpu
     assert not {"enforce_eager", "enable_chunked_prefill"} & gpu.keys()
 

@@ -11,11 +11,18 @@ import torch
 from raypo.collectives import Workers
 from raypo.deployment.handle import local_handle
 from raypo.serving.client import EngineClient
-from raypo.weight_sync.broadcast import BroadcastTransport
+from raypo.weight_sync.broadcast import BroadcastTransport, check_cumem
 from raypo.weights.buckets import unpack
 from raypo.weights.group import Group, connect
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError
-from raypo.weights.messages import BroadcastBucket, OfferedBucket, PushStart, Ready, Rendezvous
+from raypo.weights.messages import (
+    Backend,
+    BroadcastBucket,
+    OfferedBucket,
+    PushStart,
+    Ready,
+    Rendezvous,
+)
 
 LIMIT_S = 2.0
 TENSORS = {f"w{i}": torch.arange(50.0) + i for i in range(6)}
@@ -56,9 +63,11 @@ def client(*receivers: Any) -> EngineClient:
     return EngineClient(local_handle(*receivers))
 
 
-def transport(timeout_s: float = LIMIT_S, **options: Any) -> BroadcastTransport:
+def transport(
+    timeout_s: float = LIMIT_S, backend: Backend = "gloo", **options: Any
+) -> BroadcastTransport:
     return BroadcastTransport(
-        backend="gloo",
+        backend=backend,
         device="cpu",
         host="127.0.0.1",
         timeout_s=timeout_s,
@@ -208,3 +217,23 @@ def test_corrupted_bytes_end_the_push(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WeightError, match="w0: the bytes that arrived do not have the checksum"):
         push(transport(), 1, receiver)
     assert receiver.version is None
+
+
+def test_an_engine_with_another_value_of_ncclcumem_is_refused_before_nccl_connects():
+    check_cumem("0", ["0", "0"])
+    with pytest.raises(WeightError, match=r"NCCL_CUMEM_ENABLE \(0 in .*, unset in engine 1\)"):
+        check_cumem("0", ["0", None])
+    assert Ready.merged([Ready(1, 3, ("a",), "1"), Ready(1, 3, ("b",), "1")]) == Ready(
+        2, 3, ("a", "b"), "1"
+    )
+
+
+def test_rank_0_asks_before_it_opens_a_group(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+
+    class Other(Receiver):
+        def begin_push(self, start: PushStart) -> Ready:
+            return Ready(1, None, (), "1")
+
+    with pytest.raises(WeightError, match="1 in engine 0"):
+        push(transport(backend="nccl"), 1, Other())
