@@ -30,6 +30,9 @@ from raypo.config.paths import is_uri, make_absolute
 RECORDED_BASE = "base_config"
 """Key of the resolved base config in the config.yaml of a sweep's folder."""
 
+TODO = "TODO"
+"""Value of keys that `raypo init` leaves to the user. A run file with such a key is refused."""
+
 DIR = "dir"
 """Variable of YAML files: `${dir}` is the folder of the file."""
 
@@ -142,6 +145,11 @@ class RunFile(Config):
         Raises:
             ConfigError: as `load`.
         """
+        if unset := [key for key, value in flatten(values).items() if TODO in _entries(value)]:
+            raise ConfigError(
+                f"{origin}: {', '.join(unset)} ({TODO}): this file leaves them to you. Set each to "
+                "a value; raypo init wrote beside each what the value follows from."
+            )
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -428,6 +436,11 @@ def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel
     if get_origin(annotation) is tuple and not items:
         return []
     return [s for each in get_args(annotation) for s in _sections_of(each, items=items)]
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    """Return the entries of a list, or the value as the only one."""
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _has_boolean(value: Any) -> bool:

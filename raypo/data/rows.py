@@ -143,7 +143,8 @@ def is_data_set(source: PromptSource) -> bool:
     if is_entry and str(source) != path:
         return True
     is_id = _DATA_SET_ID.fullmatch(path) is not None
-    return is_id and _LOOKS_LIKE_A_FILE.fullmatch(path) is None
+    is_file = path.lower().endswith(DATA_FILES) or _LOOKS_LIKE_A_FILE.fullmatch(path) is not None
+    return is_id and not is_file
 
 
 def read_rows(source: PromptSource, *, key: str, bad: BadRows | None = None) -> Iterator[Row]:

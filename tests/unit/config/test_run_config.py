@@ -607,3 +607,11 @@ def test_a_curriculum_is_off_has_bounds_and_is_a_key_of_ppo():
     sft = with_keys(data__curriculum={}, data__response_key="answer")
     with pytest.raises(ConfigError, match=r"data\.curriculum"):
         SFTConfig.parse(sft)
+
+
+def test_all_keys_that_are_left_to_the_user_are_told_at_once():
+    values = with_keys(name="TODO", data__prompts=["TODO"], ppo__kl__coef="TODO")
+    with pytest.raises(ConfigError) as error:
+        PPOConfig.parse(values, origin="run.yaml")
+    (line,) = str(error.value).splitlines()
+    assert line.startswith("run.yaml: name, data.prompts, ppo.kl.coef (TODO): ")

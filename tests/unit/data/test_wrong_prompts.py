@@ -34,6 +34,11 @@ def test_a_missing_file(tmp_path, check):
     )
 
 
+@pytest.mark.parametrize("path", ["data/train.parquet", "train.jsonl", "t.PARQUET"])
+def test_a_missing_file_with_a_relative_path_is_no_data_set(path, check):
+    assert refused(check, path).startswith(f"data.prompts ({path}): there is no such file")
+
+
 def test_a_folder(tmp_path, check):
     assert refused(check, str(tmp_path)) == (
         f"data.prompts ({tmp_path}): this is a folder. Name the files in it (jsonl, json, "
