@@ -87,7 +87,10 @@ def aggregate(
     total = exact_sum(kept)
     if aggregation == "constant" and max_new_tokens:
         total = total / max_new_tokens
-    count = torch.as_tensor(normalizer, dtype=torch.float64, device=x.device).clamp(min=1.0)
+    # A number stays one: as a tensor it would be copied to a GPU from pageable memory, which waits
+    # for the whole forward pass.
+    is_number = not isinstance(normalizer, Tensor)
+    count = max(normalizer, 1.0) if is_number else normalizer.to(total).clamp(min=1.0)
     return (total / count).to(kept.dtype)
 
 

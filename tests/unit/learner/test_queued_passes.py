@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypo.config import PPOSection
 from raypo.learner import learner as learner_module
 from raypo.learner.statistics import UpdateSums
 from raypo.models.packing import Packed
+from raypo.ppo.losses import AGGREGATIONS, aggregate
+from raypo.ppo.masked import exact_sum
 from tests.unit.learner.plain import PlainModel, one_step, plain_models
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_backward")
@@ -62,6 +66,36 @@ def test_losses_backward_passes_and_figures_wait_for_nothing(
         one_step(PPOSection.model_validate({"minibatch_size": 6} | section), tokens=20)
     assert calls.count("backward") >= 4
     assert {"policy_objective", "_put", "add_policy", "unpacked"} <= {*calls}
+
+
+class RefusesCopies(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        there = {each.device.type for each in args if isinstance(each, Tensor)}
+        is_copy = isinstance(result, Tensor) and there == {"cpu"} and result.is_cuda
+        assert not is_copy, f"{func} copies to the device from pageable memory"
+        return result
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_count_of_a_step_is_not_copied_to_the_device(aggregation: str) -> None:
+    """Such a copy waits for all that is queued. The tensors are of a GPU, but hold no numbers."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 3, device="cuda")
+        mask = torch.ones(2, 3, dtype=torch.bool, device="cuda")
+        with pytest.raises(AssertionError, match="copies to the device"), RefusesCopies():
+            torch.as_tensor(7.0, device="cuda")
+        with RefusesCopies():
+            aggregate(x, mask, aggregation=aggregation, max_new_tokens=4, normalizer=7.0)
+
+
+@pytest.mark.parametrize("normalizer", [7.0, 0.5, torch.tensor(7.0)])
+def test_a_count_that_is_a_number_divides_as_a_tensor_does(normalizer: Any) -> None:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    mask = x > -0.5
+    found = aggregate(x, mask, aggregation="token_mean", normalizer=normalizer)
+    count = torch.as_tensor(normalizer, dtype=torch.float64).clamp(min=1.0)
+    assert torch.equal(found, (exact_sum(x.where(mask, 0.0)) / count).float())
 
 
 def test_it_would_see_one_that_waits() -> None:
