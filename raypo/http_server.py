@@ -10,8 +10,30 @@ from typing import Any
 
 import uvicorn
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from raypo.config import ConfigError
+
+MAX_BODY_BYTES = 64 << 20
+"""Size limit of a request's body."""
+
+
+class BodyTooLargeError(ValueError):
+    """The body of a request is larger than `MAX_BODY_BYTES`."""
+
+
+async def body_of(request: Request) -> bytes:
+    """Read the body of a request.
+
+    Raises:
+        BodyTooLargeError: it is too large. At most the limit has been read.
+    """
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MAX_BODY_BYTES:
+            raise BodyTooLargeError(f"the body of a request has at most {MAX_BODY_BYTES} bytes")
+    return bytes(content)
 
 
 def has_token(headers: Headers, token: str) -> bool:

@@ -55,7 +55,10 @@ def evaluate(
     from raypo.storage.folder import finite
     from raypo.tracking.logs import log_to_file
 
-    log_to_file(Path(tempfile.gettempdir()) / f"raypo-eval-{os.getpid()}.log")
+    # In a shared folder, another user could make a guessable name a link to any file of this user.
+    file, log = tempfile.mkstemp(prefix="raypo-eval-", suffix=".log")
+    os.close(file)
+    log_to_file(log)
     results = evaluate_model(policy, settings, tell)
     _print(results)
     if to is not None:

@@ -48,9 +48,11 @@ _PASSED = (
     *("TORCHINDUCTOR_", "TRITON_"),
 )
 """Prefixes of the driver's variables that are passed to workers."""
-_OF_ONE_NODE = {"VLLM_HOST_IP", "VLLM_HOST_PORT", "HF_TOKEN"}
-"""Variables that are not passed although they match `_PASSED`. Addresses differ between nodes. A
-token must not be among a job's variables, because these are public."""
+_OF_ONE_NODE = {"VLLM_HOST_IP", "VLLM_HOST_PORT"}
+"""Variables that are not passed although they match `_PASSED`: addresses differ between nodes."""
+_SECRET = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
+"""Endings of variables that are not passed either (HF_TOKEN, VLLM_API_KEY), because the variables
+of a job are public. A setting like HF_HUB_DISABLE_IMPLICIT_TOKEN is no secret."""
 _LOCAL_DEFAULTS = {
     # A local machine is never preempted, and the watcher is a process that imports ray.train,
     # which takes seconds on a small machine.
@@ -188,7 +190,9 @@ def worker_environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(_PASSED) and name not in _OF_ONE_NODE
+        if name.startswith(_PASSED)
+        and name not in _OF_ONE_NODE
+        and ("_DISABLE_" in name or not name.endswith(_SECRET))
     }
     defaults = {name: os.environ.get(name, value) for name, value in _WORKER_DEFAULTS.items()}
     return kept | defaults | users_choice()

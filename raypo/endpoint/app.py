@@ -23,6 +23,7 @@ from raypo.endpoint.protocol import (
     answer_of,
     read,
 )
+from raypo.http_server import BodyTooLargeError, body_of
 
 NAME = "policy"
 """Model name that the endpoint reports."""
@@ -51,7 +52,7 @@ def app_of(episode: Callable[[str], Answering | None], max_model_len: int) -> St
     def endpoint_of(kind: type[ChatRequest] | type[CompletionRequest]) -> Any:
         async def endpoint(request: Request) -> Response:
             answering = answering_of(request)
-            wanted = read(kind, await request.body())
+            wanted = read(kind, await body_of(request))
             prompts_ids, answered = await _unless_gone(request, answering(wanted))
             head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": NAME}
             answer = head | answer_of(wanted, prompts_ids, answered)
@@ -75,7 +76,8 @@ def app_of(episode: Callable[[str], Answering | None], max_model_len: int) -> St
 def _refused(_: Request, error: Exception) -> Response:
     """Return an error in the format of OpenAI's API."""
     if not isinstance(error, RequestError):
-        error = RequestError(str(error), 400 if isinstance(error, ValueError) else 500)
+        status = 413 if isinstance(error, BodyTooLargeError) else 400
+        error = RequestError(str(error), status if isinstance(error, ValueError) else 500)
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {"message": str(error), "type": kind, "param": None, "code": error.code}
     return JSONResponse({"error": body}, status_code=error.status)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
-
 from raypo.config import JudgeSection
 from raypo.rewards.judge import Answer
 from raypo.rewards.remote import JsonServers, Post, RemoteRewardError
@@ -47,13 +45,12 @@ class JudgeServers:
         except RemoteRewardError as error:
             return error
 
-    def _read(self, response: httpx.Response) -> Answer:
+    def _read(self, body: Any, seconds: float) -> Answer:
         """Return the text of a response, and its duration in seconds.
 
         Raises:
             ValueError: the response does not follow OpenAI's protocol.
         """
-        body = response.json()
         try:
             (choice,) = body["choices"]
             text = choice["message"]["content"] if self._section.chat else choice["text"]
@@ -61,4 +58,4 @@ class JudgeServers:
             raise ValueError(
                 f"the answer does not have exactly one choice with a text: {body!r:.200}"
             ) from None
-        return text or "", response.elapsed.total_seconds()
+        return text or "", seconds

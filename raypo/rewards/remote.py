@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -25,8 +26,12 @@ from raypo.types import Rollout
 BACKOFF_S = (0.25, 30.0)
 """Bounds of the random exponential backoff, in seconds. The wait is a random fraction of a limit.
 This limit begins at the first number, and doubles with each attempt up to the second number."""
-Post = Callable[[Any, Callable[[httpx.Response], Any]], Awaitable[Any]]
-"""Function `(body, read)` that posts a request body, and returns `read(response)`."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Size limit of a server's answer, after it is decompressed."""
+Read = Callable[[Any, float], Any]
+"""Function `(answer, seconds)` of the JSON value that a server has answered, and its duration."""
+Post = Callable[[Any, Read], Awaitable[Any]]
+"""Function `(body, read)` that posts a request body, and returns what `read` returns."""
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -81,8 +86,8 @@ class JsonServers:
     async def open(self) -> AsyncIterator[Post]:
         """Open the connections and yield a function `(body, read)` that posts a request.
 
-        The function returns `read(response)`. It raises RemoteRewardError if no attempt succeeded,
-        or if `read` raised ValueError.
+        The function returns what `read` returns. It raises RemoteRewardError if no attempt
+        succeeded, or if `read` raised ValueError.
         """
         under_way = dict.fromkeys(self._urls, 0)
         room = asyncio.Semaphore(self._max_concurrent)
@@ -91,7 +96,7 @@ class JsonServers:
             headers=self._headers, timeout=self._timeout_s, limits=limits
         ) as client:
 
-            async def post(body: Any, read: Callable[[httpx.Response], Any]) -> Any:
+            async def post(body: Any, read: Read) -> Any:
                 async with room:
                     return await self._post(client, body, read, under_way)
 
@@ -101,7 +106,7 @@ class JsonServers:
         self,
         client: httpx.AsyncClient,
         body: Any,
-        read: Callable[[httpx.Response], Any],
+        read: Read,
         under_way: dict[str, int],
     ) -> Any:
         avoid = ""
@@ -130,23 +135,31 @@ class JsonServers:
         client: httpx.AsyncClient,
         url: str,
         body: Any,
-        read: Callable[[httpx.Response], Any],
+        read: Read,
     ) -> Any:
+        content, begin = bytearray(), time.perf_counter()
         try:
-            response = await client.post(url, json=body)
+            async with client.stream("POST", url, json=body) as response:
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > MAX_ANSWER_BYTES:
+                        raise RemoteRewardError(
+                            f"{url}: its answer is larger than {MAX_ANSWER_BYTES} bytes"
+                        )
         except httpx.TimeoutException:
             raise
         except httpx.HTTPError as error:
             raise _Retryable(f"{url}: {type(error).__name__}: {error}") from error
+        seconds = time.perf_counter() - begin
         if response.status_code != httpx.codes.OK:
-            text = f"{url}: status {response.status_code}: {_reason(response)}"
+            text = f"{url}: status {response.status_code}: {_reason(content)}"
             if response.status_code not in TRY_AGAIN:
                 raise RemoteRewardError(text)
             error = _Retryable(text)
             error.retry_after_s = _seconds(response.headers.get("Retry-After"))
             raise error
         try:
-            return read(response)
+            return read(_json(content), seconds)
         except ValueError as error:
             raise RemoteRewardError(f"{url}: {error}") from error
 
@@ -190,7 +203,7 @@ class RemoteReward:
                 count = len(members)
                 try:
                     return await post(
-                        to_request(members), lambda response: from_answer(response.json(), count)
+                        to_request(members), lambda answer, _: from_answer(answer, count)
                     )
                 except RemoteRewardError as error:
                     return [error] * count
@@ -199,11 +212,18 @@ class RemoteReward:
         return [score for answer in answers for score in answer]
 
 
-def _reason(response: httpx.Response) -> str:
+def _json(content: bytearray) -> Any:
     try:
-        return str(response.json()["error"])
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("the JSON of its answer is nested too deeply") from None
+
+
+def _reason(content: bytearray) -> str:
+    try:
+        return str(_json(content)["error"])
     except (ValueError, KeyError, TypeError):
-        return response.text[:200]
+        return content[:200].decode(errors="replace")
 
 
 def _seconds(text: str | None) -> float:

@@ -9,11 +9,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from raypo.http_server import has_token
+from raypo.http_server import BodyTooLargeError, body_of, has_token
 from raypo.rewards.scoring import RewardError, RewardFunction, score
 from raypo.rewards.wire import WireError, from_request, to_answer
 
-MAX_BODY_BYTES = 64 * 1024**2
 RETRY_AFTER_S = 1
 
 
@@ -41,14 +40,15 @@ def make_app(
         if waiting > max_queued:
             busy = {"Retry-After": str(RETRY_AFTER_S)}
             return _error(503, f"{waiting} requests are already waiting", headers=busy)
+        waiting += 1  # before its body is read, so that only so many bodies are in memory
         try:
-            rollouts = from_request(await _content(request))
-        except WireError as error:
-            return _error(422, str(error))
-        waiting += 1
-        try:
+            rollouts = from_request(await body_of(request))
             async with turn:
                 scores = await run_sync(lambda: score(function, rollouts))
+        except BodyTooLargeError as error:
+            return _error(413, str(error))
+        except WireError as error:
+            return _error(422, str(error))
         except RewardError as error:
             return _error(500, str(error))
         finally:
@@ -56,18 +56,11 @@ def make_app(
         return JSONResponse(to_answer(scores))
 
     async def health(request: Request) -> JSONResponse:
-        return JSONResponse({"status": "ok", "name": name})
+        # Anyone may ask whether the server lives, but what it serves is for those with the token.
+        is_known = not token or has_token(request.headers, token)
+        return JSONResponse({"status": "ok", **({"name": name} if is_known else {})})
 
     return Starlette(routes=[Route("/score", answer, methods=["POST"]), Route("/health", health)])
-
-
-async def _content(request: Request) -> bytes:
-    content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > MAX_BODY_BYTES:
-            raise WireError(f"a request has at most {MAX_BODY_BYTES} bytes")
-    return bytes(content)
 
 
 def _error(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:

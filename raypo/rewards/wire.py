@@ -5,7 +5,7 @@
                   score. A score may also be an object with named numbers and strings:
                   {"score": 1.0, "format": 0.2, ...}
     4xx, 5xx      {"error": "what went wrong"}
-    GET /health   {"status": "ok", "name": "..."}
+    GET /health   {"status": "ok", "name": "..."}    the name only with the token, if there is one
 
 With a token the client sends `Authorization: Bearer <token>`.
 """

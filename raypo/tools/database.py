@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from raypo.tools.calls import ToolError
@@ -37,6 +38,9 @@ _FULL_TEXT = ("content", "data", "docsize", "config", "idx", "segdir", "segments
 """Endings of the internal tables of a full-text table."""
 MAX_PAGES = 65536
 """Size limit of a writable copy: 256 MB at the usual page size."""
+MAX_TEMPORARY_BYTES = 256 << 20
+"""Size limit of SQLite's temporary files in this process, with which it sorts and groups rows."""
+MEASURE_EVERY_S = 0.02
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,  # no other files by ATTACH or VACUUM INTO
     sqlite3.SQLITE_LIMIT_LENGTH: 10**5,
@@ -52,7 +56,8 @@ class Database:
 
     A writable copy is for one episode. Several episodes can share a read-only database. A query
     cannot open other files, and its only lasting effects are changes to a writable copy. It is
-    interrupted at the time limit, or when its caller is cancelled.
+    interrupted at the time limit, when its caller is cancelled, or (on Linux) when SQLite's
+    temporary files, which `MAX_PAGES` does not bound, become too large.
 
     One thread runs the queries, one at a time, for all event loops.
     """
@@ -126,17 +131,28 @@ class Database:
         self._connection.close()
 
     def _run(self, query: str, is_left: threading.Event) -> str:
-        deadline = time.monotonic() + self._time_limit_s
-        is_late = lambda: time.monotonic() > deadline  # noqa: E731
-        self._connection.set_progress_handler(lambda: is_left.is_set() or is_late(), LOOK_EVERY)
+        begin, reason = time.monotonic(), ""
+        measured = begin
+
+        def is_over() -> bool:
+            nonlocal reason, measured
+            now = time.monotonic()
+            if now > begin + self._time_limit_s:
+                reason = f" after {self._time_limit_s:g} s: the time limit"
+            elif now > measured + MEASURE_EVERY_S:
+                measured = now
+                if _temporary_bytes() > MAX_TEMPORARY_BYTES:
+                    reason = ": it sorts or groups more data than fits into the temporary files"
+            return is_left.is_set() or bool(reason)
+
+        self._connection.set_progress_handler(is_over, LOOK_EVERY)
         try:
             if self._writing is not None:
                 self._writing.check(self._connection, query)
             with closing(self._connection.execute(query)) as cursor:
                 return self._told(cursor)
         except (sqlite3.Error, sqlite3.Warning, UnicodeError) as error:
-            late = f" after {self._time_limit_s:g} s: the time limit" if is_late() else ""
-            raise ToolError(f"SQL error: {error}{late}") from None
+            raise ToolError(f"SQL error: {error}{reason}") from None
 
     def _told(self, cursor: sqlite3.Cursor) -> str:
         """Format the result. Only the rows that it shows are fetched."""
@@ -205,6 +221,17 @@ def _may_read(action: int, name: str | None, other: str | None, *_: str | None) 
     is_told = action == sqlite3.SQLITE_PRAGMA and name in _TOLD_PRAGMAS
     is_reading = action in _READING and not _runs_native_code(action, other)
     return sqlite3.SQLITE_OK if is_told or is_reading else sqlite3.SQLITE_DENY
+
+
+def _temporary_bytes() -> int:
+    """Return the size of SQLite's temporary files in this process. They have no names any more."""
+    files, size = "/proc/self/fd", 0
+    with suppress(FileNotFoundError):  # not Linux
+        for number in os.listdir(files):
+            with suppress(OSError):  # closed in the meantime
+                if "/etilqs_" in os.readlink(f"{files}/{number}"):
+                    size += os.stat(f"{files}/{number}").st_size
+    return size
 
 
 def _runs_native_code(action: int, function: str | None) -> bool:

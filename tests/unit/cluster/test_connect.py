@@ -111,9 +111,12 @@ def test_what_the_user_tells_nccl_torch_vllm_and_the_hub_reaches_the_workers(
 
 
 def test_addresses_of_this_node_and_secrets_stay_here(monkeypatch: pytest.MonkeyPatch):
-    for name in ("VLLM_HOST_IP", "HF_TOKEN", "PYTHONPATH"):
-        monkeypatch.setenv(name, "10.0.0.1")
-    assert not {"VLLM_HOST_IP", "HF_TOKEN", "PYTHONPATH"} & worker_environment().keys()
+    names = {"VLLM_HOST_IP", "HF_TOKEN", "VLLM_API_KEY", "HF_MY_PASSWORD", "PYTHONPATH"}
+    for name in (*names, "HF_HUB_DISABLE_IMPLICIT_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.setenv(name, "1")
+    environment = worker_environment()
+    assert not names & environment.keys()
+    assert {"HF_HUB_DISABLE_IMPLICIT_TOKEN", "HF_TOKEN_PATH"} <= environment.keys()
 
 
 ALL_BUT_NCCL_DEBUG = [

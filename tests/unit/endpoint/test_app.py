@@ -190,6 +190,27 @@ def test_a_body_that_is_no_json_is_refused():
     assert "Invalid JSON" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions"])
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(monkeypatch, path):
+    monkeypatch.setattr("raypo.http_server.MAX_BODY_BYTES", 1000)
+    sent = 0
+
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(100):
+            sent += 500
+            yield b" " * 500
+
+    async def answer() -> httpx.Response:
+        async with client(Says("x")) as asking:
+            return await asking.post(path, content=parts())
+
+    response = asyncio.run(answer())
+    assert response.status_code == 413
+    assert response.json()["error"]["message"] == "the body of a request has at most 1000 bytes"
+    assert sent == 1500
+
+
 def test_nobody_asks_without_the_key():
     response = post(Says("x"), "/chat/completions", CHAT, key="wrong")
     assert response.status_code == 401

@@ -1,9 +1,11 @@
 """Client and server over real sockets: failing, slow, dying and lying servers."""
 
+import gzip
 import json
 import math
 import os
 import pickle
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -245,11 +247,26 @@ def test_what_another_attempt_cannot_heal_is_asked_once(status: int):
         ({"score": 1}, "it is {'score': 1}"),
         ({"scores": ["a"] * 10}, "one is 'a'"),
         (b"<html>", "Expecting value"),
+        (b"[" * 10**5, "nested too deeply"),
+        (b'{"scores": [' + b" " * (65 << 20), "its answer is larger than 67108864 bytes"),
     ],
 )
 def test_what_is_no_answer_is_told(content: Any, reason: str):
     with scripted(lambda body, number: (200, content)) as (url, _):
         assert reason in reason_of(client(url, batch_size=100))
+
+
+def test_a_small_answer_that_decompresses_to_a_large_one_is_not_held():
+    bomb = gzip.compress(b" " * (1 << 30), 1)  # 1 GB of 5 MB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with scripted(lambda body, number: (200, bomb), {"Content-Encoding": "gzip"}) as (url, _):
+        assert "is larger than" in reason_of(client(url, batch_size=100))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 400_000  # kB
+
+
+def test_the_reason_of_a_failure_may_be_nested_too_deeply():
+    with scripted(lambda body, number: (400, b"[" * 10**5)) as (url, _):
+        assert "status 400: [[[" in reason_of(client(url, batch_size=100))
 
 
 def test_a_slow_server_times_out_and_the_other_one_answers():
@@ -361,6 +378,42 @@ def test_health_names_what_is_served():
             "status": "ok",
             "name": "test",
         }
+
+
+def test_health_does_not_name_what_is_served_to_those_without_the_token():
+    with served(as_number, token="secret") as url:
+        url = url.replace("/score", "/health")
+        assert httpx.get(url).json() == {"status": "ok"}
+        known = httpx.get(url, headers={"Authorization": "Bearer secret"})
+        assert known.json() == {"status": "ok", "name": "test"}
+
+
+def test_a_body_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("raypo.http_server.MAX_BODY_BYTES", 10**5)
+    with served(as_number) as url:
+        refused = httpx.post(url, content=b" " * (10**5 + 1))
+    assert refused.status_code == 413
+    assert refused.json()["error"] == "the body of a request has at most 100000 bytes"
+
+
+def test_requests_whose_bodies_are_still_coming_count_as_waiting():
+    entered, release = threading.Event(), threading.Event()
+
+    def slow_body() -> Iterator[bytes]:
+        yield b"{"
+        entered.set()
+        release.wait(10)
+        yield b"}"
+
+    with served(as_number, max_queued=0) as url:
+        first = threading.Thread(target=httpx.post, args=(url,), kwargs={"content": slow_body()})
+        first.start()
+        assert entered.wait(10)
+        deadline = time.monotonic() + 10
+        while httpx.post(url, json=to_request(ROLLOUTS[:1])).status_code != 503:
+            assert time.monotonic() < deadline
+        release.set()
+        first.join()
 
 
 def test_prompt_and_response_are_enough_for_a_request():

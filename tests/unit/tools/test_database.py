@@ -197,6 +197,29 @@ def test_a_copy_has_no_tables_on_the_disk(path):
         ask(Database(path, writable=True), "CREATE TEMP TABLE t AS SELECT randomblob(90000)")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="temporary files are not measured elsewhere")
+@pytest.mark.parametrize("writable", [False, True])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT randomblob(5000) AS y FROM n ORDER BY y",
+        "SELECT count(DISTINCT randomblob(5000)) FROM n",
+    ],
+)
+def test_a_query_that_fills_the_temporary_folder_is_ended(path, monkeypatch, query, writable):
+    monkeypatch.setattr("raypo.tools.database.MAX_TEMPORARY_BYTES", 10**7)
+    rows = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 1000000)"
+    database = Database(path, writable=writable, time_limit_s=60)
+
+    async def twice() -> str:
+        with pytest.raises(ToolError, match="more data than fits into the temporary files"):
+            await database.sql(f"{rows} {query}")
+        return await database.sql("SELECT name FROM city ORDER BY name LIMIT 1")
+
+    with closing(database):
+        assert asyncio.run(twice()) == "name\nBern"
+
+
 def test_a_query_whose_single_steps_are_long_is_ended(path):
     texts = "hex(zeroblob(45000 - x)), hex(zeroblob(22000)) || '1'"
     rows = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 2000)"
