@@ -30,6 +30,7 @@ from raypo.config import ConfigError
 from raypo.config.supervised_config import ExamplesLearnerSection
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import PairTask, ResponseTask
+from raypo.models.checkpoint import network_class
 from raypo.models.loading import (
     check_classifier,
     check_trainable,
@@ -89,6 +90,7 @@ SIZES: dict[str, Any] = {
     "decoder_start_token_id": 1,
     "initializer_range": 0.1,
     "is_decoder": True,
+    **dict.fromkeys(["entity_vocab_size", "num_latents"], 8),
     # Parts that text does not pass through.
     "image_size": 16,
     "patch_size": 8,
@@ -99,12 +101,23 @@ LATENT = {"num_key_value_heads": 4}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT
+        ["axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT
     ),
     **dict.fromkeys(["glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"], LATENT),
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2},
-    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "deepseek_v2": LATENT | {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": 0.0,
+    },
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "t5": {"decoder_start_token_id": 0},
+    "xmod": {"default_language": "en_XX"},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
@@ -115,7 +128,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {
         "axial_pos_embds_dim": [16, 16],
         "axial_pos_shape": [8, 8],
-        "attn_layers": ["local", "lsh"],
+        "attn_layers": ["local", "lsh"] * 2,
         "num_buckets": 4,
     },
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
@@ -123,9 +136,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 """Values of architectures for which `SIZES` does not fit."""
 LR = 1e-2
-PROMPT, RESPONSE, OTHER = (
-    np.arange(a, a + n, dtype=np.int32) for a, n in ((9, 6), (30, 9), (60, 7))
-)
+PROMPT = np.arange(9, 15, dtype=np.int32)
+RESPONSE = np.array([*range(30, 38), 1], dtype=np.int32)  # some classifiers want an end of sequence
+OTHER = np.array([*range(60, 66), 1], dtype=np.int32)
 CLOSE = 2e-4
 """Nats; all in float32 on a CPU."""
 
@@ -246,6 +259,8 @@ def check(kind: str, architecture: str, folder: Path) -> str:
         ConfigError: raypo refuses the architecture.
         AssertionError: raypo and transformers differ.
     """
+    if kind == MULTIMODAL and architecture not in NAMES[CAUSAL]:
+        network_class(AutoModelForCausalLM, CONFIG_MAPPING[architecture](), architecture)
     base = folder / "base"
     built = outputs(build(kind, architecture, base))
     if kind != CLASSIFIER:

@@ -77,12 +77,17 @@ class ModelFolder:
     @contextmanager
     def of_network(self, network: Any) -> Iterator[None]:
         """Give a network these configs while it is saved."""
-        own = network.config, network.generation_config
-        network.config, network.generation_config = self.config, self.generation_config
+        saved: dict[str, Any] = {"config": self.config}
+        if self.generation_config is not None:
+            saved["generation_config"] = self.generation_config
+        own = {name: getattr(network, name) for name in saved}
         try:
+            for name, value in saved.items():
+                setattr(network, name, value)
             yield
         finally:
-            network.config, network.generation_config = own
+            for name, value in own.items():
+                setattr(network, name, value)
 
     def write_others(self, folder: Path) -> None:
         """Write the files that are neither configs nor weights."""
