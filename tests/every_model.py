@@ -1,15 +1,18 @@
 """Tiny random models of every architecture that transformers can build, for tests and their table.
 
 `python -m tests.every_model [CLASS [ARCHITECTURE ...]]` prints a line for each: what held, or why
-it could not be built.
+it could not be built. With --write it rewrites the table of docs/models.md.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +103,7 @@ SIZES: dict[str, Any] = {
 LATENT = {"num_key_value_heads": 4}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ["axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT
-    ),
+    **dict.fromkeys(["axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT),
     **dict.fromkeys(["glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"], LATENT),
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2},
@@ -139,6 +140,11 @@ LR = 1e-2
 PROMPT = np.arange(9, 15, dtype=np.int32)
 RESPONSE = np.array([*range(30, 38), 1], dtype=np.int32)  # some classifiers want an end of sequence
 OTHER = np.array([*range(60, 66), 1], dtype=np.int32)
+PAGE, MARK = (
+    Path(__file__).parents[1] / "docs" / "models.md",
+    "| outcome | architecture |\n|---|---|\n",
+)
+HOLDS = "holds"
 CLOSE = 2e-4
 """Nats; all in float32 on a CPU."""
 
@@ -281,14 +287,15 @@ def check(kind: str, architecture: str, folder: Path) -> str:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    text = re.sub(r" \(/\S+\)", "", " ".join(str(error).split()))  # no temporary folder
+    return f"{type(error).__name__}: {text[:150]}"
 
 
 def outcome(kind: str, architecture: str) -> tuple[str, str]:
     """Return (holds | cannot be built | refused | FAILS, detail)."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return "holds", check(kind, architecture, Path(folder))
+            return HOLDS, check(kind, architecture, Path(folder))
         except CannotBuildError as error:
             return "cannot be built", str(error)
         except ConfigError as error:
@@ -297,10 +304,32 @@ def outcome(kind: str, architecture: str) -> tuple[str, str]:
             return "FAILS", _told(error)
 
 
-def main() -> None:
-    """Print a line for each architecture."""
-    import os
+def table(kind: str, outcomes: Mapping[str, tuple[str, str]]) -> str:
+    """Return the rows of a class of models in docs/models.md."""
+    whole = [name for name, (state, _) in outcomes.items() if state == HOLDS]
+    rows = [f"| {kind}: {HOLDS} ({len(whole)}) | {', '.join(whole)} |"]
+    for name, (state, detail) in outcomes.items():
+        if state != HOLDS:
+            told = detail.replace("|", "/").partition(" Give a model ")[0]
+            rows.append(f"| {kind}: {state} | {name}: {told} |")
+    return "\n".join(rows) + "\n"
 
+
+def told(kind: str) -> dict[str, str]:
+    """Return the outcome of each architecture of a class, as docs/models.md has it."""
+    states: dict[str, str] = {}
+    for line in PAGE.read_text().splitlines():
+        if line.startswith(f"| {kind}: "):
+            state, names = line.strip("| ").removeprefix(f"{kind}: ").split(" | ", 1)
+            if state.startswith(HOLDS):
+                states |= dict.fromkeys(names.split(", "), HOLDS)
+            else:
+                states[names.partition(": ")[0]] = state
+    return states
+
+
+def main() -> None:
+    """Print a line for each architecture, or with --write the tables of docs/models.md."""
     import torch.distributed as dist
     from transformers.utils import logging
 
@@ -308,15 +337,21 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     os.environ["LOCAL_RANK"] = "0"
+    arguments = [each for each in sys.argv[1:] if each != "--write"]
+    tables = []
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
-        kinds = sys.argv[1:2] or list(KINDS)
-        for kind in kinds:
-            for architecture in sys.argv[2:] or NAMES[kind]:
+        for kind in arguments[:1] or list(KINDS):
+            outcomes = {}
+            for architecture in arguments[1:] or NAMES[kind]:
                 start = time.monotonic()
-                state, detail = outcome(kind, architecture)
+                outcomes[architecture] = state, detail = outcome(kind, architecture)
                 took = time.monotonic() - start
                 print(f"{kind}\t{architecture}\t{state}\t{detail}\t{took:.1f}", flush=True)
+            tables.append(table(kind, outcomes))
+    if "--write" in sys.argv:
+        text, _, _ = PAGE.read_text().partition(MARK)
+        PAGE.write_text(text + MARK + "".join(tables))
 
 
 if __name__ == "__main__":

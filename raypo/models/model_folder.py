@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -95,6 +96,12 @@ class ModelFolder:
             (folder / name).write_bytes(content)
 
 
+def follow_umask(folder: Path, config: str = "config.json") -> None:
+    """Give a folder's weight files the mode of its config: safetensors lets only the owner read."""
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / config, file)
+
+
 def check_saveable(key: str, path: str, tokenizer: Any) -> None:
     """Save all of a model but its weights into a temporary folder, as its export will.
 
@@ -148,7 +155,7 @@ def read_generation_config(path: str, *, key: str = "model") -> GenerationConfig
 
 
 def _others(path: str) -> Iterator[tuple[str, bytes]]:
-    for name in COPIED:
+    for name in COPIED if path else ():
         file = cached_file(
             path,
             name,
