@@ -1,15 +1,18 @@
 """Tiny random models of every architecture that transformers can build, for tests and their table.
 
 `python -m tests.every_model [CLASS [ARCHITECTURE ...]]` prints a line for each: what held, or why
-it could not be built.
+it could not be built. With --write it rewrites the table of docs/models.md.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from raypo.config import ConfigError
 from raypo.config.supervised_config import ExamplesLearnerSection
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import PairTask, ResponseTask
+from raypo.models.checkpoint import network_class
 from raypo.models.loading import (
     check_classifier,
     check_trainable,
@@ -89,6 +93,7 @@ SIZES: dict[str, Any] = {
     "decoder_start_token_id": 1,
     "initializer_range": 0.1,
     "is_decoder": True,
+    **dict.fromkeys(["entity_vocab_size", "num_latents"], 8),
     # Parts that text does not pass through.
     "image_size": 16,
     "patch_size": 8,
@@ -98,13 +103,22 @@ SIZES: dict[str, Any] = {
 LATENT = {"num_key_value_heads": 4}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
 SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ["axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT
-    ),
+    **dict.fromkeys(["axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"], LATENT),
     **dict.fromkeys(["glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"], LATENT),
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2},
-    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "deepseek_v2": LATENT | {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": 0.0,
+    },
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "t5": {"decoder_start_token_id": 0},
+    "xmod": {"default_language": "en_XX"},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
@@ -115,7 +129,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {
         "axial_pos_embds_dim": [16, 16],
         "axial_pos_shape": [8, 8],
-        "attn_layers": ["local", "lsh"],
+        "attn_layers": ["local", "lsh"] * 2,
         "num_buckets": 4,
     },
     "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
@@ -123,9 +137,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 """Values of architectures for which `SIZES` does not fit."""
 LR = 1e-2
-PROMPT, RESPONSE, OTHER = (
-    np.arange(a, a + n, dtype=np.int32) for a, n in ((9, 6), (30, 9), (60, 7))
+PROMPT = np.arange(9, 15, dtype=np.int32)
+RESPONSE = np.array([*range(30, 38), 1], dtype=np.int32)  # some classifiers want an end of sequence
+OTHER = np.array([*range(60, 66), 1], dtype=np.int32)
+PAGE, MARK = (
+    Path(__file__).parents[1] / "docs" / "models.md",
+    "| outcome | architecture |\n|---|---|\n",
 )
+HOLDS = "holds"
 CLOSE = 2e-4
 """Nats; all in float32 on a CPU."""
 
@@ -246,6 +265,8 @@ def check(kind: str, architecture: str, folder: Path) -> str:
         ConfigError: raypo refuses the architecture.
         AssertionError: raypo and transformers differ.
     """
+    if kind == MULTIMODAL and architecture not in NAMES[CAUSAL]:
+        network_class(AutoModelForCausalLM, CONFIG_MAPPING[architecture](), architecture)
     base = folder / "base"
     built = outputs(build(kind, architecture, base))
     if kind != CLASSIFIER:
@@ -266,14 +287,15 @@ def check(kind: str, architecture: str, folder: Path) -> str:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    text = re.sub(r" \(/\S+\)", "", " ".join(str(error).split()))  # no temporary folder
+    return f"{type(error).__name__}: {text[:150]}"
 
 
 def outcome(kind: str, architecture: str) -> tuple[str, str]:
     """Return (holds | cannot be built | refused | FAILS, detail)."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return "holds", check(kind, architecture, Path(folder))
+            return HOLDS, check(kind, architecture, Path(folder))
         except CannotBuildError as error:
             return "cannot be built", str(error)
         except ConfigError as error:
@@ -282,10 +304,32 @@ def outcome(kind: str, architecture: str) -> tuple[str, str]:
             return "FAILS", _told(error)
 
 
-def main() -> None:
-    """Print a line for each architecture."""
-    import os
+def table(kind: str, outcomes: Mapping[str, tuple[str, str]]) -> str:
+    """Return the rows of a class of models in docs/models.md."""
+    whole = [name for name, (state, _) in outcomes.items() if state == HOLDS]
+    rows = [f"| {kind}: {HOLDS} ({len(whole)}) | {', '.join(whole)} |"]
+    for name, (state, detail) in outcomes.items():
+        if state != HOLDS:
+            told = detail.replace("|", "/").partition(" Give a model ")[0]
+            rows.append(f"| {kind}: {state} | {name}: {told} |")
+    return "\n".join(rows) + "\n"
 
+
+def told(kind: str) -> dict[str, str]:
+    """Return the outcome of each architecture of a class, as docs/models.md has it."""
+    states: dict[str, str] = {}
+    for line in PAGE.read_text().splitlines():
+        if line.startswith(f"| {kind}: "):
+            state, names = line.strip("| ").removeprefix(f"{kind}: ").split(" | ", 1)
+            if state.startswith(HOLDS):
+                states |= dict.fromkeys(names.split(", "), HOLDS)
+            else:
+                states[names.partition(": ")[0]] = state
+    return states
+
+
+def main() -> None:
+    """Print a line for each architecture, or with --write the tables of docs/models.md."""
     import torch.distributed as dist
     from transformers.utils import logging
 
@@ -293,15 +337,21 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     os.environ["LOCAL_RANK"] = "0"
+    arguments = [each for each in sys.argv[1:] if each != "--write"]
+    tables = []
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
-        kinds = sys.argv[1:2] or list(KINDS)
-        for kind in kinds:
-            for architecture in sys.argv[2:] or NAMES[kind]:
+        for kind in arguments[:1] or list(KINDS):
+            outcomes = {}
+            for architecture in arguments[1:] or NAMES[kind]:
                 start = time.monotonic()
-                state, detail = outcome(kind, architecture)
+                outcomes[architecture] = state, detail = outcome(kind, architecture)
                 took = time.monotonic() - start
                 print(f"{kind}\t{architecture}\t{state}\t{detail}\t{took:.1f}", flush=True)
+            tables.append(table(kind, outcomes))
+    if "--write" in sys.argv:
+        text, _, _ = PAGE.read_text().partition(MARK)
+        PAGE.write_text(text + MARK + "".join(tables))
 
 
 if __name__ == "__main__":

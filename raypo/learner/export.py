@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from raypo.config import LoraSection
 from raypo.learner.trained_model import TrainedModel
 from raypo.models import lora
 from raypo.models.critic import save_value_head
+from raypo.models.model_folder import follow_umask
 from raypo.weights.buckets import grouped
 
 WHOLE = "model.safetensors"
@@ -53,10 +53,9 @@ def save_folder(
         for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
             network.save_pretrained(folder, state_dict=dict(group), max_shard_size=sys.maxsize)
             parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
-            # safetensors makes files that only their owner can read, whatever the umask.
-            shutil.copymode(folder / "config.json", parts[-1])
             group.clear()  # before the next one is gathered
     _name_parts(folder, parts)
+    follow_umask(folder)
     network.raypo_folder.write_others(folder)
     tokenizer.save_pretrained(folder)
 

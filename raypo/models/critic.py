@@ -5,7 +5,6 @@ B responses, T response tokens, H hidden size.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +17,7 @@ from raypo.config import ConfigError, ModelSection, PolicyLoraSection, RewardWei
 from raypo.models.heads import Float32Linear
 from raypo.models.loading import is_causal, load_backbone, load_reward_model, same_vocabulary
 from raypo.models.lora import add_adapter
+from raypo.models.model_folder import follow_umask
 from raypo.models.packed_attention import hidden_states, state_size
 from raypo.models.packing import pack_padded
 from raypo.models.scores import has_score_head
@@ -184,5 +184,4 @@ class Critic(nn.Module):
 def save_value_head(folder: Path, weights: dict[str, Tensor]) -> None:
     """Save a value head into its backbone's folder, where `Critic.load` finds it."""
     save_file(weights, folder / VALUE_HEAD_FILE)
-    # safetensors makes files that only their owner can read, whatever the umask.
-    shutil.copymode(folder / "config.json", folder / VALUE_HEAD_FILE)
+    follow_umask(folder)

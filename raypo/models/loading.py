@@ -77,7 +77,7 @@ def load_reward_model(
     return with_float32_heads(model)
 
 
-LAST_TOKEN_CLASSIFIERS = ("ctrl", "modernbert-decoder", "xlnet")
+LAST_TOKEN_CLASSIFIERS = ("ctrl", "modernbert-decoder", "t5gemma", "t5gemma2", "xlnet")
 """Architectures whose classifiers have no `score` head, which `sequence_scores` could apply to the
 right token, and whose own forward pass takes the last token without regard to the attention
 mask."""

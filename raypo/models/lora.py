@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from raypo.models.checkpoint import network_class, read_config, stored_tensors
 from raypo.models.heads import HEADS
 from raypo.models.linear import OneDnnLinear
 from raypo.models.loading import load_causal_lm
+from raypo.models.model_folder import follow_umask
 
 NAME = "default"
 """Name under which peft keeps a model's only adapter."""
@@ -190,11 +190,12 @@ def save_adapter(folder: Path, config: Mapping[str, Any], weights: Mapping[str, 
     """Save an adapter as a folder that peft and vLLM can load."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    file = folder / "adapter_model.safetensors"
-    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    # safetensors makes files that only their owner can read, whatever the umask.
-    shutil.copymode(folder / "adapter_config.json", file)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        folder / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    follow_umask(folder, "adapter_config.json")
 
 
 def _peft_config(model: Any, section: LoraSection) -> Any:

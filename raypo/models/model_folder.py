@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -77,17 +78,28 @@ class ModelFolder:
     @contextmanager
     def of_network(self, network: Any) -> Iterator[None]:
         """Give a network these configs while it is saved."""
-        own = network.config, network.generation_config
-        network.config, network.generation_config = self.config, self.generation_config
+        saved: dict[str, Any] = {"config": self.config}
+        if self.generation_config is not None:
+            saved["generation_config"] = self.generation_config
+        own = {name: getattr(network, name) for name in saved}
         try:
+            for name, value in saved.items():
+                setattr(network, name, value)
             yield
         finally:
-            network.config, network.generation_config = own
+            for name, value in own.items():
+                setattr(network, name, value)
 
     def write_others(self, folder: Path) -> None:
         """Write the files that are neither configs nor weights."""
         for name, content in self.others.items():
             (folder / name).write_bytes(content)
+
+
+def follow_umask(folder: Path, config: str = "config.json") -> None:
+    """Give a folder's weight files the mode of its config: safetensors lets only the owner read."""
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / config, file)
 
 
 def check_saveable(key: str, path: str, tokenizer: Any) -> None:
@@ -143,7 +155,7 @@ def read_generation_config(path: str, *, key: str = "model") -> GenerationConfig
 
 
 def _others(path: str) -> Iterator[tuple[str, bytes]]:
-    for name in COPIED:
+    for name in COPIED if path else ():
         file = cached_file(
             path,
             name,

@@ -382,6 +382,8 @@ def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyC
     """
     values = config.model_dump()
     for key, (model, tokenizer) in given.items():
+        from raypo.models.model_folder import ModelFolder, follow_umask  # here: it imports torch
+
         if is_uri(config.storage_path):
             raise ConfigError(
                 f"{key} ({type(model).__name__}): storage_path ({config.storage_path}) is a URI, "
@@ -389,7 +391,12 @@ def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyC
             )
         folder = RunFiles(config.storage_path, config.name).folder / GIVEN_MODELS
         temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
-        model.save_pretrained(temporary)
+        generation_config = getattr(model, "generation_config", None)
+        saved = ModelFolder.of(model.name_or_path, model.config, generation_config, key=key)
+        with saved.of_network(model):
+            model.save_pretrained(temporary)
+        follow_umask(temporary)
+        saved.write_others(temporary)
         tokenizer.save_pretrained(temporary)
         content = xxhash.xxh3_64()
         for file in sorted(each for each in temporary.rglob("*") if each.is_file()):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from tests.every_model import CAUSAL, build
 from tests.integration.task import REPOSITORY
 
 BUCKET_BYTES = 32 << 20
@@ -64,7 +65,7 @@ def run_workers(
     Args:
         lora: Of the model; None: all weights are trained, and have masters and moments.
     """
-    write_model(folder / "small", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    build(CAUSAL, "apertus", folder / "small")  # its files have buffers
     values: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "num_labels": 1}
     small = LlamaConfig(vocab_size=64, **values)
     LlamaForSequenceClassification(small).save_pretrained(folder / "reward")

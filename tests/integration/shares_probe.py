@@ -141,6 +141,11 @@ def _learns_from_examples(model: str, workers: Workers) -> None:
     metrics = learner.update([example], step=1)
     assert metrics["train/examples"] == workers.count
     assert metrics["train/skipped_updates"] == 0.0
+    pushed = dict(learner.named_weights())
+    stored = [name for name in learner.task.network.state_dict() if name in found]
+    assert len(stored) == 8  # of four layers
+    for name in stored:
+        assert torch.equal(pushed[name], found[name]), name
 
 
 class _NoTokenizer:

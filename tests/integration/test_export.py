@@ -21,7 +21,7 @@ from tests.tiny import tiny_policy
 
 pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.filterwarnings("ignore")]
 FEW = [
-    *((CAUSAL, name) for name in ("llama", "gemma", "deepseek_v3", "glm4_moe", "apertus", "gemma4")),
+    *((CAUSAL, name) for name in ("llama", "gemma", "deepseek_v3", "glm4_moe", "apertus")),
     (CLASSIFIER, "qwen3"),
     (MULTIMODAL, "gemma4"),
 ]

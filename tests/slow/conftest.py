@@ -1,5 +1,5 @@
 """Slow tests share the integration tests' Ray."""
 
-from tests.integration.conftest import first, local_ray, task
+from tests.integration.conftest import few_objects, first, group, local_ray, model, task
 
-__all__ = ["first", "local_ray", "task"]
+__all__ = ["few_objects", "first", "group", "local_ray", "model", "task"]

@@ -104,6 +104,15 @@ def test_models_that_are_whole_pass(here: Path, recipe: str):
     check(config_of(recipe))
 
 
+def test_what_an_export_would_lack_is_told_and_what_would_end_it_refused(here: Path):
+    config = config_of("ppo")
+    with_values(here / "policy", "generation_config.json", early_stopping=True)
+    with pytest.warns(UserWarning, match=r"model\.policy \(policy\): exports leave out early_stop"):
+        check(config)
+    with_values(here / "policy", "generation_config.json", early_stopping="x")
+    assert "cannot read its generation_config.json: `early_stopping` must be" in refusal(config)
+
+
 def test_a_deployed_judge_may_have_another_tokenizer_but_must_be_whole(here: Path):
     def judged(**keys: Any) -> Any:
         judge = {"path": "judge", "template": "{prompt}{response}", **keys}

@@ -117,22 +117,6 @@ def test_a_model_whose_responses_cannot_end_is_refused(tmp_path: Path):
         stop_token_ids(str(tmp_path), tokenizer)
 
 
-def test_a_generation_config_that_transformers_would_not_save_is_saved(tmp_path: Path):
-    """Else a run ended at its first checkpoint (huggingface/transformers refuses since 5.0)."""
-    config = CONFIGS["llama"]
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    values = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 7]}
-    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(values))
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
-        plain.save_pretrained(tmp_path / "plain")
-
-    load_causal_lm(str(tmp_path / "model"), dtype="float32").save_pretrained(tmp_path / "saved")
-    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
-    assert saved["eos_token_id"] == [2, 7]
-    assert not {"temperature", "top_p"} & saved.keys()
-
-
 def test_a_model_with_an_adapter_beside_it_is_refused(tmp_path: Path):
     """Files of hub ids are not read before the start; all its own weights would be frozen."""
     base = AutoModelForCausalLM.from_config(CONFIGS["llama"])

@@ -64,7 +64,7 @@ def test_settings_of_generation_in_config_json_do_not_end_an_export(folder: Path
 
 def test_a_generation_config_that_cannot_be_read_is_named(folder: Path):
     change(folder / "generation_config.json", {"max_new_tokens": 0})
-    with pytest.raises(ConfigError, match=r"generation_config\.json: `max_new_tokens` must be .*\."):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: `max_new_tokens`"):
         stop_token_ids(str(folder), load_tokenizer(str(folder)))
 
 
