@@ -87,16 +87,17 @@ class Plot(NamedTuple):
     metrics: Sequence[str]
     """Metric names, or patterns like `eval/pass_at_*`."""
     unit: str = ""
-    if_it_varies: bool = False
-    """True to omit the plot if none of its metrics changes."""
 
     def lines(self, known: Iterable[str]) -> dict[str, str]:
         """Return the known metrics that the plot draws, with their legend labels.
 
         Labels are the words in which the names differ: `mean` and `max` for `..._mean`, `..._max`.
+        A part of a score is labelled with its name.
         """
         known = sorted({name for name in known if "/initial_" not in name})
         names = [name for each in self.metrics for name in known if fnmatchcase(name, each)]
+        if self.metrics[0].endswith("reward/*"):
+            return {name: name.partition("reward/")[2] for name in names}
         words = [re.split("[/_]", name) for name in names]
         shared = {"time", "perf"}.union(set(words[0]).intersection(*words[1:]) if words else ())
         kept = (" ".join(word for word in each if word not in shared) for each in words)
@@ -178,11 +179,13 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
             ["curriculum/pass_rate_p*", "curriculum/step_pass_rate"],
             "quantiles over prompts, and of a step's samples",
         ),
+        Plot("Parts of the score", ["reward/*"], "mean over samples"),
+        Plot("Parts of the score, held out", ["eval/reward/*"], "mean over samples"),
         Plot("Spread of the scores", ["rollout/score_std"], "std over samples"),
     ),
     "Distance from the reference": (
         Plot("KL to the reference", ["kl/ref_response_mean"], "nats per response"),
-        Plot("KL coefficient", ["kl/coef"], if_it_varies=True),
+        Plot("KL coefficient", ["kl/coef"]),
     ),
     "Length and entropy": (
         Plot("Response length", ["rollout/response_tokens_m*"], "tokens"),
@@ -204,13 +207,8 @@ PLOTS: dict[str, tuple[Plot, ...]] = {
         Plot("Learning rate", ["ppo/*_learning_rate", "train/learning_rate"]),
         Plot("KL that KTO compares with", ["train/kl"], "nats per response"),
         Plot("Engine against learner", ["mismatch/kl"], "nats per token"),
-        Plot("Age of the samples", ["rollout/staleness_m*"], "updates", if_it_varies=True),
-        Plot(
-            "Tokens by their age in updates",
-            ["rollout/staleness_share_*"],
-            "share",
-            if_it_varies=True,
-        ),
+        Plot("Age of the samples", ["rollout/staleness_m*"], "updates"),
+        Plot("Tokens by their age in updates", ["rollout/staleness_share_*"], "share"),
     ),
     "Time and memory": (
         Plot("Response tokens per second", ["perf/response_tokens_per_s"], "tokens"),

@@ -63,6 +63,10 @@ def line_chart(
             )
     if not steps:
         return None
+    drawn = [value for trace in figure.data for value in trace.y]
+    if len(drawn) > 1 and min(drawn) == max(drawn):  # plotly would draw from -1 to 1 around it
+        margin = 0.1 * abs(drawn[0]) or 0.1
+        figure.update_yaxes(range=[drawn[0] - margin, drawn[0] + margin])
     for number, (run, value) in enumerate((reference or {}).items()):
         if math.isfinite(value):
             figure.add_scatter(

@@ -116,7 +116,11 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         section = page.section(title, _KL_NOTE if title.startswith("Distance") else "")
         if title in _OWN_CHARTS:
             section.add(*_OWN_CHARTS[title](named, curves))
-        section.add(*(_drawn(plot, curves) for plot in plots))
+        constants = [_constant(plot, curves) for plot in plots]
+        drawn = [plot for plot, words in zip(plots, constants, strict=True) if not words]
+        section.add(*(_drawn(plot, curves) for plot in drawn))
+        if words := "; ".join(filter(None, constants)):
+            section.add(Words(f"Not drawn, because they do not change: {words}."))
     if with_samples:
         samples = [s for run in runs for s in run_samples(run.files, run.config)]
         if samples:
@@ -276,13 +280,30 @@ def _warnings(
         section.add(Notices(notices, none=f"None: raypo watches {watched}."))
 
 
+NOISE = 1e-7
+"""Difference below which values of a metric count as equal. Learning rates are smaller."""
+
+
+def _constant(plot: Plot, curves: RowsByRun) -> str:
+    """Return the title and the values of a plot whose metrics do not change, else nothing."""
+    rows = [row for each in curves.values() for row in each]
+    found: list[float] = []
+    for name in plot.lines(name for row in rows for name in row):
+        values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+        spread = max(values, default=0.0) - min(values, default=0.0)
+        size = max(map(abs, values), default=0.0)
+        noise = 1e-6 * size if name.endswith("learning_rate") else max(NOISE, 1e-6 * size)
+        if len(values) < 2 or spread > noise:
+            return ""
+        found.append(0.0 if size < noise else values[-1])
+    words = ", ".join(number(value) for value in dict.fromkeys(found))
+    return f"{plot.title[0].lower()}{plot.title[1:]} ({words})" if found else ""
+
+
 def _drawn(plot: Plot, curves: RowsByRun) -> Chart | None:
     """Return a plot of the catalogue, with a dashed line at a held-out metric's initial value."""
     rows = [row for each in curves.values() for row in each]
     lines = plot.lines(name for row in rows for name in row)
-    values = [{row[name] for row in rows if name in row} for name in lines]
-    if plot.if_it_varies and all(len(each) < 2 for each in values):
-        return None
     has_start = len(lines) == 1 and next(iter(lines)).startswith("eval/")
     return line_chart(
         plot.title,

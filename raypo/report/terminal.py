@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raypo.report.samples import by_sample, num_tokens, tokenizer_of, turns_of
+from raypo.storage.rollout_table import PART
 from raypo.storage.run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ def _title(rows: Sample) -> str:
         parts.append(f"{episode['num_turns']} turns")
     parts.append(f"{num_tokens(rows)} tokens{cut}")
     parts += [f"{name} {value:.3g}" for name, value in episode.get("metrics") or ()]
+    parts += [
+        f"{name.removeprefix(PART)} {value:.3g}"
+        for name, value in row.items()
+        if name.startswith(PART) and value is not None
+    ]
     sources = dict(row["scores_by_source"] or [])
     if len(sources) > 1:
         parts += [f"{name} {value:.3g}" for name, value in sources.items() if value is not None]
@@ -100,4 +106,6 @@ def _body(rows: Sample, tokenizer: Tokenizer | None) -> RenderableType:
         lines.append(Text(f"{name}: {text}", style="dim"))
     if rows[0]["label"] is not None:
         lines.append(Text(f"label: {rows[0]['label']}", style="dim"))
+    for name, text in rows[0].get("row") or ():
+        lines.append(Text(f"{name}: {text}", style="dim"))
     return Group(*lines)

@@ -154,6 +154,11 @@ def sample_row(rollout: Rollout) -> dict[str, Any]:
         "response": rollout.response,
         "label": rollout.label,
         "data_source": rollout.data_source,
+        "row": {
+            name: value
+            for name, value in rollout.row.items()
+            if value is not rollout.messages and value is not rollout.label
+        },
         "prompt_ids": rollout.prompt_ids,
         "response_ids": rollout.response_ids,
         "log_probs": rollout.log_probs,

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 PART = "reward/"
 """Prefix of the columns for named reward parts, like `reward/format`. Missing parts are null."""
 
+MAX_CHARACTERS = 500
+"""Maximum number of characters of a further column of the data that is stored with a rollout."""
+
 
 def rollout_schema() -> pa.Schema:
     """Return the schema of `rollouts/step_00001.parquet`. Rows need all non-nullable columns."""
@@ -27,6 +30,7 @@ def rollout_schema() -> pa.Schema:
             needed("response", pa.string()),
             pa.field("label", pa.string()),  # JSON unless the label is text
             pa.field("data_source", pa.string()),
+            pa.field("row", pa.map_(pa.string(), pa.string())),  # other columns of the data
             needed("prompt_ids", pa.list_(pa.int32())),
             needed("response_ids", pa.list_(pa.int32())),
             needed("log_probs", pa.list_(pa.float32())),
@@ -111,8 +115,13 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
     cells = dict(row)
     label = row.get("label")
     if label is not None and not isinstance(label, str):
-        cells["label"] = json.dumps(label, ensure_ascii=False, default=json_default)
-    for name in ("prompt", "response", "label", "episode", "reward_texts"):
+        cells["label"] = _text(label)
+    shown = (row.get("prompt"), cells.get("label"))
+    texts = {name: _text(value) for name, value in (row.get("row") or {}).items()}
+    cells["row"] = {
+        name: text[:MAX_CHARACTERS] for name, text in texts.items() if text not in shown
+    } or None
+    for name in ("prompt", "response", "label", "row", "episode", "reward_texts"):
         cells[name] = _with_utf_8(cells.get(name))
     for name in ("score", "advantage_mean", "kl"):
         cells[name] = _number(row.get(name))
@@ -120,6 +129,13 @@ def _cells(row: Mapping[str, Any]) -> dict[str, Any]:
     if by_source is not None:
         cells["scores_by_source"] = {name: _number(value) for name, value in by_source.items()}
     return cells
+
+
+def _text(value: Any) -> str:
+    """Return a text as it is, and any other value as JSON."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=json_default)
 
 
 def _with_utf_8(value: Any) -> Any:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from raypo.metrics.catalogue import METRICS, Metric, before_and_after, label_of
 from raypo.metrics.clock import duration
+from raypo.storage.rollout_table import PART
 from raypo.tracking.warnings import Watch, phase_seconds
 
 _COLUMNS = [metric for metric in METRICS.values() if metric.line]
@@ -30,6 +31,9 @@ _RESULTS = {
     "train/loss": "loss",
 }
 """Metrics for the last line of a run, with their labels. The first one that the run has is shown.
+"""
+MAX_PARTS = 4
+"""Maximum number of named parts of the score in a step line. `reward/...` of metrics.jsonl has all.
 """
 _WIDTH = 24
 """Width of a bar in characters, and number of steps in the curve."""
@@ -197,7 +201,8 @@ class LiveView(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
         if self._metrics:
-            text = "  ".join([curve_line(self._curve), *_values(_COLUMNS, self._metrics)]).strip()
+            words = [*_values(_COLUMNS, self._metrics), *_parts(self._metrics)]
+            text = "  ".join([curve_line(self._curve), *words]).strip()
             yield Text(text, no_wrap=True, overflow="ellipsis")
         if self._phases:
             yield phase_bar(self._phases)
@@ -207,9 +212,8 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """Format a step as one line. Missing metrics are left out."""
     # Metrics of evaluations come last, because most steps lack them.
     columns = sorted(_COLUMNS, key=lambda each: each.name.startswith("eval/"))
-    return "  ".join(
-        [f"step {step:{len(str(num_steps))}d}/{num_steps}", *_values(columns, metrics)]
-    )
+    number = f"step {step:{len(str(num_steps))}d}/{num_steps}"
+    return "  ".join([number, *_values(columns, metrics), *_parts(metrics)])
 
 
 def _values(columns: Sequence[Metric], metrics: Mapping[str, float]) -> list[str]:
@@ -218,6 +222,12 @@ def _values(columns: Sequence[Metric], metrics: Mapping[str, float]) -> list[str
         for each in columns
         if each.name in metrics and (metrics[each.name] or not each.unless_zero)
     ]
+
+
+def _parts(metrics: Mapping[str, float]) -> list[str]:
+    """Return the first `MAX_PARTS` named parts of the training score."""
+    parts = sorted(name for name in metrics if name.startswith(PART))
+    return [f"{name.removeprefix(PART)} {metrics[name]:.3g}" for name in parts[:MAX_PARTS]]
 
 
 def curve_line(values: Sequence[float]) -> str:

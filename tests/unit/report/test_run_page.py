@@ -96,8 +96,8 @@ def test_what_it_cost_is_drawn(run: Path):
     assert dict(zip(memory["y"], memory["x"], strict=True)) == {"learner": 1.2, "engine": 1.62}
     (seconds,) = chart(html, "Seconds by phase, all steps")["data"]
     assert dict(zip(seconds["y"], seconds["x"], strict=True))["start and end"] == 143.0
-    names = {trace["name"] for trace in chart(html, "Model FLOPs utilisation")["data"]}
-    assert names == {"Model FLOPs utilisation", "update"}
+    assert "Model FLOPs utilisation" not in titles(html)
+    assert "model FLOPs utilisation (0.2, 0.3)" in html  # the same in every step
 
 
 def test_the_page_loads_nothing(run: Path):
@@ -176,13 +176,37 @@ def test_a_run_of_another_recipe_shows_what_it_has(tmp_path: Path):
     files.write_config({"name": "sft", "recipe": "sft"})
     for step in range(1, 6):
         row = {"train/loss": 3.0 / step, "time/update_s": 1.0, "time/step_s": 1.0}
-        row |= {"train/learning_rate": 0.1 / step, "train/grad_norm": 1.0}
+        row |= {"train/learning_rate": 1e-8 / step, "train/grad_norm": 1.0 + step}
         files.append_metrics(step, row | ({"eval/loss": 2.0} if step == 5 else {}))
     html = page_text(tmp_path / "sft")
     drawn = {"Training loss", "Held-out loss", "Learning rate", "Gradient norms"}
     assert drawn <= titles(html)
     assert not {"Score", "Score against KL", "Entropy"} & titles(html)
     assert 'id="distance-from-the-reference"' not in html
+
+
+def test_what_does_not_change_is_named_and_not_drawn(tmp_path: Path):
+    """Plotly draws a constant on an axis from -1 to 1, and rounding as if it were a curve."""
+    files = RunFiles(str(tmp_path), "run")
+    files.write_config({"name": "run", "recipe": "ppo"})
+    for step in range(1, 6):
+        row = {
+            "rollout/score_mean": 0.5,
+            "ppo/clip_fraction": 0.25,
+            "mismatch/kl": 1e-9 * (-1) ** step,
+            "ppo/policy_learning_rate": 1e-6 * step,
+            "reward/format": 0.1 * step,
+            "reward/right_answer": 0.5,
+        }
+        files.append_metrics(step, row)
+    html = page_text(tmp_path / "run")
+    assert not {"Clipped tokens", "Engine against learner"} & titles(html)
+    words = "they do not change: clipped tokens (0.25); engine against learner (0)."
+    assert words in html
+    assert {"Learning rate", "Parts of the score"} <= titles(html)
+    names = {trace["name"] for trace in chart(html, "Parts of the score")["data"]}
+    assert names == {"format", "right_answer"}
+    assert chart(html, "Score")["layout"]["yaxis"]["range"] == [0.45, 0.55]
 
 
 @pytest.mark.parametrize(("is_async", "newest"), [(True, [1.0, 0.5, 0.25]), (False, [0.0] * 3)])
@@ -232,8 +256,9 @@ def test_a_run_on_preferences_shows_rewards_log_probs_and_margins(tmp_path: Path
     told = {"chosen_reward_mean": 0.5, "rejected_reward_mean": -0.5, "margin_mean": 1.0}
     told |= {"chosen_log_prob_mean": -9.0, "rejected_log_prob_mean": -12.0, "loss": 0.3}
     for step in (1, 2):
-        held_out = {f"eval/{name}": value for name, value in told.items()}
-        files.append_metrics(step, held_out | {f"train/{name}": v for name, v in told.items()})
+        held_out = {f"eval/{name}": value * step for name, value in told.items()}
+        trained = {f"train/{name}": value / step for name, value in told.items()}
+        files.append_metrics(step, held_out | trained)
     shown = titles(page_text(tmp_path / "dpo"))
     assert {"Implicit rewards", "Log-probabilities", "Margin: chosen minus rejected"} <= shown
     assert "KL that KTO compares with" not in shown

@@ -22,6 +22,23 @@ def test_samples_of_the_last_step_in_the_order_that_is_asked_for(tmp_path: Path)
     assert done.output.count("score 1.03") == 1
 
 
+def test_parts_of_the_score_and_other_columns_of_the_row_are_shown(tmp_path: Path):
+    """With a function of TRL's form the right answer is in a column and not the label."""
+    files = RunFiles(str(tmp_path), "r")
+    row = {"answer": "0135", "prompt": "prompt 0 </script>", "level": 3, "long": "x" * 900}
+    parts = {"reward/format": 1.0, "reward/right_answer": 0.25}
+    files.write_rollouts(1, rollout_table([rollout(1, 0, 0) | parts | {"label": None, "row": row}]))
+    stream = io.StringIO()
+    print_samples(files, 1, None, 1, stream)
+    out = stream.getvalue()
+    assert "format 1  right_answer 0.25" in out
+    assert "answer: 0135" in out
+    assert "level: 3" in out
+    assert "prompt: prompt 0 </script>" in out
+    assert out.count("prompt 0") == 1
+    assert out.count("x") < 600
+
+
 def test_a_step_that_was_never_finished_is_not_shown(tmp_path: Path):
     run = write_run(tmp_path, steps=3)
     unfinished = rollout_table([rollout(4, 0, 0)])  # its update was stopped

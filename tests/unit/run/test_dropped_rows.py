@@ -31,7 +31,7 @@ BAD = {"prompt": [{"role": "user", "content": None}]}
         (
             OnlineInputs.load,
             PPOConfig,
-            {"reward": {"function": "raypo.rewards.verifiers:exact_match"}},
+            {"reward": {"function": "raypo.rewards.verifiers:answer_format"}},
         ),
         (SFTRecipe, SFTConfig, {"learner": {"batch_size": 2}}),
         (RewardModelRecipe, RewardModelConfig, {"learner": {"batch_size": 2}}),
@@ -83,7 +83,7 @@ def test_labels_that_the_verifier_cannot_read_are_refused_or_dropped_as_rows(
         "model": {"policy": str(tiny_policy(tmp_path / "policy"))},
         "data": {"prompts": str(train), "label_key": "answer"},
         "eval": {"prompts": str(held_out)},
-        "reward": {"function": "raypo.rewards.verifiers:exact_match"},
+        "reward": {"function": "raypo.rewards.verifiers:answer_format"},
     }
     values[key.partition(".")[0]]["prompts"] = {"path": str(bad), "function": own}
     runtime = Runtime(name="few", storage_path=str(tmp_path), working_dir=str(tmp_path))

@@ -39,7 +39,7 @@ def loaded(
         "name": "few",
         "model": {"policy": str(tiny_policy(tmp_path / "policy"))},
         "data": {"prompts": str(prompts)},
-        "reward": {"function": "raypo.rewards.verifiers:exact_match"},
+        "reward": {"function": "raypo.rewards.verifiers:answer_format"},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 8},
         "num_steps": 5,
     }

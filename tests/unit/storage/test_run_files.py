@@ -176,6 +176,7 @@ def test_rollouts_have_the_columns_and_types_of_the_design(storage):
         "response": "string",
         "label": "string",
         "data_source": "string",
+        "row": "map<string, string>",
         "prompt_ids": "list<element: int32>",
         "response_ids": "list<element: int32>",
         "log_probs": "list<element: float>",

@@ -240,3 +240,9 @@ def test_closing_twice_says_it_once(stream):
     console.close("finished")
     assert stream.getvalue().count("files in") == 2  # one from start, one from the first close
     assert "interrupted after 0 steps" in stream.getvalue()
+
+
+def test_a_step_line_ends_with_the_parts_of_the_score():
+    parts = {f"reward/{name}": 0.25 for name in ("b", "a", "e", "d", "c")}
+    line = step_line(1, 2, {"rollout/score_mean": 0.5, **parts})
+    assert line == "step 1/2  score +0.500  a 0.25  b 0.25  c 0.25  d 0.25"
