@@ -151,6 +151,7 @@ def test_workers_decide_as_the_plan_does_and_change_nothing_else(values, gb, str
     planned = make_plan(config, parse_cluster(f"1xGPU{gb}G,2"))
     assert decided.differences(config) == planned.config.differences(config)
     assert len(messages) == 2
+    assert isinstance(decided, PPOConfig)
     known = decided.rollout.engine.kv_cache_gb is not None
     assert len(decided.differences(config)) == 2 + known
     assert known is not decided.rollout.engine.sleeps
