@@ -39,7 +39,9 @@ class EngineSection(Config):
     """Fraction of a GPU's memory that an engine may use."""
     kv_cache_gb: float | None = Field(default=None, gt=0.0)
     """Size of the KV cache on each device, in GB. null means a suitable size on CPUs, and on GPUs
-    the rest of the memory that `gpu_memory_fraction` allows."""
+    the rest of the memory that `gpu_memory_fraction` allows: as predicted if nothing sleeps and
+    everything fits with a margin, else as vLLM measures it. A given size overrides
+    `gpu_memory_fraction`."""
     transport: Literal["auto", "object", "ipc", "nccl"] = "auto"
     """Transport of new weights to the engines. object: Ray's object store, which works anywhere;
     ipc: CUDA IPC, for engines on the learner workers' GPUs; nccl: broadcast, for engines on

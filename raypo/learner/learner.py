@@ -33,6 +33,7 @@ from raypo.models import lora
 from raypo.models.critic import Critic, CriticStart
 from raypo.models.lora import adapter_off, load_policy
 from raypo.models.networks import Policy
+from raypo.models.warm_up import warm_up
 from raypo.ppo.custom_functions import surrogate_of
 from raypo.ppo.objective import StepCounts, policy_objective, value_objective, values_of
 from raypo.types import Experience, to_device
@@ -123,6 +124,12 @@ class Learner:
                     start, lora=model.lora, dtype=model.dtype, attention=model.attention
                 )
             self._critic = TrainedModel(critic, **shared)
+
+    def warm_up(self) -> None:
+        """Compile the policy's kernels now instead of in the first step. Nothing else changes."""
+        if self._trained_policy:
+            policy = self._policy.module
+            warm_up(policy.model, temperature=policy.temperature)
 
     @property
     def _models(self) -> list[TrainedModel]:

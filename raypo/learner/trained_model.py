@@ -27,10 +27,12 @@ from raypo.learner.optimizers import (
 from raypo.learner.roles import DataParallel
 from raypo.learner.sharded_state import Fragment, fragments, load_fragments, save_fragments
 from raypo.learner.team_order import compare_within
+from raypo.models.checkpoint import first_line
 from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
+from raypo.weights.bucket_size import BUCKET_BYTES
 
 
 class TrainedModel:
@@ -165,7 +167,7 @@ class TrainedModel:
         return True, None if norm is None else float(norm)
 
     def named_weights(self, submodule: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield names below `submodule` and full weights, gathered one at a time under ZeRO-3.
+        """Yield names below `submodule` and full weights, gathered in buckets under ZeRO-3.
 
         These are the tensors of the model's files (`stored_tensors`), and all workers must iterate
         to the end together. Adapters are merged into the result; the module itself does not change.
@@ -176,11 +178,40 @@ class TrainedModel:
         """Yield names and full tensors of some weights; all workers iterate to the end together.
 
         For a float32 head, the master weights are yielded.
+
+        Raises:
+            RuntimeError: raised on all workers, if one of them has no memory for a gather.
         """
-        for weight in weights:
-            with self._gathered_parameters(list(weight.parts), enabled=self._stage == 3):
-                master = self._masters.get(weight.parts[0])
-                yield weight.name, weight.merged() if master is None else master
+        is_sharded = self._stage == 3
+        for together in _in_buckets(weights):
+            parts = list(dict.fromkeys(part for weight in together for part in weight.parts))
+            if is_sharded:
+                self._reserve(sum(map(_whole_bytes, parts)))
+            with self._gathered_parameters(parts, enabled=is_sharded):
+                for weight in together:
+                    master = self._masters.get(weight.parts[0])
+                    yield weight.name, weight.merged() if master is None else master
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Allocate the memory of a gather and free it again, so that torch has it cached.
+
+        If a single worker failed inside the gather, the others would wait for it in NCCL for half
+        an hour.
+
+        Raises:
+            RuntimeError: raised on all workers, if one of them has no memory.
+        """
+        failure = None
+        try:
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except RuntimeError as error:
+            failure = error
+        messages = self._workers.gather(failure and first_line(failure))
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(messages):
+            if message:
+                raise RuntimeError(f"learner worker {rank} could not gather weights: {message}")
 
     def save(self, path: Path) -> None:
         """Write this worker's fragments of the trained weights and the optimizer's moments."""
@@ -228,6 +259,27 @@ class TrainedModel:
                 master = safe_get_full_fp32_param(parameter)
                 assert master is not None, "a head is trained, so it has master weights"
                 self._masters[parameter] = head.masters[name] = master
+
+
+def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
+    """Yield weights in lists of at most `BUCKET_BYTES`, or of a single larger one."""
+    together: list[Weight] = []
+    total = 0
+    for weight in weights:
+        size = sum(map(_whole_bytes, weight.parts))
+        if together and total + size > BUCKET_BYTES:
+            yield together
+            together, total = [], 0
+        together.append(weight)
+        total += size
+    if together:
+        yield together
+
+
+def _whole_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, once it is gathered under ZeRO-3."""
+    count: int = getattr(tensor, "ds_numel", tensor.numel())
+    return count * tensor.element_size()
 
 
 @contextmanager

@@ -184,6 +184,8 @@ def _learner(
             result.host |= pushed
         elif sharding.stage < 3 and not config.model.lora:
             pushed = {"push bucket": 0}  # the weights go into the object store without a copy
+        if sharding.stage == 3:
+            pushed["gathered weights"] = memory.push_bytes(first, itemsize=itemsize)
         result.phases |= {"push": pushed, "probe": dict(log_probs)}
     if isinstance(config, ExamplesConfig):
         for name, reference in models.references.items():

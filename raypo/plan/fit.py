@@ -118,6 +118,8 @@ class Plan:
     bundles: list[PlacedBundle]
     decisions: tuple[str, ...] = ()
     """One sentence for each `auto`: the value chosen, and why."""
+    decides_cache: bool = False
+    """True if the plan has set `rollout.engine.kv_cache_gb`."""
 
     @property
     def fits(self) -> bool:
@@ -363,7 +365,9 @@ def _with_known_cache(plan: Plan) -> Plan:
         return plan
     held = estimate.engine(config, plan.models.policy, plan.device, plan.gpu_bytes).held
     size = held["KV cache"] // 10**7 / 100
-    return replace(plan, config=with_value(config, KV_CACHE_SIZE, size)) if size else plan
+    if not size:
+        return plan
+    return replace(plan, config=with_value(config, KV_CACHE_SIZE, size), decides_cache=True)
 
 
 def _leaves_room(plan: Plan) -> bool:
@@ -388,6 +392,8 @@ def tried(plan: Plan, changes: Mapping[str, Any]) -> Plan | None:
         plan: The plan to change.
         changes: New values, by dotted config key.
     """
+    if plan.decides_cache:  # its size depends on the other values
+        changes = {KV_CACHE_SIZE: None, **changes}
     try:
         config = plan.config.parse(with_values(plan.config.model_dump(), changes))
         return make_plan(config, plan.nodes)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from raypo.config import PPOConfig
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
@@ -43,6 +45,10 @@ def start_learner(
         roles=roles,
     )
     phases.learner = learner
+    # Where roles start at the same time, the engine compiles too, and takes longer.
+    if torch.cuda.is_available() and not phases.offloads:
+        run.tell.phase("compiling the learner's kernels")
+        learner.warm_up()
     if start := run.workers.gather(learner.critic_start)[-1]:
         run.tell.message(f"critic: {start}")
     return learner

@@ -51,6 +51,8 @@ def class_and_arguments(
         return VllmRewardModel if in_vllm else RewardModel, kwargs | {"policy": config.model.policy}
     if in_vllm:
         return VllmReference, kwargs
+    # Where models sleep, the next role waits until this one has started.
+    kwargs |= {"warms_up": not config.rollout.engine.sleeps}
     return ReferenceModel, kwargs | {"temperature": config.trained_temperature}
 
 

@@ -29,6 +29,7 @@ from raypo.models.packed_attention import reads_packed
 from raypo.models.packing import pack
 from raypo.models.scores import sequence_scores
 from raypo.models.token_log_probs import over_logits, packed_log_probs
+from raypo.models.warm_up import made_up_sequences
 from raypo.serving.progress import Progress
 from raypo.types import Rollout
 
@@ -149,6 +150,7 @@ class ReferenceModel(TorchModel):
         max_batch_tokens: int,
         attention: str = "auto",
         num_threads: int | None = None,
+        warms_up: bool = False,
     ) -> None:
         """Load the model, onto the GPU if there is one.
 
@@ -159,6 +161,7 @@ class ReferenceModel(TorchModel):
             max_batch_tokens: Maximum number of tokens of one forward pass.
             attention: `model.attention`.
             num_threads: CPU threads for tensor operations. None keeps the current number.
+            warms_up: Whether to compile the kernels for a GPU now, instead of in the first call.
         """
         with frozen_memory_advice(model):
             network = load_causal_lm(model, dtype=dtype, attention=attention)
@@ -166,6 +169,8 @@ class ReferenceModel(TorchModel):
                 model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
             )
         self._temperature = temperature
+        if warms_up and self._device == "cuda":
+            self._in_batches(made_up_sequences(), self._log_probs_of)
 
     def log_probs(self, rollouts: list[Rollout]) -> list[np.ndarray]:
         """Return each response's log-probs in nats, float32 [T], in the order given."""

@@ -77,6 +77,25 @@ def test_the_cut_into_microbatches_changes_nothing(model: str, stage: int):
     assert figures_cut == pytest.approx(figures_whole, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_warm_up_changes_no_bit(model: str, stage: int, dtype: str):
+    deepspeed = {"zero_optimization": {"stage": stage}}  # or a single worker has stage 0
+    results = []
+    for is_warm in (False, True):
+        trained = learner(model, stage=stage, dtype=dtype, deepspeed=deepspeed)
+        batch = with_targets(trained.with_log_probs_and_values(experience()))
+        random = torch.get_rng_state()
+        if is_warm:
+            trained.warm_up()
+        assert torch.equal(random, torch.get_rng_state())
+        _, update = trained.update(batch, step=1)
+        results.append((weights(trained), update))
+    (cold, figures), (warm, same_figures) = results
+    assert largest_difference(cold, warm) == 0.0
+    assert figures == same_figures
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_path: Path):
     trained = learner(model, stage=stage)

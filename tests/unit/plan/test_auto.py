@@ -12,7 +12,7 @@ from raypo.cluster.placement import served_roles
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.config.auto_values import least_memory
-from raypo.plan.fit import SIDE_BY_SIDE, Plan, decide_for_gpus, make_plan
+from raypo.plan.fit import SIDE_BY_SIDE, Plan, decide_for_gpus, make_plan, tried
 from raypo.run.served_roles import measures_memory
 from raypo.run.setup import Shared, decided_together
 from raypo.run.shared_services import of_shared
@@ -151,6 +151,7 @@ def test_workers_decide_as_the_plan_does_and_change_nothing_else(values, gb, str
     planned = make_plan(config, parse_cluster(f"1xGPU{gb}G,2"))
     assert decided.differences(config) == planned.config.differences(config)
     assert len(messages) == 2
+    assert isinstance(decided, PPOConfig)
     known = decided.rollout.engine.kv_cache_gb is not None
     assert len(decided.differences(config)) == 2 + known
     assert known is not decided.rollout.engine.sleeps
@@ -166,6 +167,10 @@ def test_what_stays_awake_starts_at_once_with_a_kv_cache_of_the_planned_size(val
     # What vLLM would have measured: the fraction, less everything else that it holds.
     assert sum(engine.held.values()) == pytest.approx(0.5 * 180 * GB, abs=1e7)
     assert engine.held["activations"] > 0
+
+    more = tried(made, {"rollout.engine.gpu_memory_fraction": 0.6})
+    assert more is not None
+    assert (config_of(more).rollout.engine.kv_cache_gb or 0) > size, "advice may still change it"
 
     given = plan(values, "2xGPU180G", rollout__engine__kv_cache_gb=3.0)
     assert config_of(given).rollout.engine.kv_cache_gb == 3.0
