@@ -14,6 +14,9 @@ GPU_MICROBATCHES = (16384, 8192, 4096)
 """Candidates for `learner.max_tokens_per_microbatch: auto`, fastest first. Smaller microbatches are
 slower, because kernel launches then limit a small model."""
 
+SNAPSHOT_SHARE = 0.5
+"""Largest share of a node's free RAM that the copies of `checkpoint.background: auto` may take."""
+
 
 def candidates(config: AnyConfig) -> list[Any]:
     """Return the configs to which `auto` can resolve.
