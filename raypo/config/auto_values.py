@@ -10,7 +10,7 @@ from raypo.config.recipe_config import AnyConfig
 from raypo.config.run_config import OnlineConfig, RecipeConfig
 
 MICROBATCH, SLEEP = "learner.max_tokens_per_microbatch", "rollout.engine.sleep"
-GPU_MICROBATCHES = (16384, 8192, 4096)
+GPU_MICROBATCHES = (32768, 16384, 8192, 4096)
 """Candidates for `learner.max_tokens_per_microbatch: auto`, fastest first. Smaller microbatches are
 slower, because kernel launches then limit a small model."""
 

@@ -11,6 +11,12 @@ have too few tiles for all multiprocessors of a GPU. A vocabulary of more than 6
 therefore has larger chunks than `CHUNK_ELEMENTS`."""
 SCRATCH_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Number of logits processed in float32 at a time, by device type. On CPUs they fit the caches."""
+FLEX_BLOCK = 128
+"""Block size of flex attention, in tokens."""
+MAX_PADDING = 0.03
+"""Largest share of tokens that may be added so that responses begin with a block. With responses of
+512 tokens to prompts of 256, this reduces the scores that are computed by a quarter, and the blocks
+that are masked in part to a quarter."""
 SHARED_SCORES = 4096
 """Threshold of prompt sharing on CPUs: the mean number of attention scores per prompt that separate
 rows would repeat. Above it, a prompt is computed once for all its responses. The threshold exists
