@@ -274,7 +274,7 @@ def check(kind: str, architecture: str, folder: Path) -> str:
     learner = train(kind, base)
     network: Any = learner.task.network
     buffers = [n for n, _ in network.named_buffers() if n in network.state_dict()]
-    learner.save_model(folder / "out", NoTokenizer())
+    learner.model_export(NoTokenizer()).save(folder / "out", Workers())
     exported = KINDS[kind].from_pretrained(folder / "out").eval()
     after = outputs(exported)
     assert float((after - built).abs().max()) > 10 * CLOSE, "the step changed nothing"

@@ -24,6 +24,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ NVIDIA_SMI_TIMEOUT_S = 2.0
 
 CGROUP = Path("/sys/fs/cgroup")
 """Folder of a container's limits, in the format of cgroup version 2 or 1."""
+MEMINFO = Path("/proc/meminfo")
 
 _ITEMS = [
     re.compile(pattern, re.IGNORECASE)
@@ -192,3 +194,23 @@ def _memory() -> int:
         except (OSError, ValueError):  # not there, or "max"
             continue
     return total
+
+
+def available_memory() -> int:
+    """Return the bytes of RAM that are free or easily freed, within the container's limit."""
+    free = _memory()
+    with suppress(FileNotFoundError):  # macOS has no such file
+        lines = (line.split() for line in MEMINFO.read_text().splitlines())
+        free = next(int(size) * 1024 for name, size, *_ in lines if name == "MemAvailable:")
+    for folder, used, cache in (
+        ("", "memory.current", "inactive_file"),
+        ("memory/", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            in_use = int((CGROUP / f"{folder}{used}").read_text())
+            stat = (CGROUP / f"{folder}memory.stat").read_text().split()
+        except (OSError, ValueError):
+            continue
+        freeable = int(stat[stat.index(cache) + 1]) if cache in stat else 0
+        free = min(free, _memory() - in_use + freeable)
+    return max(0, free)

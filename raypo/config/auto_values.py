@@ -11,9 +11,12 @@ from raypo.config.run_config import OnlineConfig, RecipeConfig
 
 MICROBATCH, SLEEP = "learner.max_tokens_per_microbatch", "rollout.engine.sleep"
 KV_CACHE_SIZE = "rollout.engine.kv_cache_gb"
-GPU_MICROBATCHES = (16384, 8192, 4096)
+GPU_MICROBATCHES = (32768, 16384, 8192, 4096)
 """Candidates for `learner.max_tokens_per_microbatch: auto`, fastest first. Smaller microbatches are
 slower, because kernel launches then limit a small model."""
+
+SNAPSHOT_SHARE = 0.5
+"""Largest share of a node's free RAM that the copies of `checkpoint.background: auto` may take."""
 
 
 def candidates(config: AnyConfig) -> list[Any]:

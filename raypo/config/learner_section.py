@@ -71,8 +71,8 @@ class WorkersSection(Config):
     Otherwise the stage does not change the updates."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of tokens of one forward and backward pass; a prompt with several responses
-    counts once. auto: 4096 on CPUs, and on GPUs the largest of 16384, 8192 and 4096 that fits
-    (`raypo plan` shows which). With auto, a sequence above the limit gets a separate pass.
+    counts once. auto: 4096 on CPUs, and on GPUs the largest of 32768, 16384, 8192 and 4096 that
+    fits (`raypo plan` shows which). With auto, a sequence above the limit gets a separate pass.
     Dedicated reference and reward models start before the learner's GPUs are known, so for them
     auto is 4096."""
     activation_checkpointing: bool = False

@@ -268,6 +268,11 @@ class CheckpointSection(Periodic):
     means that only the newest checkpoints are kept."""
     best_mode: Literal["max", "min"] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
+    background: Literal["auto"] | bool = "auto"
+    """Write checkpoints and models from a copy in RAM (12 bytes a trained weight, and the models
+    once) while the next steps run, so that a step waits only for the copy. false: write them within
+    their step. auto: true if the nodes have twice that RAM free at the first checkpoint. Trials of
+    a sweep, and runs that save a critic which has workers of its own, write within the step."""
     changed_inputs: Literal["refuse", "accept"] = "refuse"
     """Behaviour of a resumed run if a data file, a Python file or a model of its config has changed
     since the run began. refuse: stop; accept: continue, and record in `summary.json` what has

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from raypo.collectives import Workers
 from raypo.config import LoraSection
 from raypo.learner.trained_model import TrainedModel
 from raypo.models import lora
+from raypo.models.checkpoint import stored_tensors
 from raypo.models.critic import save_value_head
 from raypo.models.model_folder import follow_umask
 from raypo.weights.buckets import grouped
@@ -22,38 +24,62 @@ from raypo.weights.buckets import grouped
 WHOLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
 """Largest size of a weight file, in bytes."""
+_VALUE_HEAD = "value_head."
+"""Prefix of a critic's value head among the weights of its export."""
 
 
-def save_folder(
-    model: TrainedModel, network: Any, folder: Path, *, tokenizer: Any, workers: Workers
-) -> None:
-    """Save a network as a Hugging Face folder, with its adapter merged into the saved weights.
+NamedWeights = Iterator[tuple[str, Tensor]]
 
-    All workers call it, and rank 0 writes. Rank 0 writes each file as soon as it is full, so it
-    holds about `SHARD_BYTES` at a time instead of the whole model.
+
+@dataclass(frozen=True)
+class Export:
+    """A trained model as a folder: its weights, and the function that writes them."""
+
+    weights: Callable[[], NamedWeights]
+    """Function that yields names and full tensors. All workers that train the model iterate to the
+    end together."""
+    write: Callable[[Path, NamedWeights], None]
+    """Function that writes these weights, or copies of them, to a folder. Only rank 0 of these
+    workers calls it. It waits for no other worker and may run in any thread."""
+    num_bytes: int
+    """Size of the weights."""
+
+    def save(self, folder: Path, workers: Workers) -> None:
+        """Write the folder; all workers that train the model call it together."""
+        if workers.rank == 0:
+            self.write(folder, self.weights())
+            return
+        for _ in self.weights():  # takes part in gathering the shards
+            pass
+
+
+def model_export(model: TrainedModel, network: Any, tokenizer: Any) -> Export:
+    """Return the export of a network as a Hugging Face folder, with its adapter merged.
 
     Args:
         model: The trained model.
         network: The Hugging Face model inside it.
-        folder: Folder to write.
         tokenizer: Tokenizer to save beside the model.
-        workers: The workers that train the model.
     """
-    weights = model.named_weights(network)
-    if workers.rank > 0:
-        for _ in weights:  # takes part in gathering the shards
-            pass
-        return
+    return Export(
+        lambda: model.named_weights(network),
+        lambda folder, weights: _write_folder(network, folder, weights, tokenizer),
+        _num_bytes(tensor for _, tensor in stored_tensors(network)),
+    )
+
+
+def _write_folder(network: Any, folder: Path, weights: NamedWeights, tokenizer: Any) -> None:
+    """Write each file as soon as it is full, so that about `SHARD_BYTES` are held at a time."""
     # transformers would save only on rank 0 of the default group, which may be in another team.
     # `bool` returns the argument that transformers passes, `is_main_process`, which is True.
-    network.should_save_on_this_rank = bool
+    saved = network.raypo_folder.for_saving(network)
+    saved.should_save_on_this_rank = bool
     parts: list[Path] = []
     on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
-    with network.raypo_folder.of_network(network):
-        for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
-            network.save_pretrained(folder, state_dict=dict(group), max_shard_size=sys.maxsize)
-            parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
-            group.clear()  # before the next one is gathered
+    for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
+        saved.save_pretrained(folder, state_dict=dict(group), max_shard_size=sys.maxsize)
+        parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
+        group.clear()  # before the next one is gathered
     _name_parts(folder, parts)
     follow_umask(folder)
     network.raypo_folder.write_others(folder)
@@ -75,30 +101,49 @@ def _name_parts(folder: Path, parts: list[Path]) -> None:
     (folder / f"{WHOLE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def save_critic(model: TrainedModel, folder: Path, *, tokenizer: Any, workers: Workers) -> None:
-    """Save backbone and value head as a folder for `model.critic`.
+def critic_export(model: TrainedModel, tokenizer: Any) -> Export:
+    """Return the export of backbone and value head as a folder for `model.critic`."""
+    network = model.module.backbone
 
-    All workers call it, and rank 0 writes.
-    """
-    save_folder(model, model.module.backbone, folder, tokenizer=tokenizer, workers=workers)
-    head = kept(model.named_weights(model.module.value_head), workers)
-    if workers.rank == 0:
+    def weights() -> NamedWeights:
+        yield from model.named_weights(network)
+        for name, tensor in model.named_weights(model.module.value_head):
+            yield _VALUE_HEAD + name, tensor
+
+    def write(folder: Path, weights: NamedWeights) -> None:
+        head: dict[str, Tensor] = {}
+
+        def of_network() -> NamedWeights:
+            for name, tensor in weights:
+                if name.startswith(_VALUE_HEAD):
+                    head[name.removeprefix(_VALUE_HEAD)] = tensor.cpu().clone()
+                else:
+                    yield name, tensor
+
+        _write_folder(network, folder, of_network(), tokenizer)
         save_value_head(folder, head)
 
+    return Export(
+        weights, write, _num_bytes(tensor for _, tensor in stored_tensors(model.module))
+    )
 
-def save_adapter(
-    model: TrainedModel,
-    network: Any,
-    folder: Path,
-    *,
-    section: LoraSection,
-    base: str,
-    workers: Workers,
-) -> None:
-    """Save the network's adapter as a peft folder; rank 0 writes, all workers call it."""
-    weights = kept(model.gathered(lora.adapter_weights(network)), workers)
-    if workers.rank == 0:
-        lora.save_adapter(folder, lora.adapter_config(network, section, base=base), weights)
+
+def adapter_export(model: TrainedModel, network: Any, *, section: LoraSection, base: str) -> Export:
+    """Return the export of a network's adapter as a peft folder."""
+    return Export(
+        lambda: model.gathered(lora.adapter_weights(network)),
+        lambda folder, weights: lora.save_adapter(
+            folder,
+            lora.adapter_config(network, section, base=base),
+            {name: tensor.cpu().clone() for name, tensor in weights},
+        ),
+        _num_bytes(each for each in network.parameters() if each.requires_grad),
+    )
+
+
+def _num_bytes(tensors: Iterable[Any]) -> int:
+    """Return the size of whole tensors, also of parameters that ZeRO-3 has sharded."""
+    return sum(getattr(t, "ds_numel", t.numel()) * t.element_size() for t in tensors)
 
 
 def kept(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:

@@ -19,13 +19,14 @@ from torch import Tensor
 from raypo.collectives import Workers, as_tensor
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.data.batching import batches_by_tokens, equally_many
-from raypo.learner.export import kept, save_adapter, save_critic, save_folder
+from raypo.learner.export import Export, adapter_export, critic_export, kept, model_export
 from raypo.learner.learning_rate import learning_rate
 from raypo.learner.roles import Roles
 from raypo.learner.state import (
     SkippedUpdates,
+    StateFiles,
     load_worker_state,
-    save_worker_state,
+    worker_state,
 )
 from raypo.learner.statistics import UpdateStatistics, UpdateSums
 from raypo.learner.trained_model import TrainedModel, in_shares
@@ -284,47 +285,41 @@ class Learner:
         for model in self._models:
             model.offload.reload()
 
-    def save(self, directory: Path) -> None:
-        """Write this worker's part of the state that the next update depends on.
+    def state_files(self) -> StateFiles:
+        """Return this worker's part of the state that the next update depends on, by file.
 
-        It waits for no other worker, so a call that failed can be repeated.
+        It waits for no other worker.
         """
         everyone = self._roles.everyone
+        files = worker_state(everyone, self._skipped)
         if self._trained_policy:
-            self._policy.save(directory / f"policy_{everyone.rank}.pt")
+            files[f"policy_{everyone.rank}.pt"] = self._policy.state()
         if self._critic:
-            self._critic.save(directory / f"critic_{everyone.rank}.pt")
-        save_worker_state(directory, everyone, self._skipped)
+            files[f"critic_{everyone.rank}.pt"] = self._critic.state()
+        return files
 
     def restore(self, directory: Path) -> None:
-        """Restore what `save` wrote, on any number of workers at any ZeRO stage."""
+        """Restore the files of `state_files`, on any number of workers at any ZeRO stage."""
         load_worker_state(directory, self._roles.everyone, self._skipped)
         if self._trained_policy:
             self._policy.load(sorted(directory.glob("policy_*.pt")))
         if self._critic:
             self._critic.load(sorted(directory.glob("critic_*.pt")))
 
-    def save_policy(self, folder: Path, tokenizer: Any) -> None:
-        """Save the policy as a Hugging Face folder; rank 0 writes, all workers call it."""
-        network = self._policy.module.model
-        save_folder(self._policy, network, folder, tokenizer=tokenizer, workers=self._workers)
+    def policy_export(self, tokenizer: Any) -> Export:
+        """Return the export of the policy as a Hugging Face folder."""
+        return model_export(self._policy, self._policy.module.model, tokenizer)
 
-    def save_critic(self, folder: Path, tokenizer: Any) -> None:
-        """Save the critic as a folder for `model.critic`; rank 0 writes, all workers call it."""
+    def critic_export(self, tokenizer: Any) -> Export:
+        """Return the export of the critic as a folder for `model.critic`."""
         assert self._critic is not None, "the config asks for it only where there is one"
-        save_critic(self._critic, folder, tokenizer=tokenizer, workers=self._workers)
+        return critic_export(self._critic, tokenizer)
 
-    def save_adapter(self, folder: Path) -> None:
-        """Save the policy's adapter as a peft folder; rank 0 writes, all workers call it."""
+    def adapter_export(self) -> Export:
+        """Return the export of the policy's adapter as a peft folder."""
         assert self._model.lora is not None
-        save_adapter(
-            self._policy,
-            self._policy.module.model,
-            folder,
-            section=self._model.lora,
-            base=self._model.policy,
-            workers=self._workers,
-        )
+        network, base = self._policy.module.model, self._model.policy
+        return adapter_export(self._policy, network, section=self._model.lora, base=base)
 
     @torch.no_grad()
     def _policy_log_probs(self, experience: Experience) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from raypo.collectives import Workers
 from raypo.config import ConfigError
-from raypo.learner.state import write_tensors
 from raypo.models.checkpoint import stored_tensors
 
 
@@ -150,13 +149,14 @@ def _whole_moment(zero: Any, group: int, parameter: Tensor, dtype: torch.dtype) 
     return Moment(0, parameter.numel(), offset, (total,), dtype)
 
 
-def save_fragments(
-    path: Path, held: Sequence[Fragment], optimizer: torch.optim.Optimizer, workers: Workers
-) -> None:
-    """Write this worker's fragments. A fragment that all workers hold is written by one of them.
+def saved_fragments(
+    held: Sequence[Fragment], optimizer: torch.optim.Optimizer, workers: Workers
+) -> dict[str, Any]:
+    """Return views of the fragments that this worker saves, without a copy.
+
+    A fragment that all workers hold is saved by one of them.
 
     Args:
-        path: File to write.
         held: The fragments of this worker.
         optimizer: Optimizer that holds the moments of the fragments.
         workers: The workers that train the model.
@@ -175,13 +175,13 @@ def save_fragments(
             },
             "step": optimizer.state.get(fragment.owner, {}).get("step"),
         }
-    write_tensors(path, saved)
+    return saved
 
 
 def load_fragments(
     paths: Sequence[Path], held: Sequence[Fragment], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Load this worker's fragments and their moments from the files of `save_fragments`.
+    """Load this worker's fragments and their moments from files of `saved_fragments`.
 
     Args:
         paths: The files of all workers that saved.

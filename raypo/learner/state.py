@@ -8,6 +8,11 @@ from typing import Any
 import torch
 
 from raypo.collectives import Workers
+from raypo.storage.checkpoints import DigestedFile
+
+StateFiles = dict[str, dict[str, Any]]
+"""Content of a worker's files in a checkpoint, by file name: nested dictionaries of tensors and
+plain values, for `write_tensors`. The tensors are those that training goes on to change."""
 
 
 class NonFiniteUpdateError(RuntimeError):
@@ -42,8 +47,11 @@ class SkippedUpdates:
             )
 
 
-def write_tensors(path: Path, content: dict[str, Any]) -> None:
+def write_tensors(path: Path, content: dict[str, Any]) -> list[Any]:
     """Write tensors and plain values to a file for `torch.load`.
+
+    Returns:
+        The file's entry in the checkpoint's manifest (`raypo.storage.checkpoints`).
 
     Raises:
         OSError: writing failed, for example because the disk is full.
@@ -53,7 +61,9 @@ def write_tensors(path: Path, content: dict[str, Any]) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         with path.open("wb") as file:
-            torch.save(content, file)
+            digested: Any = DigestedFile(file)
+            torch.save(content, digested)
+        return digested.entry
     except RuntimeError as error:
         # While torch.save (2.11) handles a write error, it raises another error, which only says
         # that the file does not have the expected length.
@@ -62,14 +72,14 @@ def write_tensors(path: Path, content: dict[str, Any]) -> None:
         torch.serialization.set_crc32_options(True)
 
 
-def save_worker_state(directory: Path, workers: Workers, skipped: SkippedUpdates) -> None:
-    """Save this worker's random state and counters into a checkpoint."""
+def worker_state(workers: Workers, skipped: SkippedUpdates) -> StateFiles:
+    """Return the file of this worker's random state and counters."""
     state = {"torch": torch.get_rng_state(), "skipped_in_a_row": skipped.in_a_row}
-    write_tensors(directory / f"learner_{workers.rank}.pt", state)
+    return {f"learner_{workers.rank}.pt": state}
 
 
 def load_worker_state(directory: Path, workers: Workers, skipped: SkippedUpdates) -> None:
-    """Restore what `save_worker_state` wrote.
+    """Restore the state that `worker_state` returned.
 
     If there are more workers than saved states, the additional workers get the states of the first
     ones. After the start, no recipe of raypo draws from torch's random state, so this affects only

@@ -12,9 +12,9 @@ from torch import Tensor
 from raypo.collectives import Workers, as_tensor
 from raypo.config import ExamplesLearnerSection, LoraSection
 from raypo.data.batching import batches_by_tokens, equally_many
-from raypo.learner.export import save_adapter, save_folder
+from raypo.learner.export import Export, adapter_export, model_export
 from raypo.learner.learning_rate import learning_rate
-from raypo.learner.state import SkippedUpdates, load_worker_state, save_worker_state
+from raypo.learner.state import SkippedUpdates, StateFiles, load_worker_state, worker_state
 from raypo.learner.tasks import Item, Sums, Task
 from raypo.learner.trained_model import TrainedModel
 from raypo.metrics.reduce import WeightedMeans
@@ -146,34 +146,26 @@ class SupervisedLearner(Generic[Item]):
         """Move everything offloaded back to the device."""
         self._model.offload.reload()
 
-    def save(self, directory: Path) -> None:
-        """Write this worker's part of the state that the next update depends on.
+    def state_files(self) -> StateFiles:
+        """Return this worker's part of the state that the next update depends on, by file.
 
-        It waits for no other worker, so a call that failed can be repeated.
+        It waits for no other worker.
         """
-        self._model.save(directory / f"model_{self._workers.rank}.pt")
-        save_worker_state(directory, self._workers, self._skipped)
+        model = {f"model_{self._workers.rank}.pt": self._model.state()}
+        return model | worker_state(self._workers, self._skipped)
 
     def restore(self, directory: Path) -> None:
-        """Restore what `save` wrote, on any number of workers at any ZeRO stage."""
+        """Restore the files of `state_files`, on any number of workers at any ZeRO stage."""
         load_worker_state(directory, self._workers, self._skipped)
         self._model.load(sorted(directory.glob("model_*.pt")))
 
-    def save_model(self, folder: Path, tokenizer: Any) -> None:
-        """Save the model as a Hugging Face folder; rank 0 writes, all workers call it."""
-        network = self.task.network
-        save_folder(self._model, network, folder, tokenizer=tokenizer, workers=self._workers)
+    def model_export(self, tokenizer: Any) -> Export:
+        """Return the export of the model as a Hugging Face folder."""
+        return model_export(self._model, self.task.network, tokenizer)
 
-    def save_adapter(self, folder: Path, section: LoraSection, base: str) -> None:
-        """Save the model's adapter as a peft folder; rank 0 writes, all workers call it."""
-        save_adapter(
-            self._model,
-            self.task.network,
-            folder,
-            section=section,
-            base=base,
-            workers=self._workers,
-        )
+    def adapter_export(self, section: LoraSection, base: str) -> Export:
+        """Return the export of the model's adapter as a peft folder."""
+        return adapter_export(self._model, self.task.network, section=section, base=base)
 
     def _microbatches(self, items: Sequence[Item]) -> list[list[Item]]:
         return [[items[place] for place in places] for places in self._cut(items)]

@@ -25,7 +25,7 @@ from raypo.learner.optimizers import (
     set_learning_rate,
 )
 from raypo.learner.roles import DataParallel
-from raypo.learner.sharded_state import Fragment, fragments, load_fragments, save_fragments
+from raypo.learner.sharded_state import Fragment, fragments, load_fragments, saved_fragments
 from raypo.learner.team_order import compare_within
 from raypo.models.checkpoint import first_line
 from raypo.models.embedding import avoid_racy_counts
@@ -213,12 +213,15 @@ class TrainedModel:
             if message:
                 raise RuntimeError(f"learner worker {rank} could not gather weights: {message}")
 
-    def save(self, path: Path) -> None:
-        """Write this worker's fragments of the trained weights and the optimizer's moments."""
-        save_fragments(path, self._fragments(), self._optimizer, self._workers)
+    def state(self) -> dict[str, Any]:
+        """Return views of this worker's part of the trained weights and the optimizer's moments.
+
+        It waits for no other worker.
+        """
+        return saved_fragments(self._fragments(), self._optimizer, self._workers)
 
     def load(self, paths: Sequence[Path]) -> None:
-        """Restore weights and moments from the files of all workers that saved.
+        """Restore weights and moments from the files of `state` of all workers that saved.
 
         The number of those workers and their ZeRO stage do not matter.
 

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -75,20 +74,16 @@ class ModelFolder:
             left_out |= _make_saveable(generation_config, what)
         return cls(config, generation_config, dict(_others(path)), left_out)
 
-    @contextmanager
-    def of_network(self, network: Any) -> Iterator[None]:
-        """Give a network these configs while it is saved."""
-        saved: dict[str, Any] = {"config": self.config}
+    def for_saving(self, network: Any) -> Any:
+        """Return a shallow copy of a network that has these configs.
+
+        The network itself keeps its own: it may be in a forward pass while a thread saves it.
+        """
+        network = copy.copy(network)
+        network.config = self.config
         if self.generation_config is not None:
-            saved["generation_config"] = self.generation_config
-        own = {name: getattr(network, name) for name in saved}
-        try:
-            for name, value in saved.items():
-                setattr(network, name, value)
-            yield
-        finally:
-            for name, value in own.items():
-                setattr(network, name, value)
+            network.generation_config = self.generation_config
+        return network
 
     def write_others(self, folder: Path) -> None:
         """Write the files that are neither configs nor weights."""

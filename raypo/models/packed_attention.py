@@ -19,8 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from raypo.models.chunk_sizes import FLEX_BLOCK as BLOCK
 from raypo.models.compiled import compiled
-from raypo.models.packing import Layout, Packed, pack
+from raypo.models.packing import Layout, Packed, in_whole_blocks, pack
 from raypo.models.shared_prompts import SharedPrompts
 from raypo.models.shares import whole_as_it_computes
 from raypo.types import to_device
@@ -42,8 +43,6 @@ MAX_GAP = {torch.float32: EXACT, torch.bfloat16: 0.1}
 bfloat16 that of all states together. Rounding causes about 1e-6 in float32 and 0.01 in bfloat16. A
 wrong attention causes 0.3 or more. A recurrent state that leaks from row to row may cause only
 0.01, so every model is also tried in float32."""
-BLOCK = 128
-"""Block size of flex attention, in tokens."""
 KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 """Options of flex attention. For few tokens torch would choose a decoding kernel. If several heads
 share keys and values, its blocks do not match blocks of size `BLOCK` (pytorch/pytorch#185349)."""
@@ -210,6 +209,7 @@ def hidden_states(backbone: Any, packed: Packed) -> Tensor:
 
 
 def _packed_states(backbone: Any, packed: Packed) -> Tensor:
+    packed = _for_attention(packed)
     hidden = backbone(**packed_inputs(packed)).last_hidden_state[0]  # [N, H]
     return _at(hidden, packed.states)
 
@@ -226,6 +226,7 @@ def state_size(backbone: Any) -> int:
 def own_logits(model: Any, packed: Packed) -> Tensor:
     """Return the logits [M, V] at `packed.states` from a causal language model's own forward."""
     if reads_packed(model):
+        packed = _for_attention(packed)
         kept, places = packed.states, None
         # The model selects states by plain indexing, whose backward pass on CPU is deterministic
         # only for unique indices (see `_at`).
@@ -234,6 +235,11 @@ def own_logits(model: Any, packed: Packed) -> Tensor:
         logits = model(**packed_inputs(packed), logits_to_keep=kept).logits[0]
         return logits if places is None else _at(logits, places)
     return _by_rows(lambda ids: model(input_ids=ids, use_cache=False).logits, packed)
+
+
+def _for_attention(packed: Packed) -> Packed:
+    """Return packed rows as the attention of their device reads them fastest."""
+    return in_whole_blocks(packed) if packed.layout.device.type == "cuda" else packed
 
 
 def packed_inputs(packed: Packed) -> dict[str, Any]:

@@ -10,7 +10,7 @@ B rows, T response tokens, N packed tokens, M requested hidden states.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypo.models.chunk_sizes import SHARED_SCORES, repeated_scores
+from raypo.models.chunk_sizes import FLEX_BLOCK, MAX_PADDING, SHARED_SCORES, repeated_scores
 from raypo.types import to_device
 
 
@@ -215,6 +215,48 @@ def pack(
         places=to_device(torch.from_numpy(places), device),
         shape=(len(answers), width),
         response_ids=_ids(responses, device),
+    )
+
+
+def in_whole_blocks(packed: Packed, block: int = FLEX_BLOCK) -> Packed:
+    """Pad prompts and responses to whole blocks of attention, if that adds few tokens.
+
+    Fewer blocks are then masked in part, and no block belongs to two responses. No other token
+    attends to the padding, and no result depends on it. If more than `MAX_PADDING` would be added,
+    the rows stay as they are.
+
+    Args:
+        packed: Packed rows for a model that reads them.
+        block: Number of tokens of a block.
+    """
+    groups = packed.layout.groups
+    parts = [length for group in groups for length in (group.prompt, *group.responses)]
+    lengths = np.array(parts, np.int64)
+    padded = -(-lengths // block) * block
+    if padded.sum() > (1 + MAX_PADDING) * lengths.sum():
+        return packed
+    shifts = (padded - lengths).cumsum() - (padded - lengths)
+    moved = np.arange(lengths.sum()) + np.repeat(shifts, lengths)
+    made: list[Group] = []
+    end = 0
+    for group in groups:
+        own, padded = np.split(padded, [1 + len(group.responses)])
+        # The responses must not attend to the padding of the prompt, so it is one of them.
+        responses = (int(own[0]) - group.prompt, *own[1:].tolist())
+        made.append(Group(end, group.prompt, tuple(filter(None, responses))))
+        end += int(own.sum())
+    there = to_device(torch.from_numpy(moved), packed.layout.device)
+
+    def spread(ids: Tensor) -> Tensor:
+        # Padding gets position 0, because later ones may be beyond the model's context.
+        return ids.new_zeros(1, end).scatter(1, there[None], ids)
+
+    return replace(
+        packed,
+        input_ids=spread(packed.input_ids),
+        position_ids=spread(packed.position_ids),
+        layout=Layout(tuple(made), packed.layout.device),
+        states=there[packed.states],
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypo.models.chunk_sizes import CHUNK_ELEMENTS, SCRATCH_ELEMENTS
+from raypo.models.chunk_sizes import SCRATCH_ELEMENTS, chunk_rows
 from raypo.models.compiled import compiled
 from raypo.models.linear import product_for
 from raypo.models.packed_attention import hidden_states, own_logits
@@ -140,11 +140,6 @@ def _in_place_of_head(
         del head.forward
 
 
-def chunk_rows(weight: Tensor) -> int:
-    """Return the number of tokens in a chunk, for a head with a weight of [V, H]."""
-    return max(1, CHUNK_ELEMENTS[weight.device.type] // len(weight))
-
-
 def _has_bare_head(model: Any) -> bool:
     """Return True if the logits are the output of a linear head without an adapter."""
     return has_plain_head(model) and not any(model.get_output_embeddings().children())
@@ -234,7 +229,7 @@ class _HeadLogProbs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        rows = chunk_rows(weight)
+        rows = chunk_rows(len(weight), weight.device.type)
         made = [
             _statistics(_logits(head, chunk, weight, bias), ids, temperature, with_entropy)
             for chunk, ids in zip(states.split(rows), token_ids.split(rows), strict=True)
@@ -253,7 +248,9 @@ class _HeadLogProbs(torch.autograd.Function):
             _gradient_of_logits(logits, *known, temperature=ctx.temperature, out=logits)  # type: ignore[arg-type]
             return logits
 
-        return *_head_gradients(ctx, states, weight, bias, gradient), None, None, None, None
+        rows = chunk_rows(len(weight), weight.device.type)
+        gradients = _head_gradients(ctx, states, weight, bias, gradient, rows)
+        return *gradients, None, None, None, None
 
 
 class _OverLogits(torch.autograd.Function):
@@ -269,7 +266,8 @@ class _OverLogits(torch.autograd.Function):
         of_chunk: Callable[..., tuple[Tensor, ...]],
         *known: Tensor,  # [M, ...] each
     ) -> tuple[Tensor, ...]:
-        rows = chunk_rows(weight)  # ZeRO-3 has gathered the weight
+        # ZeRO-3 has gathered the weight.
+        rows = chunk_rows(len(weight), weight.device.type, is_fused=False)
         made = [
             of_chunk(_logits(head, chunk, weight, bias), *some)
             for chunk, *some in zip(*(each.split(rows) for each in (states, *known)), strict=True)
@@ -287,7 +285,8 @@ class _OverLogits(torch.autograd.Function):
                 told = ctx.of_chunk(logits.requires_grad_(), *(each[rows] for each in known))
                 return torch.autograd.grad(told, logits, [grad[rows] for grad in grads])[0]
 
-        gradients = _head_gradients(ctx, states, weight, bias, gradient)
+        rows = chunk_rows(len(weight), weight.device.type, is_fused=False)
+        gradients = _head_gradients(ctx, states, weight, bias, gradient, rows)
         return *gradients, None, None, *(None for _ in known)
 
 
@@ -297,30 +296,40 @@ def _head_gradients(
     weight: Tensor,  # [V, H]
     bias: Tensor | None,  # [V]
     gradient: Callable[[Tensor, slice], Tensor],
+    size: int,
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of states, weight and bias, chunk by chunk.
 
     Args:
         gradient: Function `(logits [n, V], rows)` that returns the gradient of these logits. It may
             overwrite them.
+        size: Number of rows in a chunk.
     """
     of_states, of_weight, of_bias = ctx.needs_input_grad[:3]
     grad_states = torch.empty_like(states) if of_states else None
     exact = torch.promote_types(weight.dtype, torch.float32)
     grad_weight = weight.new_zeros(weight.shape, dtype=exact) if of_weight else None
     grad_bias = weight.new_zeros(len(weight), dtype=exact) if of_bias else None
-    size = chunk_rows(weight)
     for first in range(0, len(states), size):
         rows = slice(first, first + size)
         grad = gradient(_logits(ctx.head, states[rows], weight, bias), rows)
         if grad_states is not None:
             grad_states[rows] = product_for(ctx.head)(grad, weight.t())
         if grad_weight is not None:
-            grad_weight += product_for(ctx.head)(grad.t(), states[rows].t())
+            _add_product(grad_weight, grad.t(), states[rows], ctx.head)
         if grad_bias is not None:
             grad_bias += grad.sum(0, dtype=exact)
     cast = (None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias))
     return grad_states, *cast
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, head: Any) -> None:
+    """Add left [V, n] @ right [n, H] to `total` [V, H] in place; factors may be rounded."""
+    if total.device.type != "cpu" and left.dtype in (torch.bfloat16, torch.float16):
+        # One kernel, without a product in bfloat16 between. torch lacks it on CPUs.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += product_for(head)(left, right.t())
 
 
 def _logits(head: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -469,6 +478,9 @@ def _chunks(logits: Tensor) -> list[slice]:
     Eager functions copy a slice to float32, so their slices are small. Compiled functions make no
     copies.
     """
-    elements = (CHUNK_ELEMENTS if _is_compiled(logits) else SCRATCH_ELEMENTS)[logits.device.type]
-    rows = max(1, elements // logits.shape[-1])
+    vocabulary, device = logits.shape[-1], logits.device.type
+    if _is_compiled(logits):
+        rows = chunk_rows(vocabulary, device)
+    else:
+        rows = max(1, SCRATCH_ELEMENTS[device] // vocabulary)
     return [slice(first, first + rows) for first in range(0, len(logits), rows)]

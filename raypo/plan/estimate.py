@@ -13,6 +13,7 @@ from raypo.config import (
     EngineSection,
     ExamplesConfig,
     FrozenSection,
+    LearnerSection,
     LoraSection,
     OnlineConfig,
     PolicyExamplesConfig,
@@ -146,14 +147,15 @@ def _learner(
         trained, largest = _trained(config, each)
         frozen = each.weights if config.model.lora else 0
         is_muon = config.learner.optimizer == "muon"
+        matrices = each.shape.layers * each.shape.layer_weights if is_muon else 0
         held, added, host = memory.trained(
-            trained,
-            largest,
-            sharding,
-            itemsize=itemsize,
-            frozen=frozen,
-            matrices=each.shape.layers * each.shape.layer_weights if is_muon else 0,
+            trained, largest, sharding, itemsize=itemsize, frozen=frozen, matrices=matrices
         )
+        is_exported = each.name == "policy" or (
+            isinstance(config.learner, LearnerSection) and config.learner.save_critic
+        )
+        exported = each.weights * itemsize if is_exported else 0
+        result.snapshot += memory.snapshot(trained, sharding, matrices=matrices, exported=exported)
         result.held |= {f"{each.name} {what}": size for what, size in held.items()}
         result.host |= {f"{each.name} {what}": size for what, size in host.items()}
         for what, size in added.items():

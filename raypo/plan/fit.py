@@ -25,6 +25,7 @@ from raypo.cluster.placement import (
 from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig
 from raypo.config.auto_values import (
     KV_CACHE_SIZE,
+    SNAPSHOT_SHARE,
     candidates,
     least_memory,
     sleep_is_open,
@@ -84,6 +85,9 @@ class DeviceLoad:
     needed: int
     available: int | None
     """Memory of the device in bytes. None means unknown."""
+    snapshot: int = 0
+    """Bytes of RAM for writing checkpoints beside the steps. Not in `needed`, because a run that
+    lacks them writes checkpoints within their step."""
 
     @property
     def is_gpu(self) -> bool:
@@ -168,7 +172,28 @@ class Plan:
             )
         if any(node.ram_bytes is None for node in self.nodes):
             notes.append("the nodes' RAM is not stated, so it is not checked")
-        return notes
+        return [*notes, *self._checkpoints()]
+
+    def _checkpoints(self) -> Iterator[str]:
+        """Yield a sentence that says if checkpoints are written beside the steps.
+
+        The first checkpoint decides it by the same rule (`run/run_checkpoints.py`).
+        """
+        if self.config.checkpoint.background != "auto":
+            return
+        frees = [
+            (max(0, load.available - load.needed), load)
+            for load in self.loads
+            if load.snapshot and load.available is not None
+        ]
+        short = [each for each in frees if each[1].snapshot > SNAPSHOT_SHARE * each[0]]
+        for free, load in (short or frees)[:1]:
+            where = "within their step" if short else "while the next steps run"
+            yield (
+                f"checkpoint.background (auto): checkpoints are written {where}: a copy of the "
+                f"state takes {load.snapshot / GB:.3g} GB of {free / GB:.3g} GB of free "
+                f"{load.name}, of which it may take {SNAPSHOT_SHARE:.0%}"
+            )
 
     @property
     def sharding(self) -> Sharding:
@@ -273,7 +298,8 @@ class Plan:
             needed, phase = _ram(here, in_turn[index], device, is_ahead)
             needed += stored if index in stores else 0
             node = self.nodes[index]
-            loads.append(DeviceLoad(f"{node.name} RAM", phase, needed, node.ram_bytes))
+            copied = sum(role.memory.snapshot for role in here)
+            loads.append(DeviceLoad(f"{node.name} RAM", phase, needed, node.ram_bytes, copied))
         return loads
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from raypo.learner.deepspeed_config import Sharding
 from raypo.models.chunk_sizes import (
-    CHUNK_ELEMENTS,
     SCRATCH_ELEMENTS,
     SHARED_SCORES,
+    chunk_rows,
     repeated_scores,
 )
 from raypo.models.model_shape import ModelShape
@@ -50,6 +50,8 @@ class Memory:
     """Memory that each phase adds at its peak, by phase."""
     host: Bytes = field(default_factory=dict)
     """Off-loaded parts in the node's RAM, if the process uses a GPU."""
+    snapshot: int = 0
+    """RAM of the copy from which checkpoints are written beside the steps."""
 
     @property
     def steady(self) -> int:
@@ -145,15 +147,17 @@ def logits(
         of_divergence: Whether the logits are used for a divergence from a teacher (distillation).
             The whole chunk is then processed in float32 in one piece, with autograd.
     """
-    elements = min(batch.tokens * shape.vocabulary, CHUNK_ELEMENTS[device])
+    rows = chunk_rows(shape.vocabulary, device, is_fused=not of_divergence)
+    elements = min(batch.tokens, rows) * shape.vocabulary
     if of_divergence:
         return elements * ((1 + learns) * itemsize + SCRATCH_COPIES * 4)
     scratch = min(elements, SCRATCH_ELEMENTS[device]) * SCRATCH_COPIES * 4
     if not learns:
         return elements * itemsize + scratch
     weight = shape.vocabulary * shape.hidden
-    # `itemsize * weight` is the gradient of one chunk before it is added to the float32 sum.
-    return elements * itemsize + 4 * weight + max(scratch, itemsize * weight)
+    # The gradient of one chunk before it is added to the float32 sum. GPUs add it without a copy.
+    product = 0 if device == "cuda" and itemsize < MASTER else itemsize * weight
+    return elements * itemsize + 4 * weight + max(scratch, product)
 
 
 def trained(
@@ -243,6 +247,18 @@ def vllm_activations(shape: ModelShape, tokens: int, *, itemsize: int, tensor_pa
     """
     mlp = (3 if shape.gated else 2) * shape.intermediate // tensor_parallel
     return tokens * (2 * shape.hidden + mlp) * itemsize
+
+
+def snapshot(parameters: int, sharding: Sharding, *, matrices: int = 0, exported: int = 0) -> int:
+    """Return the RAM of a copy of one model's checkpoint and export (`learner.host_copies`).
+
+    Args:
+        parameters: Number of trained weights, whose master weights and moments the workers share.
+        sharding: DeepSpeed's settings.
+        matrices: Number of trained weights that Muon updates.
+        exported: Bytes of the exported model, which the first worker copies.
+    """
+    return MASTER * -(-(3 * parameters - matrices) // sharding.workers) + exported
 
 
 def push_bytes(shape: ModelShape, *, itemsize: int) -> int:

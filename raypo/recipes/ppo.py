@@ -32,7 +32,7 @@ from raypo.rollout.sharding import shard, to_experience
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
 from raypo.run.policy_evaluation import Evaluation
-from raypo.run.ppo_learner import model_writers, start_learner
+from raypo.run.ppo_learner import exports_of, start_learner
 from raypo.run.records import Records
 from raypo.run.rollout_metrics import batch_metrics, rollout_rows
 from raypo.run.run import open_run
@@ -70,7 +70,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             run,
             records,
             roles.own,
-            model_writers(learner, config, roles, inputs.tokenizer),
+            exports_of(learner, config, roles, inputs.tokenizer),
             before_saving=partial(phases.enter, Phase.LEARN),
         )
         saved = checkpoints.restore(learner, rollouts)  # empty if there is no checkpoint

@@ -1,9 +1,11 @@
-"""Upload checkpoints and models to a URI while the next steps run.
+"""Write a checkpoint and the models, and move or upload them, beside the next steps.
 
-Concurrency. `Records.report` passes Ray Train a checkpoint and the function that `begin` returned.
-Ray Train calls this function in a thread of the worker. The main thread calls `wait` before it
-writes models or another checkpoint, so that at most one upload is running. It also calls `wait`
-before the run ends.
+Concurrency. `Checkpoints.save_when_due` takes a snapshot in the main thread, with all collectives.
+`Records.report` passes Ray Train the function that `begin` returned, and Ray Train calls it in a
+thread of the worker, or in the main thread if it reports synchronously. The function waits for no
+other worker. Ray Train lists a checkpoint once this function has returned on all workers, so every
+listed checkpoint is whole. The main thread calls `wait` before the next snapshot, so at most one
+checkpoint is being written. It also calls `wait` before the run ends.
 """
 
 from __future__ import annotations
@@ -12,63 +14,92 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray.train
 from ray.train import Checkpoint
 
-from raypo.ray_internals import checkpoint_folder, kept_runs
+from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
 from raypo.storage.folder import copy_to
 from raypo.storage.retries import retried
 from raypo.storage.run_files import RunFiles
 
 TOLD_AFTER_S = 30.0
-"""Interval, in seconds, between messages while the run waits for an upload."""
+"""Interval, in seconds, between messages while the run waits for a checkpoint."""
 RETRIED_WITHIN_S = 10.0
 """Seconds after which a failed upload has failed for good. Ray Train 2.60 retries some errors of
 S3 (SLOW_DOWN, for example) twice, the second time after 2.4 s at most."""
 
 
-class Uploads:
-    """Uploads of one worker, at most one at a time."""
+@dataclass(frozen=True)
+class Staged:
+    """A worker's part of a checkpoint, in a folder that Ray Train does not know yet."""
+
+    folder: Path
+    write: Callable[[], None] | None
+    """Function that writes the files from a snapshot, in any thread. None if they are written."""
+
+
+class CheckpointWriter:
+    """The checkpoints of one worker, of which at most one is being written or uploaded."""
 
     def __init__(self, files: RunFiles, tell: Callable[[str], None]) -> None:
         self._files, self._tell = files, tell
         self._step = 0
-        self._attempt: Future[None] | None = None  # of the last upload; a retry has its own
+        self._attempt: Future[None] | None = None  # of the last checkpoint; a retry has its own
 
-    def begin(self, step: int) -> Callable[[Checkpoint, str], Checkpoint]:
-        """Return a function that uploads the models, and then moves a step's checkpoint to the URI.
+    @property
+    def is_busy(self) -> bool:
+        """True while a checkpoint is being written or uploaded."""
+        return self._attempt is not None and not self._attempt.done()
 
-        Args:
-            step: Step of the checkpoint. The previous upload must have ended (`wait`).
+    def begin(self, step: int, staged: Staged) -> Callable[[Checkpoint, str], Checkpoint]:
+        """Return the function that writes a step's checkpoint and moves it to its final location.
+
+        At a URI it uploads the models, and then the checkpoint. The previous checkpoint must be
+        complete (`wait`).
         """
         self._step, self._attempt = step, (first := Future[None]())
+        is_written = staged.write is None
 
-        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        def complete(checkpoint: Checkpoint, name: str) -> Checkpoint:
             # Ray Train calls this function again to retry the upload.
+            nonlocal is_written
             self._attempt = attempt = Future[None]() if first.done() else first
             try:
+                if staged.write is not None and not is_written:
+                    staged.write()
+                    is_written = True
                 self._files.sync(models=True)
-                uploaded = self._upload(checkpoint, name)
+                move = _move_into_place if self._files.is_local else self._upload
+                final = move(checkpoint, name)
             except BaseException as error:
                 attempt.set_exception(error)
                 raise
+            # Ray Train would remove it later, when the run may have ended and its local files are
+            # gone.
+            shutil.rmtree(staged.folder, ignore_errors=True)
             attempt.set_result(None)
-            return uploaded
+            return final
 
-        return upload
+        return complete
+
+    def forget(self) -> None:
+        """Do not wait for the checkpoint that was begun last, because it was not reported."""
+        self._attempt = None
 
     def wait(self) -> None:
-        """Wait for the running upload, if there is one. Send messages if it takes long.
+        """Wait for the checkpoint that is being written, if any. Send messages if it takes long.
 
         Raises:
-            StorageError: the upload has failed, after several attempts.
+            StorageError: the checkpoint cannot be stored, after several attempts.
         """
         while (attempt := self._attempt) is not None:
             if not wait([attempt], timeout=TOLD_AFTER_S).done:
                 self._tell(
-                    f"waiting for the upload of the checkpoint of step {self._step} to "
+                    f"waiting until the checkpoint of step {self._step} is stored in "
                     f"{self._files.location}"
                 )
                 continue
@@ -83,6 +114,18 @@ class Uploads:
         retried(lambda: system.create_dir(target), f"creating {target}", tell=self._tell)
         for path in sorted(Path(checkpoint.path).iterdir()):
             copy_to(path, f"{target}/{path.name}", system, tell=self._tell)
-        # Ray Train would remove it later, when the run may have ended and its local files are gone.
-        shutil.rmtree(checkpoint.path, ignore_errors=True)
         return Checkpoint(path=target, filesystem=system)
+
+
+def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """Move a staged checkpoint into place by renaming its files. Ray Train would copy them.
+
+    Renaming works because the files were staged on the run's own storage.
+    """
+    storage: Any = ray.train.get_context().get_storage()
+    check_shared(storage)
+    target = Path(checkpoint_folder(storage, name))
+    target.mkdir(parents=True, exist_ok=True)
+    for path in Path(checkpoint.path).iterdir():
+        shutil.move(path, target / path.name)
+    return Checkpoint(path=str(target), filesystem=kept_runs(storage)[0])

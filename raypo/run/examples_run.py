@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ from raypo.data.examples import LoadedExamples
 from raypo.data.mixing import few_rows_notes, mix_of
 from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
+from raypo.learner.export import Export
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item, Task
 from raypo.learner.trained_model import in_shares
@@ -269,12 +269,9 @@ def even_shares(sizes: Sequence[tuple[int, int]], num_shares: int) -> list[list[
 
 def trained_models(
     config: Any, learner: SupervisedLearner[Any], tokenizer: Any
-) -> dict[str, Callable[[Path], None]]:
-    """Return the functions that write the trained model and, with LoRA, the adapter by itself."""
-    model = config.model
-    writers: dict[str, Callable[[Path], None]] = {
-        learner.name: lambda folder: learner.save_model(folder, tokenizer)
-    }
+) -> dict[str, Export]:
+    """Return the exports of the trained model and, with LoRA, of the adapter by itself."""
+    exports, model = {learner.name: learner.model_export(tokenizer)}, config.model
     if model.lora:
-        writers["adapter"] = lambda folder: learner.save_adapter(folder, model.lora, model.policy)
-    return writers
+        exports["adapter"] = learner.adapter_export(model.lora, model.policy)
+    return exports

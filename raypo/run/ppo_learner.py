@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from raypo.config import PPOConfig
+from raypo.learner.export import Export
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.models.critic import critic_start
@@ -54,19 +53,19 @@ def start_learner(
     return learner
 
 
-def model_writers(
+def exports_of(
     learner: Learner, config: PPOConfig, roles: Roles, tokenizer: Any
-) -> dict[str, Callable[[Path], None]]:
-    """Return a function for each model that this worker trains, which writes it to a folder.
+) -> dict[str, Export]:
+    """Return an export for each model that this worker trains, by its folder's name.
 
     The models are the policy, its adapter if there is one, and the critic if `learner.save_critic`
     is set.
     """
-    writers: dict[str, Callable[[Path], None]] = {}
+    exports: dict[str, Export] = {}
     if roles.trains_policy:
-        writers["policy"] = lambda folder: learner.save_policy(folder, tokenizer)
+        exports["policy"] = learner.policy_export(tokenizer)
         if config.model.lora:
-            writers["adapter"] = learner.save_adapter
+            exports["adapter"] = learner.adapter_export()
     if roles.trains_critic and config.learner.save_critic:
-        writers["critic"] = lambda folder: learner.save_critic(folder, tokenizer)
-    return writers
+        exports["critic"] = learner.critic_export(tokenizer)
+    return exports

@@ -7,13 +7,11 @@ the metrics line makes a step complete, so all other files of the step must be w
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray.train
@@ -24,11 +22,10 @@ from raypo.config import CheckpointSection
 from raypo.custom.loader import load_function
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.metrics.clock import Clock, Span
-from raypo.ray_internals import check_shared, checkpoint_folder, kept_runs
 from raypo.run.callbacks import StepView, ask_callbacks, by_name
+from raypo.run.checkpoint_writer import CheckpointWriter, Staged
 from raypo.run.rollout_metrics import sample_row, speed_metrics
 from raypo.run.run import Run
-from raypo.run.uploads import Uploads
 from raypo.run.watched import (
     Watched,
     best_in_words,
@@ -64,8 +61,8 @@ class Records:
         """Metrics from before the first update; they are reported with the first step."""
         self.earlier_s = 0.0
         """Seconds that earlier attempts took, up to the checkpoint that was restored."""
-        self.uploads = Uploads(run.files, run.tell.message)
-        """Uploads to a URI. If the run's folder is local, nothing is uploaded."""
+        self.checkpoints = CheckpointWriter(run.files, run.tell.message)
+        """The checkpoint that is being written or uploaded, if there is one."""
         self._status: Status = "failed"  # until the run finishes
         self._interrupted = False
         self._step_started = 0.0
@@ -195,7 +192,7 @@ class Records:
         step: int,
         metrics: dict[str, float],
         clock: Clock,
-        checkpoint: Checkpoint | None,
+        staged: Staged | None,
         *,
         spans: Sequence[Span] = (),
         rates: Callable[[Mapping[str, float]], dict[str, float]] = lambda metrics: {},
@@ -207,7 +204,7 @@ class Records:
             step: The step that has ended.
             metrics: Metrics of the step.
             clock: Times of the step's parts.
-            checkpoint: Checkpoint of the step. None means that none was saved.
+            staged: Checkpoint of the step. None means that none is saved.
             spans: Time spans of background work.
             rates: Function that derives further metrics from the step's. Only rank 0 calls it.
             to_ray: True to report to Ray Train. Such a report blocks until Ray Train's controller
@@ -220,24 +217,8 @@ class Records:
         # The run may resume from a reported checkpoint, so the step's rollouts must be stored
         # first. The models are uploaded together with the checkpoint.
         run.files.sync(models=False)
-        is_local = run.files.is_local
-        # Ray Train reports in order, so a synchronous report would wait for the previous upload.
-        # Trials report synchronously nevertheless, so as not to run ahead of Tune's decisions.
-        is_sync = is_local or run.runtime.is_trial
-        if to_ray or checkpoint is not None:
-            ray.train.report(
-                report_for_ray(step, metrics | clock.laps, run.config.checkpoint),
-                checkpoint=checkpoint,
-                checkpoint_upload_mode=CheckpointUploadMode.SYNC
-                if is_sync
-                else CheckpointUploadMode.ASYNC,
-                checkpoint_upload_fn=_move_into_place
-                if is_local
-                else checkpoint and self.uploads.begin(step),
-                delete_local_checkpoint_after_upload=False,  # both functions do it
-            )
-        if checkpoint is not None and is_local:  # the files were moved; only empty folders are left
-            shutil.rmtree(checkpoint.path, ignore_errors=True)
+        if to_ray or staged is not None:
+            self._report_to_ray(step, metrics | clock.laps, staged)
         clock.lap("time/report_s")
         write_spans(run.files, run.workers.rank, step, clock.spans, spans)
         if run.workers.rank > 0:
@@ -250,11 +231,38 @@ class Records:
         run.files.sync(models=False)
         run.tell.step({"step": step, **metrics})
 
+    def _report_to_ray(
+        self, step: int, metrics: Mapping[str, float], staged: Staged | None
+    ) -> None:
+        run = self._run
+        is_beside = self.checkpoints.is_busy
+        complete, checkpoint = None, None
+        if staged is not None:
+            is_beside = staged.write is not None or not run.files.is_local
+            complete = self.checkpoints.begin(step, staged)
+            checkpoint = Checkpoint.from_directory(str(staged.folder))
+        # Ray Train reports in order, so a synchronous report would wait for the last checkpoint.
+        # Trials report synchronously nevertheless, so as not to run ahead of Tune's decisions.
+        is_sync = run.runtime.is_trial or not is_beside
+        try:
+            ray.train.report(
+                report_for_ray(step, metrics, run.config.checkpoint),
+                checkpoint=checkpoint,
+                checkpoint_upload_mode=CheckpointUploadMode.SYNC
+                if is_sync
+                else CheckpointUploadMode.ASYNC,
+                checkpoint_upload_fn=complete,
+                delete_local_checkpoint_after_upload=False,  # `complete` does it
+            )
+        except BaseException:
+            self.checkpoints.forget()
+            raise
+
     def finish(self) -> dict[str, Any]:
         """Write the summary, and return the run's status and last step."""
         run = self._run
         self._wait_for_samples()  # held-out samples may still be queued if no step followed
-        self.uploads.wait()
+        self.checkpoints.wait()
         is_done = self.last_step == run.config.num_steps or self.stopped
         status = "finished" if is_done else "interrupted"
         own: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}
@@ -282,6 +290,9 @@ class Records:
         return retried(files.metrics, "reading metrics.jsonl", tell=self._run.tell.message)
 
     def _close(self) -> None:
+        if self._status == "failed":  # an earlier step's checkpoint is whole nevertheless
+            with suppress(Exception):
+                self.checkpoints.wait()
         self._writer.shutdown(wait=False, cancel_futures=True)  # a write that runs finishes
         self._sinks.close(self._status)
 
@@ -314,18 +325,3 @@ def report_for_ray(
     """Return a step's metrics for Ray Train, with the score that ranks checkpoints."""
     score = score_of(metrics, best_by=section.best_by, best_mode=section.best_mode)
     return {"step": step, **metrics, **score}
-
-
-def _move_into_place(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Move a staged checkpoint into place by renaming its files. Ray Train would copy them.
-
-    Renaming works because the files were staged on the run's own storage.
-    """
-    storage: Any = ray.train.get_context().get_storage()
-    check_shared(storage)
-    target = Path(checkpoint_folder(storage, name))
-    for path in [path for path in Path(checkpoint.path).rglob("*") if path.is_file()]:
-        final = target / path.relative_to(checkpoint.path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(path, final)
-    return Checkpoint(path=str(target), filesystem=kept_runs(storage)[0])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,20 +13,26 @@ from typing import Any, Protocol
 
 import ray.train
 from ray.train import Checkpoint, CheckpointConsistencyMode
+from torch import Tensor
 
+from raypo.cluster.hardware import available_memory
 from raypo.collectives import Workers
+from raypo.config.auto_values import SNAPSHOT_SHARE
+from raypo.learner.export import Export, NamedWeights
+from raypo.learner.host_copies import HostCopies, tensors_in
+from raypo.learner.state import StateFiles, write_tensors
 from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.prompt_source import PromptSource
+from raypo.run.checkpoint_writer import Staged
 from raypo.run.records import Records
 from raypo.run.run import Run
 from raypo.storage.checkpoints import (
     BEST_STEP,
-    MANIFEST,
     STATE,
     damages,
-    digests,
     find_checkpoint,
     no_whole_checkpoint,
+    write_manifest,
 )
 from raypo.storage.folder import link_tree, parent_and_name
 from raypo.storage.retries import retried
@@ -34,9 +41,6 @@ from raypo.tracking.logs import log_to_file
 from raypo.types import Rollout
 
 _README = "README.txt"
-ModelWriters = Mapping[str, Callable[[Path], None]]
-"""Functions that write a model to a folder, by the folder's name in the run's folder. All workers
-that train the model call its function; rank 0 of these workers writes."""
 RolloutSource = PromptSource | AsyncRollouts
 """A source of rollouts whose position is a part of the state."""
 
@@ -44,12 +48,12 @@ RolloutSource = PromptSource | AsyncRollouts
 class Saveable(Protocol):
     """A learner that can be saved to a checkpoint and restored."""
 
-    def save(self, directory: Path) -> None:
-        """Write this worker's part of the state that the next update depends on."""
+    def state_files(self) -> StateFiles:
+        """Return this worker's part of the state that the next update depends on, by file."""
         ...
 
     def restore(self, directory: Path) -> None:
-        """Restore the state that `save` wrote."""
+        """Restore the files of `state_files`."""
         ...
 
 
@@ -61,12 +65,15 @@ class Checkpoints:
     records: Records
     model_workers: Workers
     """The workers that train the same models as this one."""
-    models: ModelWriters
-    """Functions that write the models that this worker trains."""
+    exports: Mapping[str, Export]
+    """The models that this worker trains, by the name of their folder in the run's folder."""
     before_saving: Callable[[], None] = lambda: None
     """Callback that moves the learner's whole state back to its devices."""
-    _models: set[str] = field(default_factory=set)
-    """Names of the model folders that were written into the run's folder."""
+    _copies: HostCopies = field(default_factory=HostCopies)
+    """The snapshot that is being written beside the next steps, if there is one."""
+    _is_beside: bool | None = None
+    """True if checkpoints are written beside the next steps, False if within their step. None
+    before the first one."""
 
     def restore(self, learner: Saveable, rollouts: RolloutSource | None = None) -> dict[str, Any]:
         """Restore the newest undamaged checkpoint of this run.
@@ -166,10 +173,11 @@ class Checkpoints:
         state: Mapping[str, Any],
         rollouts: RolloutSource | None = None,
         samples: Sequence[Rollout] = (),
-    ) -> Checkpoint | None:
+    ) -> Staged | None:
         """End the step. If a checkpoint is due (`Records.end_step`), save it and the models.
 
-        The best models so far are linked into `best/`.
+        The best models so far are linked into `best/`. If the nodes have enough RAM for a snapshot,
+        all of this is only begun here, and `Records.report` lets it run beside the next steps.
 
         Args:
             step: The step that has ended.
@@ -180,19 +188,20 @@ class Checkpoints:
             samples: This worker's samples of the step, for callbacks.
 
         Returns:
-            The checkpoint, or None if none is due.
+            The checkpoint for `Records.report`, or None if none is due.
         """
         run, records = self.run, self.records
         if not records.end_step(step, metrics, samples):
             return None
-        records.uploads.wait()
+        records.checkpoints.wait()
         self.before_saving()
         directory = run.files.new_stage()
-        retried(
-            lambda: learner.save(directory),
-            f"writing the checkpoint of step {step}",
-            tell=run.tell.message,
-        )
+        content = learner.state_files()
+        if self._is_beside is None:
+            self._is_beside = self._fits_beside(content)
+        if self._is_beside:
+            self._copies.restart()
+            content = self._copies.of(content)
         position = {}
         if rollouts is not None:
             rollouts.save(directory, run.workers)
@@ -212,24 +221,84 @@ class Checkpoints:
                 f"model:\nthe trained model is a Hugging Face folder in {run.files.location}\n"
                 "(policy/ or reward_model/; best/ has that of the best step).\n"
             )
-        self._write_manifest(directory)
-        for name, write in self.models.items():
-            self._replace_folder(run.files.folder / name, write, self.model_workers)
-        if records.best is not None and records.best.best_step == step:
-            self._link_best()
-        return Checkpoint.from_directory(str(directory))
+        best = records.best_step if records.best and records.best.best_step == step else None
+        weights = {name: export.weights() for name, export in self.exports.items()}
+        if not self._is_beside:
+            self._write(step, directory, content, weights)
+            # Workers may write different models (policy and critic). The gather also waits for
+            # them.
+            if best is not None:
+                models = set[str]().union(*run.workers.gather(set(self.exports)))
+                self._link_best(models, best)
+            return Staged(directory, None)
+        copies = {name: self._copied(named) for name, named in weights.items()}
 
-    def _write_manifest(self, directory: Path) -> None:
-        """Write the digests of all files. All workers call this; each digests its own files."""
-        workers = self.run.workers
-        # A file's name ends with the rank of the worker that wrote it. Rank 0 wrote the rest.
-        own = {path.name for path in directory.glob(f"*_{workers.rank}.*")}
-        if workers.rank == 0:
-            own |= {STATE, _README}
-        shares = workers.gather(digests(directory, own))
-        if workers.rank == 0:
-            files = {name: each for share in shares for name, each in share.items()}
-            (directory / MANIFEST).write_text(json.dumps(files, indent=1))
+        def write() -> None:
+            of_models = {name: iter(named) for name, named in copies.items()}
+            self._write(step, directory, content, of_models)
+            if best is not None:
+                self._link_best(self.exports, best)
+
+        return Staged(directory, write)
+
+    def _fits_beside(self, content: StateFiles) -> bool:
+        """Return whether checkpoints are written beside the next steps. All workers call this."""
+        run = self.run
+        wanted = run.config.checkpoint.background
+        is_first = self.model_workers.rank == 0
+        size = sum(tensor.nbytes for tensor in tensors_in(content))
+        size += sum(export.num_bytes for export in self.exports.values()) if is_first else 0
+        everyone = run.workers.gather(
+            (os.uname().nodename, size, available_memory(), is_first and bool(self.exports))
+        )
+        # If policy and critic have workers of their own and both are exported, two workers write
+        # models, and `best/` needs the models of both. A trial waits for Tune after each step.
+        if run.runtime.is_trial or sum(writes for *_, writes in everyone) > 1:
+            return False
+        if wanted != "auto":
+            return wanted
+        for node in {node for node, *_ in everyone}:
+            needed = sum(size for at, size, *_ in everyone if at == node)
+            free = min(free for at, _, free, _ in everyone if at == node)
+            if needed > SNAPSHOT_SHARE * free:
+                run.tell.message(
+                    f"checkpoints are written within their step: a snapshot takes "
+                    f"{needed / 1e9:.3g} GB of {free / 1e9:.3g} GB of free RAM on {node}"
+                )
+                return False
+        return True
+
+    def _copied(self, weights: NamedWeights) -> list[tuple[str, Tensor]]:
+        """Copy a model's weights on rank 0. Other ranks only take part in gathering shards."""
+        copies = []
+        for name, tensor in weights:
+            if self.model_workers.rank == 0:
+                copies.append((name, self._copies.of(tensor)))
+        return copies
+
+    def _write(
+        self, step: int, directory: Path, content: StateFiles, weights: Mapping[str, NamedWeights]
+    ) -> None:
+        """Write the files of the checkpoint, and the models."""
+        run = self.run
+        digested: dict[str, list[Any]] = {}
+        for name, state in content.items():
+            digested[name] = retried(
+                lambda: write_tensors(directory / name, state),  # noqa: B023
+                f"writing the checkpoint of step {step}",
+                tell=run.tell.message,
+            )
+        write_manifest(directory, run.workers.rank, run.workers.count, digested)
+        for name, named in weights.items():
+            if self.model_workers.rank == 0:
+                export = self.exports[name]
+                self._replace_folder(
+                    run.files.folder / name,
+                    lambda folder: export.write(folder, named),  # noqa: B023
+                )
+            else:
+                for _ in named:  # takes part in gathering shards
+                    pass
 
     def _restore_records(self, state: Mapping[str, Any], *, is_own: bool) -> None:
         run, records = self.run, self.records
@@ -247,34 +316,28 @@ class Checkpoints:
             if step not in done:  # the run may have been killed before it wrote the line
                 run.files.append_metrics(step, state["metrics"])
 
-    def _link_best(self) -> None:
-        """Link the models that were just saved, the best so far, into `best/`."""
-        run, best = self.run, self.run.files.best_dir
-        # Workers may write different models (policy and critic). The gather also waits for them.
-        models = set[str]().union(*run.workers.gather(self._models))
+    def _link_best(self, models: Iterable[str], best: Mapping[str, Any]) -> None:
+        """Link the models that were just saved, the best so far, into `best/`. Rank 0 does it."""
+        files = self.run.files
 
         def write(folder: Path) -> None:
-            if run.workers.rank > 0:
-                return
-            for name in models - {best.name}:
-                link_tree(run.files.folder / name, folder / name)
-            (folder / BEST_STEP).write_text(json.dumps(self.records.best_step))
+            for name in models:
+                link_tree(files.folder / name, folder / name)
+            (folder / BEST_STEP).write_text(json.dumps(best))
 
-        self._replace_folder(best, write, run.workers)
+        if self.run.workers.rank == 0:
+            self._replace_folder(files.best_dir, write)
 
-    def _replace_folder(self, final: Path, write: Callable[[Path], None], workers: Workers) -> None:
+    def _replace_folder(self, final: Path, write: Callable[[Path], None]) -> None:
         """Replace a model's folder. A complete folder exists except between the renames."""
-        self._models.add(final.name)
         new, old = (final.with_name(f"{final.name}.{word}") for word in ("new", "old"))
-        if workers.rank == 0:
-            for left_over in (new, old):
-                shutil.rmtree(left_over, ignore_errors=True)
+        for left_over in (new, old):
+            shutil.rmtree(left_over, ignore_errors=True)
         write(new)
-        if workers.rank == 0:
-            if final.exists():
-                final.rename(old)
-            new.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
+        if final.exists():
+            final.rename(old)
+        new.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _workers(count: int) -> str:

@@ -6,12 +6,13 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
+from typing_extensions import Buffer
 
 from raypo.config import ConfigError
 from raypo.ray_internals import CHECKPOINTS, checkpoint_list
@@ -102,16 +103,64 @@ def score_of(
 
 
 MANIFEST = "manifest.json"
-"""File in a checkpoint with the size and the digest of each other file. Written last."""
+"""File in a checkpoint of an earlier version, which has one manifest for all workers."""
 
 
 class DamagedCheckpointError(ConfigError):
     """Raised if a run has no intact checkpoint to start from."""
 
 
-def digests(directory: Path, names: Iterable[str]) -> dict[str, list[Any]]:
-    """Return the size in bytes and the xxh3 digest of files of a checkpoint, by name."""
-    return {name: [(directory / name).stat().st_size, _digest(directory / name)] for name in names}
+class DigestedFile:
+    """Binary file that is digested as it is written, so that nobody has to read it again.
+
+    It has the methods that `torch.save` calls. What is written is never changed afterwards.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self._size = file, xxhash.xxh3_64(), 0
+
+    def write(self, data: Buffer) -> int:
+        """Write all bytes and add them to the digest."""
+        self._digest.update(data)
+        written = self._file.write(data)
+        self._size += written
+        return written
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self._file.flush()
+
+    @property
+    def entry(self) -> list[Any]:
+        """The file's entry in the manifest: the size in bytes and the xxh3 digest."""
+        return [self._size, self._digest.hexdigest()]
+
+
+def write_manifest(
+    directory: Path, rank: int, count: int, digested: Mapping[str, list[Any]]
+) -> None:
+    """Write the manifest of the files that a worker has written. Call it last.
+
+    Args:
+        directory: The worker's folder with its files of the checkpoint.
+        rank: Rank of the worker.
+        count: Number of workers.
+        digested: Entries of the files that were digested as they were written. All other files are
+            read.
+    """
+    manifest = directory / manifest_of(rank, count)
+    manifest.unlink(missing_ok=True)  # of an attempt that failed later
+    others = [path for path in directory.iterdir() if path.name not in digested]
+    files = {path.name: [path.stat().st_size, _digest(path)] for path in others}
+    manifest.write_text(json.dumps(files | dict(digested), indent=1))
+
+
+def manifest_of(rank: int, count: int) -> str:
+    """Return the name of a worker's manifest in a checkpoint of so many workers.
+
+    Each worker has its own, so that no worker waits for the others while it writes.
+    """
+    return f"manifest_{rank}_of_{count}.json"
 
 
 def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
@@ -123,12 +172,19 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
         count: Number of workers.
 
     Returns:
-        One message for each such file in this worker's part. Empty if all files are intact.
+        One message for each such file in this worker's part, or the one manifest that is damaged.
+        Empty if all files are intact.
     """
-    try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        return [f"{MANIFEST} is missing or truncated"]
+    manifest: dict[str, list[Any]] = {}
+    names = [MANIFEST if (directory / MANIFEST).exists() else "manifest_*.json"]
+    if there := next(directory.glob("manifest_*_of_*.json"), None):
+        writers = int(there.stem.rpartition("_")[2])
+        names = [manifest_of(writer, writers) for writer in range(writers)]
+    for name in names:
+        try:
+            manifest |= json.loads((directory / name).read_bytes())
+        except (OSError, ValueError):
+            return [f"{name} is missing or truncated"]
     found: list[str] = []
     for name in sorted(manifest)[rank::count]:
         size, digest = manifest[name]

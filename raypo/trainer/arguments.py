@@ -393,8 +393,7 @@ def with_models(config: AnyConfig, given: Mapping[str, tuple[Any, Any]]) -> AnyC
         temporary = folder / f"{TEMPORARY}{os.getpid()}-{key}"
         generation_config = getattr(model, "generation_config", None)
         saved = ModelFolder.of(model.name_or_path, model.config, generation_config, key=key)
-        with saved.of_network(model):
-            model.save_pretrained(temporary)
+        saved.for_saving(model).save_pretrained(temporary)
         follow_umask(temporary)
         saved.write_others(temporary)
         tokenizer.save_pretrained(temporary)

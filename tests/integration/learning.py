@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from raypo.collectives import Workers
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.learner.learner import Learner
+from raypo.learner.state import write_tensors
 from raypo.types import Experience
 
 B, P, T = 6, 5, 7  # responses, prompt tokens, response tokens
@@ -105,3 +107,9 @@ def held_bytes() -> int:
         if each.is_floating_point() and storage.device.type == "cpu" and storage.resizable():
             sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
+
+
+def save_state(learner: Any, directory: Path) -> None:
+    """Write a learner's files of a checkpoint."""
+    for name, content in learner.state_files().items():
+        write_tensors(directory / name, content)

@@ -98,7 +98,7 @@ def main() -> None:
         for bucket in stage(learner.named_weights(), bucket_bytes=task["bucket_bytes"]):
             sums |= {spec.name: spec.checksum for spec in bucket.specs}
     with peak(found, "export"):
-        learner.save_policy(Path(task["out"]) / "policy", _NoTokenizer())
+        learner.policy_export(_NoTokenizer()).save(Path(task["out"]) / "policy", learner._workers)
     results = workers.gather((found, sums, head))
     del learner
     _learns_from_examples(task["small_model"], workers)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from raypo.models import chunk_sizes
 from raypo.models import token_log_probs as module
 from raypo.models.token_log_probs import head_log_probs, token_log_probs
 
@@ -82,7 +83,7 @@ def test_a_head_in_chunks_has_the_same_gradients_also_from_another_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On GPUs autograd runs the backward pass in a thread of its own."""
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 5 * VOCABULARY})
+    monkeypatch.setattr(chunk_sizes, "CHUNK_ELEMENTS", {"cpu": 5 * VOCABULARY})
     dtype = torch.bfloat16
     torch.manual_seed(0)
     head = torch.nn.Linear(16, VOCABULARY, dtype=dtype)

@@ -11,12 +11,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from raypo.collectives import Workers
 from raypo.config import PolicyLoraSection
 from raypo.learner import export
 from raypo.learner.export import WHOLE
 from raypo.models.loading import load_causal_lm, load_tokenizer
 from tests.every_model import CAUSAL, CLASSIFIER, MULTIMODAL, NoTokenizer, build, check, train
-from tests.integration.learning import learner
+from tests.integration.learning import learner, save_state
 from tests.tiny import tiny_policy
 
 pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.filterwarnings("ignore")]
@@ -46,11 +47,11 @@ def test_a_tied_head_is_written_once_and_every_file_follows_the_umask(tmp_path: 
     model = str(tiny_policy(tmp_path / "base"))
     trained = learner(model, stage=0, lora=PolicyLoraSection(rank=2))
     tokenizer = load_tokenizer(model)
-    trained.save_policy(tmp_path / "policy", tokenizer)
-    trained.save_critic(tmp_path / "critic", tokenizer)
-    trained.save_adapter(tmp_path / "adapter")
+    trained.policy_export(tokenizer).save(tmp_path / "policy", Workers())
+    trained.critic_export(tokenizer).save(tmp_path / "critic", Workers())
+    trained.adapter_export().save(tmp_path / "adapter", Workers())
     (tmp_path / "state").mkdir()
-    trained.save(tmp_path / "state")
+    save_state(trained, tmp_path / "state")
     assert "lm_head.weight" not in load_file(tmp_path / "policy" / WHOLE)
     files = [
         path
@@ -70,7 +71,7 @@ def test_experts_larger_than_two_shards_are_exported(
     experts = built.model.layers[0].mlp.experts.gate_up_proj
     monkeypatch.setattr(export, "SHARD_BYTES", experts.nbytes // 3)
     trained = train(CAUSAL, tmp_path / "base")
-    trained.save_model(tmp_path / "out", NoTokenizer())
+    trained.model_export(NoTokenizer()).save(tmp_path / "out", Workers())
     places = json.loads((tmp_path / "out" / f"{WHOLE}.index.json").read_text())["weight_map"]
     assert len(set(places.values())) > 10
     for name, file in places.items():
@@ -86,7 +87,7 @@ def test_a_buffer_that_a_pass_changed_is_saved_and_restored(tmp_path: Path):
     trained, restored = (train(CAUSAL, tmp_path / "base") for _ in range(2))
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     trained.task.network.get_buffer(name).add_(1.0)
-    trained.save(tmp_path)
+    save_state(trained, tmp_path)
     own: Any = restored.task.network.get_buffer(name)
     assert not torch.equal(own, trained.task.network.get_buffer(name))
     restored.restore(tmp_path)

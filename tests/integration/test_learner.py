@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from raypo.collectives import Workers
 from raypo.learner.learner import minibatch_order
 from raypo.learner.state import NonFiniteUpdateError
 from raypo.models.critic import Critic, CriticStart
@@ -24,6 +25,7 @@ from tests.integration.learning import (
     experience,
     largest_difference,
     learner,
+    save_state,
     weights,
     with_targets,
 )
@@ -101,7 +103,7 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_p
     trained = learner(model, stage=stage)
     batch = with_targets(trained.with_log_probs_and_values(experience()))
     trained.update(batch, step=1)
-    trained.save(tmp_path)
+    save_state(trained, tmp_path)
     # Checksums take most of the time of a save, and torch.load does not read them.
     assert ZipFile(tmp_path / "policy_0.pt").testzip() is not None
     _, expected = trained.update(batch, step=2)
@@ -120,7 +122,7 @@ def test_restored_it_goes_on_with_a_learning_rate_of_its_own(
     trained = learner(model, stage=stage)
     batch = with_targets(trained.with_log_probs_and_values(experience()))
     trained.update(batch, step=1)
-    trained.save(tmp_path)
+    save_state(trained, tmp_path)
 
     resumed = learner(model, stage=stage, rate=0.0)
     resumed.restore(tmp_path)
@@ -137,7 +139,8 @@ def test_a_saved_critic_loads_back_with_its_values(model: str, tmp_path: Path):
     expected = trained.with_log_probs_and_values(experience()).values
     assert expected is not None
     assert expected.abs().max() > 0
-    trained.save_critic(tmp_path, AutoTokenizer.from_pretrained(model))
+    export = trained.critic_export(AutoTokenizer.from_pretrained(model))
+    export.save(tmp_path, Workers())
 
     critic, words = Critic.load(CriticStart(str(tmp_path)), dtype="float32")
     assert "value head included" in words
@@ -153,7 +156,7 @@ def test_it_goes_on_at_another_zero_stage_to_rounding(
     trained = learner(model, stage=before, dtype=dtype)
     batch = with_targets(trained.with_log_probs_and_values(experience()))
     trained.update(batch, step=1)
-    trained.save(tmp_path)
+    save_state(trained, tmp_path)
     resumed = learner(model, stage=after, dtype=dtype)
     started = weights(resumed)
     resumed.restore(tmp_path)

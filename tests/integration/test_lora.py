@@ -19,6 +19,7 @@ from tests.integration.learning import (
     experience,
     largest_difference,
     learner,
+    save_state,
     weights,
     with_targets,
 )
@@ -75,7 +76,7 @@ def test_every_stage_makes_the_same_step(model: str):
 @pytest.mark.parametrize("stage", STAGES)
 def test_saved_and_restored_it_goes_on_bit_for_bit(model: str, stage: int, tmp_path: Path):
     learning, _ = taught(model, stage=stage)
-    learning.save(tmp_path)
+    save_state(learning, tmp_path)
     batch = with_targets(learning.with_log_probs_and_values(experience()))
     _, expected = learning.update(batch, step=2)
 
@@ -136,5 +137,5 @@ def test_a_reward_model_learns_its_adapter_and_its_head(model: str, stage: int, 
     assert figures[2]["train/loss"] < figures[0]["train/loss"]
     pushed = weights(learning)  # type: ignore[arg-type]
     assert not torch.equal(pushed["score.weight"], head)
-    learning.save_adapter(tmp_path, lora, model)
+    learning.adapter_export(lora, model).save(tmp_path, Workers())
     assert (tmp_path / "adapter_model.safetensors").is_file()

@@ -22,6 +22,7 @@ from tests.integration.learning import (
     experience,
     largest_difference,
     learner,
+    save_state,
     weights,
     with_targets,
 )
@@ -127,7 +128,7 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(
     batch = with_targets(trained.with_log_probs_and_values(experience()))
     trained.update(batch, step=1)
     assert_plan_counts_the_moments(trained, model, stage, dtype)
-    trained.save(tmp_path)
+    save_state(trained, tmp_path)
     _, expected = trained.update(batch, step=2)
 
     resumed = learner(model, stage=stage, optimizer=MUON, dtype=dtype)

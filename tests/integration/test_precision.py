@@ -10,10 +10,11 @@ from transformers import AutoTokenizer
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
 from raypo.learner.learner import Learner
+from raypo.learner.state import write_tensors
 from raypo.learner.trained_model import TrainedModel
 from raypo.models.critic import Critic, CriticStart, save_value_head
 from raypo.models.heads import Float32Linear
-from tests.integration.learning import LR, STAGES, experience, learner, with_targets
+from tests.integration.learning import LR, STAGES, experience, learner, save_state, with_targets
 
 pytestmark = pytest.mark.usefixtures("group")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -96,7 +97,7 @@ def test_the_constants_of_adamw_stay_the_configs_where_a_checkpoint_has_others(
     numbers = torch.ones(8, 16)
     written.backward(written(numbers))
     written.step()
-    written.save(tmp_path / "state.pt")
+    write_tensors(tmp_path / "state.pt", written.state())
     moved = []
     for constants in ({"betas": (0.5, 0.6), "eps": 0.1}, {}):
         trained = trained_model(Sums(torch.float32), stage, "float32", **constants)
@@ -144,12 +145,13 @@ def test_a_value_head_is_float32_through_updates_checkpoints_and_folders(
     assert len(values[mask].unique()) > 0.9 * mask.sum()  # bfloat16 knows steps of 1 / 16
 
     (tmp_path / "checkpoint").mkdir()
-    trained.save(tmp_path / "checkpoint")
+    save_state(trained, tmp_path / "checkpoint")
     resumed = learner(model, stage=stage, dtype="bfloat16", critic=str(start))
     resumed.restore(tmp_path / "checkpoint")
     assert torch.equal(values_of(resumed), values)
 
-    trained.save_critic(tmp_path / "folder", AutoTokenizer.from_pretrained(model))
+    export = trained.critic_export(AutoTokenizer.from_pretrained(model))
+    export.save(tmp_path / "folder", Workers())
     loaded, _ = Critic.load(CriticStart(str(tmp_path / "folder")), dtype="bfloat16")
     assert loaded.value_head.weight.dtype == torch.float32
     assert isinstance(loaded.value_head, Float32Linear)

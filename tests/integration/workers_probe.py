@@ -28,12 +28,12 @@ from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
-from raypo.models import host_memory, token_log_probs
+from raypo.models import chunk_sizes, host_memory
 from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
 from raypo.rollout.sharding import shard, to_experience
 from raypo.types import Rollout
-from tests.integration.learning import held_bytes
+from tests.integration.learning import held_bytes, save_state
 from tests.integration.off_load import configure_as_on_a_gpu, held_bytes_of, off_and_back
 from tests.integration.recipe_learners import (
     KINDS,
@@ -192,9 +192,7 @@ def main() -> None:
     torch.set_num_threads(1)
     host_memory.HOST = "elsewhere"  # or nothing would be moved
     configure_as_on_a_gpu()
-    token_log_probs.CHUNK_ELEMENTS = {
-        "cpu": 400
-    }  # other numbers of chunks of logits on each worker
+    chunk_sizes.CHUNK_ELEMENTS = {"cpu": 400}  # other numbers of chunks of logits on each worker
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     workers = Workers.current()
@@ -217,7 +215,7 @@ def main() -> None:
             apart = f"_{task['critic_workers']}" if task["critic_workers"] else ""
             directory = Path(folder) / f"{dtype}_{stage}_{workers.count}{apart}"
             directory.mkdir(exist_ok=True)
-            learner.save(directory)
+            save_state(learner, directory)
             workers.barrier()
             (directory / "complete").touch()
             learner = new_learner(*case)

@@ -11,6 +11,7 @@ from raypo import SFTConfig, SFTTrainer
 from raypo.storage.checkpoints import checkpoint_state
 from tests.integration.pipeline import sft_values, write_examples
 from tests.integration.task import numbers, read_metrics
+from tests.slow.killed_saves import POINTS
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -52,13 +53,13 @@ def test_a_run_at_a_uri_skips_what_is_damaged_and_ends_with_the_same_numbers(
     assert sorted(whole) == [2, 3, 4]
     (weights,) = whole[4].glob("model_0.pt")
     weights.write_bytes(weights.read_bytes()[:-1000])
-    (whole[3] / "manifest.json").unlink()
+    (whole[3] / "manifest_0_of_1.json").unlink()
     capfd.readouterr()
 
     rows = train(far, "damaged")
     out = capfd.readouterr().out.replace("\n", "")
     assert "is damaged and skipped: model_0.pt has" in out
-    assert "is damaged and skipped: manifest.json is missing" in out
+    assert "is damaged and skipped: manifest_*.json is missing" in out
     assert "Resuming after step 2" in out
     assert numbers(rows) == numbers(plain)
     policy = "policy/model.safetensors"
@@ -76,3 +77,29 @@ def test_a_run_goes_on_with_other_workers_at_another_stage(
     losses, expected = ([row["train/loss"] for row in each] for each in (rows, plain))
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[:2] == expected[:2]
+
+
+def test_a_run_that_is_killed_anywhere_in_a_save_goes_on_from_the_last_whole_checkpoint(
+    values: dict[str, Any], plain: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
+):
+    """Each worker is killed at another point of the same save, which ends at last."""
+    checkpoint = {"every": 1, "best_by": "train/loss", "best_mode": "min", "background": True}
+    changes = {
+        "callbacks": ["tests.slow.killed_saves:watch"],
+        "max_failures": len(POINTS),
+        "checkpoint": checkpoint,
+    }
+    capfd.readouterr()
+    rows = train(values, "killed", **changes)
+    folder = folder_of(values, "killed")
+    assert (folder / "killed.txt").read_text().splitlines() == POINTS
+    out = capfd.readouterr().out.replace("\n", "")
+    assert out.count("Resuming after step 2") == len(POINTS)
+    assert "is damaged" not in out
+    assert numbers(rows) == numbers(plain)
+    policy = "policy/model.safetensors"
+    assert (folder / policy).read_bytes() == (folder_of(values, "plain") / policy).read_bytes()
+    best = min(plain, key=lambda row: row["train/loss"])["step"]
+    assert json.loads((folder / "best" / "best.json").read_text())["step"] == best
+    assert (folder / "best" / policy).is_file()
+    assert not list(folder.glob(".partial-checkpoint-*"))

@@ -9,7 +9,7 @@ import torch
 
 from raypo.config import DistillationSection
 from raypo.learner.distillation_task import DistillationTask
-from raypo.models import token_log_probs
+from raypo.models import chunk_sizes
 from raypo.ppo.divergences import divergences
 from raypo.types import Taught
 from tests.unit.learner.plain import VOCABULARY, tiny_llama
@@ -65,7 +65,7 @@ def test_neither_the_cut_nor_the_chunks_matter(monkeypatch):
     section, items = DistillationSection(), taught(4)
     whole, gradients = loss_and_gradients(section, [items])
     monkeypatch.setattr(
-        token_log_probs, "CHUNK_ELEMENTS", {"cpu": 2 * VOCABULARY}
+        chunk_sizes, "CHUNK_ELEMENTS", {"cpu": 2 * VOCABULARY}
     )  # two tokens a chunk
     for pieces in ([items], [items[:2], items[2:]], [[each] for each in items[::-1]]):
         total, others = loss_and_gradients(section, pieces)

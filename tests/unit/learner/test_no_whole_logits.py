@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raypo.config import DistillationSection
 from raypo.learner.distillation_task import DistillationTask
 from raypo.learner.tasks import response_batch
-from raypo.models import token_log_probs
+from raypo.models import chunk_sizes, token_log_probs
 from raypo.models.networks import Policy
 from raypo.types import Example, Taught
 
@@ -77,7 +77,7 @@ def of_divergences(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss", [of_log_probs, of_divergences])
 def test_the_largest_tensor_is_a_chunk_of_the_logits(model, monkeypatch, loss):
-    for name in ("CHUNK_ELEMENTS", "SCRATCH_ELEMENTS"):
-        monkeypatch.setattr(token_log_probs, name, {"cpu": CHUNK * VOCABULARY})
+    monkeypatch.setattr(chunk_sizes, "CHUNK_ELEMENTS", {"cpu": CHUNK * VOCABULARY})
+    monkeypatch.setattr(token_log_probs, "SCRATCH_ELEMENTS", {"cpu": CHUNK * VOCABULARY})
     assert largest(lambda: of_all_logits(model)) >= WHOLE, "it is seen where they exist"
     assert largest(lambda: loss(model)) <= WHOLE // 4

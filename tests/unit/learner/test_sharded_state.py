@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from raypo.collectives import Workers
-from raypo.learner.sharded_state import Fragment, load_fragments, save_fragments
+from raypo.learner.sharded_state import Fragment, load_fragments, saved_fragments
+from raypo.learner.state import write_tensors
 
 
 def test_a_flat_tensor_of_many_fragments_gets_each_moment_once(
@@ -20,7 +21,7 @@ def test_a_flat_tensor_of_many_fragments_gets_each_moment_once(
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     whole = [Fragment("a", 4, 0, 4, a), Fragment("b", 2, 0, 2, b)]
-    save_fragments(tmp_path / "0.pt", whole, optimizer, Workers())
+    write_tensors(tmp_path / "0.pt", saved_fragments(whole, optimizer, Workers()))
 
     flat = nn.Parameter(torch.zeros(6))  # a[1:4], then b, then padding
     parts = [Fragment("a", 4, 1, 3, flat), Fragment("b", 2, 0, 2, flat, offset=3)]

@@ -46,8 +46,7 @@ def test_a_generation_config_that_is_not_saved_is_mended_in_the_copy(
 
     model = load_causal_lm(str(folder), dtype="float32")
     assert model.raypo_folder.left_out == wrong
-    with model.raypo_folder.of_network(model):
-        model.save_pretrained(tmp_path / "out")
+    model.raypo_folder.for_saving(model).save_pretrained(tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == 2
     assert not wrong.items() & saved.items()
@@ -57,8 +56,7 @@ def test_settings_of_generation_in_config_json_do_not_end_an_export(folder: Path
     change(folder / "config.json", {"pad_token_id": -1})
     (folder / "generation_config.json").unlink()
     model = load_causal_lm(str(folder), dtype="float32")
-    with model.raypo_folder.of_network(model):
-        model.save_pretrained(tmp_path / "out")
+    model.raypo_folder.for_saving(model).save_pretrained(tmp_path / "out")
     assert model.raypo_folder.left_out == {"pad_token_id": -1}
 
 
@@ -81,8 +79,9 @@ def test_the_exports_dropout_is_the_bases(tmp_path: Path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
     model = load_causal_lm(str(tmp_path / "base"), dtype="float32")
     assert model.config.resid_pdrop == model.transformer.h[0].mlp.dropout.p == 0.0
-    with model.raypo_folder.of_network(model):
-        model.save_pretrained(tmp_path / "out")
+    saving = model.raypo_folder.for_saving(model)
+    assert model.config.resid_pdrop == 0.0, "a pass beside the saving reads it"
+    saving.save_pretrained(tmp_path / "out")
     saved = AutoConfig.from_pretrained(tmp_path / "out")
     assert (saved.resid_pdrop, saved.attn_pdrop) == (0.3, 0.1)
     assert model.config.resid_pdrop == 0.0

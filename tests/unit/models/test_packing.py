@@ -43,7 +43,7 @@ from raypo.models.packed_attention import (
     reads_packed,
     use_packed_attention,
 )
-from raypo.models.packing import Packed, pack, pack_padded
+from raypo.models.packing import Packed, in_whole_blocks, pack, pack_padded
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -222,10 +222,54 @@ def test_a_window_that_only_the_mask_knows_is_not_read_packed() -> None:
     assert not can_read_packed(model_of(with_window))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.usefixtures("of_cpu")
+@pytest.mark.parametrize("with_last", [False, True])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
-def test_flex_attention_says_the_same(config, monkeypatch) -> None:
+def test_padding_to_whole_blocks_changes_no_state_and_no_gradient(
+    config, with_last: bool, monkeypatch
+) -> None:
+    """On GPUs, where blocks have 128 tokens: here, blocks of 4 end in every part of these rows."""
+    model = model_of(config)
+    expected = separate_states(model, with_last=with_last)
+    expected_gradients = gradients(model, expected)
+    use_packed_attention(model)
+    packed = pack(*rows(), with_last=with_last)
+    assert in_whole_blocks(packed, 4) is packed, "too many tokens would be added"
+    monkeypatch.setattr(packing, "MAX_PADDING", 2.0)
+    padded = in_whole_blocks(packed, 4)
+    assert padded.input_ids.shape[1] > packed.input_ids.shape[1]
+    starts = padded.layout.segments_on_host[1].diff().nonzero().flatten() + 1
+    in_block = {group.first % 4 for group in padded.layout.groups}
+    assert in_block == {0}
+    of_responses = {place for place in starts.tolist() if place % 4 == 0}
+    assert len(of_responses) >= len(RESPONSES) - 3, "each response with tokens begins a block"
+
+    states = states_of(model, padded)
+
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+    scale = max(float(gradient.abs().max()) for gradient in expected_gradients)
+    for mine, theirs in zip(gradients(model, states), expected_gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_padding_halves_the_blocks_that_are_masked_in_part() -> None:
+    prompt, responses = np.arange(1, 257), [np.arange(1, 513)] * 8
+    packed = pack([prompt] * 8, responses)
+    padded = in_whole_blocks(packed)
+    assert padded.input_ids.shape[1] - packed.input_ids.shape[1] == 8
+    partial = [
+        int(((pairs > 0) & (pairs < packed_attention.BLOCK**2)).sum())
+        for pairs in (packed_attention.seen_pairs(each.layout, None) for each in (packed, padded))
+    ]
+    assert partial[1] <= 0.5 * partial[0]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("block", [1, 4])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_flex_attention_says_the_same(config, block: int, monkeypatch) -> None:
     """As it runs on GPUs, but not compiled."""
+    monkeypatch.setattr(packing, "MAX_PADDING", 2.0)
     model = model_of(config)
     model.requires_grad_(False)  # torch has no backward pass of it on CPU
     expected = separate_states(model, with_last=False)
@@ -241,7 +285,7 @@ def test_flex_attention_says_the_same(config, monkeypatch) -> None:
     monkeypatch.setattr(packed_attention, "packed_attention", by_flex)
     use_packed_attention(model)
 
-    states = states_of(model, pack(*rows()))
+    states = states_of(model, in_whole_blocks(pack(*rows()), block))
 
     torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
 

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from raypo.models import chunk_sizes
 from raypo.models import token_log_probs as module
+from raypo.models.chunk_sizes import CHUNK_ELEMENTS, chunk_rows
 from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack
 from raypo.models.token_log_probs import over_logits, response_log_probs, token_log_probs
@@ -99,8 +102,8 @@ def test_padding_is_finite_and_no_entropy_unless_asked(model) -> None:
 
 @pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 24])
 def test_gradient_equals_the_unpadded_computation(model, monkeypatch, chunk_elements: int) -> None:
-    for name in ("CHUNK_ELEMENTS", "SCRATCH_ELEMENTS"):
-        monkeypatch.setattr(module, name, {"cpu": chunk_elements})
+    monkeypatch.setattr(chunk_sizes, "CHUNK_ELEMENTS", {"cpu": chunk_elements})
+    monkeypatch.setattr(module, "SCRATCH_ELEMENTS", {"cpu": chunk_elements})
     weights = torch.linspace(-1.0, 2.0, 7)
     expected_log_probs, expected_entropy = naive(model)
     expected_loss = (weights * expected_log_probs).sum() + 0.3 * expected_entropy.sum()
@@ -183,7 +186,7 @@ def chosen(logits: Tensor, ids: Tensor) -> Tensor:
 
 def test_gradient_of_a_rounded_head_is_added_up_in_float32(model, monkeypatch) -> None:
     """Many chunks in bfloat16: a sum that was rounded at each of them would drift."""
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 32})  # a token a chunk
+    monkeypatch.setattr(chunk_sizes, "CHUNK_ELEMENTS", {"cpu": 32})  # a token a chunk
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     tokens = 400
     states = torch.randn(tokens, rounded.config.hidden_size, dtype=torch.bfloat16)
@@ -200,7 +203,7 @@ def test_gradient_of_a_rounded_head_is_added_up_in_float32(model, monkeypatch) -
 
 
 def test_over_logits_adds_up_the_gradient_of_a_rounded_head_in_float32(model, monkeypatch) -> None:
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", {"cpu": 32})  # a token a chunk
+    monkeypatch.setattr(chunk_sizes, "CHUNK_ELEMENTS", {"cpu": 32})  # a token a chunk
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     ids = torch.randint(0, 32, (400,))
     packed = pack([np.array([5])], [ids.numpy()])
@@ -263,3 +266,36 @@ def test_a_token_that_cannot_be_sampled_has_no_gradient_however_much_the_entropy
     (wanted,) = torch.autograd.grad(total, alone)
     torch.testing.assert_close(gradient[:, :2], wanted, atol=1e-3, rtol=0)
     assert gradient[0, 2] == 0.0
+
+
+def test_a_rounded_gradient_is_added_to_its_float32_sum_in_one_kernel_of_a_gpu() -> None:
+    """torch has the kernel on CUDA alone; a meta tensor goes the same way, and checks the types."""
+    seen: list[str] = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    total = torch.empty(9, 4, device="meta")
+    left, right = (torch.empty(5, n, device="meta", dtype=torch.bfloat16) for n in (9, 4))
+    with Sees():
+        module._add_product(total, left.t(), right, torch.nn.Linear(4, 9))
+    assert "aten.addmm.dtype_out" in seen
+    assert "aten.linear.default" not in seen
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "device", "rows"),
+    [
+        (151_936, "cuda", 2_048),
+        (32_000, "cuda", 4_096),
+        (500_000, "cuda", 2_048),
+        (151_936, "cpu", 110),
+    ],
+)
+def test_chunks_of_a_gpu_have_whole_tiles(vocabulary: int, device: str, rows: int) -> None:
+    assert chunk_rows(vocabulary, device) == rows
+    assert chunk_rows(vocabulary, device, is_fused=False) == max(
+        1, CHUNK_ELEMENTS[device] // vocabulary
+    )

@@ -66,7 +66,7 @@ def fullest(plan: Plan) -> float:
 
 def test_what_fits_side_by_side_stays_and_has_large_microbatches(values):
     made = plan(values, "2xGPU180G")
-    assert choice(made) == (False, 16384)
+    assert choice(made) == (False, 32768)
     assert fullest(made) <= SIDE_BY_SIDE
     sleep = next(each for each in made.decisions if each.startswith("rollout.engine.sleep"))
     assert "false, all models fit at the same time" in sleep
@@ -77,9 +77,11 @@ def test_what_fits_side_by_side_stays_and_has_large_microbatches(values):
 def test_less_memory_first_takes_tokens_and_then_turns(values):
     seen = [choice(plan(values, f"2xGPU{gb}G")) for gb in range(180, 20, -10)]
     order = [
+        (False, 32768),
         (False, 16384),
         (False, 8192),
         (False, 4096),
+        (True, 32768),
         (True, 16384),
         (True, 8192),
         (True, 4096),
@@ -96,7 +98,7 @@ def test_a_better_choice_would_fill_a_gpu_too_far(values):
         assert fullest(made) <= SIDE_BY_SIDE
         better = [(False, tokens * 2)] if not sleeps else [(False, 4096)]
         for sleep, count in better:
-            if count <= 16384:
+            if count <= 32768:
                 keys = {
                     "rollout__engine__sleep": sleep,
                     "learner__max_tokens_per_microbatch": count,

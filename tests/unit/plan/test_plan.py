@@ -287,6 +287,22 @@ def test_what_nobody_stated_is_not_checked_and_said(values: dict):
     assert any("RAM is not stated" in note for note in made.notes)
 
 
+def test_checkpoints_are_copied_where_the_nodes_have_the_memory(values: dict):
+    made = plan(values, "8xGPU80G,1024G")
+    (load,) = (load for load in made.loads if load.name.endswith("RAM"))
+    assert load.available is not None
+    weights = made.models.policy.parameters
+    exported = 2 * weights  # on the first worker; each is planned as if it were the first
+    assert load.snapshot >= 2 * 12 * weights + exported  # policy and critic
+    assert any("while the next steps run" in note for note in made.notes)
+    tight = int(load.needed + 1.9 * load.snapshot) // 10**9
+    made = plan(values, f"8xGPU80G,{tight}G")
+    assert made.fits
+    assert any("(auto): checkpoints are written within their step" in note for note in made.notes)
+    values["checkpoint"] = {"background": True}
+    assert not any("checkpoint" in note for note in plan(values, f"8xGPU80G,{tight}G").notes)
+
+
 def test_reward_models_lie_where_they_are_told_to(values: dict, tmp_path: Path):
     values["model"]["reward"] = [str(tmp_path / "1b"), str(tmp_path / "1b")]
     values["rollout"]["engine"] = {"sleep": False}

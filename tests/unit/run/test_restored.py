@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray.train
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import Checkpoint
@@ -15,12 +16,13 @@ from ray.train.v2._internal.execution.storage import StorageContext
 
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
-from raypo.run import run_checkpoints, uploads
+from raypo.learner.export import Export, NamedWeights
+from raypo.run import checkpoint_writer, run_checkpoints
+from raypo.run.checkpoint_writer import CheckpointWriter, Staged
 from raypo.run.records import Records
 from raypo.run.run import Run
 from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.setup import Runtime
-from raypo.run.uploads import Uploads
 from raypo.storage import retries
 from raypo.storage.checkpoints import DamagedCheckpointError
 from raypo.storage.retries import StorageError
@@ -47,11 +49,11 @@ class Counter:
     def __init__(self, rank: int) -> None:
         self.rank, self.value = rank, 0
 
-    def save(self, directory: Path) -> None:
-        (directory / f"learner_{self.rank}.pt").write_text(str(self.value))
+    def state_files(self) -> dict[str, dict[str, Any]]:
+        return {f"learner_{self.rank}.pt": {"value": torch.tensor(self.value)}}
 
     def restore(self, directory: Path) -> None:
-        self.value = int((directory / f"learner_{self.rank % 2}.pt").read_text())
+        self.value = int(torch.load(directory / f"learner_{self.rank % 2}.pt")["value"])
 
 
 def checkpoints_of(
@@ -78,9 +80,11 @@ def saved_by(workers: Workers, folder: Path) -> None:
         # In its own folder each, as with a URI, and in one, as on a shared disk.
         staged = checkpoints.save_when_due(step, {}, learner, state={"mine": step})
         assert staged is not None
+        assert staged.write is not None
+        staged.write()
         place = folder / "run" / f"checkpoint_{step}"
         place.mkdir(exist_ok=True)
-        for path in Path(staged.path).iterdir():
+        for path in staged.folder.iterdir():
             path.rename(place / path.name)
         if workers.rank == 0:
             checkpoints.run.files.append_metrics(step, {})
@@ -117,7 +121,7 @@ def damage(folder: Path, step: int, name: str) -> None:
         ([], 3),
         ([(3, "learner_1.pt")], 2),
         ([(3, "learner_1.pt"), (2, "learner_0.pt")], 1),
-        ([(3, "manifest.json"), (2, "run.json")], 1),
+        ([(3, "manifest_1_of_2.json"), (2, "run.json")], 1),
         ([(2, "run.json")], 3),
     ],
 )
@@ -213,11 +217,11 @@ def uploading(
     go_on: threading.Event,
     *,
     attempts: int = 1,
-) -> tuple[Uploads, threading.Thread, list[Checkpoint | BaseException], list[str]]:
+) -> tuple[CheckpointWriter, threading.Thread, list[Checkpoint | BaseException], list[str]]:
     """Upload of a checkpoint and a model in a thread, as Ray Train does it."""
     monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(uploads, "TOLD_AFTER_S", 0.05)
-    monkeypatch.setattr(uploads, "RETRIED_WITHIN_S", 0.5)
+    monkeypatch.setattr(checkpoint_writer, "TOLD_AFTER_S", 0.05)
+    monkeypatch.setattr(checkpoint_writer, "RETRIED_WITHIN_S", 0.5)
     system = PyFileSystem(FSSpecHandler(Slow(failures, go_on)))
     storage = StorageContext(str(folder / "far"), "run", storage_filesystem=system)
     context = SimpleNamespace(get_storage=lambda: storage)
@@ -229,8 +233,8 @@ def uploading(
     (files.folder / "policy" / "model.safetensors").write_text("weights")
     messages: list[str] = []
     ended: list[Checkpoint | BaseException] = []
-    uploads_here = Uploads(files, messages.append)
-    upload = uploads_here.begin(3)
+    writer = CheckpointWriter(files, messages.append)
+    upload = writer.begin(3, Staged(staged, None))
 
     def work() -> None:
         for _ in range(attempts):
@@ -241,7 +245,7 @@ def uploading(
 
     thread = threading.Thread(target=work)
     thread.start()
-    return uploads_here, thread, ended, messages
+    return writer, thread, ended, messages
 
 
 def test_a_run_waits_for_a_slow_upload_that_fails_three_times_and_says_so(
@@ -258,7 +262,7 @@ def test_a_run_waits_for_a_slow_upload_that_fails_three_times_and_says_so(
     assert uploaded.path == str(far / "checkpoint_3")
     assert (far / "checkpoint_3" / "policy_0.pt").read_text() == "state"
     assert (far / "policy" / "model.safetensors").read_text() == "weights"
-    waited = f"waiting for the upload of the checkpoint of step 3 to file://{far}"
+    waited = f"waiting until the checkpoint of step 3 is stored in file://{far}"
     assert messages.count(waited) >= 2
     assert sum("does not answer); next attempt" in text for text in messages) == 4
     mine.wait()  # nothing is under way any more
@@ -292,3 +296,46 @@ def test_an_upload_that_ray_train_retries_ends_as_its_last_attempt(
     thread.join()
     kinds = [type(each) for each in ended]
     assert kinds == [StorageError, Checkpoint if failures == 4 else StorageError]
+
+
+def test_a_snapshot_is_written_as_it_was_although_the_learner_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: None)
+    weight = torch.ones(3)
+
+    def write(folder: Path, weights: NamedWeights) -> None:
+        folder.mkdir()
+        torch.save(dict(weights), folder / "weights.pt")
+
+    class Learner(Counter):
+        def state_files(self) -> dict[str, dict[str, Any]]:
+            return {"learner_0.pt": {"value": torch.tensor(7), "weight": weight}}
+
+    checkpoints = checkpoints_of(tmp_path, Workers())
+    checkpoints.exports = {"policy": Export(lambda: iter([("w", weight)]), write, weight.nbytes)}
+    staged = checkpoints.save_when_due(1, {}, Learner(0), state={})
+    assert staged is not None
+    assert staged.write is not None
+    weight.zero_()
+    staged.write()
+    saved = torch.load(staged.folder / "learner_0.pt")
+    model = torch.load(tmp_path / "run" / "policy" / "weights.pt")
+    assert torch.equal(saved["weight"], torch.ones(3))
+    assert torch.equal(model["w"], torch.ones(3))
+
+
+@pytest.mark.parametrize(("free", "is_beside"), [(2.0, True), (1.9, False)])
+def test_a_snapshot_that_all_workers_of_a_node_have_no_memory_for_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, is_beside: bool
+):
+    def decided(workers: Workers) -> tuple[bool, list[str]]:
+        checkpoints = checkpoints_of(tmp_path, workers)
+        fits = checkpoints._fits_beside({"x": {"y": torch.zeros(250_000_000 // 4).expand(2, -1)}})
+        return fits, checkpoints.run.tell.messages  # type: ignore
+
+    monkeypatch.setattr(run_checkpoints, "available_memory", lambda: int(free * 1e9))
+    for fits, messages in on_workers(2, decided):
+        assert fits == is_beside
+        told = "within their step: a snapshot takes 1 GB of 1.9 GB of free RAM"
+        assert any(told in text for text in messages) != is_beside

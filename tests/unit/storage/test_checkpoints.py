@@ -4,22 +4,26 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2._internal.execution.training_report import _TrainingReport
 
+from raypo.learner.state import write_tensors
 from raypo.ray_internals import CHECKPOINTS
 from raypo.storage.checkpoints import (
     MANIFEST,
     SCORE,
     DamagedCheckpointError,
     damages,
-    digests,
+    manifest_of,
     mend_list,
     no_whole_checkpoint,
+    write_manifest,
 )
 from raypo.storage.run_files import RunFiles
 
@@ -32,8 +36,35 @@ def checkpoint(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     for index, name in enumerate(NAMES):
         (folder / name).write_bytes(bytes(range(index, 200)) * 50_000)  # longer than a buffer
-    (folder / MANIFEST).write_text(json.dumps(digests(folder, NAMES)))
+    for rank in range(2):
+        own = tmp_path / str(rank)  # each worker writes into a folder of its own
+        own.mkdir()
+        for name in NAMES[rank::2]:
+            shutil.copy(folder / name, own)
+        write_manifest(own, rank, 2, {})
+        shutil.copy(own / manifest_of(rank, 2), folder)
     return folder
+
+
+def test_a_file_that_is_digested_as_it_is_written_has_the_entry_of_one_that_is_read(
+    tmp_path: Path,
+):
+    entry = write_tensors(tmp_path / "a.pt", {"x": torch.arange(300_000), "n": 1})
+    write_manifest(tmp_path, 0, 1, {"a.pt": entry})
+    assert damages(tmp_path) == []
+    write_manifest(tmp_path, 0, 1, {"a.pt": [entry[0], "0"]})
+    assert damages(tmp_path) == ["a.pt has different content from what was written"]
+
+
+def test_a_checkpoint_with_one_manifest_for_all_workers_is_whole_as_ever(checkpoint: Path):
+    files: dict[str, Any] = {}
+    for rank in range(2):
+        files |= json.loads((checkpoint / manifest_of(rank, 2)).read_text())
+        (checkpoint / manifest_of(rank, 2)).unlink()
+    (checkpoint / MANIFEST).write_text(json.dumps(files))
+    assert damages(checkpoint) == []
+    (checkpoint / NAMES[0]).unlink()
+    assert damages(checkpoint) == [f"{NAMES[0]} is missing"]
 
 
 def test_a_whole_checkpoint_has_no_damage(checkpoint: Path):
@@ -68,12 +99,16 @@ def test_a_damaged_file_is_named_by_one_worker_of_several(
 
 @pytest.mark.parametrize("damage", ["gone", "truncated"])
 def test_without_a_manifest_it_is_not_whole_for_any_worker(checkpoint: Path, damage: str):
+    name = manifest_of(1, 2)
     if damage == "gone":
-        (checkpoint / MANIFEST).unlink()
+        (checkpoint / name).unlink()
     else:
-        (checkpoint / MANIFEST).write_bytes((checkpoint / MANIFEST).read_bytes()[:50])
+        (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:50])
     for rank in range(2):
-        assert damages(checkpoint, rank=rank, count=2) == ["manifest.json is missing or truncated"]
+        assert damages(checkpoint, rank=rank, count=2) == [f"{name} is missing or truncated"]
+    (checkpoint / name).unlink(missing_ok=True)
+    (checkpoint / manifest_of(0, 2)).unlink()
+    assert damages(checkpoint) == ["manifest_*.json is missing or truncated"]
 
 
 def test_a_run_without_a_whole_checkpoint_is_told_which_and_what_to_do(tmp_path: Path):
