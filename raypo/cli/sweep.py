@@ -50,6 +50,7 @@ def sweep(
     for note in check_inputs(base):
         typer.echo(f"Note: {note}.")
     files = RunFiles(config.storage_path, config.name)
+    files.check_writable()
     with files.lock():
         if fresh:
             files.check_removable(kind="sweep")

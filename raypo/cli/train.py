@@ -41,6 +41,7 @@ def train(
                 "continues it, --fresh starts over."
             )
             return
+    files.check_writable()
     from raypo.trainer import trainer_for  # imports Ray and torch
 
     result = trainer_for(run, fresh=fresh).fit()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,12 @@ _DRIVER_DEFAULTS = {
 }
 
 
+_LONGEST_SOCKET = 107
+"""Most bytes in the path of a Unix socket, by the kernel."""
+_SESSION = "ray/session_2026-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
+"""Socket of a local Ray below its temporary folder."""
+
+
 _our_job = ""
 """Identity (`_job`) of the Ray job that `connect` has started in this process. Such a job passes
 raypo's variables to its workers. Empty if `connect` has started none."""
@@ -89,7 +96,8 @@ def connect(section: ClusterSection) -> bool:
         True if this call connected, so that the caller has to disconnect.
 
     Raises:
-        ConfigError: no Ray answers at the address, or it refuses the token.
+        ConfigError: no Ray answers at the address, it refuses the token, or a folder that a local
+            Ray needs cannot be written to.
         ClusterError: a local Ray did not start in time.
     """
     global _our_job
@@ -110,6 +118,7 @@ def connect(section: ClusterSection) -> bool:
                 "raypo: starting a new Ray beside the one that runs on this machine "
                 f"({running}); cluster.address=auto uses the running one"
             )
+        _check_folders()
         # Processes of a local Ray inherit variables; a runtime_env would cost each process a
         # second.
         os.environ.update(worker_environment())
@@ -261,11 +270,15 @@ def _probe(address: str, source: str) -> None:
             f"{source} ({address}): Ray Train does not run through Ray Client. Start raypo on a "
             f"node of the cluster with the address host:port, or with `ray job submit`."
         )
-    parsed = urlparse(f"ray-gcs://{address}")
-    if not parsed.hostname or not parsed.port:
+    try:
+        parsed = urlparse(f"ray-gcs://{address}")
+        is_complete = bool(parsed.hostname and parsed.port)
+    except ValueError:  # the port is no number, or too large
+        is_complete = False
+    if not is_complete:
         raise ConfigError(
-            f"{source} ({address}): an address is host:port. Correct it, or "
-            f"leave it out for a local Ray."
+            f"{source} ({address}): an address is host:port, with a port up to 65535. Correct it, "
+            "or leave it out for a local Ray."
         )
     if error := refusal(address):
         raise ConfigError(
@@ -273,6 +286,48 @@ def _probe(address: str, source: str) -> None:
             f"(ray start --head), correct the address, or leave it out for a local Ray."
         )
     _authenticate(address, source)
+
+
+def _check_folders() -> None:
+    """Refuse to start a local Ray if it cannot write its files; its own errors name no remedy.
+
+    Raises:
+        ConfigError: names the variable that says where the files are.
+    """
+    # The order in which Ray looks (ray._common.utils.get_default_system_temp_dir).
+    named = [name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ]
+    variable = named[0] if named else "RAY_TMPDIR"
+    root = Path(os.environ[variable] if named else "/tmp")
+    remedy = "Set RAY_TMPDIR to a short path of a folder that you may write to."
+    if reason := _why_not_writable(root / "ray"):
+        raise ConfigError(
+            f"{variable} ({root}): Ray writes the files of its sessions to {root / 'ray'}, but "
+            f"this failed ({reason}). {remedy}"
+        )
+    longest = len(os.fsencode(root / _SESSION.format(pid=os.getpid())))
+    if longest > _LONGEST_SOCKET:
+        raise ConfigError(
+            f"{variable} ({root}): the path is {longest - _LONGEST_SOCKET} bytes too long for the "
+            f"sockets that Ray creates below it. {remedy}"
+        )
+    writes_token = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and not _token()
+    if writes_token and (reason := _why_not_writable(Path.home() / ".ray")):
+        raise ConfigError(
+            f"HOME ({Path.home()}): Ray writes its token to {Path.home() / '.ray'}, but this "
+            f"failed ({reason}). Set HOME to a folder that you may write to, or RAY_AUTH_TOKEN to "
+            "a secret of your own."
+        )
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Return why no file can be written in a folder, which is created, or None."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def refusal(address: str) -> OSError | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -96,6 +97,24 @@ class Folder:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def check_writable(self) -> None:
+        """Create the folder's parent, and refuse a folder that cannot be written to.
+
+        A small file is written into the parent, the folder and each of its subfolders.
+
+        Raises:
+            ConfigError: one of them is a file, belongs to another user, or is on a full disk.
+        """
+        folder = parent = self.path.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            for folder in (parent, self.path, *self.path.glob("*/")):
+                if folder.exists():
+                    with tempfile.TemporaryFile(dir=folder) as file:
+                        file.write(b"x")
+        except OSError as error:
+            raise _not_writable(str(parent), f"{folder}: {error.strerror}") from None
+
     def stage(self, name: str) -> Path:
         """Return the local path of a file, ready for appending. Its folder is created."""
         path = self.path / name
@@ -170,6 +189,24 @@ class RemoteFolder(Folder):
         is_synced = path.exists() and self._synced.get(name) == _stamp(path)
         staged = None if is_synced else super().read(name)
         return staged if staged is not None else self._download(name)
+
+    @override
+    def check_writable(self) -> None:
+        """Write a small file to the URI and remove it.
+
+        Raises:
+            ConfigError: this failed.
+        """
+        import pyarrow as pa
+
+        name = self._remote(f"{TEMPORARY}{os.urandom(8).hex()}")
+        try:
+            self._file_system.create_dir(self._root, recursive=True)
+            with self._file_system.open_output_stream(name) as stream:
+                stream.write(b"x")
+            self._file_system.delete_file(name)
+        except (OSError, pa.ArrowException) as error:
+            raise _not_writable(parent_and_name(self.location)[0], str(error)) from None
 
     @override
     def stage(self, name: str) -> Path:
@@ -298,6 +335,13 @@ def open_storage(uri: str, *, key: str) -> tuple[FileSystem, str]:
             f"{key} ({uri}): this storage cannot be opened: {error}. "
             "Give a local path, or a URI that pyarrow opens (s3://, gs://, abfs://, hdfs://)."
         ) from error
+
+
+def _not_writable(storage_path: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"storage_path ({storage_path}): a run writes its files there, but a small file could not "
+        f"be written ({reason}). Give a folder or URI that you may write to, with free space."
+    )
 
 
 def _link(source: str, target: str) -> None:

@@ -108,6 +108,14 @@ class RunFiles:
         for path in self.folder.glob(f"{STAGE}*"):
             shutil.rmtree(path, ignore_errors=True)
 
+    def check_writable(self) -> None:
+        """Refuse a place where this process cannot write, before anything is started.
+
+        Raises:
+            ConfigError: a small file could not be written.
+        """
+        self._folder.check_writable()
+
     def exists(self) -> bool:
         """Return True if the run has a config, which means that it was started before."""
         return self._folder.read(_CONFIG) is not None

@@ -66,6 +66,7 @@ from raypo.rewards.scoring import RewardFunction
 from raypo.run.callbacks import StepView
 from raypo.run.setup import RUNTIME_KEY, Runtime
 from raypo.storage.checkpoints import has_begun, mend_list
+from raypo.storage.retries import StorageError
 from raypo.storage.run_files import GIVEN_MODELS, GIVEN_ROWS, RunFiles, close_files
 from raypo.storage.summary import installed_versions, recount, summarize
 from raypo.tracking.console import Console
@@ -256,6 +257,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             KeyboardInterrupt: a second Ctrl-C or SIGTERM.
         """
         check_not_started_by_import(self.config)
+        self._files.check_writable()
         with self._files.lock():
             self._check_folder()
             if not self._fresh and is_finished(self._files, self.config):
@@ -310,6 +312,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Return the config that names their files.
         """
         before = _given_files(config)
+        if self._given.rows or self._given.models:
+            RunFiles(config.storage_path, config.name).check_writable()
         try:
             return with_models(with_rows(config, self._given.rows), self._given.models)
         finally:
@@ -382,6 +386,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             status = "interrupted"
             raise
         finally:
+            if status == "failed":  # an incomplete checkpoint would keep a full disk full
+                self._files.clear_stages()
             self._write_summary(status, time.monotonic() - started)
             verdict = learned(self._files) if status == "finished" else ""
             console.close(status, (self._files.summary() or {}).get("wall_s"), verdict)
@@ -598,19 +604,25 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         )
 
     def _write_summary(self, status: Literal["failed", "interrupted"], wall_s: float) -> None:
-        """Write the run's summary, unless the workers wrote it at the end of their train loop."""
-        if status != "failed" and (self._files.summary() or {}).get("status") == status:
-            return
-        self._files.write_summary(
-            summarize(
-                self._files.metrics(),
-                status=status,
-                recipe=self.config.recipe,
-                wall_s=wall_s,
-                versions=installed_versions(),
+        """Write the run's summary, unless the workers wrote it at the end of their train loop.
+
+        If this fails, it is reported but not raised: it would hide the error that ended the run.
+        """
+        try:
+            if status != "failed" and (self._files.summary() or {}).get("status") == status:
+                return
+            self._files.write_summary(
+                summarize(
+                    self._files.metrics(),
+                    status=status,
+                    recipe=self.config.recipe,
+                    wall_s=wall_s,
+                    versions=installed_versions(),
+                )
             )
-        )
-        self._files.sync()
+            self._files.sync()
+        except (OSError, StorageError) as error:
+            Console().message(f"warning: summary.json could not be written: {error}")
 
 
 def _given_files(config: RecipeConfig) -> set[Path]:

@@ -181,6 +181,7 @@ class Tuner:
         check_models(self._base)
         interruption = Interruption()
         said = f"Stopping all trials; Tuner.restore({self.location!r}, ...) resumes them."
+        self._files.check_writable()
         with self._files.lock(), connected(self._base, interruption, said=said):
             if self._resume is None:
                 self._check_folder()

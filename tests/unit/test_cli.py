@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_the_folder_of_a_finished_run_is_taken_for_the_run(
     files.write_summary({"status": "finished", "steps": 2})
     assert exit_status(monkeypatch, "train", tmp_path / "runs" / "mine") == 0
     assert f"mine is finished, files in {files.location}" in capsys.readouterr().out
+
+
+def test_a_storage_path_that_is_a_file_is_refused_before_anything_heavy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "examples.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 5)
+    (tmp_path / "config.json").write_text("{}")
+    values = {
+        "recipe": "sft",
+        "name": "mine",
+        "num_steps": 2,
+        "storage_path": str(tmp_path / "config.json"),
+        "model": {"policy": str(tmp_path)},
+        "data": {"prompts": str(tmp_path / "examples.jsonl")},
+    }
+    file = tmp_path / "sft.yaml"
+    file.write_text(json.dumps(values))
+    monkeypatch.delattr("raypo.trainer.trainer_for")
+    assert exit_status(monkeypatch, "train", file) == 2
+    assert f"storage_path ({tmp_path / 'config.json'}): " in capsys.readouterr().err
 
 
 def test_a_finished_run_of_epochs_is_known_by_its_steps(
@@ -313,11 +334,16 @@ def test_eval_makes_the_folder_of_its_figures_before_it_samples(
 
     for check in ("checks.input_checks.check_evaluation", "models.loading.check_tokens"):
         monkeypatch.setattr(f"raypo.{check}", lambda *_, **__: None)
-    monkeypatch.setattr("raypo.tracking.logs.log_to_file", lambda _: None)
+    logs: list[Path] = []
+    monkeypatch.setattr("raypo.tracking.logs.log_to_file", lambda path: logs.append(Path(path)))
     monkeypatch.setattr("raypo.rollout.standalone_evaluation.evaluate_model", sampled)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # a folder of all users
     assert exit_status(monkeypatch, "eval", "model", "--config", config, "--to", to) == 0
     written = json.loads(to.read_text())["results"]["held_out"]
     assert (written["eval/score_mean"], written["eval/reward_model_mean"]) == (0.5, None)
+    (log,) = logs
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert str(os.getpid()) not in log.name  # nobody can make a link of this name before
 
 
 def test_ctrl_c_says_that_a_command_resumes_only_where_it_does(

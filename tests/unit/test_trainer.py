@@ -553,3 +553,15 @@ def test_a_shared_loop_gets_its_recipes_view_of_a_run(
     monkeypatch.setattr(module, loop, lambda setup, view: {"view": view})
     view = trainer.loop({})["view"]
     assert get_args(view.__orig_bases__[0])[0] is trainer.config_class
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_why_the_run_ended(
+    tmp_path: Path, values: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    tiny_policy(values["model"]["policy"])
+    trainer = PPOTrainer(PPOConfig.parse(values), reward_fn=judge)
+    folder = Path(trainer._files.location)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("a file, so that nothing can be written below it")
+    trainer._write_summary("failed", 1.0)
+    assert "warning: summary.json could not be written: " in capsys.readouterr().out

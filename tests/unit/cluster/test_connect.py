@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -56,6 +57,52 @@ def test_ray_client_is_refused_with_what_works():
 def test_an_address_without_a_port_is_told(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="an address is host:port"):
         connect(ClusterSection(address="headnode"))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1:port", "[::1:6379"])
+def test_a_port_that_is_none_is_told(address: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=r"^RAY_ADDRESS .*: an address is host:port"):
+        connect(ClusterSection())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("HOME", "/proc/none", r"Ray writes its token to /proc/none/\.ray"),
+        ("RAY_TMPDIR", "/proc/none", "Ray writes the files of its sessions to /proc/none/ray"),
+        ("RAY_TMPDIR", "{folder}/file", r"file/ray, but this failed \(Not a directory\)"),
+        ("RAY_TMPDIR", "{folder}/" + "x" * 107, "bytes too long for the sockets"),
+        ("TMPDIR", "/proc/none", "Set RAY_TMPDIR to a short path"),
+        ("RAY_TMPDIR", "{folder}/theirs", r"this failed \(Permission denied\)"),
+    ],
+)
+def test_a_folder_that_ray_cannot_use_is_told_with_its_variable_before_ray_starts(
+    variable: str, value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def init(**_: object) -> None:
+        raise AssertionError("Ray is started")
+
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o711)
+    (tmp_path / "file").touch()
+    (tmp_path / "theirs" / "ray").mkdir(parents=True, mode=0o755)
+    value = value.format(folder=tmp_path)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(module.ray, "init", init)
+    user = os.geteuid()
+    if user == 0 and value.endswith("theirs"):  # root may write anywhere
+        os.seteuid(54321)
+    elif value.endswith("theirs"):
+        (tmp_path / "theirs" / "ray").chmod(0o555)
+    try:
+        with pytest.raises(ConfigError, match=reason) as caught:
+            connect(ClusterSection())
+    finally:
+        os.seteuid(user)
+    assert str(caught.value).startswith(f"{variable} ({value}): ")
 
 
 def test_the_config_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch):
@@ -265,15 +312,22 @@ def test_a_port_where_something_else_listens_is_told():
 
 
 @pytest.fixture
-def started_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def short_path() -> Iterator[Path]:
+    """A temporary folder of Ray, whose sockets have short paths."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def started_address(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What `ray start` leaves on a machine: a file with an address, where a port is open."""
     own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    monkeypatch.setattr(os, "environ", own | {"RAY_TMPDIR": str(tmp_path)})
+    monkeypatch.setattr(os, "environ", own | {"RAY_TMPDIR": str(short_path)})
     monkeypatch.setattr(module.ray, "init", _reached)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        (tmp_path / "ray").mkdir()
-        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        (short_path / "ray").mkdir()
+        (short_path / "ray" / "ray_current_cluster").write_text(address)
         yield address
 
 
@@ -289,13 +343,13 @@ def test_a_ray_of_ones_own_says_that_another_one_runs_here(
 
 
 def test_auto_is_refused_at_once_where_the_started_ray_has_ended(
-    free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_port: int, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Ray would try the address of the stale file for minutes."""
     own = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    monkeypatch.setattr(os, "environ", own | {"RAY_TMPDIR": str(tmp_path)})
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{free_port}")
+    monkeypatch.setattr(os, "environ", own | {"RAY_TMPDIR": str(short_path)})
+    (short_path / "ray").mkdir()
+    (short_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{free_port}")
     with pytest.raises(ConfigError) as caught:
         connect(ClusterSection(address="auto"))
     assert str(caught.value).startswith(

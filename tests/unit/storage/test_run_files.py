@@ -5,6 +5,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -615,3 +617,65 @@ def test_a_file_that_a_link_or_a_uri_leads_to_would_be_removed_too(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     for root in (tmp_path / "link", tmp_path.as_uri()):
         assert RunFiles(str(root), "r").would_remove(f"{tmp_path}/r/policy")
+
+
+@contextmanager
+def as_ordinary_user() -> Iterator[None]:
+    """Root may write anywhere."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(54321)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_place_for_a_run_is_tried_and_nothing_is_left_there(storage):
+    uri, folder = storage
+    files = RunFiles(uri, "r")
+    files.check_writable()
+    assert files.names() == []
+    files.append_metrics(1, {})
+    (files.folder / "logs").mkdir()
+    files.sync()
+    before = sorted(folder.rglob("*"))
+    files.check_writable()
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("below", ["", "/folder"])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_storage_path_that_is_a_file_is_refused(tmp_path, scheme, below):
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(ConfigError, match=r"storage_path \(.*/file.*\): .* Give a folder or URI"):
+        RunFiles(f"{scheme}{path}{below}", "r").check_writable()
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize("theirs", ["", "r"])
+def test_a_storage_path_of_another_user_is_refused(tmp_path, scheme, theirs):
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o711)
+    storage = tmp_path / "storage"
+    (storage / theirs).mkdir(parents=True, mode=0o755)
+    if theirs:
+        storage.chmod(0o777)
+        (storage / theirs).chmod(0o555)
+    else:
+        storage.chmod(0o555)
+    files = RunFiles(f"{scheme}{storage}", "r")
+    with as_ordinary_user(), pytest.raises(ConfigError, match=r"storage_path .*ermission denied"):
+        files.check_writable()
+
+
+def test_a_folder_of_a_run_that_another_user_has_written_is_refused(tmp_path):
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o711)
+    storage = tmp_path / "storage"
+    (storage / "r" / "logs").mkdir(parents=True)
+    for folder, mode in ((storage, 0o777), (storage / "r", 0o777), (storage / "r/logs", 0o555)):
+        folder.chmod(mode)
+    with as_ordinary_user(), pytest.raises(ConfigError, match=r"/r/logs: Permission denied"):
+        RunFiles(str(storage), "r").check_writable()
