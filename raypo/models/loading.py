@@ -80,7 +80,7 @@ def load_reward_model(
 LAST_TOKEN_CLASSIFIERS = ("ctrl", "modernbert-decoder", "t5gemma", "t5gemma2", "xlnet")
 """Architectures whose classifiers have no `score` head, which `sequence_scores` could apply to the
 right token, and whose own forward pass takes the last token without regard to the attention
-mask."""
+mask; and those of T5Gemma, whose head is on a decoder that an encoder feeds."""
 
 
 def check_classifier(key: str, path: str) -> None:

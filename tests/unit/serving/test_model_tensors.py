@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from raypo.serving.model_tensors import ModelTensors
 from raypo.weights.manifest import Manifest, WeightError
@@ -34,6 +36,19 @@ def test_a_tied_head_may_come_or_not(folder: str, tensors: dict) -> None:
     alone = {name: each for name, each in tensors.items() if name != "model.embed_tokens.weight"}
     with pytest.raises(WeightError, match=r"embed_tokens.weight is missing"):
         known.check(manifest({**alone, "lm_head.weight": head}))
+
+
+def test_buffers_of_the_files_belong_to_a_push(tmp_path: Path) -> None:
+    Glm4MoeConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+    ).save_pretrained(tmp_path)
+    known = ModelTensors.of(str(tmp_path))
+    assert known.required["model.layers.1.mlp.gate.e_score_correction_bias"] == (4,)
+    assert not known.optional
 
 
 def test_every_mistake_is_named(folder: str, tensors: dict) -> None:
