@@ -16,6 +16,7 @@ from raypo.config import (
     PolicyExamplesConfig,
     RewardModelConfig,
 )
+from raypo.data.chat_messages import MessageError, check_variables
 from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_files import max_positions, refuse_quantized, stored_files
 from raypo.models.model_shape import ModelShape
@@ -178,6 +179,8 @@ def check_models(config: AnyConfig) -> None:
         checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)
+    if config.data.chat_template_kwargs:
+        _check_template_kwargs(config)
     for key, path in models_of(config):
         if key != "model.policy":
             _check_tokenizer(config, key, path)
@@ -185,6 +188,17 @@ def check_models(config: AnyConfig) -> None:
         lora.check_targets(model.policy, kind, model.lora)
         if getattr(config, "needs_critic", False) and model.critic is not None:
             lora.check_targets(model.critic, AutoModel, model.lora, key="model.critic")
+
+
+def _check_template_kwargs(config: AnyConfig) -> None:
+    """Refuse variables that the policy's chat template does not read."""
+    from raypo.models.loading import load_tokenizer
+
+    variables = config.data.chat_template_kwargs
+    try:
+        check_variables(load_tokenizer(config.model.policy), variables)
+    except MessageError as error:
+        raise ConfigError(f"data.{error}. Remove it (data.chat_template_kwargs).") from None
 
 
 def _check_tokenizer(config: Any, key: str, path: str) -> None:

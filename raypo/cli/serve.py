@@ -72,7 +72,9 @@ def serve(
         gpu_memory_fraction=gpu_memory_fraction,
         tensor_parallel=tensor_parallel,
     )
-    of_run = getattr(load_run_config(run_config), "model", None) if run_config else None
+    run = load_run_config(run_config) if run_config else None
+    of_run = getattr(run, "model", None)
+    template_kwargs = getattr(getattr(run, "data", None), "chat_template_kwargs", {})
     with listen(host, port) as listening:  # fail early: vLLM would notice a taken port after 20 s
         port = listening.getsockname()[1]
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -97,6 +99,7 @@ def serve(
         section=section,
         dtype=dtype or getattr(of_run, "dtype", "float32"),
         max_model_len=max_model_len,
+        template_kwargs=template_kwargs,
         host=host,
         port=port,
         further=further or (),

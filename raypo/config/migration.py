@@ -69,6 +69,7 @@ steps_per_generation | | rollout.prompts_per_step | A step of raypo samples `pro
 per_device_train_batch_size | 8 | ppo.minibatch_size, learner.batch_size | TRL counts responses (in SFT, DPO and reward models: examples) per device, raypo over all workers: multiply by the number of processes and `gradient_accumulation_steps`.
 gradient_accumulation_steps | 1 | ppo.minibatch_size, learner.batch_size | Part of the minibatch, which raypo splits by `learner.max_tokens_per_microbatch`; the split does not change results.
 max_prompt_length | | = data.max_prompt_tokens | Tokens. Longer prompts are skipped, not cut.
+chat_template_kwargs | | = data.chat_template_kwargs |
 max_completion_length, response_length | 512 | = data.max_response_tokens, rollout.max_new_tokens | Tokens.
 max_length | 1024 | data.max_prompt_tokens + data.max_response_tokens | Tokens. TRL cuts the sum of both; raypo skips longer rows.
 beta | 0.0 | ppo.kl.coef, dpo.beta | For GRPO's KL also `ppo.preset: grpo`, which puts it into the loss. DPO: 0.1 in both.
@@ -144,6 +145,7 @@ data.train_batch_size | 1024 | = rollout.prompts_per_step, learner.batch_size | 
 data.max_prompt_length | 512 | = data.max_prompt_tokens | Tokens. Longer prompts are skipped; `data.too_long: error` stops as verl's `truncation: error`.
 data.max_response_length | 512 | = rollout.max_new_tokens, data.max_response_tokens | Tokens.
 data.filter_overlong_prompts | false | data.too_long | true: `skip`.
+data.apply_chat_template_kwargs | | = data.chat_template_kwargs |
 data.truncation | error | data.too_long | `error`. raypo never cuts a prompt: in place of left, right or middle it skips a prompt that is too long.
 data.prompt_key | prompt | = data.prompt_key |
 data.seed | | = seed |
@@ -233,7 +235,7 @@ eval.n_samples_per_prompt, eval_n_samples_per_prompt | 4 | = eval.samples_per_pr
 data.input_key, input_key | input | = data.prompt_key |
 data.label_key, label_key | | = data.label_key |
 data.input_template, input_template | | | Put the template into the texts.
-data.apply_chat_template, apply_chat_template | false | | Chat messages are always rendered with the chat template, and texts never.
+data.apply_chat_template, apply_chat_template | false | = data.as_chat | Chat messages are always rendered with the chat template, texts with `data.as_chat: true`.
 data.prompt_max_len, prompt_max_len | | = data.max_prompt_tokens | Tokens.
 data.max_len, max_len | 2048 | data.max_prompt_tokens + rollout.max_new_tokens, data.max_prompt_tokens + data.max_response_tokens | OpenRLHF limits the sum of both.
 rollout.max_new_tokens, max_new_tokens, generate_max_len | | = rollout.max_new_tokens | Tokens.

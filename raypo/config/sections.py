@@ -175,6 +175,14 @@ class DataSection(Config):
     with an end token in the middle). refuse: do not start; drop: leave the row out. The console
     reports how many rows were dropped, with file and line of the first."""
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_no_arguments_of_raypo(cls, value: dict[str, Any]) -> dict[str, Any]:
+        fixed = {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
+        if wrong := fixed & {*value}:
+            raise ValueError(f"raypo itself sets {', '.join(sorted(wrong))}. Remove it.")
+        return value
+
     @field_validator("label_key", mode="before")
     @classmethod
     def _is_one_column(cls, value: Any) -> Any:

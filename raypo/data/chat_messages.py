@@ -7,9 +7,15 @@ pass through this module, so that a message means the same wherever it comes fro
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
 from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
 from raypo.data.special_tokens import hidden
 
@@ -184,6 +190,72 @@ def check_roles(
             )
 
 
+def check_tools(tokenizer: Any, tools: Sequence[Any] | None) -> None:
+    """Refuse tools if the chat template ignores them: the model would never know of them.
+
+    raypo does not describe them in a form of its own, because the model was trained on no such
+    form, and because the caller would not see what the model is told.
+
+    Raises:
+        MessageError: the template renders the same text with and without the tools.
+    """
+    if not tools:
+        return
+    template = tokenizer.get_chat_template(tools=list(tools))
+    if template not in _READS_TOOLS:
+        system, user = ({"role": role, "content": "."} for role in ("system", "user"))
+        tried = [each for each in ([user], [system, user]) if _renders(tokenizer, each, None)]
+        _READS_TOOLS[template] = not tried or any(
+            not _renders(tokenizer, messages, [_TOOL])
+            or _written(tokenizer, messages, [_TOOL]) != _written(tokenizer, messages, None)
+            for messages in tried
+        )
+    if not _READS_TOOLS[template]:
+        raise MessageError(
+            "tools: the chat template does not describe tools, so the model would never know of "
+            "them. Use a model whose template does, or describe them in a system message "
+            "(data.system_prompt), and give the template none"
+        )
+
+
+def check_variables(tokenizer: Any, names: Iterable[str]) -> None:
+    """Refuse variables that the chat template does not read.
+
+    Raises:
+        MessageError: the template does not read a variable.
+    """
+    written = tokenizer.chat_template
+    templates = written.values() if isinstance(written, dict) else [str(written)]
+    for name in names:
+        read = [variables_of(template) for template in templates]
+        if all(each is not None and name not in each for each in read):
+            known = sorted({*chain(*(each or () for each in read))} - _VARIABLES_OF_RAYPO)
+            raise MessageError(
+                f"chat_template_kwargs.{name}: the chat template does not read this variable. It "
+                f"reads {', '.join(known) or 'none that can be set'}"
+            )
+
+
+_VARIABLES_OF_RAYPO = {
+    *("messages", "tools", "documents", "add_generation_prompt", "raise_exception"),
+    *("strftime_now", "bos_token", "eos_token", "pad_token", "unk_token"),
+}
+
+
+@lru_cache(maxsize=32)
+def variables_of(template: str) -> frozenset[str] | None:
+    """Return the variables that a chat template reads. None: they cannot be determined."""
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
+    try:
+        parsed = environment.parse(_GENERATION_TAGS.sub("", template))
+    except TemplateSyntaxError:  # a tag of transformers' own
+        return None
+    return frozenset(find_undeclared_variables(parsed))
+
+
+_GENERATION_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+
+
 def as_read(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Any] | None = None
 ) -> list[Message]:
@@ -207,6 +279,17 @@ def as_read(
 
 _MARK = "raypo-content"
 """Placeholder for the content of a message, to see whether the template renders it."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "raypo_tool",
+        "description": "Does nothing.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+"""Tool to see whether a template describes tools."""
+_READS_TOOLS: dict[str, bool] = {}
+"""Maps a chat template to whether it describes tools."""
 _READS_TEXT: dict[str, bool] = {}
 """Maps a chat template to whether it reads arguments of tool calls as JSON text."""
 
@@ -258,13 +341,16 @@ def render(
         chat: Variables for the template, and the treatment of special tokens in messages.
 
     Raises:
-        MessageError: a role is unknown to the template, or the last message cannot be continued.
+        MessageError: a role is unknown to the template, it reads no tools or not a variable of
+            `chat`, or the last message cannot be continued.
         SpecialTokenError: a special token is in a message, and it is refused.
         Exception: any error that the template itself raises.
     """
     tools = None if tools is None else hidden(tokenizer, list(tools), chat.in_messages)
     messages = as_read(tokenizer, hidden(tokenizer, messages, chat.in_messages), tools)
     check_roles(tokenizer, messages, tools)
+    check_tools(tokenizer, tools)
+    check_variables(tokenizer, chat.kwargs)
     continues = prompting and is_prefilled(messages)
     if continues and (says_more(messages[-1]) or not messages[-1]["content"]):
         raise MessageError(

@@ -11,7 +11,15 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypo.config import ConfigError, ResponsesSection
-from raypo.data.chat_messages import ChatFormat, Message, as_read, check_roles, render
+from raypo.data.chat_messages import (
+    ChatFormat,
+    Message,
+    as_read,
+    check_roles,
+    check_tools,
+    check_variables,
+    render,
+)
 from raypo.data.rows import BadRows, Row, RowError
 from raypo.data.special_tokens import has_hidden, hidden
 from raypo.data.stop_tokens import Run, StopTokens, ids_behind
@@ -78,6 +86,8 @@ def conversation(
         messages = hidden(tokenizer, messages, chat.in_messages)
         messages = as_read(tokenizer, messages, tools)
         check_roles(tokenizer, messages, tools)
+        check_tools(tokenizer, tools)
+        check_variables(tokenizer, chat.kwargs)
         found = read(messages, tokenizer, tools, chat)
         last = max(at for at, each in enumerate(messages) if is_learned(each))
         learns = None
@@ -124,8 +134,7 @@ def _marked(
         tools=tools,
         chat_template=tokenizer.get_chat_template(tools=tools),
         return_assistant_tokens_mask=True,
-        **special,
-        **chat.kwargs,
+        **special | chat.kwargs,
     )
     (whole,), (spans,) = rendered
     return whole, [place for span in spans for place in span]

@@ -120,9 +120,11 @@ def count_ignored(
     """
     read = {*columns.values(), tools_column(row, section), SYSTEM, TEMPLATE_KWARGS, LOSS_MASK}
     for name, value in row.values.items():
-        if name not in read and value is not None:
+        if value is None:
+            continue
+        if name not in read:
             bad.ignored[f"column {name}"] = None
-        elif name in read and is_chat(value):
+        elif is_chat(value):
             fields = {key for message in value for key in message if message[key] is not None}
             for field in sorted(fields - _READ_FIELDS):
                 if not re.search(rf"\b{re.escape(field)}\b", str(template)):

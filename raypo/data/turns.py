@@ -6,6 +6,7 @@ Sampled tokens are never re-tokenised: an observation is tokenised once and appe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,13 @@ class TurnTokens:
         """
         self._tokenizer, self._chat = tokenizer, chat
         self._stop = frozenset(stop_token_ids)
+
+    def with_variables(self, variables: Any) -> TurnTokens:
+        """Return the same with more variables for the chat template, those of a row."""
+        if not isinstance(variables, Mapping) or not variables:
+            return self
+        chat = replace(self._chat, kwargs={**self._chat.kwargs, **variables})
+        return TurnTokens(self._tokenizer, tuple(self._stop), chat)
 
     def first(
         self, observation: Observation, *, chat: bool, tools: Tools = None

@@ -18,6 +18,7 @@ from raypo.data.examples import load_examples
 from raypo.data.item_store import ItemStore
 from raypo.data.mixing import mix_of
 from raypo.data.stream import ShuffledStream
+from raypo.data.tokenised_rows import chat_format
 from raypo.learner.distillation_task import DistillationTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.loading import Limits, stop_token_ids
@@ -166,12 +167,13 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
             usable = [each for each in scored if is_trainable(each)]
             return [(each, untaught_of(each)) for each in usable], {}
         sampled: list[tuple[Rollout, Taught]] = []
+        chat = chat_format(self.run.config.data)
         most, too_long = self.run.config.distillation.max_teacher_prompt_tokens, 0
         for group in learnable(scored):
             for each, prompt in zip(group, self.teacher_prompts(group), strict=True):
                 if prompt is None:
                     continue
-                ids = tokenised_prompt(self.inputs.tokenizer, prompt)
+                ids = tokenised_prompt(self.inputs.tokenizer, prompt, chat)
                 if len(ids) > most:
                     too_long += 1
                 else:

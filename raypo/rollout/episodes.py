@@ -29,9 +29,9 @@ import numpy as np
 
 from raypo.cluster.actors import NoReplicaLeft
 from raypo.collectives import as_tensor
-from raypo.config import OnlineConfig, RolloutSection
+from raypo.config import ConfigError, OnlineConfig, RolloutSection
 from raypo.custom.errors import located_text
-from raypo.data.chat_messages import USUAL_FORMAT, ChatFormat
+from raypo.data.chat_messages import USUAL_FORMAT, ChatFormat, MessageError, check_tools
 from raypo.data.tokenised_rows import chat_format
 from raypo.data.turns import TurnTokens, is_ids, messages_of
 from raypo.endpoint.agent_endpoint import AgentEndpoint
@@ -101,6 +101,14 @@ class Episodes:
             ConfigError: the class is missing, or is neither an environment nor an agent.
         """
         self._section, self._class = section, UserClass(section)
+        if self._class.tools and tokenizer.chat_template:
+            try:
+                check_tools(tokenizer, self._class.tools)
+            except MessageError as error:
+                self._class.close()
+                raise ConfigError(
+                    f"rollout.environment ({section.environment}): {error}."
+                ) from None
         self._settings = EpisodeSettings(
             section,
             tokenizer,
@@ -211,9 +219,7 @@ class Episodes:
             total += reward
             if done:
                 break
-            between = self._settings.tokens.between(
-                reply.token_ids, observation, chat=chat, tools=tools
-            )
+            between = session.tokens.between(reply.token_ids, observation, chat=chat, tools=tools)
             ids = np.concatenate([reply.conversation, between])
         session.metrics = environment.metrics()
         return total
@@ -234,7 +240,7 @@ class Episodes:
             first = prompt.messages  # the prompt's own ids were tokenised without the tools
         if first is not None:
             chat = chat or not (isinstance(first, str) or is_ids(first))
-            session.first_text, ids = self._settings.tokens.first(first, chat=chat, tools=tools)
+            session.first_text, ids = session.tokens.first(first, chat=chat, tools=tools)
             if not is_ids(first) and (chat or not isinstance(first, str)):
                 session.first_messages = messages_of(first)
         if tools and not chat and not is_ids(first):

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from raypo.config import RolloutSection
+from raypo.data.prepared_rows import TEMPLATE_KWARGS
 from raypo.data.stop_tokens import without_end
 from raypo.data.turns import Observation, Tools, TurnTokens, is_ids, messages_of
 from raypo.endpoint.agent_endpoint import AgentEndpoint
@@ -182,6 +183,11 @@ class Session:
     tool_uses: list[ToolUse] = field(default_factory=list)
 
     @property
+    def tokens(self) -> TurnTokens:
+        """Tokenisation of this episode's observations."""
+        return self.settings.tokens.with_variables((self.prompt.row or {}).get(TEMPLATE_KWARGS))
+
+    @property
     def base_url(self) -> str:
         """URL of an OpenAI-compatible endpoint of this policy, valid until the episode ends.
 
@@ -240,7 +246,7 @@ class Session:
         """
         if is_ids(words):
             return np.asarray(words, np.int32)
-        tokens, asked = self.settings.tokens, _comparable(words)
+        tokens, asked = self.tokens, _comparable(words)
         recorded = [
             (len(turn.words or ""), turn.end, row)
             for row in self.rows

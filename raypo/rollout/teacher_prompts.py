@@ -17,7 +17,7 @@ import numpy as np
 
 from raypo.config import ConfigError, DistillationSection, is_import_path
 from raypo.custom.loader import load_function
-from raypo.data.chat_messages import chat_messages, render
+from raypo.data.chat_messages import USUAL_FORMAT, ChatFormat, chat_messages, render
 from raypo.data.prepared_rows import short
 from raypo.data.stop_tokens import ids_behind, prompt_ids
 from raypo.types import Rollout
@@ -95,7 +95,9 @@ def with_solution(rollout: Rollout, text: str) -> TeacherPrompt:
     return messages
 
 
-def tokenised_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> np.ndarray:
+def tokenised_prompt(
+    tokenizer: Any, prompt: str | list[dict[str, Any]], chat: ChatFormat = USUAL_FORMAT
+) -> np.ndarray:
     """Tokenise a teacher's prompt like the policy's prompts; return token ids, int32 [P].
 
     Raises:
@@ -106,7 +108,7 @@ def tokenised_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> np.n
         (ids,) = prompt_ids(tokenizer, [prompt])
         return np.array(ids, np.int32)
     try:
-        text = render(tokenizer, chat_messages(prompt), prompting=True)
+        text = render(tokenizer, chat_messages(prompt), prompting=True, chat=chat)
     except Exception as error:  # templates can raise anything
         raise ConfigError(
             f"distillation.teacher_prompt: returned {short(prompt)}, which is not a text and "

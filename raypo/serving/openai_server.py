@@ -50,6 +50,7 @@ def run_openai_server(
     section: EngineSection,
     dtype: str,
     max_model_len: int | None,
+    template_kwargs: Mapping[str, Any],
     host: str,
     port: int,
     further: Sequence[str],
@@ -64,6 +65,7 @@ def run_openai_server(
         dtype: float32 or bfloat16.
         max_model_len: Maximum number of tokens of prompt and response together. None means as many
             as the model and the KV cache allow.
+        template_kwargs: Variables for the chat template, `data.chat_template_kwargs`.
         host: Interface to listen on.
         port: Port to listen on.
         further: More arguments of vLLM's server; they override raypo's.
@@ -80,6 +82,7 @@ def run_openai_server(
         "host": host,
         "port": port,
         "disable_uvicorn_access_log": True,
+        "default_chat_template_kwargs": template_kwargs or None,
     }
     if os.environ.get(KEY_VARIABLE):
         arguments["middleware"] = f"{__name__}.{RequireKey.__name__}"

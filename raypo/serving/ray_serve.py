@@ -52,7 +52,9 @@ def llm_config(
             f"'ray[serve]' beside raypo's cpu or gpu extra, on every node."
         ) from None
     policy, run_config = policy_of(str(model))
-    of_run = getattr(load_run_config(run_config), "model", None) if run_config else None
+    run = load_run_config(run_config) if run_config else None
+    of_run = getattr(run, "model", None)
+    template_kwargs = getattr(getattr(run, "data", None), "chat_template_kwargs", {})
     device = "cuda" if (torch.cuda.is_available() if use_gpu is None else use_gpu) else "cpu"
     arguments = server_arguments(
         policy,
@@ -65,6 +67,7 @@ def llm_config(
     values: dict[str, Any] = {
         "model_loading_config": {"model_id": name or Path(model).name, "model_source": policy},
         "engine_kwargs": {k: v for k, v in arguments.items() if k not in _OF_RAY}
+        | ({"default_chat_template_kwargs": template_kwargs} if template_kwargs else {})
         | (engine_kwargs or {}),
         "deployment_config": {"num_replicas": 1},
         "runtime_env": {"env_vars": {k: os.environ.get(k, v) for k, v in variables.items()}},

@@ -443,3 +443,12 @@ def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
     with torch.no_grad():
         alone = model(ids).logits
         torch.testing.assert_close(model(padded, attention_mask=mask).logits, alone)
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "sft"])
+def test_variables_that_the_chat_template_does_not_read_are_refused(here: Path, recipe: str):
+    data = {"prompts": "rows.jsonl", "chat_template_kwargs": {"enable_thinking": False}}
+    assert refusal(config_of(recipe, data=data)) == (
+        "data.chat_template_kwargs.enable_thinking: the chat template does not read this variable. "
+        "It reads none that can be set. Remove it (data.chat_template_kwargs)."
+    )

@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from raypo.config import PairsSection, ResponsesSection
+from raypo.data.chat_messages import ChatFormat
 from raypo.data.examples import LoadedExamples, load_examples, load_pairs
 from raypo.data.prompts import load_prompts
+from raypo.data.turns import TurnTokens
 from tests.chat_templates import family_tokenizer, stop_ids
 from tests.tiny import tiny_tokenizer
 from tests.unit.data.prompt_files import refused, section, write
@@ -167,6 +171,43 @@ def test_columns_that_say_what_the_model_reads_are_used(tmp_path, chat):
         path = write(tmp_path / "b.jsonl", [row | wrong])
         values = ResponsesSection.model_validate({"prompts": path})
         assert "system" in refused(load_examples, values, chat, END)
+
+
+def test_variables_of_the_template_reach_rows_and_turns_or_are_refused(tmp_path, chat):
+    text, variables = "<bos>user\na<eos><bos>assistant\n", {"enable_thinking": False}
+    (item,) = loaded(
+        tmp_path, chat, {"prompt": "a", "response": "b"}, chat_template_kwargs=variables,
+        as_chat=True,
+    ).items  # fmt: skip
+    assert chat.decode(item.prompt_ids) == f"{text}-"
+    turns = TurnTokens(chat, END, ChatFormat(kwargs=variables))
+    assert turns.first("a", chat=True)[0] == f"{text}-"
+    assert turns.with_variables({"enable_thinking": True}).first("a", chat=True)[0] == text
+    between = turns.between(np.array([9, 2]), "so", chat=True)
+    assert chat.decode(between) == "<bos>user\nso<eos><bos>assistant\n-"
+    messages = ResponsesSection.model_validate(
+        {"prompts": write(tmp_path / "b.jsonl", [{"messages": talk()}]), "messages_key": "messages"}
+    )
+    for template in (TEMPLATE, MARKED):
+        chat.chat_template = template
+        unknown = messages.model_copy(update={"chat_template_kwargs": {"enable_thoughts": True}})
+        told = refused(load_examples, unknown, chat, END)
+        assert "chat_template_kwargs.enable_thoughts: the chat template does not read" in told
+        assert ("It reads enable_thinking" in told) == (template == TEMPLATE)
+    with pytest.raises(ValidationError, match="raypo itself sets tools"):
+        section("a", chat_template_kwargs={"tools": []})
+
+
+def test_tools_of_rows_that_the_template_ignores_are_refused(tmp_path, chat):
+    chat.chat_template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    path = write(tmp_path / "a.jsonl", [{"prompt": talk()[:1], "tools": [SCHEMA]}])
+    told = refused(load_prompts, section(path), chat)
+    assert "tools: the chat template does not describe tools" in told
+    for template in (chat.chat_template, MARKED):
+        chat.chat_template = template
+        path = write(tmp_path / "b.jsonl", [{"messages": talk(), "tools": [SCHEMA]}])
+        values = ResponsesSection.model_validate({"prompts": path, "messages_key": "messages"})
+        assert "does not describe tools" in refused(load_examples, values, chat, END)
 
 
 def test_what_nothing_reads_is_named_in_one_line(tmp_path, chat):

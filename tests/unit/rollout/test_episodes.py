@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from raypo.config import RolloutSection
+from raypo.config import ConfigError, RolloutSection
 from raypo.report.samples import turns_of
 from raypo.rewards.scoring import _columns
 from raypo.rollout import event_loop
@@ -34,6 +34,7 @@ from tests.chat_templates import CHAT_TEMPLATES, MARKS, TOOL_TEMPLATES
 from tests.stand_ins import Engine, seed_of
 from tests.tiny import tiny_tokenizer
 
+READS_TOOLS = "{% if tools %}{{ tools[0].function.name }};{% endif %}" + CHAT_TEMPLATES["plain"]
 END = 2
 SIZE = 300
 """Of the vocabulary, which the embedding pads."""
@@ -549,8 +550,7 @@ def test_environments_may_speak_in_token_ids(tokenizer):
 
 
 def test_the_chat_template_is_told_of_an_environments_tools(tokenizer, monkeypatch):
-    template = "{% if tools %}{{ tools[0].function.name }};{% endif %}" + CHAT_TEMPLATES["plain"]
-    monkeypatch.setattr(tokenizer, "chat_template", template)
+    monkeypatch.setattr(tokenizer, "chat_template", READS_TOOLS)
     engine = Talking()
     played(tokenizer, engine, chat=True, samples=1, name="Telling")
     for (request,) in engine.rounds:
@@ -595,7 +595,10 @@ def test_metrics_that_are_no_numbers_fail_their_episode(tokenizer):
 @pytest.mark.parametrize(
     ("name", "action"), [("Expecting", "hi"), ("ExpectingCalls", "<unk>hi")], ids=["none", "tools"]
 )
-def test_marks_that_are_special_tokens_are_seen_where_tools_may_be_called(tokenizer, name, action):
+def test_marks_that_are_special_tokens_are_seen_where_tools_may_be_called(
+    tokenizer, monkeypatch, name, action
+):
+    monkeypatch.setattr(tokenizer, "chat_template", READS_TOOLS)
     ids = np.array(tokenizer.encode("<unk>hi<eos>"), np.int32)
     says_so = Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
     engine = Engine(lambda requests: [says_so] * len(requests))
@@ -605,7 +608,16 @@ def test_marks_that_are_special_tokens_are_seen_where_tools_may_be_called(tokeni
     assert each.episode.error is None
 
 
-def test_tools_that_the_policy_is_never_told_of_fail_the_episode(tokenizer):
+def test_tools_that_the_template_ignores_end_the_run_before_its_start(tokenizer, monkeypatch):
+    for template in CHAT_TEMPLATES.values():
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        with pytest.raises(ConfigError, match="does not describe tools") as error:
+            episodes(tokenizer, "ExpectingCalls")
+        assert str(error.value).startswith(f"rollout.environment ({HERE}:ExpectingCalls): ")
+
+
+def test_tools_that_the_policy_is_never_told_of_fail_the_episode(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", READS_TOOLS)
     (each,) = played(tokenizer, samples=1, name="ExpectingCalls")
     assert each.episode is not None
     assert each.episode.error is not None
