@@ -7,6 +7,7 @@ from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from raypo.config.base import known_keys
 from raypo.config.key_reference import default_of
 from raypo.config.migration import PROJECTS, Counterpart, rows_of
+from raypo.translation.arguments import defaults_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "migrating.md"
 ROOTS = (PPOConfig, SFTConfig, DPOConfig, RewardModelConfig)
@@ -27,8 +28,22 @@ def _line(row: Counterpart) -> str:
     newest, *older = (f"`{name}`" for name in row.names)
     names = f"{newest} ({', '.join(older)})" if older else newest
     keys = " or ".join(" and ".join(map(_here, each)) for each in row.keys) or "none"
-    default = f"`{row.default}`" if row.default else ""
+    default = _default(row)
     return f"| {names} | {default} | {keys} | {row.note} |"
+
+
+def _default(row: Counterpart) -> str:
+    """Return the default in the other project; of TRL that of GRPO, if it has such a field."""
+    if row.project == "peft":
+        return {"r": "`8`", "lora_alpha": "`8`", "lora_dropout": "`0.0`"}.get(row.names[0], "")
+    kinds = ("GRPOConfig", "SFTConfig", "DPOConfig") if row.project == "TRL" else ("",)
+    values = [defaults_of(row.project, kind).get(row.names[0]) for kind in kinds]
+    value = next((each for each in values if each is not None), None)
+    return (
+        ""
+        if value in (None, "")
+        else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    )
 
 
 def _here(key: str) -> str:

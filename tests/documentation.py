@@ -45,7 +45,7 @@ NOT_RUN = {
     "make bench": "it measures for an hour, alone on its machine",
     "python -m tests.benchmarks.bench": "it measures for minutes, alone on its machine",
     "python -m tests.golden.renew": "it changes the recorded figures",
-    "raypo init": "it needs a script of another project; unit tests translate some",
+    "raypo init": "it needs settings of another project; unit tests translate some",
     "raypo plan run.yaml": "it is the file that raypo init writes",
     "uv pip install": "it would change the environment that runs this",
     "pip install": "it would change the environment that runs this",

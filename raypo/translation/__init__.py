@@ -1,1 +1,1 @@
-"""Translation of a TRL script, or of a verl or OpenRLHF command, into a run file (`raypo init`)."""
+"""Translation of the settings of TRL, verl and OpenRLHF into a run file (`raypo init`)."""

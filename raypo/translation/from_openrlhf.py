@@ -7,210 +7,281 @@ import re
 from pathlib import Path
 from typing import Any
 
-from raypo.config.base import parsed
+from raypo.config.base import TODO, ConfigError, parsed
 from raypo.config.sources import DATA_FILES
-from raypo.translation.foreign_arguments import (
-    TODO,
-    WORDS,
+from raypo.translation.arguments import (
     Arguments,
     Settings,
+    known,
     set_kl_loss,
     set_lora,
     set_workers,
     steps_of,
 )
 
+_ESTIMATORS = {each: each for each in ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo")}
+_ESTIMATORS |= {"group_norm": "grpo"}
 
-def from_openrlhf(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
-    """Return the keys that are computed from OpenRLHF's arguments, and notes for the user."""
-    notes: list[str] = []
-    done = _loss(get, notes)
-    set_lora(get, done, rank="ds.lora.rank", alpha="ds.lora.alpha")
-    if get("ds.lora.rank"):
-        modules = get("ds.lora.target_modules")
-        done["model.lora.target_modules"] = modules, get.origin("ds.lora.target_modules")
-    else:  # at rank 0, OpenRLHF ignores them too
-        names = [get.origin(f"ds.lora.{each}") for each in ("rank", "alpha", "target_modules")]
-        get.idle += [name for name in names if name in get.given]
-        get.used.update(names)
+
+def from_openrlhf(get: Arguments) -> Settings:
+    """Return the keys that are computed from OpenRLHF's arguments."""
+    done: Settings = {}
+    _set_loss(get, done)
+    set_lora(
+        get,
+        done,
+        rank="ds.lora.rank",
+        alpha="ds.lora.alpha",
+        modules="ds.lora.target_modules",
+    )
     set_workers(get, done, gpus="actor.num_gpus_per_node", nodes="actor.num_nodes")
-    done |= _prompts(get, notes)
-    done |= _lengths(get, notes)
-    _batches(get, notes, done)
-    done |= _schedule(get, done)
-    done |= _models(get, notes)
-    return done | _logging(get), notes
-
-
-def _loss(get: Arguments, notes: list[str]) -> Settings:
-    """Return the keys of the estimator, the clips and the KL."""
-    estimator = get("algo.advantage.estimator")
-    done: Settings = {
-        "ppo.advantage": (WORDS.get(estimator, estimator), get.origin("algo.advantage.estimator"))
-    }
-    if get("actor.policy_loss_type") == "gspo":  # a mean over sequences there, too
-        done["ppo.aggregation"] = "sequence_mean", get.origin("actor.policy_loss_type")
-    get.used.discard(get.origin("actor.policy_loss_type"))  # it is copied, too
-    if get("algo.kl.use_loss"):
-        done["ppo.kl.placement"] = "loss", get.origin("algo.kl.use_loss")
-        kind, origin = get("algo.kl.estimator"), get.origin("algo.kl.estimator")
-        set_kl_loss(done, kind=str(kind), origin=origin)
-    if get("algo.kl.target"):
-        done["ppo.kl.target"] = get("algo.kl.target"), get.origin("algo.kl.target")
-        done["ppo.kl.controller"] = "adaptive", get.origin("algo.kl.target")
-    clips = [("actor.eps_clip_low_high", ("ppo.clip_low", "ppo.clip_high"))]
-    if estimator in ("gae", "reinforce"):
-        clips.append(("reward.clip_range", ("ppo.shaping.clip_low", "ppo.shaping.clip_high")))
-    for name, keys in clips:
-        bounds = get(name)
-        if isinstance(bounds, list) and len(bounds) == 2:
-            done |= {
-                key: (bound, get.origin(name)) for key, bound in zip(keys, bounds, strict=True)
-            }
-    eps = get.origin("actor.eps_clip")
-    if "ppo.clip_low" in done and eps in get.given:  # OpenRLHF ignores it beside the pair
-        get.used.add(eps)
-        get.idle.append(f"{eps} ({get.given[eps]})")
-    if get("reward.normalize_enable"):
-        origin = get.origin("reward.normalize_enable")
-        done["ppo.shaping.normalize"] = True, origin
-        notes.append(f"{origin}: ppo.shaping.normalize. {get.rows[origin].note}")
+    _set_prompts(get, done)
+    _set_lengths(get, done)
+    _set_batches(get, done)
+    _set_schedule(get, done)
+    _set_models(get, done)
+    _set_evaluation(get, done)
+    _set_logging(get, done)
     return done
 
 
-def _logging(get: Arguments) -> Settings:
-    """Return the keys of the run's name, its folder and the loggers."""
-    done: Settings = {}
+def _set_loss(get: Arguments, done: Settings) -> None:
+    """Set the keys of the estimator, the clips and the KL."""
+    name = "algo.advantage.estimator"
+    estimator, origin = get(name), get.origin(name)
+    if estimator not in _ESTIMATORS:
+        raise ConfigError(
+            f"{origin} ({estimator}): has no counterpart in raypo. It has "
+            f"{', '.join(_ESTIMATORS)}; docs/methods.md lists all of ppo.advantage."
+        )
+    done["ppo.advantage"] = _ESTIMATORS[estimator], origin
+    if get("algo.advantage.no_std_norm") and estimator == "group_norm":
+        done["ppo.advantage"] = "dr_grpo", get.origin("algo.advantage.no_std_norm")
+    elif get.has("algo.advantage.no_std_norm"):
+        get.used.discard(get.origin("algo.advantage.no_std_norm"))
+    if estimator != "gae":
+        names = [
+            each
+            for each in get.given
+            if each.startswith(("critic.", "critic_")) or each == "value_clip"
+        ]
+        get.pass_over(*names, "algo.advantage.lambd", "critic.freezing_steps")
+    if get("actor.policy_loss_type") == "gspo":  # a mean over sequences there, too
+        done["ppo.aggregation"] = "sequence_mean", get.origin("actor.policy_loss_type")
+        done["ppo.policy_loss"] = "gspo", get.origin("actor.policy_loss_type")
+    if get("algo.kl.use_loss"):
+        name = "algo.kl.estimator"
+        placement = get.origin("algo.kl.use_loss")
+        set_kl_loss(done, str(get(name)), get.origin(name), placement=placement)
+    elif (kind := get("algo.kl.estimator")) != "k1":
+        why = f"{get.origin('algo.kl.estimator')} {kind}: k1, the only one of raypo in the reward"
+        done["ppo.kl.estimator"] = TODO if get.number("algo.kl.init_coef") else "k1", why
+    if get("algo.kl.target"):
+        names = {"target": "target", "horizon": "horizon"}
+        get.copy(done, {f"algo.kl.{a}": f"ppo.kl.{b}" for a, b in names.items()})
+        done["ppo.kl.controller"] = "adaptive", get.origin("algo.kl.target")
+    else:
+        get.pass_over("algo.kl.horizon")
+    low, high = "ppo.shaping.clip_low", "ppo.shaping.clip_high"
+    pairs = [("actor.eps_clip_low_high", "ppo.clip_low", "ppo.clip_high")]
+    if estimator in ("gae", "reinforce"):
+        pairs.append(("reward.clip_range", low, high))
+    for name, lower, upper in pairs:
+        bounds = get(name)
+        if isinstance(bounds, list | tuple) and len(bounds) == 2:
+            done |= {k: (v, get.origin(name)) for k, v in zip((lower, upper), bounds, strict=True)}
+    if "ppo.clip_low" in done:  # OpenRLHF ignores it beside the pair
+        get.pass_over("actor.eps_clip")
+    if get("reward.normalize_enable"):
+        row = get.row("reward.normalize_enable")
+        done["ppo.shaping.normalize"] = True, get.origin("reward.normalize_enable")
+        get.leave("reward.normalize_enable", f"ppo.shaping.normalize. {row.note if row else ''}")
+    if get("algo.advantage.is_correction_enable"):
+        origin = get.origin("algo.advantage.is_correction_enable")
+        done["ppo.correction.kind"] = (
+            TODO,
+            f"{origin}: tis with cap, icepop or mis with low and high; OpenRLHF's versions differ",
+        )
+    if get("algo.dynamic_filtering_enable"):
+        done["ppo.filter.enabled"] = True, get.origin("algo.dynamic_filtering_enable")
+        bounds = get("algo.dynamic_filtering_range")
+        for key, bound in zip(("low", "high"), bounds, strict=True):
+            done[f"ppo.filter.{key}"] = bound, get.origin("algo.dynamic_filtering_range")
+        done["ppo.filter.min_std"] = 0.0, "OpenRLHF compares the mean only"
+    else:
+        get.pass_over("algo.dynamic_filtering_range")
+
+
+def _set_prompts(get: Arguments, done: Settings) -> None:
+    """Set `data.prompts` with the options of each source."""
+    name, split = "data.prompt_dataset", get("data.prompt_split")
+    prompts, origin = get(name), get.origin(name)
+    if not isinstance(prompts, str):
+        return
+    paths = prompts.split(",")
+    entries: list[dict[str, Any]] = [{"path": path} for path in paths]
+    for path, entry in zip(paths, entries, strict=True):
+        if _is_hub_id(path):
+            entry |= {} if split == "train" else {"split": split}
+        elif split != "train":
+            get.leave("data.prompt_split", f"data.prompts. {path} is not a hub id.")
+    if get.has("data.max_samples"):
+        get.leave(
+            "data.max_samples",
+            "data.prompts. It is a limit: cut longer files by hand, and a longer data set of the "
+            "hub with `{path, split: 'train[:N]'}`.",
+        )
+    if weights := get("data.prompt_probs"):
+        for entry, weight in zip(entries, map(parsed, str(weights).split(",")), strict=False):
+            entry["weight"] = weight
+    sources = [entry if len(entry) > 1 else entry["path"] for entry in entries]
+    done["data.prompts"] = sources, origin
+
+
+def _is_hub_id(path: str) -> bool:
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
+    return is_name and not path.lower().endswith(DATA_FILES) and not Path(path).exists()
+
+
+def _set_batches(get: Arguments, done: Settings) -> None:
+    """Set batch sizes and the number of steps."""
+    batch, samples = get.number("rollout.batch_size"), get.number("rollout.n_samples_per_prompt")
+    get.copy(done, {"rollout.batch_size": "rollout.prompts_per_step"})
+    get.copy(done, {"rollout.n_samples_per_prompt": "rollout.samples_per_prompt"})
+    updated, origin = get.number("train.batch_size"), get.origin("train.batch_size")
+    done["ppo.minibatch_size"] = known(updated), origin
+    if updated == updated and (batch * samples) % updated:
+        done["ppo.minibatch_size"] = (
+            TODO,
+            f"{origin} {updated:g}: a divisor of the {batch * samples:g} responses of a step",
+        )
+    most = get.number("data.max_samples") if get.has("data.max_samples") else math.inf
+    epochs = get.number("train.num_episodes")
+    done["num_steps"] = steps_of(get, done, epochs, get.origin("train.num_episodes"), most=most)
+    if get("train.async_enable"):
+        done["rollout.mode"] = "async", get.origin("train.async_enable")
+        done["placement.mode"] = "dedicated", get.origin("train.async_enable")
+        get.copy(done, {"train.async_queue_size": "rollout.max_staleness"})
+
+
+def _set_lengths(get: Arguments, done: Settings) -> None:
+    total, response = get("data.max_len"), get("rollout.max_new_tokens")
+    prompt = get("data.prompt_max_len")
+    is_old = "pretrain" in get.given and not get.has("data.max_len")
+    whole = "1024 in OpenRLHF with flat names, else max_len" if is_old else f"data.max_len {total},"
+    if response is not None:
+        get.copy(done, {"rollout.max_new_tokens": "rollout.max_new_tokens"})
+    else:
+        done["rollout.max_new_tokens"] = (
+            TODO,
+            f"{whole} less the prompt's length; raypo has one limit for prompts, one for responses",
+        )
+    if prompt is not None:
+        get.copy(done, {"data.prompt_max_len": "data.max_prompt_tokens"})
+    elif isinstance(response, int) and get.has("data.max_len"):
+        origin = f"{get.origin('data.max_len')} - {get.origin('rollout.max_new_tokens')}"
+        done["data.max_prompt_tokens"] = max(total - response, 1), origin
+    else:
+        done["data.max_prompt_tokens"] = (
+            TODO,
+            f"{whole} less rollout.max_new_tokens",
+        )
+
+
+def _set_schedule(get: Arguments, done: Settings) -> None:
+    """Set the keys of the learning-rate schedule and of the critic's warm-up."""
+    kind, origin = get("actor.lr_scheduler"), get.origin("actor.lr_scheduler")
+    name = kind.partition("_with_")[0]
+    is_known = name in ("constant", "linear", "cosine")
+    what = f"{origin} {kind}: constant, linear or cosine"
+    done["learner.lr_schedule"] = (name, origin) if is_known else (TODO, what)
+    if kind == "cosine_with_min_lr":
+        get.copy(done, {"actor.min_lr_ratio": "learner.lr_floor"})
+    else:
+        get.pass_over("actor.min_lr_ratio")
+    ratio, steps = get.number("actor.lr_warmup_ratio"), done["num_steps"][0]
+    if ratio > 0 and kind != "constant":  # transformers' constant schedule ignores warm-up
+        done["learner.lr_warmup_steps"] = (
+            math.ceil(ratio * steps) if isinstance(steps, int) else TODO,
+            f"{ratio:g} of num_steps, {get.origin('actor.lr_warmup_ratio')}",
+        )
+    if get.number("critic.freezing_steps") > 0 and done["ppo.advantage"][0] == "gae":
+        get.copy(done, {"critic.freezing_steps": "ppo.critic_warmup_steps"})
+    if get("actor.optim") == "muon":
+        done["learner.optimizer"] = "muon", get.origin("actor.optim")
+        done["learner.policy_lr"] = get("actor.muon.lr"), get.origin("actor.muon.lr")
+        get.leave("actor.optim", "raypo scales Muon's updates, so that AdamW's rates can be kept.")
+
+
+def _set_models(get: Arguments, done: Settings) -> None:
+    """Set the score, the data type, the offload and the weight transport."""
+    server, origin = get("reward.remote_url"), get.origin("reward.remote_url")
+    models = get("reward.model_name_or_path")
+    agent = get("train.agent_func_path")
+    row = get.row("reward.remote_url")
+    if agent:
+        get.leave("train.agent_func_path", "rollout.agent. An agent of raypo is a coroutine.")
+        done["rollout.agent"] = TODO, f"train.agent_func_path {agent}: file.py:name"
+        done["rollout.max_episode_tokens"] = get("data.max_len"), get.origin("data.max_len")
+    if str(server).startswith("http"):
+        done["reward.url"] = server.split(","), origin
+        get.leave("reward.remote_url", f"reward.url. {row.note if row else ''}")
+    elif server:
+        done["reward.function"] = f"{server}:reward_func", origin
+        get.leave(
+            "reward.remote_url",
+            "reward.function. OpenRLHF calls reward_func(queries, prompts, labels); raypo takes "
+            "its own form, TRL's or verl's (docs/rewards.md).",
+        )
+    if isinstance(models, str) and not server and not agent:
+        done["model.reward"] = models.split(","), get.origin("reward.model_name_or_path")
+    else:  # OpenRLHF does not load it beside a server, a function or an agent
+        get.pass_over("reward.model_name_or_path")
+    penalty = get("reward.stop_properly_penalty_coef")
+    if penalty is not None:
+        key = "truncated_score" if penalty < 0 else "truncated_scale"
+        done[f"ppo.shaping.{key}"] = penalty, get.origin("reward.stop_properly_penalty_coef")
+    if get(name := "ds.param_dtype") in ("bf16", True):
+        get.pass_over(name)  # raypo's own choice on GPUs
+        if get.has(name):
+            done["model.dtype"] = "bfloat16", get.origin(name)
+    if get("ds.adam_offload"):
+        offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+        done["learner.deepspeed"] = offload, get.origin("ds.adam_offload")
+    if get("vllm.num_engines") == 0:
+        get.pass_over("vllm.num_engines")
+    get.pass_over("vllm.sync_backend")  # `auto` chooses by the placement
+
+
+def _set_evaluation(get: Arguments, done: Settings) -> None:
+    """Set held-out prompts, if OpenRLHF measures them, and the checkpoints."""
+    names = ("eval.temperature", "eval.n_samples_per_prompt", "eval.split")
+    if get("eval.dataset") and get.number("eval.steps") > 0:
+        path, split = get("eval.dataset"), get("eval.split")
+        is_split = split != "train" and _is_hub_id(path)
+        entry = {"path": path, "split": split} if is_split else path
+        done["eval.prompts"] = [entry], get.origin("eval.dataset")
+        keys = ("eval.temperature", "eval.samples_per_prompt")
+        get.copy(done, dict(zip((*names[:2], "eval.steps"), (*keys, "eval.every"), strict=True)))
+    else:
+        get.pass_over("eval.dataset", "eval.steps", *names)
+    if get.number("ckpt.save_steps") > 0:
+        get.copy(done, {"ckpt.save_steps": "checkpoint.every"})
+    else:
+        get.pass_over("ckpt.save_steps")
+
+
+def _set_logging(get: Arguments, done: Settings) -> None:
+    """Set the keys of the run's name, its folder and the loggers."""
     folder = get("ckpt.output_dir")
-    if (origin := get.origin("ckpt.output_dir")) in get.used:
-        done["name"] = Path(str(folder)).name, origin
-        done["storage_path"] = str(Path(str(folder)).parent), origin
+    if get.has("ckpt.output_dir"):
+        done["name"] = Path(str(folder)).name, get.origin("ckpt.output_dir")
+        done["storage_path"] = str(Path(str(folder)).parent), get.origin("ckpt.output_dir")
     if get("logger.wandb.run_name"):
         done["name"] = get("logger.wandb.run_name"), get.origin("logger.wandb.run_name")
-    keys = [name for name in get.rows["logger.wandb.key"].names if get.given.get(name)]
+    keys = [name for name in get.names("logger.wandb.key") if get.given.get(name)]
     if keys:  # their value is a secret and not written
         get.used.update(keys)
         done["logging.wandb.project"] = get("logger.wandb.project"), keys[0]
         if get("logger.wandb.org"):
             done["logging.wandb.entity"] = get("logger.wandb.org"), get.origin("logger.wandb.org")
-    return done
-
-
-def _prompts(get: Arguments, notes: list[str]) -> Settings:
-    """Return `data.prompts` with the options of each source."""
-    name, most, split = "data.prompt_dataset", get("data.max_samples"), get("data.prompt_split")
-    most = most if isinstance(most, int | float) else None
-    prompts, origin = get(name), get.origin(name)
-    if not isinstance(prompts, str):
-        return {}
-    paths = prompts.split(",")
-    entries: list[dict[str, Any]] = [{"path": path} for path in paths]
-    is_cut = False
-    for path, entry in zip(paths, entries, strict=True):
-        is_hub_id = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not Path(path).exists()
-        if is_hub_id and not path.lower().endswith(DATA_FILES):
-            is_cut = bool(most) and len(paths) == 1
-            rows = f"{split}[:{most:.0f}]" if is_cut else split
-            entry |= {} if rows == "train" else {"split": rows}
-        elif split != "train":
-            notes.append(f"prompt_split ({split}): data.prompts. {path} is not a hub id.")
-    if most and not is_cut:
-        notes.append(f"max_samples ({most:g}): shorten the files of data.prompts by hand.")
-    if weights := get("data.prompt_probs"):
-        for entry, weight in zip(entries, map(parsed, str(weights).split(",")), strict=False):
-            entry["weight"] = weight
-    sources = [entry if len(entry) > 1 else entry["path"] for entry in entries]
-    return {"data.prompts": (sources, origin)}
-
-
-def _batches(get: Arguments, notes: list[str], done: Settings) -> None:
-    """Set batch sizes and the number of steps in `done`, and mark intervals of -1 as idle."""
-    batch, most = get("rollout.batch_size"), get("data.max_samples")
-    done["rollout.prompts_per_step"] = batch, get.origin("rollout.batch_size")
-    samples, updated = get("rollout.n_samples_per_prompt"), get("train.batch_size")
-    done["rollout.samples_per_prompt"] = samples, get.origin("rollout.n_samples_per_prompt")
-    done["ppo.minibatch_size"] = updated, get.origin("train.batch_size")
-    responses = batch * samples
-    if isinstance(responses, int) and isinstance(updated, int) and responses % max(updated, 1):
-        fits, origin = math.gcd(responses, updated), get.origin("train.batch_size")
-        done["ppo.minibatch_size"] = fits, f"divides {responses} responses, {origin} {updated}"
-        notes.append(
-            f"{origin} ({updated}): ppo.minibatch_size is {fits}. It must divide the {responses} "
-            f"responses of a step."
-        )
-    episodes = get("train.num_episodes")
-    done["num_steps"] = steps_of(episodes, get.origin("train.num_episodes"), done, most)
-    for name in ("eval.steps", "ckpt.save_steps"):
-        if (origin := get.origin(name)) in get.given and get(name) == -1:
-            get.idle.append(f"{origin} (-1)")
-        else:
-            get.used.discard(origin)
-
-
-def _lengths(get: Arguments, notes: list[str]) -> Settings:
-    total, response = get("data.max_len"), get("rollout.max_new_tokens")
-    if response is None:
-        notes.insert(
-            0,
-            f"max_len ({total:g}): data.max_prompt_tokens and rollout.max_new_tokens. In "
-            "OpenRLHF a response may use the tokens of max_len that its prompt leaves; raypo "
-            "has a limit for each.",
-        )
-        return {}
-    done: Settings = {"rollout.max_new_tokens": (response, get.origin("rollout.max_new_tokens"))}
-    if get("data.prompt_max_len") is None:
-        origin = f"{get.origin('data.max_len')} - {get.origin('rollout.max_new_tokens')}"
-        done["data.max_prompt_tokens"] = max(total - response, 1), origin
-    else:
-        get.used.discard(get.origin("data.prompt_max_len"))
-    return done
-
-
-def _schedule(get: Arguments, done: Settings) -> Settings:
-    """Return the keys of the learning-rate schedule and of the critic's warm-up."""
-    schedule, kind = Settings(), get("actor.lr_scheduler")
-    origin = get.origin("actor.lr_scheduler")
-    if (name := kind.partition("_with_")[0]) in ("constant", "linear", "cosine"):
-        schedule["learner.lr_schedule"] = name, origin
-    else:
-        get.used.discard(origin)
-    if kind == "cosine_with_min_lr":
-        floor = get.origin("actor.min_lr_ratio")
-        schedule["learner.lr_floor"] = get("actor.min_lr_ratio"), floor
-    ratio, steps = get("actor.lr_warmup_ratio"), done["num_steps"][0]
-    if ratio > 0 and kind != "constant":  # transformers' constant schedule ignores warm-up
-        is_known = isinstance(steps, int)
-        schedule["learner.lr_warmup_steps"] = (
-            math.ceil(ratio * steps) if is_known else TODO,
-            f"{ratio:g} of num_steps, {get.origin('actor.lr_warmup_ratio')}",
-        )
-    if get("critic.freezing_steps") > 0:
-        frozen = get.origin("critic.freezing_steps")
-        schedule["ppo.critic_warmup_steps"] = get("critic.freezing_steps"), frozen
-    return schedule
-
-
-def _models(get: Arguments, notes: list[str]) -> Settings:
-    """Return the keys of reward servers, reward models, data type, offload and weight transport."""
-    done: Settings = {}
-    server = get.origin("reward.remote_url")
-    if str(get.given.get(server)).startswith("http"):
-        done["reward.url"] = get("reward.remote_url").split(","), server
-        notes.append(f"{server}: reward.url. {get.rows[server].note}")
-    if isinstance(models := get("reward.model_name_or_path"), str):
-        done["model.reward"] = models.split(","), get.origin("reward.model_name_or_path")
-    origin = get.origin("ds.param_dtype")  # raypo's own choice is bfloat16 on GPUs, too
-    if get.given.get(origin) in ("bf16", True):
-        get.used.add(origin)
-        done["model.dtype"] = "bfloat16", origin
-    if get("ds.adam_offload"):
-        offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-        done["learner.deepspeed"] = offload, get.origin("ds.adam_offload")
-    backend = get("vllm.sync_backend")
-    if (origin := get.origin("vllm.sync_backend")) in get.given:
-        done["rollout.engine.transport"] = "auto", origin
-        notes.append(
-            f"{origin} ({backend}): rollout.engine.transport is auto: ipc for colocated engines, "
-            "and nccl for engines on their own GPUs (placement.mode: dedicated)."
-        )
-    return done

@@ -1,12 +1,13 @@
-"""Keys that are computed from TRL's arguments."""
+"""Keys that are computed from the fields of TRL's configs."""
 
 from __future__ import annotations
 
-import ast
 import math
 from pathlib import Path
+from typing import Any
 
-from raypo.translation.foreign_arguments import DEFAULT, TODO, Arguments, Settings
+from raypo.config.base import TODO, ConfigError
+from raypo.translation.arguments import Arguments, Settings, steps_of
 
 _LOSS_TYPES = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
 _LOSS_TYPES |= dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")
@@ -14,237 +15,278 @@ _LOSS_TYPES |= dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")
 _CORRECTIONS = {"token_truncate": "tis", "sequence_truncate": "sequence_tis"}
 _CORRECTIONS |= {"token_mask": "icepop", "sequence_mask": "sequence_tis"}
 """Value of ppo.correction.kind for each vllm_importance_sampling_mode of TRL."""
-_IDLE = {"eval_strategy": ("no", "steps"), "vllm_mode": ("colocate",)}
-"""Values of TRL's arguments that need no counterpart, besides those that the table in
-`raypo.config.migration` marks."""
-_OBJECTS = {"model": "model.policy", "train_dataset": "data.prompts"}
-_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "reward_model": 1e-4}
-"""TRL's default learning rate for each recipe that learns from examples."""
-_BATCH = "per_device_train_batch_size x gradient_accumulation_steps"
-_ONE_PROCESS = "these count one process. Multiply by the number of processes."
-_DPO = {"beta": "beta", "loss_type": "loss"}
+_DPO_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo")
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_8bit")
+_ADAMW += ("adamw_bnb_8bit", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit")
+_SINKS: dict[str, Any] = {"wandb": {}, "mlflow": {}, "tensorboard": True}
 
 
-def from_trl(get: Arguments, recipe: str) -> tuple[Settings, list[str]]:
-    """Return the keys that are computed from TRL's arguments, and notes for the user."""
-    done: Settings = {"recipe": (recipe, "the trainer")}
-    notes: list[str] = []
-    held_out = "eval.pairs" if recipe == "dpo" else "eval.prompts"
-    for name, key in (*_OBJECTS.items(), ("eval_dataset", held_out)):
-        if (value := get(name)) is not None:
-            done[key] = value, name
-    if folder := get("output_dir"):
-        done["name"], done["storage_path"] = (
-            (each, "output_dir") for each in (Path(folder).name, str(Path(folder).parent))
-        )
-    updates = 1.0
-    if recipe == "ppo":
-        updates = _set_batches(get, done, notes)
-        done |= _loss(get, notes) | _correction(get, notes)
-        notes += _several_rewards(get)
+def from_trl(get: Arguments) -> Settings:
+    """Return the keys that are computed from the fields of a config of TRL."""
+    done: Settings = {"recipe": (get.recipe, "the config's class")}
+    folder = get("output_dir") or "trainer_output"
+    if get.has("output_dir") and folder != "trainer_output":
+        done["name"] = Path(folder).name, "output_dir"
+        done["storage_path"] = str(Path(folder).parent), "output_dir"
+    get.pass_over("output_dir")
+    if (run := get("run_name")) and run != folder:  # the folder is its default
+        done["name"] = run, "run_name"
+    if not (get("accelerator_config") or {}).get("split_batches"):
+        get.used.add("accelerator_config")
+    if get.given.get("pad_to_multiple_of") is None:
+        get.used.add("pad_to_multiple_of")
+    updates: float = 1
+    if get.recipe == "ppo":
+        updates = _set_grpo(get, done)
     else:
-        done |= _examples(get, recipe, notes)
-    steps = get("max_steps") / updates
-    if steps > 0:
-        done["num_steps"] = math.ceil(steps), "max_steps"
-    done |= _schedule(get, steps, updates)
-    done |= _lora(get, notes)
-    done |= _logging(get)
-    if isinstance(get.given.get("bf16"), bool) and "fp16" not in get.given:
-        done["model.dtype"] = "bfloat16" if get("bf16") else "float32", "bf16"
-    idle = [name for name, values in _IDLE.items() if str(get.given.get(name)) in values]
-    get.used.update(idle)
-    get.idle += [f"{name} ({get.given[name]})" for name in idle]
-    return done, notes
+        _set_examples(get, done)
+    _set_schedule(get, done, updates)
+    betas = [get("adam_beta1"), get("adam_beta2")]
+    done["learner.adam_betas"] = betas, get.origin("adam_beta1")
+    if get("optim") in _ADAMW:
+        get.pass_over("optim")
+    elif get("optim") == "muon":
+        done["learner.optimizer"] = "muon", "optim"
+    else:
+        done["learner.optimizer"] = TODO, f"optim {get('optim')}: adamw or muon"
+    is_half = get("bf16")
+    if isinstance(is_half, bool) and not get("fp16"):
+        done["model.dtype"] = "bfloat16" if is_half else "float32", "bf16"
+    _set_logging(get, done)
+    return done
 
 
-def _examples(get: Arguments, recipe: str, notes: list[str]) -> Settings:
-    """Return the keys of a recipe that learns from examples."""
-    done: Settings = {"learner.batch_size": (_batch(get), _BATCH)}
-    notes.append(f"learner.batch_size: {_ONE_PROCESS}")
-    if "learning_rate" not in get.given:
-        done["learner.lr"] = _LEARNING_RATES[recipe], f"learning_rate{DEFAULT}"
-    if get("max_steps") <= 0:
-        done["num_epochs"] = get("num_train_epochs"), "num_train_epochs"
-    given = [name for name in _DPO if name in get.given and recipe == "dpo"]
-    return done | {f"dpo.{_DPO[name]}": (get(name), name) for name in given}
-
-
-def _batch(get: Arguments) -> int:
-    return get("per_device_train_batch_size") * get("gradient_accumulation_steps")
-
-
-def _set_batches(get: Arguments, done: Settings, notes: list[str]) -> float:
-    """Set the batch sizes of GRPO in `done`, and return the optimizer steps in a step of raypo.
-
-    The result is NaN if it depends on the number of processes.
-    """
-    batch, samples, repeated = _batch(get), get("num_generations"), get("num_iterations")
-    generated = get("generation_batch_size", math.nan)
-    # The other batch sizes are those of one process.
-    counts_all = get.given.get("generation_batch_size") is not None
-    if not counts_all:
-        steps = get("steps_per_generation", get("gradient_accumulation_steps"))
-        generated = get("per_device_train_batch_size") * steps
-    done["rollout.samples_per_prompt"] = samples, "num_generations"
-    done["rollout.prompts_per_step"] = (
-        generated // samples,
-        "responses of a generation / num_generations",
+def _set_examples(get: Arguments, done: Settings) -> None:
+    """Set the keys of a recipe that learns from examples."""
+    batch = get("per_device_train_batch_size") * get("gradient_accumulation_steps")
+    processes = get.given.get("world_size")  # of an object; a JSON does not have it
+    get.used.add("world_size")
+    done["learner.batch_size"] = (
+        batch * processes if processes else TODO,
+        f"{batch} of per_device_train_batch_size x gradient_accumulation_steps, x processes",
     )
-    done["ppo.minibatch_size"] = batch, _BATCH
-    names = ["ppo.minibatch_size"]
-    if generated % samples > 0:  # False for NaN, a number that is not known
-        times = "" if counts_all else " x processes"
-        done["rollout.prompts_per_step"] = (
-            TODO,
-            f"{generated} responses{times} / {samples} of num_generations",
-        )
-    elif not counts_all:
-        names.insert(0, "rollout.prompts_per_step")
-    notes.append(f"{' and '.join(names)}: {_ONE_PROCESS}")
-    if not counts_all:
-        return max(generated // batch, 1) * repeated
     if get("max_steps") > 0:
-        size, own = ("?" if each != each else each for each in (generated, batch))
-        done["num_steps"] = (
-            TODO,
-            f"{get('max_steps')} of max_steps / ({size} of generation_batch_size / "
-            f"({own} x processes) x {repeated} of num_iterations)",
-        )
-    return math.nan
-
-
-def _loss(get: Arguments, notes: list[str]) -> Settings:
-    """Return the keys of GRPO's loss."""
-    done: Settings = {"ppo.preset": ("grpo", "GRPOTrainer"), "ppo.kl.coef": (get("beta"), "beta")}
-    done["ppo.num_epochs"] = get("num_iterations"), "num_iterations"
-    loss, low, high = get("loss_type"), get("epsilon"), get("epsilon_high")
-    if isinstance(get.given.get("epsilon_high"), ast.AST):
-        high = math.nan
-    done["ppo.clip_low"] = low, "epsilon"
-    done["ppo.clip_high"] = (low, "epsilon") if high is None else (high, "epsilon_high")
-    if loss in _LOSS_TYPES:
-        done["ppo.aggregation"] = _LOSS_TYPES[loss], "loss_type"
-        if loss in ("cispo", "sapo", "vespo"):
-            done["ppo.policy_loss"] = loss, "loss_type"
-        if loss == "cispo":  # TRL bounds the weight itself, raypo its excess over 1
-            bound = (4.0, "ScaleRL's 5 - 1") if high is None else (high - 1, "epsilon_high - 1")
-            done["ppo.clip_high"] = bound
+        get.copy(done, {"max_steps": "num_steps"})
+        get.pass_over("num_train_epochs")
     else:
-        notes.append(
-            f"loss_type ({loss}): no counterpart is known; docs/methods.md lists all losses."
+        get.copy(done, {"num_train_epochs": "num_epochs"})
+    if (length := get("max_length")) is not None:
+        for key in ("data.max_prompt_tokens", "data.max_response_tokens"):
+            done[key] = length, get.origin("max_length")
+        get.notes.append(
+            f"max_length ({length}): TRL cuts a row to this length; in raypo its prompt and its "
+            "response may each have it, and longer rows are refused (data.too_long: error)."
         )
-    if (scale := get("scale_rewards")) in (False, "none"):
-        done["ppo.advantage"] = "dr_grpo", "scale_rewards"
-    elif scale not in (True, "group"):
-        notes.append(f"scale_rewards ({scale}): ppo.advantage. docs/methods.md lists its values.")
-    return done
+    else:
+        for key in ("data.max_prompt_tokens", "data.max_response_tokens"):
+            done[key] = TODO, "max_length None: the tokens of your longest row"
+    done["data.too_long"] = "error", "max_length"
+    if get.recipe == "dpo":
+        get.copy(done, {"beta": "dpo.beta", "label_smoothing": "dpo.label_smoothing"})
+        losses = get("loss_type")
+        losses = [losses] if isinstance(losses, str) else losses
+        is_known = len(losses) == 1 and losses[0] in _DPO_LOSSES
+        done["dpo.loss"] = losses[0] if is_known else TODO, f"loss_type {losses}"
+    if get.recipe == "sft" and get("loss_type", "nll") != "nll":
+        raise ConfigError(
+            f"loss_type ({get('loss_type')}): raypo's SFT has the loss nll alone. Set it to nll."
+        )
+    if get("packing"):
+        get.leave(
+            "packing",
+            "TRL counts a packed row as an example of the batch; raypo counts "
+            "the examples in it, so learner.batch_size must be larger.",
+        )
 
 
-def _correction(get: Arguments, notes: list[str]) -> Settings:
-    """Return the keys of the correction of vLLM's log-probs, which TRL applies by default."""
-    done: Settings = {}
-    correction = "vllm_importance_sampling_"
-    is_corrected, mode = get(f"{correction}correction", True), get(f"{correction}mode")
-    cap, has_vllm = get(f"{correction}clip_max"), get.given.get("use_vllm") is True
-    if has_vllm and is_corrected and mode not in _CORRECTIONS:
-        notes.append(f"{correction}mode ({mode}): ppo.correction.kind. No counterpart is known.")
-    elif has_vllm and is_corrected:
-        kind = _CORRECTIONS[mode]
-        done["ppo.correction.kind"] = kind, f"{correction}mode with use_vllm"
-        bound = "ppo.correction.high" if kind == "icepop" else "ppo.correction.cap"
-        done[bound] = cap, f"{correction}clip_max"
-        if kind == "icepop":
-            done["ppo.correction.low"] = 0.0, "no lower bound in TRL"
-        if mode == "sequence_mask":
-            notes.append(
-                f"{correction}mode (sequence_mask, TRL's default): TRL drops responses whose ratio "
-                f"is above {cap:g}; ppo.correction gives them the weight {cap:g}. Other responses "
-                f"have the same weight in both."
-            )
-    return done
+def _set_grpo(get: Arguments, done: Settings) -> float:
+    """Set the keys of GRPO, and return the optimizer steps in a step of raypo."""
+    samples = get.number("num_generations")
+    device = get("per_device_train_batch_size")
+    own = device * get("gradient_accumulation_steps")
+    generated = get("generation_batch_size")
+    per_generation = get("steps_per_generation") or get("gradient_accumulation_steps")
+    # A config of TRL has the numbers of the process that made it.
+    processes = generated / (device * per_generation) if generated else 1
+    generated = generated or device * per_generation
+    what = f"of {processes:g} process{'es' * (processes > 1)} in this config"
+    get.copy(done, {"num_generations": "rollout.samples_per_prompt"})
+    done["rollout.prompts_per_step"] = (
+        int(generated // samples) if generated % samples == 0 else TODO,
+        f"{generated} of generation_batch_size (steps_per_generation {per_generation}) / "
+        f"{samples:g} of num_generations, {what}",
+    )
+    done["ppo.minibatch_size"] = (
+        int(own * processes),
+        f"per_device_train_batch_size x gradient_accumulation_steps, {what}",
+    )
+    get.notes.append(
+        f"rollout.prompts_per_step, ppo.minibatch_size: {what}. TRL started on more processes has "
+        "more responses in both: multiply them."
+    )
+    updates = max(generated / (own * processes), 1) * get("num_iterations")
+    get.copy(done, {"num_iterations": "ppo.num_epochs"})
+    _set_loss(get, done)
+    _set_correction(get, done)
+    prompt = get("max_prompt_length")  # of older versions
+    limit = get("vllm_max_model_length")
+    response = get("max_completion_length")
+    done["data.too_long"] = "error", "TRL skips no prompt"
+    if prompt is not None:
+        get.copy(done, {"max_prompt_length": "data.max_prompt_tokens"})
+        get.leave(
+            "max_prompt_length", "TRL cuts longer prompts at their start; raypo refuses them."
+        )
+    elif limit and response:
+        done["data.max_prompt_tokens"] = (
+            limit - response,
+            "vllm_max_model_length - max_completion_length",
+        )
+    else:
+        done["data.max_prompt_tokens"] = TODO, "the tokens of your longest prompt: TRL has no limit"
+    top_k = get("top_k") or 0
+    done["rollout.top_k"] = (top_k if top_k > 0 else None), "top_k"
+    if get("max_tool_calling_iterations") is not None:
+        get.used.discard("max_tool_calling_iterations")
+    if get("shuffle_dataset"):
+        get.pass_over("shuffle_dataset")
+    steps = get("max_steps") / updates
+    epochs = get.number("num_train_epochs")
+    if steps > 0:
+        done["num_steps"] = math.ceil(steps), f"{get('max_steps')} of max_steps / {updates:g}"
+        get.pass_over("num_train_epochs")
+    else:
+        done["num_steps"] = steps_of(get, done, epochs, get.origin("num_train_epochs"))
+    return updates
 
 
-def _schedule(get: Arguments, steps: float, updates: float) -> Settings:
-    """Return the learning-rate schedule, and the keys whose values are numbers of steps.
+def _set_loss(get: Arguments, done: Settings) -> None:
+    """Set the keys of GRPO's loss."""
+    done["ppo.preset"] = "grpo", "GRPOConfig"
+    get.copy(done, {"beta": "ppo.kl.coef", "epsilon": "ppo.clip_low"})
+    get.copy(done, {"delta": "ppo.dual_clip"})
+    if get("beta") and get("use_bias_correction_kl") and not get.lacks("use_bias_correction_kl"):
+        origin = get.origin("use_bias_correction_kl")
+        done["ppo.kl.importance_weights"] = True, origin
+    get.pass_over("use_bias_correction_kl")
+    loss, high = get("loss_type"), get("epsilon_high")
+    if get.lacks("loss_type"):
+        loss = "a version of TRL without it"
+    bound, origin = (get("epsilon"), "epsilon") if high is None else (high, "epsilon_high")
+    done["ppo.clip_high"] = bound, get.origin(origin)
+    mean = _LOSS_TYPES.get(loss, TODO)
+    done["ppo.aggregation"] = mean, get.origin("loss_type") if mean != TODO else f"loss_type {loss}"
+    if loss in ("cispo", "sapo", "vespo"):
+        done["ppo.policy_loss"] = loss, get.origin("loss_type")
+    if loss in ("sapo", "vespo"):  # they have no clip
+        del done["ppo.clip_low"], done["ppo.clip_high"]
+        get.pass_over("epsilon", "epsilon_high")
+    elif loss == "cispo":  # TRL bounds the weight itself, raypo its excess over 1
+        excess = (TODO, "epsilon_high - 1: TRL bounds the weight itself")
+        done["ppo.clip_high"] = excess if high is None else (high - 1, "epsilon_high - 1")
+        del done["ppo.clip_low"]
+        get.pass_over("epsilon")
+    elif mean == TODO and loss not in _LOSS_TYPES:
+        done["ppo.policy_loss"] = TODO, f"loss_type {loss}: docs/methods.md lists the losses"
+    if get("importance_sampling_level") == "sequence":
+        done["ppo.policy_loss"] = "gspo", "importance_sampling_level"
+    elif get("importance_sampling_level") != "token":
+        why = f"importance_sampling_level {get('importance_sampling_level')}"
+        done["ppo.policy_loss"] = TODO, why
+    scale = get("scale_rewards")
+    scale = {True: "group", False: "none"}.get(scale, scale)
+    advantages = {"group": "grpo", "none": "dr_grpo"}
+    what = f"scale_rewards {scale}: grpo divides by the group's deviation, dr_grpo by none"
+    done["ppo.advantage"] = advantages.get(scale, TODO), what
+    if get("multi_objective_aggregation") == "normalize_then_sum":
+        done["ppo.advantage"] = "gdpo", "multi_objective_aggregation"
+        done["ppo.part_weights"] = TODO, "{name of a reward function: its reward_weights}"
+    if get("use_adaptive_entropy"):
+        names = {"entropy_target": "ppo.entropy_target", "entropy_coef_delta": "ppo.entropy_delta"}
+        done |= {key: (get(name), get.origin(name)) for name, key in names.items()}
+        get.used.add("use_adaptive_entropy")
+    else:
+        get.pass_over("use_adaptive_entropy", "entropy_target", "entropy_coef_delta")
+        get.pass_over("entropy_coef_min", "entropy_coef_max")
+    if not get("sync_ref_model"):
+        get.pass_over("ref_model_mixup_alpha", "ref_model_sync_steps")
+
+
+def _set_correction(get: Arguments, done: Settings) -> None:
+    """Set the correction of vLLM's log-probs, which TRL applies by default."""
+    name = "vllm_importance_sampling_"
+    is_corrected = get(f"{name}correction") and not get.lacks(f"{name}correction")
+    if not get("use_vllm") or not is_corrected:
+        names = ("correction", "mode", "clip_max", "clip_min")
+        get.pass_over(*[f"{name}{each}" for each in names])
+        return
+    mode = "token_truncate" if get.lacks(f"{name}mode") else get(f"{name}mode")
+    kind, origin = _CORRECTIONS.get(mode, TODO), f"{get.origin(f'{name}mode')} {mode}"
+    done["ppo.correction.kind"] = kind, origin
+    low, high = get(f"{name}clip_min"), get(f"{name}clip_max")
+    if kind == "icepop":
+        done["ppo.correction.low"] = low or 0.0, get.origin(f"{name}clip_min")
+        done["ppo.correction.high"] = high, get.origin(f"{name}clip_max")
+    elif kind != TODO:
+        done["ppo.correction.cap"] = high, get.origin(f"{name}clip_max")
+        get.used.discard(f"{name}clip_min")
+    if mode == "sequence_mask":
+        get.notes.append(
+            f"{name}mode (sequence_mask): ppo.correction.kind. TRL drops responses whose ratio is "
+            f"above {high:g}; raypo gives them the weight {high:g}. Other responses have the same "
+            "weight in both."
+        )
+
+
+def _set_schedule(get: Arguments, done: Settings, updates: float) -> None:
+    """Set the learning-rate schedule, and the keys whose values are numbers of steps.
 
     Args:
-        get: Lookup of TRL's arguments.
-        steps: Steps of the run; 0 or less if unknown.
-        updates: Optimizer steps in a step of raypo. If there are several, TRL's step counts are not
-            translated, and each becomes a note.
+        get: Lookup of TRL's fields.
+        done: Settings so far.
+        updates: Optimizer steps in a step of raypo. If there are several, TRL's numbers of steps
+            are not translated, and each becomes a note.
     """
-    done: Settings = {}
-    if get.given.get("lr_scheduler_type") == "constant_with_warmup":
-        get.used.add("lr_scheduler_type")
-        done["learner.lr_schedule"] = "constant", "lr_scheduler_type"
-    counts = {"save_steps": "checkpoint.every"}
-    if get.given.get("eval_strategy") == "steps":
-        counts["eval_steps"] = "eval.every"
-    for name, key in counts.items():
-        if updates == 1 and isinstance(get.given.get(name), int):
-            done[key] = get(name), name
-    warmup = get.given.get("warmup_steps") or get.given.get("warmup_ratio")
-    if isinstance(warmup, float) and warmup < 1 and steps > 0:
-        origin = f"warmup_ratio {warmup:g} of max_steps"
-        done["learner.lr_warmup_steps"] = math.ceil(warmup * math.ceil(steps)), origin
-    elif isinstance(warmup, int) and updates == 1:
-        done["learner.lr_warmup_steps"] = warmup, "warmup_steps"
-    if "learner.lr_warmup_steps" in done:
-        get.used.update(("warmup_steps", "warmup_ratio"))
-    return done
-
-
-def _lora(get: Arguments, notes: list[str]) -> Settings:
-    """Return the keys of a LoraConfig, with peft's defaults."""
-    if not get("peft_config"):
-        return {}
-    done: Settings = {
-        key: (get(name), name)
-        for name, key in (("r", "model.lora.rank"), ("lora_alpha", "model.lora.alpha"))
-    }
-    if get.given.get("target_modules") is None:
-        get.used.add("target_modules")
-        done["model.lora.target_modules"] = ["q_proj", "v_proj"], "peft's default"
-        notes.append(
-            "target_modules (None): peft chooses by the architecture: q_proj and v_proj for "
-            "Llama, Qwen, Mistral and Gemma. For other models set model.lora.target_modules; "
-            "raypo's default is all-linear."
+    kind, options = get("lr_scheduler_type"), get("lr_scheduler_kwargs") or {}
+    name = str(kind).partition("_with_")[0]
+    is_known = name in ("constant", "linear", "cosine") and kind != "cosine_with_restarts"
+    what = f"lr_scheduler_type {kind}: constant, linear or cosine"
+    done["learner.lr_schedule"] = (name if is_known else TODO), what
+    if options and not (kind == "cosine_with_min_lr" and set(options) == {"min_lr_rate"}):
+        get.used.discard("lr_scheduler_kwargs")
+    elif options:
+        done["learner.lr_floor"] = options["min_lr_rate"], "lr_scheduler_kwargs"
+    if get("eval_strategy") == "steps" and updates == 1:
+        every = get("eval_steps") or get("logging_steps")
+        done["eval.every"] = every, get.origin("eval_steps")
+    else:
+        get.pass_over("eval_steps")
+    if get("eval_strategy") == "no":
+        get.pass_over("eval_strategy", "per_device_eval_batch_size")
+    if get("save_strategy") == "steps" and updates == 1 and isinstance(get("save_steps"), int):
+        get.copy(done, {"save_steps": "checkpoint.every"})
+    warmup = get("warmup_steps") or get("warmup_ratio") or 0
+    steps = done.get("num_steps", (TODO, ""))[0]
+    if kind == "constant" or not warmup:  # Hugging Face's constant schedule ignores the warm-up
+        get.pass_over("warmup_steps", "warmup_ratio")
+    elif warmup < 1:
+        done["learner.lr_warmup_steps"] = (
+            math.ceil(warmup * steps) if isinstance(steps, int) else TODO,
+            f"{warmup:g} of num_steps, {get.origin('warmup_steps')}",
         )
-    return done
+    else:
+        done["learner.lr_warmup_steps"] = (
+            int(warmup) if updates == 1 else math.ceil(warmup / updates),
+            f"{warmup} of warmup_steps / {updates:g} updates of a step",
+        )
 
 
-def _logging(get: Arguments) -> Settings:
-    given = get.given.get("report_to")
-    sinks = [given] if isinstance(given, str) else given
-    if not isinstance(sinks, list) or not {*sinks} <= {"wandb", "mlflow", "tensorboard", "none"}:
-        return {}
-    get.used.add("report_to")
-    values = {"wandb": {}, "mlflow": {}, "tensorboard": True}
-    done: Settings = {
-        f"logging.{each}": (values[each], "report_to") for each in sinks if each in values
-    }
-    return done or {"logging.tensorboard": (False, "report_to")}
-
-
-def _several_rewards(get: Arguments) -> list[str]:
-    """Return a note with a function that adds up several or weighted `reward_funcs`, if any."""
-    given = get.given.get("reward_funcs")
-    each = given.elts if isinstance(given, ast.List | ast.Tuple) else []
-    names = [name.id for name in each if isinstance(name, ast.Name)]
-    weights = get.given.get("reward_weights") or [1.0] * len(each)
-    if not names or len(names) != len(each) or not isinstance(weights, list):
-        return []
-    if len(weights) != len(names) or (len(names) == 1 and weights == [1.0]):
-        return []
-    get.used.update(("reward_funcs", "reward_weights"))
-    scores = [f"s{place}" for place in range(1, len(names) + 1)]
-    total = " + ".join(f"{weight} * {each}" for weight, each in zip(weights, scores, strict=True))
-    parts = ", ".join(f'"{name}": {each}' for name, each in zip(names, scores, strict=True))
-    calls = ", ".join(f"{name}(completions=completions, **columns)" for name in names)
-    return [
-        f"reward_funcs ([{', '.join(names)}]), reward_weights ({weights}): reward.function takes "
-        "one function. Write it in the file that has these functions, and set reward.function: "
-        f'file.py:reward. def reward(completions, **columns): return [{{"score": {total}, '
-        f"{parts}}} for {', '.join(scores)} in zip({calls})]"
-    ]
+def _set_logging(get: Arguments, done: Settings) -> None:
+    given = get("report_to")
+    sinks = [given] if isinstance(given, str) else list(given or ())
+    if not get.has("report_to") or not {*sinks} <= {*_SINKS, "none", "all"}:
+        get.used.discard("report_to")
+        return
+    for each in sinks:
+        if each in _SINKS:
+            done[f"logging.{each}"] = _SINKS[each], "report_to"

@@ -1,159 +1,235 @@
-"""Run files from another project's arguments.
+"""Run files from another project's settings.
 
 A value is copied if the tables of `raypo.config.migration` say that it has the same meaning. Batch
-sizes, the KL and the estimator are computed (`from_trl`, `from_verl`, `from_openrlhf`). Every other
-value becomes a note, and so does a value that raypo refuses. A required key without a value is
-written as TODO, which raypo refuses until the user sets the key.
+sizes, the KL and the estimator are computed (`from_trl`, `from_verl`, `from_openrlhf`). What raypo
+lacks becomes a note. A value that decides what is learned, and that is not known or that raypo
+refuses, is written as TODO, which raypo refuses until the user sets the key.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from raypo.config.base import ConfigError, RunFile, known_keys, nested, parsed
+import yaml
+
+from raypo.config.base import TODO, ConfigError, flatten, known_keys, nested
 from raypo.config.migration import rows_of
-from raypo.config.recipe_config import RECIPES
-from raypo.translation.foreign_arguments import (
-    DEFAULT,
-    TODO,
-    Arguments,
-    Settings,
-    Unread,
-    steps_of,
-)
+from raypo.config.recipe_config import RECIPES, AnyConfig
+from raypo.translation.arguments import DEFAULT, Arguments, Settings
 from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
 from raypo.translation.from_verl import from_verl
+from raypo.translation.sources import UNRESOLVED, Source
 
-_LEARNED = ("ppo.", "rollout.", "data.max_prompt_", "dpo.", "learner.", "eval.temperature")
-"""Prefixes of keys that change what is learned. If such a key is not given, the other project's
-default is written into the run file."""
+_LEARNED = ("ppo.", "rollout.", "data.", "dpo.", "learner.", "reward", "model.")
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
-_TYPED = ("num_steps", "learner.lr_warmup_steps", "rollout.prompts_per_step", "ppo.kl.estimator")
-"""Keys that do not take just any string, and so are written as TODO only after the check."""
-_EPOCHS = {"TRL": "num_train_epochs", "verl": "trainer.total_epochs"}
-_EPOCHS |= {"OpenRLHF": "train.num_episodes"}
-_COMPUTED: dict[str, Callable[[Arguments, str], tuple[Settings, list[str]]]] = {
+_NOT_LEARNED += ("learner.num_", "learner.deepspeed", "model.attention")
+_REQUIRED = {
+    "name": "the run's folder is storage_path/name",
+    "model.policy": "a folder or a hub id",
+    "data.prompts": "files or a hub id",
+}
+_STAND_INS: dict[str, Any] = {
+    **dict.fromkeys(("name", "model.policy", "data.prompts"), "x"),
+    **{"reward.function": "x.py:x", "rollout.agent": "x.py:x", "num_steps": 10**9},
+    **{
+        "ppo.part_weights": {"x": 1.0},
+        "rollout.max_episode_tokens": 10**6,
+        "ppo.kl.estimator": "k3",
+        "model.reward": "x",
+    },
+}
+"""Values in place of TODO while the other keys are checked. Other keys are left out."""
+_COMPUTED: dict[str, Callable[[Arguments], Settings]] = {
     "TRL": from_trl,
     "verl": from_verl,
     "OpenRLHF": from_openrlhf,
 }
+_FIRST = ("estimator", "adv", "loss", "kl", "clip", "reward", "batch", "len", "lr", "data")
+"""Words in the arguments whose notes come first, most important ones first."""
 
 
-def translate(project: str, given: Mapping[str, Any], recipe: str = "ppo") -> str:
-    """Return the text of a run file.
+class Translation(NamedTuple):
+    """Settings of another project as keys of raypo, and what is left to the user."""
 
-    Its comments give the origin of each key, and list what was not translated.
+    project: str
+    done: Settings
+    notes: list[str]
+    """What changes learning and is not translated."""
+    minor: list[str]
+    """What concerns memory, speed or files, and is not translated."""
+    idle: list[str]
+    """What needs nothing here."""
+    config: AnyConfig
+    """The config, with other values in place of those that are TODO."""
+
+    def report(self) -> list[str]:
+        """Return what the user has to know, as lines."""
+        todo = [f"{key}: {why}" for key, (value, why) in self.done.items() if _is_todo(value)]
+        lines: list[str] = []
+        for title, each in (
+            ("TODO below, to be set:", todo),
+            ("Changes what is learned, and is left to you:", self.notes),
+        ):
+            lines += [title, *(f"- {' '.join(line.split())}" for line in each)] if each else []
+        for title, each in (
+            ("Concerns memory, speed or files, where raypo chooses by itself:", self.minor),
+            ("Needs nothing here:", self.idle),
+        ):
+            lines += [f"{title} {', '.join(' '.join(e.split()) for e in each)}."] if each else []
+        return lines
+
+
+def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = None) -> Translation:
+    """Translate another project's settings into keys of raypo.
 
     Args:
-        project: TRL, verl or OpenRLHF.
-        given: Values of that project's arguments, by name. An `ast.AST` is an expression of unknown
-            value.
-        recipe: The recipe that the arguments are for.
+        source: The settings.
+        given: Keys that are set elsewhere, so that they need no TODO.
+        rows: Number of rows of `data.prompts`, if it is known.
+
+    Raises:
+        ConfigError: a setting has no counterpart, and no run without it is the same.
     """
-    known = known_keys(RECIPES[recipe])
-    rows = [*rows_of(project), *(rows_of("peft") if project == "TRL" else ())]
-    by_name = {name: row for row in rows for name in row.names}
-    values = Arguments(given, by_name)
-    done, notes = _COMPUTED[project](values, recipe)
-    epochs = values(_EPOCHS[project])
-    for name in [name for name in given if name not in values.used]:
-        row, value = by_name.get(name), given[name]
-        if isinstance(value, Unread):
-            notes.append(f"{name}: {value.why}")
-            continue
-        keys = row.keys_in(known) if row else ()
-        shown = ast.unparse(value) if isinstance(value, ast.AST) else value
-        if row and row.is_same and keys and not isinstance(value, ast.AST):
-            done |= {key: (value, name) for key in keys}
-        elif row and (row.is_automatic or (not row.keys and row.default == str(shown).lower())):
-            values.idle.append(f"{name} ({shown})")
-        else:
-            why = f"{' and '.join(keys)}. {row.note}" if row else "No counterpart is known."
-            notes.append(f"{name} ({shown}): {why.removeprefix('. ').strip()}")
-    done = {key: each for key, each in done.items() if each[0] == each[0]}  # drop NaN
-    for row in [row for row in rows if row.is_same and row.default]:
-        for key in () if given.keys() & row.names else row.keys_in(known):
-            is_idle = key.startswith("eval.") and "eval.prompts" not in done
-            if key.startswith(_LEARNED) and not key.startswith(_NOT_LEARNED) and not is_idle:
-                done.setdefault(key, (parsed(row.default), f"{row.names[0]}{DEFAULT}"))
-    if recipe == "ppo":
-        done.setdefault("num_steps", steps_of(epochs, _EPOCHS[project], done))
-    config = _accepted(done, notes, recipe)
-    required = [f"{key}: {why}" for key, (value, why) in done.items() if value == TODO]
-    head = [f"Translated from {project} by raypo init; keys not shown have raypo's defaults."]
-    left = [" ".join(each.split()) for each in notes]  # a value may have several lines
-    for title, each in (("REQUIRED, TODO below:", required), ("Left to you:", left)):
-        head += [title, *(f"- {line}" for line in each)] if each else []
-    head += [f"Needs nothing here: {', '.join(values.idle)}."] if values.idle else []
-    text = config.to_yaml(shown=[key for key in done if _is_explicit(done[key], given)])
-    return "\n".join([*(f"# {line}" for line in head), *_with_origins(text, done)]) + "\n"
-
-
-def _set_todo(done: Settings, recipe: str) -> None:
-    """Set each required key that has no value to TODO in `done`."""
-    for key, why in (
-        ("name", "the run's folder is storage_path/name"),
-        ("model.policy", "a folder or a hub id"),
-        ("data.prompts", "files or a hub id"),
-    ):
-        done.setdefault(key, (TODO, why))
-    if recipe == "ppo" and not {"reward.function", "reward.url", "model.reward"} & done.keys():
-        done["reward.function"] = TODO, "file.py:name, or set model.reward or reward.url"
-    if recipe == "ppo":
-        done.setdefault("num_steps", (TODO, "a number of rollout batches"))
-
-
-def _is_explicit(setting: tuple[Any, str], given: Mapping[str, Any]) -> bool:
-    """Return whether a value comes from an argument, so that it is written even as a default."""
-    value, origin = setting
-    words = re.findall(r"[\w.]+", origin)
-    named = any(name.endswith(f".{word}") for name in given for word in words)
-    return value == TODO or (
-        not origin.endswith(DEFAULT) and (named or not given.keys().isdisjoint(words))
+    keys = known_keys(RECIPES[source.recipe])
+    get = Arguments(source, rows)
+    done = _COMPUTED[source.project](get)
+    for name in get.left(done):
+        _place(get, done, name, keys)
+    for row in [row for row in rows_of(source.project) if row.is_same]:
+        for key in () if get.has(row.names[0]) else row.keys_in(keys):
+            default = get.defaults.get(row.names[0])
+            is_idle = (key.startswith("eval.") and "eval.prompts" not in done) or (
+                key == "learner.critic_lr" and done["ppo.advantage"][0] != "gae"
+            )
+            is_path = key.startswith(("model.", "data.prompts", "eval.prompts"))
+            is_learned = _is_learned(key) or key.startswith("eval.")
+            if default is not None and is_learned and not is_path and not is_idle:
+                done.setdefault(key, (default, f"{row.names[0]}{DEFAULT}"))
+    required = dict(_REQUIRED)
+    if source.recipe == "ppo" and not {"reward.url", "model.reward", "rollout.agent"} & done.keys():
+        required["reward.function"] = "file.py:name, or set model.reward or reward.url"
+    for key, why in required.items():
+        if key not in given:
+            done.setdefault(key, (TODO, why))
+    for key in given:
+        done.pop(key, None)
+    config = _accepted(done, get, source.recipe)
+    order = {word: place for place, word in enumerate(_FIRST)}
+    get.notes.sort(
+        key=lambda note: min((n for w, n in order.items() if w in note.split(":")[0]), default=99)
     )
+    minor = [each for each in get.minor if not re.match(r"\S*(token|key) ", each)]
+    return Translation(source.project, done, get.notes, minor, get.idle, config)
 
 
-def _accepted(done: Settings, notes: list[str], recipe: str) -> RunFile:
+def _place(get: Arguments, done: Settings, name: str, keys: Sequence[str]) -> None:
+    """Copy an argument that no function computed, or say what becomes of it."""
+    row, value = get.row(name), get.given[name]
+    ours = row.keys_in(keys) if row else ()
+    if isinstance(value, str) and UNRESOLVED in value:
+        value = TODO
+    if row and row.is_same and ours:
+        for key in ours:
+            done.setdefault(key, (value, name if value != TODO else f"{name} {get.given[name]}"))
+    elif (row and row.is_automatic) or get.is_default(name, value):
+        get.idle.append(f"{name} ({value})")
+    elif row and (row.is_minor or (ours and not any(map(_is_learned, ours)))):
+        get.minor.append(f"{name} ({value})")
+    else:
+        why = f"{' and '.join(ours)}. {row.note}" if row else "No counterpart is known."
+        get.notes.append(f"{name} ({value}): {why.removeprefix('. ').strip()}")
+
+
+def run_file(made: Translation) -> str:
+    """Return the text of a run file, whose comments give the origin of each key and what is left."""
+    done = made.done
+    shown = [
+        key
+        for key, (value, origin) in done.items()
+        if _is_todo(value) or not origin.endswith(DEFAULT)
+    ]
+    text = made.config.to_yaml(shown)
+    values = flatten(yaml.safe_load(text))
+    for key in [each for each in done if each in shown]:
+        for below in [each for each in values if each.startswith(f"{key}.")]:
+            del values[below]
+        values[key] = done[key][0]
+    head = [
+        f"Translated from {made.project} by raypo init; keys not shown have raypo's defaults.",
+        *made.report(),
+    ]
+    body = yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True, width=10**9)
+    return "\n".join([*(f"# {line}" for line in head), *_with_origins(body, done)]) + "\n"
+
+
+def _is_learned(key: str) -> bool:
+    return key.startswith(_LEARNED) and not key.startswith(_NOT_LEARNED)
+
+
+def _is_todo(value: Any) -> bool:
+    return isinstance(value, str) and value == TODO
+
+
+def _accepted(done: Settings, get: Arguments, recipe: str) -> AnyConfig:
     """Return a config of the values that raypo accepts.
 
-    A refused value is removed from `done` and becomes a note, unless it is a default.
+    A refused value that decides what is learned becomes TODO, and another one a note. A default is
+    dropped if it has no effect.
     """
     while True:
-        _set_todo(done, recipe)
         try:
-            # Values of the right type in place of TODO. The number of prompts fits the minibatch.
-            stand_ins = {
-                "ppo.kl.estimator": "k3",
-                "rollout.prompts_per_step": done.get("ppo.minibatch_size", (32, ""))[0],
-            }
-            values = {
-                key: stand_ins[key] if value == TODO and key in stand_ins else value
-                for key, (value, _) in done.items()
-                if value != TODO or key not in _TYPED or key in stand_ins
-            }
-            return RECIPES[recipe].parse(nested(values))
+            return RECIPES[recipe].parse(nested(_checkable(done, recipe)))
         except ConfigError as error:
             lines = [line.removeprefix("config: ") for line in str(error).splitlines()]
-            refused = {key: line for line in lines for key in done if re.match(rf"{key}\b", line)}
+            refused = {
+                key: line
+                for line in lines
+                for key in done
+                if re.match(rf"{re.escape(key)}\b(?!\.)", line) and not _is_todo(done[key][0])
+            }
             if not refused:
                 raise
             for key, line in refused.items():
-                if not (origin := done.pop(key)[1]).endswith(DEFAULT):
-                    notes.append(f"{origin}: {line}")
+                origin = done.pop(key)[1]
+                if "has no effect" in line:
+                    if not origin.endswith(DEFAULT):
+                        get.notes.append(f"{origin}: {line}")
+                elif key in _REQUIRED or _is_learned(key):
+                    done[key] = TODO, f"{origin}: {line}"
+                else:
+                    get.notes.append(f"{origin}: {line}")
+
+
+def _checkable(done: Settings, recipe: str) -> dict[str, Any]:
+    """Return the values with stand-ins for those that are TODO, which fit the others."""
+    values = {key: value for key, (value, _) in done.items() if not _is_todo(value)}
+    for key in _STAND_INS:
+        is_needed = key in _REQUIRED or (key == "num_steps" and "num_epochs" not in values)
+        if key in done or is_needed:
+            values.setdefault(key, _STAND_INS[key])
+    if recipe == "ppo":
+        prompts, samples, updated = (
+            "rollout.prompts_per_step",
+            "rollout.samples_per_prompt",
+            "ppo.minibatch_size",
+        )
+        if updated not in values:
+            values[updated] = values.get(prompts, 1) * values.get(samples, 1)
+        values.setdefault(prompts, values[updated])
+        values.setdefault(samples, 4)
+    return values
 
 
 def _with_origins(text: str, done: Settings) -> list[str]:
     """Return the lines of a run file, each with the origin of its key as a comment."""
-    path, lines = [], []
+    path: list[str] = []
+    lines = []
     for line in text.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         path[depth:] = [line.strip().partition(":")[0]]
-        value, origin = done.get(".".join(path), (None, ""))
-        if value == TODO and ".".join(path) in _TYPED:
-            line = f"{line.partition(':')[0]}: {TODO}"
-        lines.append(f"{line} # {origin}" if origin and not line.endswith(":") else line)
+        origin = " ".join(done.get(".".join(path), (None, ""))[1].split())
+        lines.append(f"{line} # {origin}" if origin else line)
     return lines

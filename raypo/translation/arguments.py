@@ -1,0 +1,223 @@
+"""Another project's arguments with its defaults, and keys that several projects compute alike."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from raypo.config.base import TODO
+from raypo.config.migration import Counterpart, rows_of
+from raypo.translation.sources import UNRESOLVED, Source
+
+Settings = dict[str, tuple[Any, str]]
+"""Value of each key of raypo and the name of the argument that it comes from, by dotted key."""
+DEFAULT = "'s default"
+KL_ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2", "kl": "k1", "k1": "k1"}
+"""Estimator of raypo for each of verl and OpenRLHF."""
+_EMPTY = (None, False, "", "none", (), [], {})
+
+
+@cache
+def defaults_of(project: str, kind: str = "") -> dict[str, Any]:
+    """Return the default of each argument of a project's version, by name.
+
+    Args:
+        project: TRL, verl or OpenRLHF.
+        kind: Config class of TRL.
+    """
+    text = files("raypo.translation").joinpath("defaults.json").read_text(encoding="utf-8")
+    table = json.loads(text).get(project, {})
+    return table["common"] | table[kind] if kind else table
+
+
+class Arguments:
+    """Lookup of another project's arguments, which records what is used and what is left."""
+
+    def __init__(self, source: Source, rows: int | None = None) -> None:
+        self.project, self.recipe, self.rows = source.project, source.recipe, rows
+        self._is_complete, self._all = source.is_complete, source.given
+        self.defaults = defaults_of(source.project, source.kind)
+        table = [*rows_of(source.project), *(rows_of("peft") if source.kind else ())]
+        self._rows = {name: row for row in table for name in row.names if "*" not in name}
+        self._patterns = [(name, row) for row in table for name in row.names if "*" in name]
+        self.given = {
+            name: value
+            for name, value in source.given.items()
+            if not (source.is_complete and self.is_default(name, value))
+        }
+        self.used: set[str] = set()
+        self.notes: list[str] = []
+        """What changes learning and is left to the user."""
+        self.minor: list[str] = []
+        """Arguments that concern memory, speed or files, with their values."""
+        self.idle: list[str] = []
+        """Arguments that need no key in raypo, with their values."""
+
+    def is_default(self, name: str, value: Any) -> bool:
+        """Return whether a value is the default of an argument."""
+        if name not in self.defaults:
+            return False
+        default = self.defaults[name]
+        is_hidden = value == f"<{name.upper()}>"  # a token, which to_dict of TRL leaves out
+        return is_hidden or value == default or (value in _EMPTY and default in _EMPTY)
+
+    def row(self, name: str) -> Counterpart | None:
+        """Return the row of the tables for an argument."""
+        if name in self._rows:
+            return self._rows[name]
+        return next((row for each, row in self._patterns if fnmatchcase(name, each)), None)
+
+    def names(self, name: str) -> Sequence[str]:
+        """Return a name and the older names of the same argument.
+
+        A row may also have several arguments. Older names are not in the table of defaults, or
+        their default is null.
+        """
+        row = self._rows.get(name)
+        if not row or row.is_minor or row.is_automatic:
+            return (name,)
+        return [name, *(e for e in row.names if e != name and self.defaults.get(e) is None)]
+
+    def has(self, name: str) -> bool:
+        """Return whether a value other than the default is given under a name or an older one."""
+        return not self.given.keys().isdisjoint(self.names(name))
+
+    def lacks(self, name: str) -> bool:
+        """Return whether a complete config is of a version that has no such argument."""
+        return self._is_complete and self._all.keys().isdisjoint(self.names(name))
+
+    def __call__(self, name: str, usual: Any = None) -> Any:
+        """Return the value given under a name or one of its older names.
+
+        If none is given, return the other project's default, or `usual` if there is none. A value
+        that could not be resolved is TODO.
+        """
+        for each in self.names(name):
+            if each in self.given:
+                self.used.add(each)
+                value = self.given[each]
+                return TODO if isinstance(value, str) and UNRESOLVED in value else value
+        default = self.defaults.get(name)
+        return usual if default is None else default
+
+    def number(self, name: str) -> float:
+        """Return a number, or NaN if it is not known, and with it all that follows from it."""
+        value = self(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value if is_number else math.nan
+
+    def origin(self, name: str) -> str:
+        """Return the name under which a value is given, or the name of the default."""
+        given = [each for each in self.names(name) if each in self.given]
+        return given[0] if given else f"{name}{DEFAULT}"
+
+    def copy(self, done: Settings, names: dict[str, str]) -> None:
+        """Set keys of raypo to values of the same meaning, by argument."""
+        for name, key in names.items():
+            done[key] = self(name), self.origin(name)
+
+    def left(self, done: Settings) -> list[str]:
+        """Return the arguments of which no key and no note has told yet.
+
+        A default that a command repeats needs none.
+        """
+        origins = [origin for _, origin in done.values()]
+        told = "\n".join([*origins, *self.notes, *self.minor, *self.idle])
+        words = set(re.findall(r"[\w.]+", told))
+        return [
+            name
+            for name, value in self.given.items()
+            if name not in self.used
+            or not (name in words or self.is_default(self.names(name)[0], value))
+        ]
+
+    def leave(self, name: str, why: str) -> None:
+        """Leave an argument that changes learning to the user."""
+        self.notes.append(f"{self.origin(name)} ({self(name)}): {why}")
+
+    def pass_over(self, *names: str) -> None:
+        """Mark arguments as needing no key."""
+        for name in [each for name in names for each in self.names(name)]:
+            line = f"{name} ({self.given.get(name)})"
+            if name in self.given and line not in self.idle:
+                self.used.add(name)
+                self.idle.append(line)
+
+
+def known(value: float, otherwise: Any = TODO) -> Any:
+    """Return a number that was computed, or TODO if it is NaN."""
+    return otherwise if value != value else value
+
+
+def steps_of(
+    get: Arguments, done: Settings, epochs: float, name: str, *, most: float = math.inf
+) -> tuple[Any, str]:
+    """Return the number of rollout batches and its origin. It is TODO if the rows are not known.
+
+    Args:
+        get: Lookup of the arguments, which may know the number of rows.
+        done: Settings so far. The rows of the parquet files in `data.prompts` are counted.
+        epochs: Passes over the rows.
+        name: The argument that gives `epochs`.
+        most: Maximum number of rows that are used.
+    """
+    from pyarrow import parquet
+
+    prompts = done["rollout.prompts_per_step"][0]
+    given = done.get("data.prompts", ((),))[0]
+    rows = get.rows
+    if rows is None and given and given != TODO:
+        with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
+            paths = [
+                Path(each).expanduser() for each in ([given] if isinstance(given, str) else given)
+            ]
+            rows = sum(parquet.read_metadata(path).num_rows for path in paths)
+    if rows is not None and isinstance(prompts, int | float) and epochs == epochs:
+        used = int(min(rows, most))
+        if steps := int(used // prompts * epochs):
+            return steps, f"{used} rows // {prompts} prompts x {epochs:g} of {name}"
+    each = f"{prompts} prompts" if prompts != TODO else "rollout.prompts_per_step"
+    at_most = f"min(rows, {most:g})" if most < math.inf else "rows"
+    return TODO, f"{at_most} // {each} x {known(epochs, name)} of {name}"
+
+
+def set_lora(get: Arguments, done: Settings, *, rank: str, alpha: str, modules: str) -> None:
+    """Set the adapter's keys in `done` from the arguments with these names."""
+    if get(rank):  # 0 means no LoRA
+        get.copy(done, {rank: "model.lora.rank", alpha: "model.lora.alpha"})
+        value = get(modules, "all-linear")
+        words = value if isinstance(value, list) else [value]
+        is_all = words == ["all-linear"]
+        done["model.lora.target_modules"] = "all-linear" if is_all else words, get.origin(modules)
+    else:
+        get.pass_over(rank, alpha, modules)
+
+
+def set_kl_loss(done: Settings, kind: str, origin: str, *, placement: str) -> None:
+    """Set the estimator of a KL in the loss in `done`. It is TODO if raypo has none like it."""
+    done["ppo.kl.placement"] = "loss", placement
+    estimator = KL_ESTIMATORS.get(kind.removesuffix("+"))
+    if kind.endswith("+") and estimator:  # verl: the gradient of k2; the value is only logged
+        estimator = "k3_st" if estimator == "k3" else "k2"
+    done["ppo.kl.estimator"] = estimator, origin
+    if estimator in (None, "k1"):
+        why = "has the gradient 0 in expectation" if estimator else "is not in raypo"
+        done["ppo.kl.estimator"] = (
+            TODO,
+            f"{origin} {kind} {why}: k2, k3 or k3_st, or k1 with ppo.kl.placement: reward",
+        )
+
+
+def set_workers(get: Arguments, done: Settings, *, gpus: str, nodes: str) -> None:
+    """Set the number of learner workers in `done` to GPUs per node x nodes, if GPUs are given."""
+    if get.has(gpus):
+        count = get.number(gpus) * get.number(nodes)
+        done["learner.num_workers"] = known(count), f"{gpus} x {nodes}"
