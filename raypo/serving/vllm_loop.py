@@ -37,7 +37,7 @@ from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.concurrency import settle
 from raypo.config import InFlight
 from raypo.serving.adapters import Adapters
-from raypo.serving.inside_vllm import InsideVllm
+from raypo.serving.inside_vllm import InsideVllm, sampled
 from raypo.serving.progress import Meter, Progress
 from raypo.serving.request_state import RequestState
 from raypo.serving.requests import Load, SamplingRequest, Stretch
@@ -193,7 +193,7 @@ class VllmLoop:
             left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
             needs_place = each.request.priority >= 0
             if needs_place and not self._places.acquire(timeout=left):
-                each.set_result(completion_of((), None, "timeout"))
+                each.set_result(completion_of((), (), "timeout"))
                 continue
             each.has_place = needs_place
             try:
@@ -343,8 +343,7 @@ class VllmLoop:
         """
         for each in self._running.values():
             if each.request.adapter == adapter:
-                num_tokens = self._state(each).detokenizer.num_output_tokens()
-                each.versions.append((num_tokens, version))
+                each.versions.append((each.scheduled.num_output_tokens, version))
 
     def runs(self, adapter: str) -> bool:
         """Return True if any request runs under this adapter."""
@@ -485,27 +484,28 @@ class VllmLoop:
         for output in outputs:
             if output.finished:
                 each, said = self._running[output.request_id], output.outputs[0]
-                self._left(each, output.request_id, len(said.token_ids))
-                tokens, reason = said.token_ids, said.finish_reason
-                each.set_result(completion_of(tokens, said.logprobs, reason, each.versions))
+                tokens, log_probs = sampled(each.scheduled, said.logprobs)
+                self._left(each, output.request_id, len(tokens))
+                reason = said.finish_reason
+                each.set_result(completion_of(tokens, log_probs, reason, each.versions))
         return True
 
     def _give_back(self, each: RequestState, reason: str) -> None:
-        tokens, log_probs = (), None
+        tokens, log_probs = (), ()
         if each.name is None:
             self._leave_queue([each])
         else:
             tokens, log_probs = self._withdraw(each)
         each.set_result(completion_of(tokens, log_probs, reason, each.versions))
 
-    def _withdraw(self, each: RequestState) -> tuple[Sequence[int], Any]:
-        """Abort a request in vLLM; return its tokens so far and their `FlatLogprobs`."""
+    def _withdraw(self, each: RequestState) -> tuple[Sequence[int], Sequence[float]]:
+        """Abort a request in vLLM; return its tokens so far and their log-probs."""
         state = self._state(each)
         assert each.name is not None, "vLLM has it"
         self._inside.abort(each.name)
-        tokens = state.detokenizer.output_token_ids
+        tokens, log_probs = sampled(each.scheduled, state.logprobs_processor.logprobs)
         self._left(each, state.external_req_id, len(tokens))
-        return tokens, state.logprobs_processor.logprobs
+        return tokens, log_probs
 
     def _left(self, each: RequestState, name: str, num_tokens: int) -> None:
         """Remove from `_running` a request that vLLM has finished or aborted."""
@@ -569,7 +569,7 @@ class VllmLoop:
         self._looked_at = now
         tokens = self._tokens
         for each in self._running.values():
-            tokens += self._state(each).detokenizer.num_output_tokens()
+            tokens += each.scheduled.num_output_tokens
             self._count_preemptions(each)
         rate, (begin_s, begin_tokens) = self.load.tokens_per_s, self._rate_from
         if self._busy_s - begin_s >= RATE_OVER_S:
