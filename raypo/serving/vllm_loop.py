@@ -434,28 +434,46 @@ class VllmLoop:
             for _, _, batch in self._queue:
                 if batch[0].alone:  # a push began first; other requests stay queued
                     self._fail(batch, RuntimeError(refusal))
-        while self._queue and not self._runs_alone and self.serving.may_step():
+        entries: list[tuple[int, int, list[RequestState]]] = []
+        admitted: list[RequestState] = []
+        runs_alone = self._runs_alone
+        while self._queue and not runs_alone and self.serving.may_step():
             priority, _, batch = self._queue[0]
             if batch := [each for each in batch if not each.done()]:
                 most = self._most_running + (self._probes if priority < 0 else 0)
-                if len(self._running) >= (1 if batch[0].alone else most):
-                    return
-                self._enter(batch)
-            heapq.heappop(self._queue)  # after `_enter`: if that raises, `_fail_all` still finds it
+                runs_alone = batch[0].alone
+                if len(self._running) + len(admitted) >= (1 if runs_alone else most):
+                    break
+                admitted += self._with_adapters(batch)
+            entries.append(heapq.heappop(self._queue))
+        try:
+            if admitted:
+                self._enter(admitted)
+        except BaseException:
+            for entry in entries:  # for `_fail_all`
+                heapq.heappush(self._queue, entry)
+            raise
+
+    def _with_adapters(self, batch: list[RequestState]) -> list[RequestState]:
+        """Return the requests of a batch, none if an adapter was dropped while they were queued."""
+        try:
+            for each in batch:
+                if self.adapters and each.request.adapter:
+                    self.adapters.request(each.request.adapter)
+        except ValueError as error:
+            self._fail(batch, error)
+            return []
+        return batch
 
     def _enter(self, batch: list[RequestState]) -> None:
+        """Add requests to vLLM, all in one call."""
         self._leave_queue(batch)
         requests = [each.request for each in batch]
         held = self.adapters
-        try:
-            adapters = [held.request(r.adapter) if held and r.adapter else None for r in requests]
-        except ValueError as error:  # the adapter was dropped while they were queued
-            self._fail(batch, error)
-            return
         names = self._inside.enqueue(
             [request.prompt_ids for request in requests],
             [sampling_params(request) for request in requests],
-            adapters,
+            [held.request(r.adapter) if held and r.adapter else None for r in requests],
             [request.priority for request in requests],
             [self._salt + request.cache_salt for request in requests],
         )

@@ -28,6 +28,7 @@ def sampling_params(request: SamplingRequest) -> Any:
         logprobs=0,  # only the sampled token
         flat_logprobs=True,  # lists of numbers instead of a dict and an object for each token
         detokenize=bool(request.stop),
+        skip_clone=True,  # these parameters are of no other request
     )
 
 

@@ -228,7 +228,17 @@ def test_a_batch_that_runs_alone_enters_alone_and_what_joins_fills_the_room(loop
     pause(loop, None)
     for each in asked:
         each.result(timeout=SOON_S)
-    assert [len(names) for names in loop.llm.entered] == [1] * 5 + [7] + [1] * 2
+    assert [len(names) for names in loop.llm.entered] == [3, 2, 7, 2]
+
+
+def test_requests_that_vllm_refuses_fail_and_so_do_those_that_wait(loop: VllmLoop) -> None:
+    pause(loop, "keep")
+    asked = loop.submit([ask(4)] * 5, alone=False)
+    loop.llm.enqueue = lambda *_, **__: 1 / 0
+    pause(loop, None)
+    for each in asked:
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            each.result(timeout=SOON_S)
 
 
 def test_calls_wait_for_a_batch_that_runs_alone_and_for_nothing_else(loop: VllmLoop) -> None:

@@ -160,7 +160,7 @@ CLASSES: dict[str, dict[str, str]] = {
         (
             *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "detokenize"),
             *("stop_token_ids", "stop", "ignore_eos", "logprobs", "prompt_logprobs"),
-            *("flat_logprobs", "repetition_detection"),
+            *("flat_logprobs", "repetition_detection", "skip_clone"),
         ),
         "=",
     )
