@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.vllm_settings import SCHEDULER, import_vllm, prepare_environment
 
 prepare_environment(eager=True)
@@ -172,6 +173,6 @@ def start_without_model(
             }
             | arguments
         )
-    core = llm.llm_engine.engine_core.engine_core
+    core: Any = InsideVllm(llm)._core
     core.model_executor.scheduler = core.scheduler
     return llm

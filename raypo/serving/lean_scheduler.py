@@ -108,9 +108,10 @@ class _Lean(Scheduler if TYPE_CHECKING else object):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_async = isinstance(self, AsyncScheduler)
-        (self._blocks,) = self.kv_cache_manager.coordinator.single_type_managers
-        self._usual_allocate_slots = self.kv_cache_manager.allocate_slots
-        self.kv_cache_manager.allocate_slots = self._allocate_slots
+        manager: Any = self.kv_cache_manager
+        (self._blocks,) = manager.coordinator.single_type_managers
+        self._usual_allocate_slots = manager.allocate_slots
+        manager.allocate_slots = self._allocate_slots
 
     def add_request(self, request: Any) -> None:
         """Add a request, and what `update_from_output` and `inside_vllm.sampled` read of it."""

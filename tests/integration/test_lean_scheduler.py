@@ -147,7 +147,7 @@ def random_request(chance: random.Random) -> tuple[SamplingRequest, int]:
     start = [14, 15, 16, 17] * 4 if chance.random() < 0.6 else []
     prompt = start + chance.choices(LETTERS, k=chance.randint(1, 20))
     length = chance.randint(1, MAX_MODEL_LEN - len(prompt))
-    stops = {} if chance.random() < 0.6 else {"stop_token_ids": (17,)}
+    stops: dict[str, Any] = {} if chance.random() < 0.6 else {"stop_token_ids": (17,)}
     if chance.random() < 0.2:
         stops = {"stop": ("abc", "ddd")}
     request = SamplingRequest(
