@@ -90,8 +90,9 @@ class Pair:
                 assert gap[~at].max() > 30 * AGREES, "the change would not be seen"
 
 
-def engine_of(folder: str) -> Engine:
-    section = EngineSection(kv_cache_gb=0.1, max_waiting=WAITING, extra={"max_num_seqs": RUNNING})
+def engine_of(folder: str, **extra: Any) -> Engine:
+    extra["max_num_seqs"] = RUNNING
+    section = EngineSection(kv_cache_gb=0.1, max_waiting=WAITING, extra=extra)
     return Engine(folder, section=section, dtype="float32", max_model_len=MAX_MODEL_LEN)
 
 
@@ -125,8 +126,7 @@ def sampled(engine: Engine) -> list[int]:
     loop = engine._loop
 
     def look() -> list[int]:
-        running = loop._running.values()
-        return [loop._state(each).detokenizer.num_output_tokens() for each in running]
+        return [each.scheduled.num_output_tokens for each in loop._running.values()]
 
     return loop.call(look)
 

@@ -6,9 +6,9 @@ import itertools
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -28,20 +28,8 @@ class Pause(IntEnum):
     UNPAUSED, PAUSED_ALL = 0, 2
 
 
-@dataclass
-class FlatLogprobs:
-    """The fields of vLLM's class that are read; `test_vllm_sources` looks for them there."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def append(self, token: int, log_prob: float) -> None:
-        self.token_ids.append(token)
-        self.logprobs.append(log_prob)
-
-
 class Request:
-    """A request in the stand-in, whose tokens are 0, 1, 2, ...
+    """A request of the stand-in's scheduler and output processor, whose tokens are 0, 1, 2, ...
 
     The log-prob of each is its number, and the weight that sampled it, below zero.
     """
@@ -49,16 +37,18 @@ class Request:
     def __init__(self, name: str, length: int) -> None:
         self.num_preemptions = 0
         self.external_req_id, self.length = name, length
-        self.ids: list[int] = []
-        self.detokenizer = SimpleNamespace(
-            output_token_ids=self.ids, num_output_tokens=lambda: len(self.ids)
-        )
-        self.logprobs_processor = SimpleNamespace(logprobs=FlatLogprobs())
+        self._output_token_ids: list[int] = []
+        self.log_probs = array("f")
+        self.logprobs_processor = SimpleNamespace(logprobs=None)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._output_token_ids)
 
     def sample(self, weight: float) -> None:
-        number = len(self.ids)
-        self.ids.append(number)
-        self.logprobs_processor.logprobs.append(number, -number - weight)
+        number = self.num_output_tokens
+        self._output_token_ids.append(number)
+        self.log_probs.append(-number - weight)
 
 
 class KvCache:
@@ -133,13 +123,9 @@ class StandIn:
             if name in self.requests:
                 request = self.requests[name]
                 request.sample(self.weight)
-                if len(request.ids) == request.length:
+                if request.num_output_tokens == request.length:
                     self.forget(name)
-                    said = SimpleNamespace(
-                        token_ids=request.ids,
-                        logprobs=request.logprobs_processor.logprobs,
-                        finish_reason="length",
-                    )
+                    said = SimpleNamespace(logprobs=None, finish_reason="length")
                     output = SimpleNamespace(
                         finished=True, request_id=request.external_req_id, outputs=[said]
                     )

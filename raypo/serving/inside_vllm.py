@@ -13,6 +13,19 @@ from typing import Any
 import numpy as np
 
 
+def sampled(scheduled: Any, flat: Any) -> tuple[Sequence[int], Sequence[float]]:
+    """Return a request's tokens so far and their log-probs.
+
+    Args:
+        scheduled: The scheduler's object of the request. It has the log-probs if the scheduler is
+            raypo's (`lean_scheduler`).
+        flat: The `FlatLogprobs` of the request's output processor.
+    """
+    if (log_probs := getattr(scheduled, "log_probs", None)) is not None:
+        return scheduled._output_token_ids, log_probs
+    return flat.token_ids, flat.logprobs
+
+
 @dataclass(frozen=True)
 class InsideVllm:
     """Wrapper of a `vllm.LLM` whose scheduler runs in this process."""
@@ -69,12 +82,12 @@ class InsideVllm:
         self.llm.llm_engine.abort_request([name], internal=True)
 
     def state(self, name: str) -> Any:
-        """Return the state of a running request: its tokens (`detokenizer`), their log-probs
-        (`logprobs_processor`), and the id that its outputs have (`external_req_id`)."""
+        """Return the output processor's state of a running request, for `sampled` and the id that
+        its outputs have (`external_req_id`)."""
         return self.llm.llm_engine.output_processor.request_states[name]
 
     def scheduled(self, name: str) -> Any:
-        """Return the scheduler's object of a request, for its `num_preemptions`."""
+        """Return the scheduler's object of a request, for its tokens and `num_preemptions`."""
         return self._scheduler.requests[name]
 
     def settle(self, step: Callable[[], bool]) -> None:

@@ -33,6 +33,7 @@ _SERVER = "vllm.entrypoints.openai.api_server"
 _OF_TRAINING = (
     "load_format",
     "skip_tokenizer_init",
+    "scheduler_cls",
     "scheduling_policy",
     "worker_extension_cls",
     "enable_sleep_mode",

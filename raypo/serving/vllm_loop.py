@@ -37,7 +37,7 @@ from raypo.cluster.out_of_memory import ENGINE_REMEDY, memory_advice
 from raypo.concurrency import settle
 from raypo.config import InFlight
 from raypo.serving.adapters import Adapters
-from raypo.serving.inside_vllm import InsideVllm
+from raypo.serving.inside_vllm import InsideVllm, sampled
 from raypo.serving.progress import Meter, Progress
 from raypo.serving.request_state import RequestState
 from raypo.serving.requests import Load, SamplingRequest, Stretch
@@ -193,7 +193,7 @@ class VllmLoop:
             left = None if each.deadline == math.inf else max(0.0, each.deadline - time.monotonic())
             needs_place = each.request.priority >= 0
             if needs_place and not self._places.acquire(timeout=left):
-                each.set_result(completion_of((), None, "timeout"))
+                each.set_result(completion_of((), (), "timeout"))
                 continue
             each.has_place = needs_place
             try:
@@ -343,8 +343,7 @@ class VllmLoop:
         """
         for each in self._running.values():
             if each.request.adapter == adapter:
-                num_tokens = self._state(each).detokenizer.num_output_tokens()
-                each.versions.append((num_tokens, version))
+                each.versions.append((each.scheduled.num_output_tokens, version))
 
     def runs(self, adapter: str) -> bool:
         """Return True if any request runs under this adapter."""
@@ -435,28 +434,46 @@ class VllmLoop:
             for _, _, batch in self._queue:
                 if batch[0].alone:  # a push began first; other requests stay queued
                     self._fail(batch, RuntimeError(refusal))
-        while self._queue and not self._runs_alone and self.serving.may_step():
+        entries: list[tuple[int, int, list[RequestState]]] = []
+        admitted: list[RequestState] = []
+        runs_alone = self._runs_alone
+        while self._queue and not runs_alone and self.serving.may_step():
             priority, _, batch = self._queue[0]
             if batch := [each for each in batch if not each.done()]:
                 most = self._most_running + (self._probes if priority < 0 else 0)
-                if len(self._running) >= (1 if batch[0].alone else most):
-                    return
-                self._enter(batch)
-            heapq.heappop(self._queue)  # after `_enter`: if that raises, `_fail_all` still finds it
+                runs_alone = batch[0].alone
+                if len(self._running) + len(admitted) >= (1 if runs_alone else most):
+                    break
+                admitted += self._with_adapters(batch)
+            entries.append(heapq.heappop(self._queue))
+        try:
+            if admitted:
+                self._enter(admitted)
+        except BaseException:
+            for entry in entries:  # for `_fail_all`
+                heapq.heappush(self._queue, entry)
+            raise
+
+    def _with_adapters(self, batch: list[RequestState]) -> list[RequestState]:
+        """Return the requests of a batch, none if an adapter was dropped while they were queued."""
+        try:
+            for each in batch:
+                if self.adapters and each.request.adapter:
+                    self.adapters.request(each.request.adapter)
+        except ValueError as error:
+            self._fail(batch, error)
+            return []
+        return batch
 
     def _enter(self, batch: list[RequestState]) -> None:
+        """Add requests to vLLM, all in one call."""
         self._leave_queue(batch)
         requests = [each.request for each in batch]
         held = self.adapters
-        try:
-            adapters = [held.request(r.adapter) if held and r.adapter else None for r in requests]
-        except ValueError as error:  # the adapter was dropped while they were queued
-            self._fail(batch, error)
-            return
         names = self._inside.enqueue(
             [request.prompt_ids for request in requests],
             [sampling_params(request) for request in requests],
-            adapters,
+            [held.request(r.adapter) if held and r.adapter else None for r in requests],
             [request.priority for request in requests],
             [self._salt + request.cache_salt for request in requests],
         )
@@ -485,27 +502,28 @@ class VllmLoop:
         for output in outputs:
             if output.finished:
                 each, said = self._running[output.request_id], output.outputs[0]
-                self._left(each, output.request_id, len(said.token_ids))
-                tokens, reason = said.token_ids, said.finish_reason
-                each.set_result(completion_of(tokens, said.logprobs, reason, each.versions))
+                tokens, log_probs = sampled(each.scheduled, said.logprobs)
+                self._left(each, output.request_id, len(tokens))
+                reason = said.finish_reason
+                each.set_result(completion_of(tokens, log_probs, reason, each.versions))
         return True
 
     def _give_back(self, each: RequestState, reason: str) -> None:
-        tokens, log_probs = (), None
+        tokens, log_probs = (), ()
         if each.name is None:
             self._leave_queue([each])
         else:
             tokens, log_probs = self._withdraw(each)
         each.set_result(completion_of(tokens, log_probs, reason, each.versions))
 
-    def _withdraw(self, each: RequestState) -> tuple[Sequence[int], Any]:
-        """Abort a request in vLLM; return its tokens so far and their `FlatLogprobs`."""
+    def _withdraw(self, each: RequestState) -> tuple[Sequence[int], Sequence[float]]:
+        """Abort a request in vLLM; return its tokens so far and their log-probs."""
         state = self._state(each)
         assert each.name is not None, "vLLM has it"
         self._inside.abort(each.name)
-        tokens = state.detokenizer.output_token_ids
+        tokens, log_probs = sampled(each.scheduled, state.logprobs_processor.logprobs)
         self._left(each, state.external_req_id, len(tokens))
-        return tokens, state.logprobs_processor.logprobs
+        return tokens, log_probs
 
     def _left(self, each: RequestState, name: str, num_tokens: int) -> None:
         """Remove from `_running` a request that vLLM has finished or aborted."""
@@ -569,7 +587,7 @@ class VllmLoop:
         self._looked_at = now
         tokens = self._tokens
         for each in self._running.values():
-            tokens += self._state(each).detokenizer.num_output_tokens()
+            tokens += each.scheduled.num_output_tokens
             self._count_preemptions(each)
         rate, (begin_s, begin_tokens) = self.load.tokens_per_s, self._rate_from
         if self._busy_s - begin_s >= RATE_OVER_S:

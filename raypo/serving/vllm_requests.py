@@ -28,12 +28,13 @@ def sampling_params(request: SamplingRequest) -> Any:
         logprobs=0,  # only the sampled token
         flat_logprobs=True,  # lists of numbers instead of a dict and an object for each token
         detokenize=bool(request.stop),
+        skip_clone=True,  # these parameters are of no other request
     )
 
 
 def completion_of(
     token_ids: Sequence[int],
-    log_probs: Any,
+    log_probs: Sequence[float],
     finish_reason: str,
     versions: Sequence[tuple[int, int]] = (),
 ) -> Completion:
@@ -41,18 +42,17 @@ def completion_of(
 
     Args:
         token_ids: Sampled tokens.
-        log_probs: vLLM's `FlatLogprobs` of the tokens, or None if there are no tokens.
+        log_probs: Their log-probs.
         finish_reason: Value of `Completion.finish_reason`.
         versions: (index of the first token, weight version), in order.
     """
     # If two versions have the same first token, only the later one has sampled it: `dict` keeps it.
-    ids, sampled = list(token_ids), dict(versions)
-    spans = [(first, version) for first, version in sampled.items() if first < len(ids)]
-    values = log_probs.logprobs if ids else []
-    assert not ids or log_probs.token_ids == ids, "vLLM has one log-prob for each sampled token"
+    count, sampled = len(token_ids), dict(versions)
+    spans = [(first, version) for first, version in sampled.items() if first < count]
+    assert len(log_probs) == count, "vLLM has one log-prob for each sampled token"
     return Completion(
-        token_ids=np.array(ids, dtype=np.int32),
-        log_probs=np.array(values, dtype=np.float32),
+        token_ids=np.array(token_ids, dtype=np.int32),
+        log_probs=np.array(log_probs, dtype=np.float32),
         finish_reason=finish_reason,
         weight_version=spans[0][1] if spans else -1,
         later_versions=tuple(spans[1:]),

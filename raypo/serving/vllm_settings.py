@@ -22,6 +22,7 @@ OLDEST, NEWEST = (0, 23), (0, 32)
 """Oldest and newest supported vLLM, (major, minor)."""
 
 WORKER_EXTENSION = "raypo.serving.vllm_processes.WorkerExtension"
+SCHEDULER = "raypo.serving.lean_scheduler.create"
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: one import, and weights by reference
@@ -184,6 +185,7 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": section.prefix_caching,
         "scheduling_policy": "priority",  # equal priorities are first come, first served
+        "scheduler_cls": SCHEDULER,  # None in `section.extra` selects vLLM's own
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
     } | parallel_arguments(section.tensor_parallel)

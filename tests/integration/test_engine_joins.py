@@ -1,4 +1,4 @@
-"""vLLM itself keeps what every engine promises: requests join and leave at any step."""
+"""vLLM keeps what every engine promises, under raypo's scheduler and under its own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from tests.integration.test_engine import learner_log_probs
 from tests.tiny import tiny_policy
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=[True, False], ids=["raypo's scheduler", "vLLM's"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     folder = str(tiny_policy(tmp_path_factory.mktemp("policy")))
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    made = Pair(engine_of(folder), model, learner_log_probs)
+    made = Pair(
+        engine_of(folder, **({} if request.param else {"scheduler_cls": None})),
+        model,
+        learner_log_probs,
+    )
+    is_lean = "Lean" in type(made.engine._loop._inside._scheduler).__name__
+    assert is_lean == request.param
     yield made
     made.engine.shutdown()

@@ -23,7 +23,7 @@ from raypo.deployment import gauges
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_loop import Serving, VllmLoop
 from raypo.serving.vllm_requests import completion_of
-from tests.stand_in_vllm import FlatLogprobs, Pause, StandIn, in_place_of_vllm
+from tests.stand_in_vllm import Pause, StandIn, in_place_of_vllm
 from tests.stand_ins import versions_of
 
 SOON_S = 10.0
@@ -228,7 +228,17 @@ def test_a_batch_that_runs_alone_enters_alone_and_what_joins_fills_the_room(loop
     pause(loop, None)
     for each in asked:
         each.result(timeout=SOON_S)
-    assert [len(names) for names in loop.llm.entered] == [1] * 5 + [7] + [1] * 2
+    assert [len(names) for names in loop.llm.entered] == [3, 2, 7, 2]
+
+
+def test_requests_that_vllm_refuses_fail_and_so_do_those_that_wait(loop: VllmLoop) -> None:
+    pause(loop, "keep")
+    asked = loop.submit([ask(4)] * 5, alone=False)
+    loop.llm.enqueue = lambda *_, **__: 1 / 0
+    pause(loop, None)
+    for each in asked:
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            each.result(timeout=SOON_S)
 
 
 def test_calls_wait_for_a_batch_that_runs_alone_and_for_nothing_else(loop: VllmLoop) -> None:
@@ -274,7 +284,7 @@ def test_tokens_that_vllm_sampled_ahead_are_of_the_weights_before_the_push() -> 
     (asked,) = loop.submit([ask(10**9)], alone=False)
 
     def num_tokens() -> int:
-        return sum(len(each.ids) for each in loop.llm.requests.values())
+        return sum(each.num_output_tokens for each in loop.llm.requests.values())
 
     until(lambda: loop.call(num_tokens) > 3)
     before = loop.call(lambda: (num_tokens(), loop.settle(), num_tokens()))
@@ -365,8 +375,7 @@ def test_a_start_that_fails_is_told() -> None:
     ],
 )
 def test_each_token_has_the_version_that_sampled_it(versions: list, by_token: list[int]) -> None:
-    log_probs = FlatLogprobs([7] * 3, [-0.5] * 3)
-    answer = completion_of([7, 7, 7], log_probs, "length", versions)
+    answer = completion_of([7, 7, 7], [-0.5] * 3, "length", versions)
     assert versions_of(answer).tolist() == by_token
     assert answer.weight_version == by_token[0]
     assert answer.token_ids.dtype == np.int32
@@ -374,6 +383,6 @@ def test_each_token_has_the_version_that_sampled_it(versions: list, by_token: li
 
 
 def test_what_was_never_sampled_is_of_no_version() -> None:
-    answer = completion_of([], None, "timeout", [(0, 3)])
+    answer = completion_of([], [], "timeout", [(0, 3)])
     assert (answer.weight_version, answer.later_versions) == (-1, ())
     assert versions_of(answer).tolist() == answer.log_probs.tolist() == []

@@ -1,9 +1,9 @@
 """Each name inside vLLM that raypo uses is in vLLM's sources, and takes the arguments it is given.
 
-Nothing is imported. Where a new version fails here, `serving/inside_vllm.py` and
-`serving/vllm_processes.py` have to follow it; what vLLM promises (`vllm.LLM`, `SamplingParams`)
-is checked too, for it changes as well. The sources are those of the installed vLLM, or of the
-unpacked wheel that RAYPO_VLLM names (`scripts/gpu_build.sh`).
+Nothing is imported. Where a new version fails here, `serving/inside_vllm.py`,
+`serving/lean_scheduler.py` and `serving/vllm_processes.py` have to follow it; what vLLM promises
+(`vllm.LLM`, `SamplingParams`) is checked too, for it changes as well. The sources are those of the
+installed vLLM, or of the unpacked wheel that RAYPO_VLLM names (`scripts/gpu_build.sh`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,7 @@ CLASSES: dict[str, dict[str, str]] = {
     "v1/engine/output_processor.py:OutputProcessor": {"request_states": "="},
     "v1/engine/output_processor.py:RequestState": {
         "external_req_id": "=",
-        "detokenizer": "=",
         "logprobs_processor": "=",
-    },
-    "v1/engine/detokenizer.py:IncrementalDetokenizer": {
-        "output_token_ids": "",
-        "num_output_tokens": "",
     },
     "v1/engine/logprobs.py:LogprobsProcessor": {"logprobs": "=", "prompt_logprobs": "="},
     "logprobs.py:FlatLogprobs": {"token_ids": "=", "logprobs": "="},
@@ -59,10 +54,52 @@ CLASSES: dict[str, dict[str, str]] = {
         "kv_cache_manager": "=",
         "set_pause_state": "state",
         "reset_prefix_cache": "reset_running_requests=True",
+        "block_size": "=",
+        "max_model_len": "=",
+        "add_request": "request",
+        "update_from_output": "scheduler_output, model_runner_output",
     },
+    "v1/core/sched/async_scheduler.py:AsyncScheduler": {},
+    "v1/core/sched/output.py:SchedulerOutput": {"num_scheduled_tokens": "="},
+    "v1/outputs.py:ModelRunnerOutput": dict.fromkeys(
+        ("sampled_token_ids", "req_id_to_index", "logprobs"), "="
+    ),
+    "v1/outputs.py:LogprobsLists": {"logprobs": "=", "cu_num_generated_tokens": "="},
+    "v1/engine/__init__.py:EngineCoreOutputs": {"outputs": "="},
+    "v1/engine/__init__.py:EngineCoreOutput": dict.fromkeys(
+        ("request_id", "new_token_ids", "finish_reason"), "="
+    ),
+    "v1/core/kv_cache_coordinator.py:KVCacheCoordinator": {"single_type_managers": "="},
+    "v1/core/single_type_kv_cache_manager.py:SingleTypeKVCacheManager": dict.fromkeys(
+        ("req_to_blocks", "num_cached_block", "block_size", "enable_caching"), "="
+    ),
+    "v1/kv_cache_interface.py:FullAttentionSpec": {
+        "sliding_window": "=",
+        "attention_chunk_size": "=",
+    },
+    "v1/kv_cache_interface.py:KVCacheConfig": {"kv_cache_groups": "="},
     "v1/core/sched/interface.py:PauseState": {"PAUSED_ALL": "=", "UNPAUSED": "="},
-    "v1/core/kv_cache_manager.py:KVCacheManager": {"usage": ""},
-    "v1/request.py:Request": {"num_preemptions": "="},
+    "v1/core/kv_cache_manager.py:KVCacheManager": {
+        "usage": "",
+        "coordinator": "=",
+        "empty_kv_cache_blocks": "=",
+        "allocate_slots": "request, num_new_tokens, num_lookahead_tokens=0",
+        "cache_blocks": "request, computed",
+    },
+    "v1/request.py:Request": {
+        "num_tokens": "",
+        "num_output_tokens": "",
+        "update_block_hashes": "",
+    }
+    | dict.fromkeys(
+        (
+            *("num_preemptions", "num_computed_tokens", "num_output_placeholders", "status"),
+            *("_output_token_ids", "_all_token_ids", "num_prompt_tokens", "max_tokens"),
+            *("sampling_params", "structured_output_request", "mm_features", "resumable"),
+        ),
+        "=",
+    ),
+    "v1/request.py:RequestStatus": {"RUNNING": "="},
     "v1/executor/multiproc_executor.py:MultiprocExecutor": {"is_failed": "="},
     "v1/worker/worker_base.py:WorkerBase": {
         "add_lora": "request",
@@ -83,9 +120,27 @@ CLASSES: dict[str, dict[str, str]] = {
         "quant_method": "="
     },
     "platforms/cuda.py:NvmlCudaPlatform": {"get_device_total_memory": ""},
-    "config/model.py:ModelConfig": {"enable_sleep_mode": "=", "get_vocab_size": ""},
-    "config/scheduler.py:SchedulerConfig": {"max_num_seqs": "="},
-    "config/parallel.py:ParallelConfig": {"world_size": "="},
+    "config/model.py:ModelConfig": {
+        "enable_sleep_mode": "=",
+        "runner_type": "=",
+        "get_vocab_size": "",
+    },
+    "config/scheduler.py:SchedulerConfig": {
+        "max_num_seqs": "=",
+        "async_scheduling": "=",
+        "get_scheduler_cls": "",
+    },
+    "config/parallel.py:ParallelConfig": dict.fromkeys(
+        ("world_size", "pipeline_parallel_size", "decode_context_parallel_size"), "="
+    ),
+    "config/vllm.py:VllmConfig": dict.fromkeys(
+        (
+            *("model_config", "parallel_config", "scheduler_config", "kv_events_config"),
+            *("speculative_config", "kv_transfer_config", "ec_transfer_config"),
+        ),
+        "=",
+    ),
+    "config/kv_events.py:KVEventsConfig": {"enable_kv_cache_events": "="},
     "lora/request.py:LoRARequest": {
         "lora_name": "=",
         "lora_int_id": "=",
@@ -97,6 +152,7 @@ CLASSES: dict[str, dict[str, str]] = {
             *("worker_extension_cls", "enable_sleep_mode", "scheduling_policy", "logprobs_mode"),
             *("kv_cache_memory_bytes", "skip_tokenizer_init", "max_num_seqs", "load_format"),
             *("lora_target_modules", "max_loras", "max_cpu_loras", "max_lora_rank"),
+            "scheduler_cls",
         ),
         "=",
     ),
@@ -104,10 +160,11 @@ CLASSES: dict[str, dict[str, str]] = {
         (
             *("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "detokenize"),
             *("stop_token_ids", "stop", "ignore_eos", "logprobs", "prompt_logprobs"),
-            "flat_logprobs",
+            *("flat_logprobs", "repetition_detection", "skip_clone"),
         ),
         "=",
-    ),
+    )
+    | {"eos_token_id": ""},
 }
 """By file and class: methods with the arguments that they are given, and attributes."""
 
@@ -120,8 +177,27 @@ FUNCTIONS = {
 }
 
 PASSAGES = {
-    # In _preempt_request, which reset_prefix_cache calls.
-    "v1/core/sched/scheduler.py": ["request.num_preemptions += 1", "self._preempt_request(request"],
+    "v1/core/sched/scheduler.py": [
+        # In _preempt_request, which reset_prefix_cache calls.
+        "request.num_preemptions += 1",
+        "self._preempt_request(request",
+        # lean_scheduler.py does the same for a token that ends nothing.
+        "request.append_output_token_ids(output_token_id)",
+        "request.async_tokens_to_discard = |request.num_stale_output_tokens = ",
+    ],
+    "v1/core/sched/async_scheduler.py": [
+        "request.num_output_placeholders -= len(new_token_ids)",
+        "request, request.num_computed_tokens - request.num_output_placeholders",
+    ],
+    # All ends of a response that `is_plain`, `end_ids` and `max_length` cover.
+    "v1/core/sched/utils.py": [
+        "last_token_id == sampling_params.eos_token_id",
+        "last_token_id in (sampling_params.stop_token_ids or ())",
+        "request.num_tokens >= max_model_len",
+        "request.num_output_tokens >= request.max_tokens",
+        "request.num_output_tokens < sampling_params.min_tokens",
+        "repetition_detection = sampling_params.repetition_detection",
+    ],
     "entrypoints/common/offline.py": ["self.llm_engine.step()"],  # which VllmModel replaces
     "entrypoints/pooling/offline.py": ["self.llm_engine.step()|self._run_engine("],
     "v1/worker/gpu_worker.py": [
