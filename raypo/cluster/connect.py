@@ -6,7 +6,10 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -14,6 +17,7 @@ from urllib.parse import urlparse
 import ray
 
 from raypo.cluster.devices import check_choice, users_choice
+from raypo.concurrency import daemon_future
 from raypo.config import ClusterSection, ConfigError
 from raypo.ray_internals import (
     CLUSTER_ID,
@@ -77,6 +81,26 @@ class ClusterError(RuntimeError):
     """Ray could not be started."""
 
 
+@contextmanager
+def connecting(section: ClusterSection) -> Iterator[Future[bool]]:
+    """Connect in a thread, which takes seconds, and disconnect at the end.
+
+    The context gets the future of `connect`, and has to wait for it before it uses Ray.
+    """
+    connected = daemon_future(partial(connect, section), name="raypo-connect")
+    is_interrupted = False
+    try:
+        yield connected
+    except KeyboardInterrupt:  # do not wait then
+        is_interrupted = True
+        raise
+    finally:
+        if connected.done() or not is_interrupted:
+            with suppress(Exception):  # the context has raised it
+                if connected.result():
+                    ray.shutdown()
+
+
 def connect(section: ClusterSection) -> bool:
     """Connect to Ray: reuse the current connection, else join the address, else start a local Ray.
 
@@ -92,7 +116,7 @@ def connect(section: ClusterSection) -> bool:
     """
     global _our_job
     if ray.is_initialized():
-        _set_defaults(_CLUSTER_DEFAULTS | _DRIVER_DEFAULTS)
+        _set_defaults({} if _job() == _our_job else _CLUSTER_DEFAULTS | _DRIVER_DEFAULTS)
         return False
     address, source = cluster_address(section)
     running, is_auto = _started_here(), address == "auto"
