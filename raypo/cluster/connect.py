@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from urllib.parse import urlparse
 import ray
 
 from raypo.cluster.devices import check_choice, users_choice
-from raypo.concurrency import daemon_future
+from raypo.concurrency import settle
 from raypo.config import ClusterSection, ConfigError
 from raypo.ray_internals import (
     CLUSTER_ID,
@@ -87,8 +88,14 @@ def connecting(section: ClusterSection) -> Iterator[Future[bool]]:
 
     The context gets the future of `connect`, and has to wait for it before it uses Ray.
     """
-    connected = daemon_future(partial(connect, section), name="raypo-connect")
-    is_interrupted = False
+    connected: Future[bool] = Future()
+    is_interrupted, ended = False, threading.Event()
+
+    def connect_and_stay() -> None:
+        settle(connected, partial(connect, section))
+        ended.wait()  # Linux kills the processes of a local Ray when the thread ends that made them
+
+    threading.Thread(target=connect_and_stay, name="raypo-connect", daemon=True).start()
     try:
         yield connected
     except KeyboardInterrupt:  # do not wait then
@@ -99,6 +106,7 @@ def connecting(section: ClusterSection) -> Iterator[Future[bool]]:
             with suppress(Exception):  # the context has raised it
                 if connected.result():
                     ray.shutdown()
+        ended.set()
 
 
 def connect(section: ClusterSection) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from types import SimpleNamespace
 
 import grpc
@@ -322,9 +322,11 @@ def test_a_command_connects_beside_its_imports_and_disconnects_what_it_connected
     monkeypatch: pytest.MonkeyPatch, connected_here: bool
 ):
     imported, ended = Event(), list[str]()
+    thread: list[Thread] = []
 
     def slow(section: ClusterSection) -> bool:
         assert imported.wait(10), "the caller went on meanwhile"
+        thread.append(current_thread())
         return connected_here
 
     monkeypatch.setattr(module, "connect", slow)
@@ -332,8 +334,12 @@ def test_a_command_connects_beside_its_imports_and_disconnects_what_it_connected
     with connecting(ClusterSection()) as connected:
         imported.set()
         assert connected.result(10) is connected_here
+        thread[0].join(0.1)
+        assert thread[0].is_alive(), "with it Linux would kill the processes that it has started"
         assert ended == []
     assert ended == ["down"] * connected_here
+    thread[0].join(10)
+    assert not thread[0].is_alive()
 
 
 def test_an_error_of_the_connection_is_told_once_and_a_refused_run_waits_for_what_it_began(
