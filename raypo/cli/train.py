@@ -42,8 +42,13 @@ def train(
             )
             return
     files.check_writable()
-    from raypo.trainer import trainer_for  # imports Ray and torch
+    from raypo.cluster.connect import connecting  # imports Ray
 
-    result = trainer_for(run, fresh=fresh).fit()
+    with connecting(run.cluster) as connected:
+        from raypo.trainer import trainer_for  # imports torch
+
+        trainer = trainer_for(run, fresh=fresh)
+        connected.result()
+        result = trainer.fit()
     if (result.return_value or {}).get("status") == "interrupted":
         raise typer.Exit(INTERRUPTED)

@@ -7,7 +7,11 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -15,6 +19,7 @@ from urllib.parse import urlparse
 import ray
 
 from raypo.cluster.devices import check_choice, users_choice
+from raypo.concurrency import settle
 from raypo.config import ClusterSection, ConfigError
 from raypo.ray_internals import (
     CLUSTER_ID,
@@ -86,6 +91,33 @@ class ClusterError(RuntimeError):
     """Ray could not be started."""
 
 
+@contextmanager
+def connecting(section: ClusterSection) -> Iterator[Future[bool]]:
+    """Connect in a thread, which takes seconds, and disconnect at the end.
+
+    The context gets the future of `connect`, and has to wait for it before it uses Ray.
+    """
+    connected: Future[bool] = Future()
+    is_interrupted, ended = False, threading.Event()
+
+    def connect_and_stay() -> None:
+        settle(connected, partial(connect, section))
+        ended.wait()  # Linux kills the processes of a local Ray when the thread ends that made them
+
+    threading.Thread(target=connect_and_stay, name="raypo-connect", daemon=True).start()
+    try:
+        yield connected
+    except KeyboardInterrupt:  # do not wait then
+        is_interrupted = True
+        raise
+    finally:
+        if connected.done() or not is_interrupted:
+            with suppress(Exception):  # the context has raised it
+                if connected.result():
+                    ray.shutdown()
+        ended.set()
+
+
 def connect(section: ClusterSection) -> bool:
     """Connect to Ray: reuse the current connection, else join the address, else start a local Ray.
 
@@ -102,7 +134,7 @@ def connect(section: ClusterSection) -> bool:
     """
     global _our_job
     if ray.is_initialized():
-        _set_defaults(_CLUSTER_DEFAULTS | _DRIVER_DEFAULTS)
+        _set_defaults({} if _job() == _our_job else _CLUSTER_DEFAULTS | _DRIVER_DEFAULTS)
         return False
     address, source = cluster_address(section)
     running, is_auto = _started_here(), address == "auto"

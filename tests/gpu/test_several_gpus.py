@@ -52,6 +52,26 @@ def test_a_run_agrees(tmp_path: Path, keys: dict[str, Any]):
     run(tmp_path, **keys)
 
 
+def test_overlapping_the_reduction_of_gradients_changes_no_number(tmp_path: Path):
+    """Stage 2 reduces them in streams of its own, while compiled attention computes the next."""
+    figures = []
+    for name, keys in {
+        "one worker": {"learner.num_workers": 1},
+        "overlap": {"learner.num_workers": 2},
+        "no overlap": {
+            "learner.num_workers": 2,
+            "learner.deepspeed": {"zero_optimization": {"overlap_comm": False}},
+        },
+    }.items():
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        first = run(folder, **{"learner.zero_stage": 2, **keys})[0]
+        figures.append([first["ppo/policy_loss"], first["ppo/policy_grad_norm"]])
+    one, overlapped, in_order = figures
+    assert overlapped == pytest.approx(in_order, rel=1e-3, abs=1e-5)
+    assert overlapped == pytest.approx(one, rel=0.05, abs=0.01)  # bfloat16 rounds anew
+
+
 def test_nccl_reaches_an_engine_on_another_gpu_and_survives_its_replacement(tmp_path: Path):
     import ray
     import torch

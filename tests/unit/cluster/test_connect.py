@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread, current_thread
 from types import SimpleNamespace
 
 import grpc
@@ -19,6 +19,7 @@ from raypo.cluster.connect import (
     ClusterError,
     cluster_address,
     connect,
+    connecting,
     dashboard_token,
     untold_environment,
     worker_environment,
@@ -371,3 +372,50 @@ def test_ray_trains_controller_polls_often_enough_for_steps_of_a_tenth_of_a_seco
     with pytest.raises(Reached):
         connect(ClusterSection())
     assert float(os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"]) <= float(users or 0.1)
+
+
+@pytest.mark.parametrize("connected_here", [True, False])
+def test_a_command_connects_beside_its_imports_and_disconnects_what_it_connected(
+    monkeypatch: pytest.MonkeyPatch, connected_here: bool
+):
+    imported, ended = Event(), list[str]()
+    thread: list[Thread] = []
+
+    def slow(section: ClusterSection) -> bool:
+        assert imported.wait(10), "the caller went on meanwhile"
+        thread.append(current_thread())
+        return connected_here
+
+    monkeypatch.setattr(module, "connect", slow)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("down"))
+    with connecting(ClusterSection()) as connected:
+        imported.set()
+        assert connected.result(10) is connected_here
+        thread[0].join(0.1)
+        assert thread[0].is_alive(), "with it Linux would kill the processes that it has started"
+        assert ended == []
+    assert ended == ["down"] * connected_here
+    thread[0].join(10)
+    assert not thread[0].is_alive()
+
+
+def test_an_error_of_the_connection_is_told_once_and_a_refused_run_waits_for_what_it_began(
+    monkeypatch: pytest.MonkeyPatch, free_port: int
+):
+    with (
+        pytest.raises(ConfigError, match="nothing listens there"),
+        connecting(ClusterSection(address=f"127.0.0.1:{free_port}")) as connected,
+    ):
+        connected.result(10)
+    begun, ended = Event(), list[str]()
+    monkeypatch.setattr(module, "connect", lambda _: begun.wait(0.2) or True)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("down"))
+    with pytest.raises(ConfigError, match="no model"), connecting(ClusterSection()):
+        raise ConfigError("no model")
+    assert ended == ["down"]
+    released = Event()
+    monkeypatch.setattr(module, "connect", lambda _: released.wait(60.0))
+    with pytest.raises(KeyboardInterrupt), connecting(ClusterSection()):
+        raise KeyboardInterrupt  # at once, although the connection hangs
+    released.set()
+    assert ended == ["down"]
