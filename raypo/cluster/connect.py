@@ -64,12 +64,10 @@ _LOCAL_DEFAULTS = {
     # which takes seconds on a small machine.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
-_CLUSTER_DEFAULTS = {
-    # Show runs and their workers under /api/train/v2/runs/v1 of Ray's dashboard. The actor that
-    # keeps them takes 2 to 4 s of a core, and a local Ray ends with its run.
-    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-}
 _DRIVER_DEFAULTS = {
+    # Show runs and their workers in Ray's dashboard (/api/train/v2/runs/v1). The actor that keeps
+    # them takes 2 to 4 s of a core.
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     # `ray.train.report` blocks until the controller has polled the previous report, so a step takes
     # at least this interval. Ray's default is 2 s. A poll costs about a millisecond.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",
@@ -134,7 +132,7 @@ def connect(section: ClusterSection) -> bool:
     """
     global _our_job
     if ray.is_initialized():
-        _set_defaults({} if _job() == _our_job else _CLUSTER_DEFAULTS | _DRIVER_DEFAULTS)
+        _set_defaults({} if _job() == _our_job else _DRIVER_DEFAULTS)
         return False
     address, source = cluster_address(section)
     running, is_auto = _started_here(), address == "auto"
@@ -142,7 +140,6 @@ def connect(section: ClusterSection) -> bool:
         address, source = running, f"{source}=auto"
     if address:
         _probe(address, source)
-        _set_defaults(_CLUSTER_DEFAULTS)
         where = {"address": address, "runtime_env": {"env_vars": _beside_the_job(os.environ)}}
     else:
         if running and refusal(running) is None:
