@@ -49,7 +49,7 @@ def write_batches(path: Path, batches: Mapping[int, Collected], state: Mapping[s
         "state": state,
     }
     text = json.dumps(saved, default=json_default).encode()
-    arrays = {"json": np.frombuffer(text, np.uint8)}
+    arrays: dict[str, np.ndarray] = {"json": np.frombuffer(text, np.uint8)}
     for name in _ARRAYS:
         values = [getattr(each, name) for each in rollouts]
         arrays[f"{name}_lengths"] = np.array([-1 if each is None else len(each) for each in values])

@@ -37,7 +37,7 @@ def test_batches_are_read_as_they_were_written(tmp_path: Path):
         score=float(np.float32(0.3)),
         num_turns=2,
         environment_s=0.5,
-        metrics={"moves": np.float32(3.5)},
+        metrics={"moves": float(np.float32(3.5))},
         tool_uses=(ToolUse("sql", 0.1, "no such table", 1), ToolUse("", 0.0)),
     )
     whole = replace(
