@@ -77,7 +77,9 @@ class TrainedModel:
                 avoid_racy_counts(network)
         is_rounded = dtype == "bfloat16"
         self._heads = [m for m in module.modules() if is_rounded and isinstance(m, Float32Linear)]
-        self._masters = {p: p.detach().clone() for head in self._heads for p in head.parameters()}
+        self._masters: dict[Tensor, Tensor] = {
+            p: p.detach().clone() for head in self._heads for p in head.parameters()
+        }
         is_in_shares = any(hasattr(parameter, "ds_id") for parameter in parameters)
         # If a model was loaded in ZeRO-3 shards, DeepSpeed does not round the parameters that were
         # created after loading.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from transformers import GenerationConfig, PretrainedConfig
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from raypo.config import ConfigError
 from raypo.models.checkpoint import first_line, read_config

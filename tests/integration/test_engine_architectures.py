@@ -36,8 +36,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-UNTIED = SIZES | {"tie_word_embeddings": False}
-EXPERTS = {
+UNTIED: dict[str, Any] = SIZES | {"tie_word_embeddings": False}
+EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,

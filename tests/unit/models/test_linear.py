@@ -52,6 +52,14 @@ def test_a_frozen_weight_and_an_input_without_gradient_get_none():
     torch.testing.assert_close(x.grad, layer.weight.sum(0).expand(3, 8))
 
 
+def test_an_output_may_be_changed_in_place():
+    """As Llama 4 and RoCBert do."""
+    layer, x = onednn(nn.Linear(8, 4)), torch.randn(2, 3, 8)
+    layer(x).mul_(2.0).sum().backward()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, 2 * x.sum((0, 1)).expand(4, 8))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_torchs(dtype: torch.dtype):
     torch.manual_seed(0)
