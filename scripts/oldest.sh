@@ -11,7 +11,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 RAYPO_DEVICE=oldest scripts/setup.sh
 [ $# -gt 0 ] || set -- tests/unit/serving tests/integration/test_engine.py \
-    tests/integration/test_engine_joins.py tests/integration/test_vllm_frozen.py \
+    tests/integration/test_engine_joins.py tests/integration/test_lean_scheduler.py \
+    tests/integration/test_vllm_frozen.py \
     tests/integration/test_in_flight.py tests/integration/test_gpu_parts.py \
     tests/integration/test_gpu_engine.py
 PYTHONPATH=$PWD .venv-oldest/bin/python -m pytest -m "unit or integration" "$@"

@@ -208,8 +208,8 @@ class _Lean(Scheduler if TYPE_CHECKING else object):
         for client, output in parts.items():
             kept = []
             for each in output.outputs:
-                request = requests[each.request_id]
-                if not request.sampling_params.stop:
+                request = requests.get(each.request_id)
+                if request is not None and not request.sampling_params.stop:
                     if each.finish_reason is None:
                         continue
                     each.new_token_ids = list(request._output_token_ids)
