@@ -90,11 +90,12 @@ def test_prints_of_the_users_ray_train_callback_are_shown(capsys: pytest.Capture
 
     shown: list[tuple[str, str]] = []
     tell = SimpleNamespace(remote=lambda kind, text: shown.append((kind, text)))
-    callback: Any = PrintingCallback(Watch(), SimpleNamespace(tell=tell))  # type: ignore[arg-type]
-    assert isinstance(callback, UserCallback)
-    callback.after_report(run_context=None, metrics=[{"step": 3}], checkpoint=None)
+    monitor: Any = SimpleNamespace(tell=tell)
+    callback = PrintingCallback(Watch(), monitor)
+    context: Any = None
+    callback.after_report(run_context=context, metrics=[{"step": 3}], checkpoint=None)
     with pytest.raises(KeyError):
-        callback.after_exception(run_context=None, worker_exceptions={0: ValueError()})
+        callback.after_exception(run_context=context, worker_exceptions={0: ValueError()})
     lines = ["printed: step 3", "printed: done", "printed: 1 failed"]
     assert shown == [("message", line) for line in lines]
     assert capsys.readouterr().out == ""
