@@ -36,9 +36,10 @@ def train(
     else:
         check_run_folder(run, files)
         if is_finished(files, run):
+            more = "a higher num_steps continues it, " if run.may_change_length else ""
             typer.echo(
-                f"raypo: {run.name} is finished, files in {files.location}; a higher num_steps "
-                "continues it, --fresh starts over."
+                f"raypo: {run.name} is finished, files in {files.location}; {more}--fresh starts "
+                "over."
             )
             return
     files.check_writable()

@@ -76,14 +76,15 @@ def _functions(
 
     trained: RewardFunction | None = None
     found: list[tuple[str, str, RewardFunction]] = []
-    if isinstance(run, OnlineConfig) and not run.rollout.is_episodic:
-        trained = open_function(run.reward, None, functions_of(run.data.prompts))
+    is_scored = isinstance(run, OnlineConfig) and not run.rollout.is_episodic
+    try:
+        if is_scored:
+            trained = open_function(run.reward, None, functions_of(run.data.prompts))
         if trained is not None:
             found.append(("data.prompts", str(trained), trained))
-        if servers:
+        if is_scored and servers:
             opened = open_servers(run.reward)
             found += [("data.prompts", f"reward.{key}", each) for key, each in opened.items()]
-    try:
         held_out = evaluation_function(run.eval, trained) if run.eval.prompts else None
         if held_out is not None and held_out is not trained:
             found.append(("eval.prompts", str(held_out), held_out))

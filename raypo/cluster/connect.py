@@ -26,6 +26,7 @@ from raypo.ray_internals import (
     JOB_CONFIG_VARIABLE,
     address_file,
     dashboard_address,
+    is_driver,
     read_environment_again,
 )
 from raypo.tracking.console import Console
@@ -119,8 +120,7 @@ def connecting(section: ClusterSection) -> Iterator[Future[bool]]:
 def connect(section: ClusterSection) -> bool:
     """Connect to Ray: reuse the current connection, else join the address, else start a local Ray.
 
-    A line is printed if the address is `auto`, or if a local Ray is started although another Ray
-    already runs on this machine.
+    A line says which Ray is used.
 
     Returns:
         True if this call connected, so that the caller has to disconnect.
@@ -132,7 +132,9 @@ def connect(section: ClusterSection) -> bool:
     """
     global _our_job
     if ray.is_initialized():
-        _set_defaults({} if _job() == _our_job else _DRIVER_DEFAULTS)
+        if _job() != _our_job:
+            _set_defaults(_DRIVER_DEFAULTS)
+            _tell_ray("to which this program had connected")
         return False
     address, source = cluster_address(section)
     running, is_auto = _started_here(), address == "auto"
@@ -177,14 +179,22 @@ def connect(section: ClusterSection) -> bool:
     except ConfigError:
         ray.shutdown()
         raise
-    if is_auto:
-        Console().message(
-            "raypo: using the Ray that runs on this machine "
-            f"({ray.get_runtime_context().gcs_address}); without {source.removesuffix('=auto')}, "
-            "raypo starts a new one"
-        )
+    _tell_ray(_how(address, source, is_auto=is_auto))
     _our_job = _job()
     return True
+
+
+def _how(address: str | None, source: str, *, is_auto: bool) -> str:
+    if is_auto:
+        key = source.removesuffix("=auto")
+        return f"which runs on this machine; without {key}, raypo starts a new one"
+    return f"of {source}" if address else "started here"
+
+
+def _tell_ray(how: str) -> None:
+    """Print which Ray is used. The trials of an experiment, which are actors, do not repeat it."""
+    if is_driver():
+        Console().message(f"raypo: Ray at {ray.get_runtime_context().gcs_address}, {how}")
 
 
 def look_into(address: str, source: str) -> None:

@@ -63,7 +63,12 @@ def line_chart(
             )
     if not steps:
         return None
-    drawn = [value for trace in figure.data for value in trace.y]
+    drawn = [
+        row[name]
+        for rows in rows_by_run.values()
+        for name in names
+        for row in _rows_with(rows, name)
+    ]
     if len(drawn) > 1 and min(drawn) == max(drawn):  # plotly would draw from -1 to 1 around it
         margin = 0.1 * abs(drawn[0]) or 0.1
         figure.update_yaxes(range=[drawn[0] - margin, drawn[0] + margin])

@@ -151,8 +151,8 @@ def _try_functions(
     tokenizer: Any,
 ) -> None:
     """Try the functions of training and of evaluation on their first prompts, on rank 0."""
-    seen: list[RewardFunction | None] = [None]
+    seen: list[RewardFunction] = []
     for function, first in zip(functions, prompts, strict=False):
-        if not run.workers.rank and function not in seen:
+        if function is not None and function not in seen and run.workers.rank == 0:
             seen.append(function)
             try_before_start(function, first, tokenizer, run.tell.message)

@@ -36,6 +36,8 @@ class _RunLog(logging.FileHandler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
+        if str(record.msg).startswith("Reporting training result"):
+            return  # Ray Train's: 70 metrics a step, which metrics.jsonl has
         super().emit(record)
         key = getattr(record, CONSOLE_KEY, None)
         if key is not None and self.on_event is not None:

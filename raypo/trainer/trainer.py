@@ -28,6 +28,7 @@ from ray.train import (
     Result,
     RunConfig,
     ScalingConfig,
+    UserCallback,
     WorkerGroupError,
 )
 from ray.train.torch import TorchTrainer
@@ -80,6 +81,7 @@ from raypo.trainer.settings import (
     scaling_of,
 )
 from raypo.trainer.watch import (
+    PrintingCallback,
     advice,
     failures_left,
     is_lost_controller,
@@ -90,6 +92,8 @@ from raypo.trainer.watch import (
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
+_QUIET = ("ray", "raypo")
+"""Packages whose Ray Train callbacks print nothing for the user."""
 POLL_S = 0.2
 """Interval at which the driver polls the monitor for events."""
 _HABITS = {
@@ -261,9 +265,11 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         with self._files.lock():
             self._check_folder()
             if not self._fresh and is_finished(self._files, self.config):
+                can_go_on = self.config.may_change_length
+                more = "a higher num_steps continues it, " if can_go_on else ""
                 Console().message(
-                    f"raypo: {self.config.name} is finished, files in {self._files.location}; a "
-                    "higher num_steps continues it, fresh=True starts over."
+                    f"raypo: {self.config.name} is finished, files in {self._files.location}; "
+                    f"{more}fresh=True starts over."
                 )
                 return self._with_every_step(Result.from_path(self._files.location))
             with self._without_leftovers():
@@ -356,6 +362,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         about = {"location": self._files.location}
         about |= self.config.model_dump(include={"recipe", "num_steps"})
         monitor = start_monitor(self.config.name, about=about)
+        self._show_prints_of_callbacks(monitor)
         self._group_gc = self._start_group_gc(monitor)
         console = Console(config=self.config.model_dump())
         dedicated = Dedicated()
@@ -403,6 +410,15 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             given = dict(self.run_config.worker_runtime_env or {})
             given["env_vars"] = {**variables, **given.get("env_vars", {})}
             self.run_config.worker_runtime_env = given
+
+    def _show_prints_of_callbacks(self, monitor: ActorHandle) -> None:
+        callbacks = [
+            PrintingCallback(each, monitor)
+            if isinstance(each, UserCallback) and type(each).__module__.split(".")[0] not in _QUIET
+            else each
+            for each in self.run_config.callbacks or ()
+        ]
+        self.run_config = dataclasses.replace(self.run_config, callbacks=callbacks)
 
     def _start_group_gc(self, monitor: ActorHandle) -> ActorHandle | None:
         # Ray removes placement groups only when the job's driver ends. A task or an actor, like a

@@ -6,18 +6,19 @@ head, and ends the process if the head is gone before the run has stopped.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError
-from ray.train import WorkerGroupError
+from ray.train import UserCallback, WorkerGroupError
 
 from raypo.cluster.actors import is_lost_actor
 from raypo.cluster.connect import refusal
@@ -99,6 +100,34 @@ def _end_with_ray(address: str, is_over: threading.Event) -> None:
     signal.pthread_kill(main, signal.SIGINT)
     time.sleep(GRACE_S)
     os._exit(INTERRUPTED)
+
+
+class PrintingCallback(UserCallback):
+    """Ray Train callback of the user's whose prints are shown on the run's console.
+
+    Ray Train calls it in its controller, an actor whose output raypo does not show.
+    """
+
+    def __init__(self, callback: UserCallback, monitor: ActorHandle) -> None:
+        """Wrap a callback; `monitor` passes its prints to the console."""
+        self._callback, self._monitor = callback, monitor
+
+    def after_report(self, *arguments: Any, **named: Any) -> None:
+        """Call the callback's `after_report`."""
+        self._call(self._callback.after_report, *arguments, **named)
+
+    def after_exception(self, *arguments: Any, **named: Any) -> None:
+        """Call the callback's `after_exception`."""
+        self._call(self._callback.after_exception, *arguments, **named)
+
+    def _call(self, method: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        printed = io.StringIO()
+        try:
+            with redirect_stdout(printed):
+                method(*arguments, **named)
+        finally:
+            for line in printed.getvalue().splitlines():
+                self._monitor.tell.remote("message", f"printed: {line}")
 
 
 def is_lost_controller(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ import yaml
 
 from raypo.config.base import escaped
 from raypo.config.sweep_config import SweepConfig, with_values
+from raypo.metrics.catalogue import label_of
 from raypo.metrics.clock import duration
 from raypo.report.change import held_out_scores
 from raypo.storage.folder import below
@@ -42,6 +43,8 @@ class Outcome:
     wall_s: float
     lead: str = ""
     """Sentence on the lead of the best trial over the next, and whether it may be chance."""
+    below_start: tuple[str, ...] = ()
+    """Sentence that no trial is better than the start, if that is so."""
 
     @property
     def device_s(self) -> float:
@@ -57,6 +60,7 @@ class Outcome:
             metrics = ", ".join(f"{k} {v:.4g}" for k, v in self._headline().items())
             lines.append(f"best: {self.best.name}, {point_text(self.best.point)}; {metrics}")
             lines.append(self.lead)
+            lines += self.below_start
             if self.broken:
                 lines.append(
                     "no trial satisfies all constraints; this one violates "
@@ -114,6 +118,7 @@ def write_outcome(
         failed=tuple(record for record in ordered if record.status == "failed"),
         records=tuple(ordered),
         wall_s=wall_s,
+        below_start=_below_start(goal, ordered),
         lead=""
         if best is None
         else who_is_best(
@@ -131,6 +136,23 @@ def write_outcome(
     files.write_summary(_summary(outcome, sweep, wall_s=earlier + wall_s))
     files.sync()
     return outcome
+
+
+def _below_start(goal: Goal, records: Sequence[TrialRecord]) -> tuple[str, ...]:
+    """Return a sentence if no trial's score is better than the one before the first update."""
+    metric, sign = goal.metrics[0], goal.signs[0]
+    start = metric.replace("eval/", "eval/initial_", 1)
+    pairs = [
+        (each.metrics[start], each.metrics[metric])
+        for each in records
+        if start in each.metrics and metric in each.metrics and each.scored_step
+    ]
+    if not pairs or any(sign * (score - before) > 0 for before, score in pairs):
+        return ()
+    return (
+        f"No trial is better than the start: before the first update {label_of(metric)} was "
+        f"{pairs[0][0]:.4g}.",
+    )
 
 
 def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) -> str:

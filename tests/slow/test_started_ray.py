@@ -62,8 +62,8 @@ def test_a_started_ray_is_found_by_auto_which_says_so(cluster: StartedCluster):
     done = drive("auto", cluster.env)
     assert done.returncode == 0, done.stderr
     assert re.match(
-        rf"raypo: using the Ray that runs on this machine \({here(cluster)}\); without "
-        "cluster.address, raypo starts a new one\n",
+        rf"raypo: Ray at {here(cluster)}, which runs on this machine; without cluster.address, "
+        "raypo starts a new one\n",
         done.stdout,
     )
     assert "which added to 2" in done.stdout

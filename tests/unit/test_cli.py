@@ -137,9 +137,14 @@ def test_a_storage_path_that_is_a_file_is_refused_before_anything_heavy(
     assert f"storage_path ({tmp_path / 'config.json'}): " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_a_finished_run_of_epochs_is_known_by_its_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    schedule: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
+    """A higher num_steps is named only where it would not be refused."""
     (tmp_path / "examples.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 5)
     (tmp_path / "config.json").write_text("{}")
     values = {
@@ -149,7 +154,7 @@ def test_a_finished_run_of_epochs_is_known_by_its_steps(
         "storage_path": str(tmp_path / "runs"),
         "model": {"policy": str(tmp_path)},
         "data": {"prompts": str(tmp_path / "examples.jsonl")},
-        "learner": {"batch_size": 2},
+        "learner": {"batch_size": 2, "lr_schedule": schedule},
     }
     file = tmp_path / "sft.yaml"
     file.write_text(json.dumps(values))
@@ -158,7 +163,10 @@ def test_a_finished_run_of_epochs_is_known_by_its_steps(
     files.append_metrics(5, {"train/loss": 0.1})
     files.write_summary({"status": "finished", "steps": 5})
     assert exit_status(monkeypatch, "train", file) == 0
-    assert "mine is finished" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "mine is finished" in out
+    assert "--fresh starts over" in out
+    assert ("a higher num_steps continues it" in out) == (schedule == "constant")
 
 
 def test_what_a_worker_refuses_at_its_start_is_told_without_its_traceback(

@@ -1,6 +1,8 @@
 """Whether a run that has lost Ray Train's controller goes on by itself."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import (
@@ -10,9 +12,10 @@ from ray.exceptions import (
     OutOfMemoryError,
     RayTaskError,
 )
+from ray.train import UserCallback
 
 from raypo.cluster.run_monitor import Monitor
-from raypo.trainer.watch import advice, failures_left, is_lost_controller
+from raypo.trainer.watch import PrintingCallback, advice, failures_left, is_lost_controller
 
 
 @pytest.mark.parametrize(
@@ -73,3 +76,26 @@ def test_what_several_workers_report_is_shown_once():
 
 def test_the_advice_names_the_key():
     assert advice(0).startswith("max_failures (0): the process of Ray Train's controller ended")
+
+
+def test_prints_of_the_users_ray_train_callback_are_shown(capsys: pytest.CaptureFixture[str]):
+    class Watch(UserCallback):
+        def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+            print("step", metrics[0]["step"])
+            print("done")
+
+        def after_exception(self, run_context: Any, worker_exceptions: Any) -> None:
+            print(len(worker_exceptions), "failed")
+            raise KeyError("its own")
+
+    shown: list[tuple[str, str]] = []
+    tell = SimpleNamespace(remote=lambda kind, text: shown.append((kind, text)))
+    monitor: Any = SimpleNamespace(tell=tell)
+    callback = PrintingCallback(Watch(), monitor)
+    context: Any = None
+    callback.after_report(run_context=context, metrics=[{"step": 3}], checkpoint=None)
+    with pytest.raises(KeyError):
+        callback.after_exception(run_context=context, worker_exceptions={0: ValueError()})
+    lines = ["printed: step 3", "printed: done", "printed: 1 failed"]
+    assert shown == [("message", line) for line in lines]
+    assert capsys.readouterr().out == ""

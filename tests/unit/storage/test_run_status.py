@@ -140,10 +140,22 @@ def test_a_run_that_lives_and_is_silent_says_for_how_long(tmp_path: Path):
         )
 
 
-def test_a_reward_function_of_a_script_goes_on_with_the_script(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("function", "is_found"),
+    [
+        ("__main__:score", False),
+        ("a_script_elsewhere:score", False),  # `raypo train` would refuse it
+        ("tests.recorded_run:write_run.<locals>.score", False),
+        ("raypo.rewards.verifiers:exact_match", True),
+    ],
+)
+def test_a_reward_function_of_a_script_goes_on_with_the_script(
+    tmp_path: Path, function: str, is_found: bool
+):
     files = RunFiles(str(tmp_path), "run")
-    files.write_config({"name": "run", "reward": {"function": "__main__:score"}})
-    assert status_of(files).go_on.startswith("the same Python script")
+    files.write_config({"name": "run", "reward": {"function": function}})
+    go_on = status_of(files).go_on
+    assert go_on.startswith("raypo train" if is_found else "the same Python script")
 
 
 def test_a_folder_that_holds_no_run_has_no_status(tmp_path: Path):

@@ -164,3 +164,12 @@ def test_an_event_of_raypo_is_shown_with_its_key(tmp_path):
     logger.warning("not for the console")
     assert shown == [("engine 0", "engine 0 was lost")]
     assert "not for the console" in path.read_text()
+
+
+def test_the_metrics_of_a_step_are_not_in_the_log(tmp_path):
+    """Ray Train logs all 70 of them at each step, and drowns everything else."""
+    log_to_file(tmp_path / "worker_0.log")
+    logging.getLogger("ray/train/context.py").info("Reporting training result %d: %s", 1, {"a": 1})
+    logging.getLogger("ray/train/context.py").info("something else")
+    (line,) = (tmp_path / "worker_0.log").read_text().splitlines()
+    assert line.endswith(": something else")

@@ -169,3 +169,14 @@ def test_a_folder_of_another_sweep_is_refused_with_the_difference(base: Path):
         with pytest.raises(ConfigError, match="holds another sweep") as error:
             check_sweep_folder(changed, changed.base_config(), files)
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("start", "is_told"), [(0.9, True), (0.5, False)])
+def test_it_is_said_that_no_trial_is_better_than_the_start(base: Path, start: float, is_told: bool):
+    records = trials()
+    for record in records[:2]:
+        record.metrics |= {"eval/initial_score_mean": start}
+    outcome, _ = outcome_in(base, records)
+    assert outcome.best.name == "s-00001"
+    told = "No trial is better than the start: before the first update held-out score was 0.9."
+    assert (told in outcome.lines()) == is_told

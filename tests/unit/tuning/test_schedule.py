@@ -6,7 +6,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule, TrialScheduler
+from ray.tune.schedulers import ASHAScheduler, MedianStoppingRule
 
 from raypo.config import PPOConfig
 from raypo.config.sweep_config import SweepConfig
@@ -16,7 +16,7 @@ from raypo.tuning.goal import SCORED_STEP, UNKNOWN, VALUE, Goal
 from raypo.tuning.record import NUMBER
 from raypo.tuning.schedule import reports_of, scheduler_of, waiting_for_scores
 
-CONTROLLER = SimpleNamespace(search_alg=None, get_live_trials=list)
+CONTROLLER: Any = SimpleNamespace(search_alg=None, get_live_trials=list)
 
 
 def scheduler(kind: Any, *, past: Any = None, **changes: Any) -> Any:
@@ -62,7 +62,7 @@ def test_no_trial_is_stopped_by_a_score_from_before_the_first_update(kind: str):
 
 
 @pytest.mark.parametrize("kind", [ASHAScheduler, MedianStoppingRule])
-def test_a_scheduler_of_the_users_waits_for_scores_too(kind: type[TrialScheduler]):
+def test_a_scheduler_of_the_users_waits_for_scores_too(kind: Any):
     own: Any = kind(time_attr="step", metric="eval/score_mean", mode="max", grace_period=1)
     judge: Any = cloudpickle.loads(cloudpickle.dumps(waiting_for_scores(own, own.metric, 4)))
     assert isinstance(judge, kind)
