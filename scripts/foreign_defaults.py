@@ -48,7 +48,8 @@ def _default(field: Any) -> Any:
 def defaults_of_verl() -> dict[str, Any]:
     """Return the default of each key of the config of verl's main_ppo."""
     spec = find_spec("verl")
-    assert spec and spec.origin
+    assert spec is not None
+    assert spec.origin is not None
     folder = Path(spec.origin).parent / "trainer" / "config"
     tree = OmegaConf.load(folder / "_generated_ppo_trainer.yaml")
     tree.actor_rollout_ref.rollout.name = tree.reward.reward_model.rollout.name = "vllm"

@@ -145,7 +145,7 @@ class Arguments:
 
     def pass_over(self, *names: str) -> None:
         """Mark arguments as needing no key."""
-        for name in [each for name in names for each in self.names(name)]:
+        for name in [older for each in names for older in self.names(each)]:
             line = f"{name} ({self.given.get(name)})"
             if name in self.given and line not in self.idle:
                 self.used.add(name)
@@ -176,10 +176,8 @@ def steps_of(
     rows = get.rows
     if rows is None and given and given != TODO:
         with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
-            paths = [
-                Path(each).expanduser() for each in ([given] if isinstance(given, str) else given)
-            ]
-            rows = sum(parquet.read_metadata(path).num_rows for path in paths)
+            paths = [given] if isinstance(given, str) else given
+            rows = sum(parquet.read_metadata(Path(e).expanduser()).num_rows for e in paths)
     if rows is not None and isinstance(prompts, int | float) and epochs == epochs:
         used = int(min(rows, most))
         if steps := int(used // prompts * epochs):

@@ -87,6 +87,8 @@ def _set_examples(get: Arguments, done: Settings) -> None:
         losses = [losses] if isinstance(losses, str) else losses
         is_known = len(losses) == 1 and losses[0] in _DPO_LOSSES
         done["dpo.loss"] = losses[0] if is_known else TODO, f"loss_type {losses}"
+    if get.recipe == "sft":
+        done["data.response_key"] = "completion", "TRL's column; conversations: messages_key"
     if get.recipe == "sft" and get("loss_type", "nll") != "nll":
         raise ConfigError(
             f"loss_type ({get('loss_type')}): raypo's SFT has the loss nll alone. Set it to nll."
@@ -134,9 +136,7 @@ def _set_grpo(get: Arguments, done: Settings) -> float:
     done["data.too_long"] = "error", "TRL skips no prompt"
     if prompt is not None:
         get.copy(done, {"max_prompt_length": "data.max_prompt_tokens"})
-        get.leave(
-            "max_prompt_length", "TRL cuts longer prompts at their start; raypo refuses them."
-        )
+        get.leave("max_prompt_length", "TRL cuts longer prompts; raypo refuses them.")
     elif limit and response:
         done["data.max_prompt_tokens"] = (
             limit - response,
@@ -165,10 +165,16 @@ def _set_loss(get: Arguments, done: Settings) -> None:
     done["ppo.preset"] = "grpo", "GRPOConfig"
     get.copy(done, {"beta": "ppo.kl.coef", "epsilon": "ppo.clip_low"})
     get.copy(done, {"delta": "ppo.dual_clip"})
+    _set_policy_loss(get, done)
+    _set_advantage(get, done)
     if get("beta") and get("use_bias_correction_kl") and not get.lacks("use_bias_correction_kl"):
         origin = get.origin("use_bias_correction_kl")
         done["ppo.kl.importance_weights"] = True, origin
     get.pass_over("use_bias_correction_kl")
+
+
+def _set_policy_loss(get: Arguments, done: Settings) -> None:
+    """Set the policy's loss, its mean and its clip."""
     loss, high = get("loss_type"), get("epsilon_high")
     if get.lacks("loss_type"):
         loss = "a version of TRL without it"
@@ -193,6 +199,10 @@ def _set_loss(get: Arguments, done: Settings) -> None:
     elif get("importance_sampling_level") != "token":
         why = f"importance_sampling_level {get('importance_sampling_level')}"
         done["ppo.policy_loss"] = TODO, why
+
+
+def _set_advantage(get: Arguments, done: Settings) -> None:
+    """Set the advantage and the entropy bonus."""
     scale = get("scale_rewards")
     scale = {True: "group", False: "none"}.get(scale, scale)
     advantages = {"group": "grpo", "none": "dr_grpo"}

