@@ -7,6 +7,7 @@ arguments are written by hand, because its parser is in no function.
 import dataclasses
 import enum
 import json
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +23,7 @@ CONFIGS = ("GRPOConfig", "SFTConfig", "DPOConfig", "RewardConfig")
 
 def defaults_of_trl() -> dict[str, dict[str, Any]]:
     """Return the default of each field of TRL's configs; `common` has those of all of them."""
-    import trl
-
+    trl = import_module("trl")
     tables = {
         name: {each.name: _default(each) for each in dataclasses.fields(getattr(trl, name))}
         for name in CONFIGS

@@ -212,10 +212,8 @@ def _count(given: Arguments) -> int | None:
     if isinstance(data, str | Path):
         is_file = Path(data).is_file()
         return sum(1 for _ in read_rows(str(data), key="train_dataset")) if is_file else None
-    if isinstance(data, Sized):
-        return len(data)
-    count = getattr(data, "count", None)
-    return count() if callable(count) else None
+    is_lazy = hasattr(data, "materialize")  # a ray.data.Dataset, which would be executed
+    return len(data) if isinstance(data, Sized) and not is_lazy else None
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

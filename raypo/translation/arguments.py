@@ -183,7 +183,7 @@ def steps_of(
         if steps := int(used // prompts * epochs):
             return steps, f"{used} rows // {prompts} prompts x {epochs:g} of {name}"
     each = f"{prompts} prompts" if prompts != TODO else "rollout.prompts_per_step"
-    at_most = f"min(rows, {most:g})" if most < math.inf else "rows"
+    at_most = f"min(rows, {most:.0f})" if most < math.inf else "rows"
     return TODO, f"{at_most} // {each} x {known(epochs, name)} of {name}"
 
 
@@ -218,4 +218,4 @@ def set_workers(get: Arguments, done: Settings, *, gpus: str, nodes: str) -> Non
     """Set the number of learner workers in `done` to GPUs per node x nodes, if GPUs are given."""
     if get.has(gpus):
         count = get.number(gpus) * get.number(nodes)
-        done["learner.num_workers"] = known(count), f"{gpus} x {nodes}"
+        done["learner.num_workers"] = known(count), f"{get.origin(gpus)} x {get.origin(nodes)}"

@@ -215,6 +215,8 @@ def _set_schedule(get: Arguments, done: Settings) -> None:
             math.ceil(ratio * steps) if isinstance(steps, int) else TODO,
             f"{ratio:g} of num_steps, {get.origin('actor.lr_warmup_ratio')}",
         )
+    else:
+        get.pass_over("actor.lr_warmup_ratio")
     if get.number("critic.freezing_steps") > 0 and done["ppo.advantage"][0] == "gae":
         get.copy(done, {"critic.freezing_steps": "ppo.critic_warmup_steps"})
     if get("actor.optim") == "muon":
@@ -232,7 +234,12 @@ def _set_models(get: Arguments, done: Settings) -> None:
     if agent:
         get.leave("train.agent_func_path", "rollout.agent. An agent of raypo is a coroutine.")
         done["rollout.agent"] = TODO, f"train.agent_func_path {agent}: file.py:name"
-        done["rollout.max_episode_tokens"] = get("data.max_len"), get.origin("data.max_len")
+        prompt, total = done["data.max_prompt_tokens"][0], get("data.max_len")
+        is_known = isinstance(prompt, int) and get.has("data.max_len")
+        done["rollout.max_episode_tokens"] = (
+            total - prompt if is_known else TODO,
+            f"{get.origin('data.max_len')} - data.max_prompt_tokens",
+        )
     if str(server).startswith("http"):
         done["reward.url"] = server.split(","), origin
         get.leave("reward.remote_url", f"reward.url. {row.note if row else ''}")

@@ -29,12 +29,14 @@ def from_trl(get: Arguments) -> Settings:
         done["name"] = Path(folder).name, "output_dir"
         done["storage_path"] = str(Path(folder).parent), "output_dir"
     get.pass_over("output_dir")
-    if (run := get("run_name")) and run != folder:  # the folder is its default
+    if get.given.get("run_name") == folder:  # the default of older versions
+        del get.given["run_name"]
+    elif run := get("run_name"):
         done["name"] = run, "run_name"
     if not (get("accelerator_config") or {}).get("split_batches"):
-        get.used.add("accelerator_config")
+        get.given.pop("accelerator_config", None)  # of defaults
     if get.given.get("pad_to_multiple_of") is None:
-        get.used.add("pad_to_multiple_of")
+        get.given.pop("pad_to_multiple_of", None)
     updates: float = 1
     if get.recipe == "ppo":
         updates = _set_grpo(get, done)
@@ -42,7 +44,9 @@ def from_trl(get: Arguments) -> Settings:
         _set_examples(get, done)
     _set_schedule(get, done, updates)
     betas = [get("adam_beta1"), get("adam_beta2")]
-    done["learner.adam_betas"] = betas, get.origin("adam_beta1")
+    is_given = get.has("adam_beta1") or get.has("adam_beta2")
+    origin = "adam_beta1, adam_beta2" if is_given else get.origin("adam_beta1")
+    done["learner.adam_betas"] = betas, origin
     if get("optim") in _ADAMW:
         get.pass_over("optim")
     elif get("optim") == "muon":
@@ -59,8 +63,7 @@ def from_trl(get: Arguments) -> Settings:
 def _set_examples(get: Arguments, done: Settings) -> None:
     """Set the keys of a recipe that learns from examples."""
     batch = get("per_device_train_batch_size") * get("gradient_accumulation_steps")
-    processes = get.given.get("world_size")  # of an object; a JSON does not have it
-    get.used.add("world_size")
+    processes = get.given.pop("world_size", None)  # of an object; a JSON does not have it
     done["learner.batch_size"] = (
         batch * processes if processes else TODO,
         f"{batch} of per_device_train_batch_size x gradient_accumulation_steps, x processes",
@@ -203,7 +206,7 @@ def _set_policy_loss(get: Arguments, done: Settings) -> None:
 
 def _set_advantage(get: Arguments, done: Settings) -> None:
     """Set the advantage and the entropy bonus."""
-    scale = get("scale_rewards")
+    scale: Any = get("scale_rewards")
     scale = {True: "group", False: "none"}.get(scale, scale)
     advantages = {"group": "grpo", "none": "dr_grpo"}
     what = f"scale_rewards {scale}: grpo divides by the group's deviation, dr_grpo by none"
@@ -213,8 +216,8 @@ def _set_advantage(get: Arguments, done: Settings) -> None:
         done["ppo.part_weights"] = TODO, "{name of a reward function: its reward_weights}"
     if get("use_adaptive_entropy"):
         names = {"entropy_target": "ppo.entropy_target", "entropy_coef_delta": "ppo.entropy_delta"}
-        done |= {key: (get(name), get.origin(name)) for name, key in names.items()}
-        get.used.add("use_adaptive_entropy")
+        origin = get.origin("use_adaptive_entropy")
+        done |= {key: (get(n), f"{origin}, {get.origin(n)}") for n, key in names.items()}
     else:
         get.pass_over("use_adaptive_entropy", "entropy_target", "entropy_coef_delta")
         get.pass_over("entropy_coef_min", "entropy_coef_max")
@@ -229,6 +232,10 @@ def _set_correction(get: Arguments, done: Settings) -> None:
     if not get("use_vllm") or not is_corrected:
         names = ("correction", "mode", "clip_max", "clip_min")
         get.pass_over(*[f"{name}{each}" for each in names])
+        return
+    if get("loss_type") == "vespo":
+        why = "TRL puts these ratios into the kernel of vespo: none, or ppo.old_log_probs: engine"
+        done["ppo.correction.kind"] = TODO, f"{name}correction: {why}"
         return
     mode = "token_truncate" if get.lacks(f"{name}mode") else get(f"{name}mode")
     kind, origin = _CORRECTIONS.get(mode, TODO), f"{get.origin(f'{name}mode')} {mode}"

@@ -35,6 +35,7 @@ _STAND_INS: dict[str, Any] = {
     **dict.fromkeys(("name", "model.policy", "data.prompts"), "x"),
     **{"reward.function": "x.py:x", "rollout.agent": "x.py:x", "num_steps": 10**9},
     **{"ppo.part_weights": {"x": 1.0}, "ppo.kl.estimator": "k3", "model.reward": "x"},
+    "rollout.max_episode_tokens": 10**6,
 }
 """Values in place of TODO while the other keys are checked. Other keys are left out."""
 _COMPUTED: dict[str, Callable[[Arguments], Settings]] = {
@@ -188,14 +189,14 @@ def _accepted(done: Settings, get: Arguments, recipe: str) -> AnyConfig:
             if not refused:
                 raise
             for key, line in refused.items():
-                origin = done.pop(key)[1]
+                value, origin = done.pop(key)
                 if "has no effect" in line:
                     if not origin.endswith(DEFAULT):
                         get.notes.append(f"{origin}: {line}")
                 elif key in _REQUIRED or _is_learned(key):
                     done[key] = TODO, f"{origin}: {line}"
                 else:
-                    get.notes.append(f"{origin}: {line}")
+                    get.minor.append(f"{origin} ({value})")
 
 
 def _checkable(done: Settings, recipe: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The trainers take TRL's own config objects, and train as TRL says."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,11 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def config_of_trl(kind: str, **fields: Any) -> Any:
     """A config of TRL: the installed one, or an object with the same fields."""
     try:
-        import trl
+        trl = import_module("trl")
     except ImportError:
-        values = defaults_of("TRL", kind) | {"output_dir": "trainer_output"} | fields
+        values: dict[str, Any] = (
+            defaults_of("TRL", kind) | {"output_dir": "trainer_output"} | fields
+        )
         if kind == "GRPOConfig":
             values["steps_per_generation"] = values["gradient_accumulation_steps"]
             values["generation_batch_size"] = (

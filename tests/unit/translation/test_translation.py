@@ -29,7 +29,7 @@ def translated(command: str) -> str:
 
 def trl(kind: str = "GRPOConfig", without: tuple[str, ...] = (), **fields: Any) -> str:
     """Translate the JSON that a config of TRL with these fields writes, made by one process."""
-    values = defaults_of("TRL", kind) | {"output_dir": "o/r"} | fields
+    values: dict[str, Any] = defaults_of("TRL", kind) | {"output_dir": "o/r"} | fields
     if kind == "GRPOConfig" and values["generation_batch_size"] is None:
         values["steps_per_generation"] = (
             values["steps_per_generation"] or values["gradient_accumulation_steps"]
