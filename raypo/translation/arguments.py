@@ -108,6 +108,10 @@ class Arguments:
         default = self.defaults.get(name)
         return usual if default is None else default
 
+    def value(self, name: str) -> Any:
+        """Return the value of an argument without recording that it is used."""
+        return self.given.get(name, self.defaults.get(name))
+
     def number(self, name: str) -> float:
         """Return a number, or NaN if it is not known, and with it all that follows from it."""
         value = self(name)

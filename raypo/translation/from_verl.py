@@ -76,7 +76,9 @@ def _set_critic(get: Arguments, done: Settings, *, is_used: bool) -> None:
         get.pass_over("trainer.critic_warmup", "algorithm.lam", "algorithm.gamma")
         return
     twins = {each: each.replace("critic.", _ACTOR, 1) for each in get.given}
-    get.pass_over(*[e for e, twin in twins.items() if e != twin and get.given[e] == get(twin)])
+    get.pass_over(
+        *[e for e, twin in twins.items() if e != twin and get.given[e] == get.value(twin)]
+    )
 
 
 def _set_model(get: Arguments, done: Settings) -> None:

@@ -95,7 +95,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     for name in get.left(done):
         _place(get, done, name, keys)
     for row in [row for row in rows_of(source.project) if row.is_same]:
-        for key in () if get.has(row.names[0]) else row.keys_in(keys):
+        for key in row.keys_in(keys):
             default = get.defaults.get(row.names[0])
             is_idle = (key.startswith("eval.") and "eval.prompts" not in done) or (
                 key == "learner.critic_lr" and done["ppo.advantage"][0] != "gae"

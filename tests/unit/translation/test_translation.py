@@ -349,6 +349,13 @@ def test_keys_of_verl_with_a_counterpart_get_it(tmp_path: Path):
     assert "No counterpart is known" not in text
 
 
+def test_a_value_of_policy_and_critic_is_kept(tmp_path: Path):
+    decay = "optim.weight_decay=0.01"
+    text = translated(f"algorithm.adv_estimator=gae {ACTOR}.{decay} critic.{decay}")
+    assert config_of(text, tmp_path).learner.weight_decay == 0.01
+    assert f"  weight_decay: 0.01 # {ACTOR}.optim.weight_decay\n" in text
+
+
 def test_what_concerns_memory_stands_apart():
     text = translated(
         f"{GROUPS} {ACTOR}.fsdp_config.param_offload=True {ROLLOUT}.max_num_seqs=9 "
