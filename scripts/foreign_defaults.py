@@ -7,6 +7,7 @@ arguments are written by hand, because its parser is in no function.
 import dataclasses
 import enum
 import json
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +23,7 @@ CONFIGS = ("GRPOConfig", "SFTConfig", "DPOConfig", "RewardConfig")
 
 def defaults_of_trl() -> dict[str, dict[str, Any]]:
     """Return the default of each field of TRL's configs; `common` has those of all of them."""
-    import trl
-
+    trl = import_module("trl")
     tables = {
         name: {each.name: _default(each) for each in dataclasses.fields(getattr(trl, name))}
         for name in CONFIGS
@@ -48,7 +48,8 @@ def _default(field: Any) -> Any:
 def defaults_of_verl() -> dict[str, Any]:
     """Return the default of each key of the config of verl's main_ppo."""
     spec = find_spec("verl")
-    assert spec and spec.origin
+    assert spec is not None
+    assert spec.origin is not None
     folder = Path(spec.origin).parent / "trainer" / "config"
     tree = OmegaConf.load(folder / "_generated_ppo_trainer.yaml")
     tree.actor_rollout_ref.rollout.name = tree.reward.reward_model.rollout.name = "vllm"

@@ -14,10 +14,14 @@ ROOTS = (PPOConfig, SFTConfig, DPOConfig, RewardModelConfig)
 
 
 def with_tables(text: str) -> str:
-    """Return the page with each table as the module has it."""
+    """Return the page with each table as the module has it.
+
+    It leaves out what concerns memory, speed or files and has no key in raypo.
+    """
     for project in PROJECTS:
         head = f"| {project} | default there | raypo | unit, difference |\n|---|---|---|---|\n"
-        table = head + "\n".join(map(_line, rows_of(project)))
+        rows = [row for row in rows_of(project) if row.keys or not row.is_minor]
+        table = head + "\n".join(map(_line, rows))
         pattern = rf"(?<=<!-- keys of {project} -->\n\n)\|.*?(?=\n\n)"
         text, count = re.subn(pattern, lambda _: table, text, flags=re.DOTALL)  # noqa: B023
         assert count == 1, f"{PAGE} has {count} tables of {project}"
@@ -39,11 +43,9 @@ def _default(row: Counterpart) -> str:
     kinds = ("GRPOConfig", "SFTConfig", "DPOConfig") if row.project == "TRL" else ("",)
     values = [defaults_of(row.project, kind).get(row.names[0]) for kind in kinds]
     value = next((each for each in values if each is not None), None)
-    return (
-        ""
-        if value in (None, "")
-        else f"`{str(value).lower() if isinstance(value, bool) else value}`"
-    )
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return "" if value in (None, "") else f"`{value}`"
 
 
 def _here(key: str) -> str:

@@ -2,6 +2,7 @@
 
 `GRPOTrainer(model=..., train_dataset=..., reward_funcs=..., args={...})` builds the config that a
 run file would hold: each argument sets one config key, and `args` sets any key by its dotted name.
+A config object of TRL as `args` is translated as `raypo init` translates its JSON.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,13 +21,16 @@ import xxhash
 from pydantic import BaseModel
 
 from raypo.config import ConfigError, OnlineConfig, PPOConfig, RecipeConfig, is_import_path
-from raypo.config.base import known_keys, read_yaml
+from raypo.config.base import TODO, flatten, known_keys, nested, read_yaml
 from raypo.config.paths import absolute_function, is_uri
 from raypo.custom.loader import check_callable, check_function, function_name
+from raypo.data.rows import read_rows
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.folder import TEMPORARY
 from raypo.storage.run_files import GIVEN_MODELS, RunFiles
 from raypo.trainer.given_rows import Rows, check_rows, named_rows
+from raypo.translation.run_file import translate
+from raypo.translation.sources import RECIPES, of_trl
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 
@@ -72,6 +76,8 @@ class Given(Generic[AnyConfig]):
     """Model and tokenizer to save into the run's folder, by config key."""
     is_built: bool
     """True if the config comes from arguments and not from a file or a config object."""
+    report: tuple[str, ...] = ()
+    """What became of the fields of TRL's config, as lines."""
 
 
 def read_arguments(
@@ -88,6 +94,7 @@ def read_arguments(
     Raises:
         ConfigError: an argument is wrong, or has no effect.
     """
+    config, given, report = _with_trl(kind, config, given)
     if config is not None and given.args is not None:
         raise ConfigError(
             f"args ({type(given.args).__name__}): the first argument is a config already. Give "
@@ -128,7 +135,85 @@ def read_arguments(
             f"reward_weights ({reward_fn.weights}): weight the score, but ppo.advantage: gdpo "
             "trains on the parts of the score. Leave them out, and set ppo.part_weights."
         )
-    return Given(made, reward_fn, callbacks, rows, models, is_built)
+    return Given(made, reward_fn, callbacks, rows, models, is_built, report)
+
+
+def kind_of_trl(value: object) -> str:
+    """Return the name of TRL's config class that an object has, or an empty string."""
+    if isinstance(value, BaseModel) or not hasattr(value, "to_dict"):
+        return ""
+    return next((each.__name__ for each in type(value).__mro__ if each.__name__ in RECIPES), "")
+
+
+def _with_trl(
+    kind: type[RecipeConfig], config: object, given: Arguments
+) -> tuple[object, Arguments, tuple[str, ...]]:
+    """Translate a config object of TRL. Keys of `config` take precedence over its fields.
+
+    Returns:
+        The nested keys, the other arguments, and a report on the fields. Without such an object,
+        the config and the arguments are unchanged.
+
+    Raises:
+        ConfigError: a field is refused, or decides what is learned and is not known.
+    """
+    if kind_of_trl(config) and given.args is None:
+        config, given = None, replace(given, args=config)
+    if not kind_of_trl(given.args):
+        return config, given, ()
+    args: Any = given.args
+    name = f"args ({type(args).__name__})"
+    if config is not None and not isinstance(config, Mapping):
+        raise ConfigError(
+            f"{name}: the first argument is a run file or a config, which has all settings. Give "
+            "one of the two, or a mapping of single keys as the first argument."
+        )
+    fields = dict(args.to_dict())
+    weights = fields.pop("reward_weights", None)
+    if weights is not None and given.reward_weights is None:
+        given = replace(given, reward_weights=weights)
+    if kind_of_trl(args) != "GRPOConfig":  # a GRPOConfig has the number in its batch sizes
+        fields["world_size"] = getattr(args, "world_size", 1)
+    source = of_trl(fields, name, kind_of_trl(args))
+    own = {str(key): value for key, value in flatten(config or {}).items()}
+    if source.recipe != kind.model_fields["recipe"].default:
+        raise ConfigError(
+            f"{name}: belongs to another trainer, of recipe {source.recipe}. Give the config of "
+            f"TRL for {kind.model_fields['recipe'].default}."
+        )
+    elsewhere = {
+        "model.policy": (given.model,),
+        "data.prompts": (given.train_dataset, given.datasets, given.rows),
+        "reward.function": (given.reward_funcs, given.reward_fn),
+    }
+    set_keys = [k for k, values in elsewhere.items() if any(v is not None for v in values)]
+    made = translate(source, given=[*set_keys, *own], rows=_count(given))
+    # A run gets a name from its model, and stops at a prompt that is longer than the default.
+    optional = ("name", "data.max_prompt_tokens")
+    unset = {key: why for key, (value, why) in made.done.items() if str(value) == TODO}
+    if missing := [f"{key}: {why}" for key, why in unset.items() if key not in optional]:
+        raise ConfigError(
+            f"{name}: does not tell these keys, which decide what is learned: "
+            f"{'; '.join(missing)}. Give them as the first argument of the trainer: "
+            f"{{{missing[0].partition(':')[0]!r}: ...}}."
+        )
+    done = {key: each for key, each in made.done.items() if key not in unset}
+    values = nested({key: value for key, (value, _) in done.items()})
+    for key, value in own.items():
+        put(values, key, value)
+    return values, replace(given, args=None), (f"{name}:", *made._replace(done=done).report())
+
+
+def _count(given: Arguments) -> int | None:
+    """Return the number of rows in `train_dataset`, or None if it is not known."""
+    data = given.train_dataset
+    if data is None:
+        data = (given.datasets or {}).get("train", (given.rows or {}).get("data.prompts"))
+    if isinstance(data, str | Path):
+        is_file = Path(data).is_file()
+        return sum(1 for _ in read_rows(str(data), key="train_dataset")) if is_file else None
+    is_lazy = hasattr(data, "materialize")  # a ray.data.Dataset, which would be executed
+    return len(data) if isinstance(data, Sized) and not is_lazy else None
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -169,14 +254,11 @@ def _values(given: object, kind: type[RecipeConfig]) -> tuple[dict[str, Any], st
             put(values, str(key), value)
         return values, "args"
     name = type(given).__name__
-    of_trl = (
-        " docs/migrating.md maps TRL's arguments to config keys."
-        if "trl" in type(given).__module__
-        else ""
-    )
+    is_foreign = "trl" in type(given).__module__
+    of_others = f" Of TRL, raypo reads {', '.join(RECIPES)}." if is_foreign else ""
     raise ConfigError(
         f"config ({name}): must be a {kind.__name__}, a mapping of its keys like "
-        f'{{"num_steps": 100, "learner.policy_lr": 1e-6}}, or the path of a run file.{of_trl}'
+        f'{{"num_steps": 100, "learner.policy_lr": 1e-6}}, or the path of a run file.{of_others}'
     )
 
 

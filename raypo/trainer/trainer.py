@@ -125,7 +125,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         config: AnyConfig | Mapping[str, Any] | str | Path | None = None,
         *others: Any,
         model: Any = None,
-        args: AnyConfig | Mapping[str, Any] | str | Path | None = None,
+        args: Any = None,
         train_dataset: Rows | str | Path | None = None,
         eval_dataset: Rows | str | Path | None = None,
         reward_funcs: Any = None,
@@ -151,7 +151,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             others: Other positional arguments are refused.
             model: `model.policy`: a folder or hub id, or a transformers model, which is saved into
                 the run's folder together with `processing_class`.
-            args: Alternative name of `config`.
+            args: Alternative name of `config`, or a config object of TRL: GRPOConfig, SFTConfig,
+                DPOConfig or RewardConfig. Keys of a mapping in `config` take precedence over its
+                fields; `fit` prints what became of them.
             train_dataset: `data.prompts`: a path or hub id, or rows as in `datasets`.
             eval_dataset: `eval.prompts` (for DPO `eval.pairs`), like `train_dataset`.
             reward_funcs: One or several reward functions, whose scores are added. Each is a
@@ -277,6 +279,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                     self.config = self._with_given(self.config)
                 config: Any = self.config
                 check_models(config)
+            if self._given.report:
+                Console().message("\n".join(self._given.report))
             if self._given.is_built:
                 Console().message(f"{self._title_of_config()}:\n\n{config.to_yaml()}")
             for note in self._notes:

@@ -108,6 +108,10 @@ class Arguments:
         default = self.defaults.get(name)
         return usual if default is None else default
 
+    def value(self, name: str) -> Any:
+        """Return the value of an argument without recording that it is used."""
+        return self.given.get(name, self.defaults.get(name))
+
     def number(self, name: str) -> float:
         """Return a number, or NaN if it is not known, and with it all that follows from it."""
         value = self(name)
@@ -145,7 +149,7 @@ class Arguments:
 
     def pass_over(self, *names: str) -> None:
         """Mark arguments as needing no key."""
-        for name in [each for name in names for each in self.names(name)]:
+        for name in [older for each in names for older in self.names(each)]:
             line = f"{name} ({self.given.get(name)})"
             if name in self.given and line not in self.idle:
                 self.used.add(name)
@@ -176,16 +180,14 @@ def steps_of(
     rows = get.rows
     if rows is None and given and given != TODO:
         with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
-            paths = [
-                Path(each).expanduser() for each in ([given] if isinstance(given, str) else given)
-            ]
-            rows = sum(parquet.read_metadata(path).num_rows for path in paths)
+            paths = [given] if isinstance(given, str) else given
+            rows = sum(parquet.read_metadata(Path(e).expanduser()).num_rows for e in paths)
     if rows is not None and isinstance(prompts, int | float) and epochs == epochs:
         used = int(min(rows, most))
         if steps := int(used // prompts * epochs):
             return steps, f"{used} rows // {prompts} prompts x {epochs:g} of {name}"
     each = f"{prompts} prompts" if prompts != TODO else "rollout.prompts_per_step"
-    at_most = f"min(rows, {most:g})" if most < math.inf else "rows"
+    at_most = f"min(rows, {most:.0f})" if most < math.inf else "rows"
     return TODO, f"{at_most} // {each} x {known(epochs, name)} of {name}"
 
 
@@ -220,4 +222,4 @@ def set_workers(get: Arguments, done: Settings, *, gpus: str, nodes: str) -> Non
     """Set the number of learner workers in `done` to GPUs per node x nodes, if GPUs are given."""
     if get.has(gpus):
         count = get.number(gpus) * get.number(nodes)
-        done["learner.num_workers"] = known(count), f"{gpus} x {nodes}"
+        done["learner.num_workers"] = known(count), f"{get.origin(gpus)} x {get.origin(nodes)}"

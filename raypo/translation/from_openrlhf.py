@@ -60,15 +60,18 @@ def _set_loss(get: Arguments, done: Settings) -> None:
     elif get.has("algo.advantage.no_std_norm"):
         get.used.discard(get.origin("algo.advantage.no_std_norm"))
     if estimator != "gae":
-        names = [
-            each
-            for each in get.given
-            if each.startswith(("critic.", "critic_")) or each == "value_clip"
-        ]
-        get.pass_over(*names, "algo.advantage.lambd", "critic.freezing_steps")
+        names = [each for each in get.given if each.startswith(("critic.", "critic_"))]
+        get.pass_over(*names, "critic.value_clip", "algo.advantage.lambd", "critic.freezing_steps")
     if get("actor.policy_loss_type") == "gspo":  # a mean over sequences there, too
         done["ppo.aggregation"] = "sequence_mean", get.origin("actor.policy_loss_type")
         done["ppo.policy_loss"] = "gspo", get.origin("actor.policy_loss_type")
+    _set_kl(get, done)
+    _set_clips(get, done, is_shaped=estimator in ("gae", "reinforce"))
+    _set_filters(get, done)
+
+
+def _set_kl(get: Arguments, done: Settings) -> None:
+    """Set the keys of the KL."""
     if get("algo.kl.use_loss"):
         name = "algo.kl.estimator"
         placement = get.origin("algo.kl.use_loss")
@@ -82,9 +85,13 @@ def _set_loss(get: Arguments, done: Settings) -> None:
         done["ppo.kl.controller"] = "adaptive", get.origin("algo.kl.target")
     else:
         get.pass_over("algo.kl.horizon")
+
+
+def _set_clips(get: Arguments, done: Settings, *, is_shaped: bool) -> None:
+    """Set the bounds of the ratio and of the score, and the normalization of the score."""
     low, high = "ppo.shaping.clip_low", "ppo.shaping.clip_high"
     pairs = [("actor.eps_clip_low_high", "ppo.clip_low", "ppo.clip_high")]
-    if estimator in ("gae", "reinforce"):
+    if is_shaped:
         pairs.append(("reward.clip_range", low, high))
     for name, lower, upper in pairs:
         bounds = get(name)
@@ -96,6 +103,10 @@ def _set_loss(get: Arguments, done: Settings) -> None:
         row = get.row("reward.normalize_enable")
         done["ppo.shaping.normalize"] = True, get.origin("reward.normalize_enable")
         get.leave("reward.normalize_enable", f"ppo.shaping.normalize. {row.note if row else ''}")
+
+
+def _set_filters(get: Arguments, done: Settings) -> None:
+    """Set the correction of the engine's log-probs, and the filter of groups."""
     if get("algo.advantage.is_correction_enable"):
         origin = get.origin("algo.advantage.is_correction_enable")
         done["ppo.correction.kind"] = (
@@ -107,7 +118,6 @@ def _set_loss(get: Arguments, done: Settings) -> None:
         bounds = get("algo.dynamic_filtering_range")
         for key, bound in zip(("low", "high"), bounds, strict=True):
             done[f"ppo.filter.{key}"] = bound, get.origin("algo.dynamic_filtering_range")
-        done["ppo.filter.min_std"] = 0.0, "OpenRLHF compares the mean only"
     else:
         get.pass_over("algo.dynamic_filtering_range")
 
@@ -205,6 +215,8 @@ def _set_schedule(get: Arguments, done: Settings) -> None:
             math.ceil(ratio * steps) if isinstance(steps, int) else TODO,
             f"{ratio:g} of num_steps, {get.origin('actor.lr_warmup_ratio')}",
         )
+    else:
+        get.pass_over("actor.lr_warmup_ratio")
     if get.number("critic.freezing_steps") > 0 and done["ppo.advantage"][0] == "gae":
         get.copy(done, {"critic.freezing_steps": "ppo.critic_warmup_steps"})
     if get("actor.optim") == "muon":
@@ -222,7 +234,12 @@ def _set_models(get: Arguments, done: Settings) -> None:
     if agent:
         get.leave("train.agent_func_path", "rollout.agent. An agent of raypo is a coroutine.")
         done["rollout.agent"] = TODO, f"train.agent_func_path {agent}: file.py:name"
-        done["rollout.max_episode_tokens"] = get("data.max_len"), get.origin("data.max_len")
+        prompt, total = done["data.max_prompt_tokens"][0], get("data.max_len")
+        is_known = isinstance(prompt, int) and get.has("data.max_len")
+        done["rollout.max_episode_tokens"] = (
+            total - prompt if is_known else TODO,
+            f"{get.origin('data.max_len')} - data.max_prompt_tokens",
+        )
     if str(server).startswith("http"):
         done["reward.url"] = server.split(","), origin
         get.leave("reward.remote_url", f"reward.url. {row.note if row else ''}")

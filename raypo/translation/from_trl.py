@@ -29,12 +29,14 @@ def from_trl(get: Arguments) -> Settings:
         done["name"] = Path(folder).name, "output_dir"
         done["storage_path"] = str(Path(folder).parent), "output_dir"
     get.pass_over("output_dir")
-    if (run := get("run_name")) and run != folder:  # the folder is its default
+    if get.given.get("run_name") == folder:  # the default of older versions
+        del get.given["run_name"]
+    elif run := get("run_name"):
         done["name"] = run, "run_name"
     if not (get("accelerator_config") or {}).get("split_batches"):
-        get.used.add("accelerator_config")
+        get.given.pop("accelerator_config", None)  # of defaults
     if get.given.get("pad_to_multiple_of") is None:
-        get.used.add("pad_to_multiple_of")
+        get.given.pop("pad_to_multiple_of", None)
     updates: float = 1
     if get.recipe == "ppo":
         updates = _set_grpo(get, done)
@@ -42,7 +44,9 @@ def from_trl(get: Arguments) -> Settings:
         _set_examples(get, done)
     _set_schedule(get, done, updates)
     betas = [get("adam_beta1"), get("adam_beta2")]
-    done["learner.adam_betas"] = betas, get.origin("adam_beta1")
+    is_given = get.has("adam_beta1") or get.has("adam_beta2")
+    origin = "adam_beta1, adam_beta2" if is_given else get.origin("adam_beta1")
+    done["learner.adam_betas"] = betas, origin
     if get("optim") in _ADAMW:
         get.pass_over("optim")
     elif get("optim") == "muon":
@@ -59,8 +63,7 @@ def from_trl(get: Arguments) -> Settings:
 def _set_examples(get: Arguments, done: Settings) -> None:
     """Set the keys of a recipe that learns from examples."""
     batch = get("per_device_train_batch_size") * get("gradient_accumulation_steps")
-    processes = get.given.get("world_size")  # of an object; a JSON does not have it
-    get.used.add("world_size")
+    processes = get.given.pop("world_size", None)  # of an object; a JSON does not have it
     done["learner.batch_size"] = (
         batch * processes if processes else TODO,
         f"{batch} of per_device_train_batch_size x gradient_accumulation_steps, x processes",
@@ -87,6 +90,8 @@ def _set_examples(get: Arguments, done: Settings) -> None:
         losses = [losses] if isinstance(losses, str) else losses
         is_known = len(losses) == 1 and losses[0] in _DPO_LOSSES
         done["dpo.loss"] = losses[0] if is_known else TODO, f"loss_type {losses}"
+    if get.recipe == "sft":
+        done["data.response_key"] = "completion", "TRL's column; conversations: messages_key"
     if get.recipe == "sft" and get("loss_type", "nll") != "nll":
         raise ConfigError(
             f"loss_type ({get('loss_type')}): raypo's SFT has the loss nll alone. Set it to nll."
@@ -134,9 +139,7 @@ def _set_grpo(get: Arguments, done: Settings) -> float:
     done["data.too_long"] = "error", "TRL skips no prompt"
     if prompt is not None:
         get.copy(done, {"max_prompt_length": "data.max_prompt_tokens"})
-        get.leave(
-            "max_prompt_length", "TRL cuts longer prompts at their start; raypo refuses them."
-        )
+        get.leave("max_prompt_length", "TRL cuts longer prompts; raypo refuses them.")
     elif limit and response:
         done["data.max_prompt_tokens"] = (
             limit - response,
@@ -165,10 +168,16 @@ def _set_loss(get: Arguments, done: Settings) -> None:
     done["ppo.preset"] = "grpo", "GRPOConfig"
     get.copy(done, {"beta": "ppo.kl.coef", "epsilon": "ppo.clip_low"})
     get.copy(done, {"delta": "ppo.dual_clip"})
+    _set_policy_loss(get, done)
+    _set_advantage(get, done)
     if get("beta") and get("use_bias_correction_kl") and not get.lacks("use_bias_correction_kl"):
         origin = get.origin("use_bias_correction_kl")
         done["ppo.kl.importance_weights"] = True, origin
     get.pass_over("use_bias_correction_kl")
+
+
+def _set_policy_loss(get: Arguments, done: Settings) -> None:
+    """Set the policy's loss, its mean and its clip."""
     loss, high = get("loss_type"), get("epsilon_high")
     if get.lacks("loss_type"):
         loss = "a version of TRL without it"
@@ -193,7 +202,11 @@ def _set_loss(get: Arguments, done: Settings) -> None:
     elif get("importance_sampling_level") != "token":
         why = f"importance_sampling_level {get('importance_sampling_level')}"
         done["ppo.policy_loss"] = TODO, why
-    scale = get("scale_rewards")
+
+
+def _set_advantage(get: Arguments, done: Settings) -> None:
+    """Set the advantage and the entropy bonus."""
+    scale: Any = get("scale_rewards")
     scale = {True: "group", False: "none"}.get(scale, scale)
     advantages = {"group": "grpo", "none": "dr_grpo"}
     what = f"scale_rewards {scale}: grpo divides by the group's deviation, dr_grpo by none"
@@ -203,8 +216,8 @@ def _set_loss(get: Arguments, done: Settings) -> None:
         done["ppo.part_weights"] = TODO, "{name of a reward function: its reward_weights}"
     if get("use_adaptive_entropy"):
         names = {"entropy_target": "ppo.entropy_target", "entropy_coef_delta": "ppo.entropy_delta"}
-        done |= {key: (get(name), get.origin(name)) for name, key in names.items()}
-        get.used.add("use_adaptive_entropy")
+        origin = get.origin("use_adaptive_entropy")
+        done |= {key: (get(n), f"{origin}, {get.origin(n)}") for n, key in names.items()}
     else:
         get.pass_over("use_adaptive_entropy", "entropy_target", "entropy_coef_delta")
         get.pass_over("entropy_coef_min", "entropy_coef_max")
@@ -219,6 +232,10 @@ def _set_correction(get: Arguments, done: Settings) -> None:
     if not get("use_vllm") or not is_corrected:
         names = ("correction", "mode", "clip_max", "clip_min")
         get.pass_over(*[f"{name}{each}" for each in names])
+        return
+    if get("loss_type") == "vespo":
+        why = "TRL puts these ratios into the kernel of vespo: none, or ppo.old_log_probs: engine"
+        done["ppo.correction.kind"] = TODO, f"{name}correction: {why}"
         return
     mode = "token_truncate" if get.lacks(f"{name}mode") else get(f"{name}mode")
     kind, origin = _CORRECTIONS.get(mode, TODO), f"{get.origin(f'{name}mode')} {mode}"

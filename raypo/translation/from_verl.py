@@ -77,7 +77,7 @@ def _set_critic(get: Arguments, done: Settings, *, is_used: bool) -> None:
         return
     twins = {each: each.replace("critic.", _ACTOR, 1) for each in get.given}
     get.pass_over(
-        *[own for own, actors in twins.items() if own != actors and get.given[own] == get(actors)]
+        *[e for e, twin in twins.items() if e != twin and get.given[e] == get.value(twin)]
     )
 
 
@@ -88,7 +88,7 @@ def _set_model(get: Arguments, done: Settings) -> None:
     modules = f"{model}{'lora.' * is_megatron}target_modules"
     set_lora(get, done, rank=f"{model}{names[0]}", alpha=f"{model}{names[1]}", modules=modules)
     if is_megatron:
-        why = f"{modules} {get(modules)}: names of Megatron's layers; all-linear, or names like q_proj"
+        why = f"{modules} {get(modules)}: Megatron's names; all-linear, or names like q_proj"
         done["model.lora.target_modules"] = TODO, why
     if not get("actor_rollout_ref.hybrid_engine"):
         done["placement.mode"] = "dedicated", "actor_rollout_ref.hybrid_engine"
@@ -159,14 +159,14 @@ def _set_kl(get: Arguments, done: Settings) -> None:
     coef = "algorithm.kl_ctrl.kl_coef"
     if get.lacks("algorithm.use_kl_in_reward"):  # verl before 0.2.1
         in_reward = not in_loss
-    elif not in_loss and not in_reward and get.has(coef) and get(coef):
-        if not get.has("algorithm.use_kl_in_reward"):
-            done["ppo.kl.coef"] = (
-                TODO,
-                f"{get(coef)} of {coef}, in the reward, if verl is older than 0.2.1; else 0, "
-                "because use_kl_in_reward is not given",
-            )
-            return
+    is_told = in_loss or in_reward or get.has("algorithm.use_kl_in_reward")
+    if not is_told and get.has(coef) and get(coef):
+        done["ppo.kl.coef"] = (
+            TODO,
+            f"{get(coef)} of {coef}, in the reward, if verl is older than 0.2.1; else 0, because "
+            "use_kl_in_reward is not given",
+        )
+        return
     if not in_loss and not in_reward:
         done["ppo.kl.coef"] = 0.0, "no KL there"
         names = [each for each in get.given if each.startswith("algorithm.kl_ctrl.")]

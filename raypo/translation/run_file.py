@@ -34,12 +34,8 @@ _REQUIRED = {
 _STAND_INS: dict[str, Any] = {
     **dict.fromkeys(("name", "model.policy", "data.prompts"), "x"),
     **{"reward.function": "x.py:x", "rollout.agent": "x.py:x", "num_steps": 10**9},
-    **{
-        "ppo.part_weights": {"x": 1.0},
-        "rollout.max_episode_tokens": 10**6,
-        "ppo.kl.estimator": "k3",
-        "model.reward": "x",
-    },
+    **{"ppo.part_weights": {"x": 1.0}, "ppo.kl.estimator": "k3", "model.reward": "x"},
+    "rollout.max_episode_tokens": 10**6,
 }
 """Values in place of TODO while the other keys are checked. Other keys are left out."""
 _COMPUTED: dict[str, Callable[[Arguments], Settings]] = {
@@ -99,7 +95,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     for name in get.left(done):
         _place(get, done, name, keys)
     for row in [row for row in rows_of(source.project) if row.is_same]:
-        for key in () if get.has(row.names[0]) else row.keys_in(keys):
+        for key in row.keys_in(keys):
             default = get.defaults.get(row.names[0])
             is_idle = (key.startswith("eval.") and "eval.prompts" not in done) or (
                 key == "learner.critic_lr" and done["ppo.advantage"][0] != "gae"
@@ -144,7 +140,7 @@ def _place(get: Arguments, done: Settings, name: str, keys: Sequence[str]) -> No
 
 
 def run_file(made: Translation) -> str:
-    """Return the text of a run file, whose comments give the origin of each key and what is left."""
+    """Return the text of a run file. Its comments have the origin of each key, and what is left."""
     done = made.done
     shown = [
         key
@@ -193,14 +189,14 @@ def _accepted(done: Settings, get: Arguments, recipe: str) -> AnyConfig:
             if not refused:
                 raise
             for key, line in refused.items():
-                origin = done.pop(key)[1]
+                value, origin = done.pop(key)
                 if "has no effect" in line:
                     if not origin.endswith(DEFAULT):
                         get.notes.append(f"{origin}: {line}")
                 elif key in _REQUIRED or _is_learned(key):
                     done[key] = TODO, f"{origin}: {line}"
                 else:
-                    get.notes.append(f"{origin}: {line}")
+                    get.minor.append(f"{origin} ({value})")
 
 
 def _checkable(done: Settings, recipe: str) -> dict[str, Any]:

@@ -265,13 +265,10 @@ def _flags(words: Iterable[str]) -> dict[str, Any]:
             given[last] = [value] if equals else []
         elif last:
             given[last].append(word)
+    read = {name: [*map(_value, values)] for name, values in given.items()}
     return {
-        name: True
-        if not values
-        else _value(values[0])
-        if len(values) == 1
-        else [*map(_value, values)]
-        for name, values in given.items()
+        name: values if len(values) > 1 else values[0] if values else True
+        for name, values in read.items()
     }
 
 

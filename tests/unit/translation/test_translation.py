@@ -29,7 +29,7 @@ def translated(command: str) -> str:
 
 def trl(kind: str = "GRPOConfig", without: tuple[str, ...] = (), **fields: Any) -> str:
     """Translate the JSON that a config of TRL with these fields writes, made by one process."""
-    values = defaults_of("TRL", kind) | {"output_dir": "o/r"} | fields
+    values: dict[str, Any] = defaults_of("TRL", kind) | {"output_dir": "o/r"} | fields
     if kind == "GRPOConfig" and values["generation_batch_size"] is None:
         values["steps_per_generation"] = (
             values["steps_per_generation"] or values["gradient_accumulation_steps"]
@@ -60,9 +60,8 @@ def config_of(text: str, tmp_path: Path, **values: str) -> Any:
     usual = {"num_steps": 40, "lr_warmup_steps": 1, "max_prompt_tokens": 8, "max_new_tokens": 6}
     usual |= {"policy": "m", "prompts": "p.jsonl", "name": "n", "function": "f.py:f", "coef": 0.1}
     usual |= {"part_weights": "{a: 1}", "batch_size": 8, "prompts_per_step": 8, "kind": "none"}
-    text = re.sub(
-        r"^(\s*(\w+)): TODO", lambda m: f"{m[1]}: {(usual | values)[m[2]]}", text, flags=re.M
-    )
+    usual |= values
+    text = re.sub(r"^(\s*(\w+)): TODO", lambda m: f"{m[1]}: {usual[m[2]]}", text, flags=re.M)
     (tmp_path / "run.yaml").write_text(text)
     recipe = re.search(r"^recipe: (\w+)", text, re.MULTILINE)
     return RECIPES[recipe[1] if recipe else "ppo"].load(tmp_path / "run.yaml")
@@ -150,10 +149,11 @@ def test_the_defaults_are_those_of_the_installed_trl(kind: str):
     module = pytest.importorskip("trl", reason="TRL is not installed")
     from scripts.foreign_defaults import defaults_of_trl
 
-    table = defaults_of_trl()
-    assert defaults_of("TRL", kind) == table["common"] | table[kind]
-    fields = {each.name for each in dataclasses.fields(getattr(module, kind))}
-    assert fields == defaults_of("TRL", kind).keys()
+    table, ours = defaults_of_trl(), defaults_of("TRL", kind)
+    installed = table["common"] | table[kind]
+    assert {each.name for each in dataclasses.fields(getattr(module, kind))} == installed.keys()
+    # An older transformers has fewer fields.
+    assert {name: value for name, value in installed.items() if ours.get(name, ...) != value} == {}
 
 
 def test_the_correction_of_trl_is_on_by_default(tmp_path: Path):
@@ -349,6 +349,13 @@ def test_keys_of_verl_with_a_counterpart_get_it(tmp_path: Path):
     assert "No counterpart is known" not in text
 
 
+def test_a_value_of_policy_and_critic_is_kept(tmp_path: Path):
+    decay = "optim.weight_decay=0.01"
+    text = translated(f"algorithm.adv_estimator=gae {ACTOR}.{decay} critic.{decay}")
+    assert config_of(text, tmp_path).learner.weight_decay == 0.01
+    assert f"  weight_decay: 0.01 # {ACTOR}.optim.weight_decay\n" in text
+
+
 def test_what_concerns_memory_stands_apart():
     text = translated(
         f"{GROUPS} {ACTOR}.fsdp_config.param_offload=True {ROLLOUT}.max_num_seqs=9 "
@@ -391,9 +398,7 @@ def test_losses_of_verl_that_are_means_over_sequences_stay_so(
     assert (ppo.policy_loss, ppo.aggregation, ppo.dual_clip) == (here, "sequence_mean", None)
     assert (ppo.clip_low, ppo.clip_high) == (pytest.approx(low), pytest.approx(high))
     text = translated(f"{GROUPS} {ACTOR}.policy_loss.loss_mode={loss} {ACTOR}.use_kl_loss=True")
-    assert "loss_agg_mode's default (token-mean): verl's KL in the loss has this mean" in notes(
-        text
-    )
+    assert "loss_agg_mode's default (token-mean): verl's KL in the loss has" in notes(text)
 
 
 def test_the_clip_of_verls_gmpo_is_the_presets():
@@ -435,9 +440,7 @@ def test_a_kl_in_the_loss_of_verl_that_raypo_lacks_is_todo(kind: str):
 
 def test_a_second_kl_of_verl_is_a_note():
     text = translated(f"{GROUPS} {ACTOR}.use_kl_loss=True algorithm.use_kl_in_reward=True")
-    assert "algorithm.use_kl_in_reward (True): ppo.kl.placement. verl has a second KL" in notes(
-        text
-    )
+    assert "algorithm.use_kl_in_reward (True): ppo.kl.placement. verl has a " in notes(text)
 
 
 def test_max_samples_of_openrlhf_is_a_limit(tmp_path: Path):
