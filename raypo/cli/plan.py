@@ -55,7 +55,7 @@ def plan(
 
     from raypo.cluster.hardware import this_machine
     from raypo.plan.tables import tables, times
-    from raypo.plan.times import Rates, faster, step_time
+    from raypo.plan.times import Rates, faster, step_time, updates_note
 
     console = Console()
     for table in tables(made):
@@ -67,6 +67,7 @@ def plan(
 
         rates_of = rates_here(made)
     if rates := rates_of(made):
+        notes += updates_note(made, rates)
         console.print(times(step_time(made, rates), faster(made, rates_of)))
         console.print()
     for note in [*made.notes, *notes]:
