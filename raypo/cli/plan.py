@@ -51,13 +51,14 @@ def plan(
     from rich.console import Console
 
     from raypo.plan.tables import tables, times
-    from raypo.plan.times import Rates, faster, step_time
+    from raypo.plan.times import Rates, faster, step_time, updates_note
 
     console = Console()
     for table in tables(made):
         console.print(table)
         console.print()
     if rates := Rates.of(made):
+        notes += updates_note(made, rates)
         console.print(times(step_time(made, rates), faster(made)))
         console.print()
     for note in [*made.notes, *notes]:

@@ -79,6 +79,11 @@ class WorkersSection(Config):
     """Keep only the inputs of the model's layers, and recompute the other activations in the
     backward pass. This takes about a third more time and a fraction of the memory. The gradients
     are the same."""
+    compile_layers: bool = False
+    """On GPUs, compile norms, rotary embeddings and MLPs of the learner, the reference and the
+    reward models with torch.compile. Their numbers are the same except for rounding. It has no
+    effect at ZeRO stage 3, and on parts with an adapter or of a mixture of experts. Off by default,
+    because its gain has not been measured yet; the first step takes longer."""
     max_skipped_updates: int = Field(default=3, ge=0)
     """Number of consecutive non-finite updates that are skipped before the run stops."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)

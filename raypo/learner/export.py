@@ -123,9 +123,7 @@ def critic_export(model: TrainedModel, tokenizer: Any) -> Export:
         _write_folder(network, folder, of_network(), tokenizer)
         save_value_head(folder, head)
 
-    return Export(
-        weights, write, _num_bytes(tensor for _, tensor in stored_tensors(model.module))
-    )
+    return Export(weights, write, _num_bytes(tensor for _, tensor in stored_tensors(model.module)))
 
 
 def adapter_export(model: TrainedModel, network: Any, *, section: LoraSection, base: str) -> Export:

@@ -28,6 +28,7 @@ from raypo.learner.roles import DataParallel
 from raypo.learner.sharded_state import Fragment, fragments, load_fragments, saved_fragments
 from raypo.learner.team_order import compare_within
 from raypo.models.checkpoint import first_line
+from raypo.models.compiled_layers import compile_on_gpus
 from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
@@ -101,6 +102,7 @@ class TrainedModel:
         self._gathered_parameters = deepspeed.zero.GatheredParameters
         self._workers, self._optimizer = workers, optimizer
         self._stage = int(self._engine.zero_optimization_stage())
+        _compile_layers(module, section, stage=self._stage)
         # An optimizer with buckets reduces gradients itself.
         has_buckets = hasattr(self._engine.optimizer, "ipg_buckets")
         if workers.count == 1 and not has_buckets:  # nothing to reduce; saves a copy
@@ -285,6 +287,13 @@ def _whole_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor, once it is gathered under ZeRO-3."""
     count: int = getattr(tensor, "ds_numel", tensor.numel())
     return count * tensor.element_size()
+
+
+def _compile_layers(module: nn.Module, section: WorkersSection, *, stage: int) -> None:
+    """Compile layers as configured, except at stage 3, which changes weights between modules."""
+    if section.compile_layers and stage < 3:
+        for network in outermost_networks(module):
+            compile_on_gpus(network)
 
 
 @contextmanager

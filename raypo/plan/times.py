@@ -10,11 +10,12 @@ assumed to have maximum length. On CPUs nothing is predicted.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raypo.cluster.placement import LEARNER, served_roles
 from raypo.config import PPOConfig
+from raypo.config.auto_values import with_value
 from raypo.models.flops import Groups
 from raypo.models.model_shape import ITEMSIZE, ModelShape
 from raypo.plan.estimate import adapter_weights, sequences_at_once
@@ -185,6 +186,24 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
     shown = [each for each in phases if each.seconds or each.phase in ("generate", "score")]
     config = work.config
     return StepTime(shown, config.responses_per_step, is_ahead=config.rollout.mode != "sync")
+
+
+def updates_note(plan: Plan, rates: Rates) -> Iterator[str]:
+    """Yield a sentence that says what several updates of a step cost, or nothing for one update."""
+    config = plan.config
+    assert isinstance(config, PPOConfig), "rates are of ppo runs only"
+    responses, size = config.responses_per_step, config.ppo.minibatch_size
+    if responses <= size:
+        return
+    once = replace(plan, config=with_value(config, "ppo.minibatch_size", responses))
+    now, less = _Work(plan, rates), _Work(once, rates)
+    old = now.log_probs().seconds - less.log_probs().seconds
+    more = now.update().seconds - less.update().seconds
+    yield (
+        f"ppo.minibatch_size ({size}): a step has {config.ppo.num_epochs * now._minibatches} "
+        f"optimizer steps, and computes old log-probs in {old:.2g} s; with {responses}, which "
+        f"trains otherwise, it has {config.ppo.num_epochs} and takes {old + more:.2g} s less"
+    )
 
 
 def faster(plan: Plan) -> list[tuple[str, float]]:

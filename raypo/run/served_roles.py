@@ -47,6 +47,7 @@ def class_and_arguments(
     else:
         kwargs["max_batch_tokens"] = config.learner.microbatch_tokens
         kwargs["attention"] = config.model.attention
+        kwargs["compile_layers"] = config.learner.compile_layers
     if not is_reference:
         return VllmRewardModel if in_vllm else RewardModel, kwargs | {"policy": config.model.policy}
     if in_vllm:

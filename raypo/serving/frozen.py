@@ -17,6 +17,7 @@ from raypo.data.chat_messages import answered, render
 from raypo.data.special_tokens import hidden
 from raypo.data.stop_tokens import ids_behind, prompt_ids
 from raypo.metrics.process_memory import peak_memory
+from raypo.models.compiled_layers import compile_on_gpus
 from raypo.models.host_memory import HostMemory
 from raypo.models.loading import (
     load_causal_lm,
@@ -149,6 +150,7 @@ class ReferenceModel(TorchModel):
         temperature: float,
         max_batch_tokens: int,
         attention: str = "auto",
+        compile_layers: bool = False,
         num_threads: int | None = None,
         warms_up: bool = False,
     ) -> None:
@@ -160,11 +162,14 @@ class ReferenceModel(TorchModel):
             temperature: Sampling temperature of the responses.
             max_batch_tokens: Maximum number of tokens of one forward pass.
             attention: `model.attention`.
+            compile_layers: `learner.compile_layers`.
             num_threads: CPU threads for tensor operations. None keeps the current number.
             warms_up: Whether to compile the kernels for a GPU now, instead of in the first call.
         """
         with frozen_memory_advice(model):
             network = load_causal_lm(model, dtype=dtype, attention=attention)
+            if compile_layers:
+                compile_on_gpus(network)
             super().__init__(
                 model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
             )
@@ -228,6 +233,7 @@ class RewardModel(TorchModel):
         dtype: str,
         max_batch_tokens: int,
         attention: str = "auto",
+        compile_layers: bool = False,
         num_threads: int | None = None,
     ) -> None:
         """Load the model, onto the GPU if there is one.
@@ -239,10 +245,13 @@ class RewardModel(TorchModel):
             dtype: float32 or bfloat16.
             max_batch_tokens: Maximum number of tokens of one forward pass.
             attention: `model.attention`.
+            compile_layers: `learner.compile_layers`.
             num_threads: CPU threads for tensor operations. None keeps the current number.
         """
         with frozen_memory_advice(model):
             network = load_reward_model(model, dtype=dtype, attention=attention)
+            if compile_layers:
+                compile_on_gpus(network)
             super().__init__(
                 model, network, max_batch_tokens=max_batch_tokens, num_threads=num_threads
             )

@@ -16,7 +16,12 @@ from raypo.config import ClusterSection
 from tests.integration.task import REPOSITORY, read_metrics, write_task
 from tests.tiny import tiny_policy
 
-COMPILES = ("test_packed_attention", "test_gpu_parts", "test_compiled_log_probs")
+COMPILES = (
+    "test_packed_attention",
+    "test_gpu_parts",
+    "test_compiled_log_probs",
+    "test_compiled_layers",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from raypo import SFTConfig, SFTTrainer
 from raypo.storage.checkpoints import checkpoint_state
 from tests.integration.pipeline import sft_values, write_examples
 from tests.integration.task import numbers, read_metrics
-from tests.slow.killed_saves import POINTS
+from tests.unit.run.killed_saves import POINTS
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -85,7 +85,7 @@ def test_a_run_that_is_killed_anywhere_in_a_save_goes_on_from_the_last_whole_che
     """Each worker is killed at another point of the same save, which ends at last."""
     checkpoint = {"every": 1, "best_by": "train/loss", "best_mode": "min", "background": True}
     changes = {
-        "callbacks": ["tests.slow.killed_saves:watch"],
+        "callbacks": ["tests.unit.run.killed_saves:watch"],
         "max_failures": len(POINTS),
         "checkpoint": checkpoint,
     }
@@ -94,7 +94,9 @@ def test_a_run_that_is_killed_anywhere_in_a_save_goes_on_from_the_last_whole_che
     folder = folder_of(values, "killed")
     assert (folder / "killed.txt").read_text().splitlines() == POINTS
     out = capfd.readouterr().out.replace("\n", "")
-    assert out.count("Resuming after step 2") == len(POINTS)
+    # The checkpoint before is whole, but Ray Train may not have listed it yet.
+    resumed = [out.count(f"Resuming after step {step}") for step in (1, 2)]
+    assert sum(resumed) == len(POINTS)
     assert "is damaged" not in out
     assert numbers(rows) == numbers(plain)
     policy = "policy/model.safetensors"

@@ -18,6 +18,7 @@ from raypo.plan.times import (
     StepTime,
     faster,
     step_time,
+    updates_note,
 )
 from tests.unit.plan.test_plan import LLAMA_8B
 
@@ -73,6 +74,19 @@ def test_an_update_is_three_passes_over_the_workers(folder: Path):
     assert update.beside["arithmetic"] == pytest.approx(expected)
     share = shape.parameters / 8
     assert update.after["optimizer"] == pytest.approx(4 * OPTIMIZER_BYTES * share / ONE.memory)
+
+
+def test_a_plan_says_what_several_updates_cost(folder: Path):
+    sections: dict[str, Any] = {"advantage": "grpo", "kl": {"coef": 0.0}}
+    made = plan(folder, "8xH100", ppo=sections | {"minibatch_size": 64})
+    once = plan(folder, "8xH100", ppo=sections | {"minibatch_size": 256})
+    (note,) = updates_note(made, ONE)
+    assert note.startswith("ppo.minibatch_size (64): a step has 4 optimizer steps")
+    old = phases(made)["log_probs"].seconds
+    assert f"old log-probs in {old:.2g} s" in note
+    saved = step_time(made, ONE).seconds - step_time(once, ONE).seconds
+    assert f"with 256, which trains otherwise, it has 1 and takes {saved:.2g} s less" in note
+    assert list(updates_note(once, ONE)) == []
 
 
 def test_stage_3_moves_weights_twice_and_gradients_once_for_each_microbatch(folder: Path):

@@ -15,6 +15,7 @@ from raypo.learner import export
 from raypo.learner.host_copies import HostCopies
 from raypo.run import checkpoint_writer, run_checkpoints
 from raypo.run.callbacks import StepView
+from raypo.run.checkpoint_writer import CheckpointWriter
 from raypo.run.run_checkpoints import Checkpoints
 from raypo.storage.checkpoints import DigestedFile
 
@@ -34,13 +35,15 @@ STEP = 3
 
 class Now:
     step, folder = 0, Path()
+    saved = 0
+    """The step whose checkpoint is being written. `step` may be the next one already."""
 
 
 def reached(point: str) -> None:
     """Kill this process if it is to be killed here."""
     record = Now.folder / "killed.txt"
     killed = record.read_text().splitlines() if record.exists() else []
-    if Now.step == STEP and len(killed) < len(POINTS) and POINTS[len(killed)] == point:
+    if Now.saved == STEP and len(killed) < len(POINTS) and POINTS[len(killed)] == point:
         record.write_text("".join(f"{each}\n" for each in [*killed, point]))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -76,8 +79,15 @@ def note_folder(checkpoints: Checkpoints) -> bool:
     return True
 
 
-if "pytest" not in sys.modules:  # in a worker
+def note_step() -> bool:
+    Now.saved = Now.step
+    return True
+
+
+def kill_at_points() -> None:
+    """Let this process be killed at `POINTS`."""
     kill(Checkpoints, "_fits_beside", "", when=lambda self, *_: note_folder(self))
+    kill(CheckpointWriter, "wait", "", when=lambda self: note_step())
     kill(HostCopies, "of", "snapshot")
     kill(DigestedFile, "write", "state half written")
     kill(run_checkpoints, "write_manifest", "state written", before=True)
@@ -86,3 +96,7 @@ if "pytest" not in sys.modules:  # in a worker
     kill(Checkpoints, "_link_best", "best is linked")
     kill(shutil, "move", "first file in place")
     kill(checkpoint_writer, "_move_into_place", "all files in place")
+
+
+if "pytest" not in sys.modules:  # in a worker
+    kill_at_points()
