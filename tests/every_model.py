@@ -121,6 +121,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "t5": {"decoder_start_token_id": 0},
     "xmod": {"default_language": "en_XX"},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
@@ -128,6 +129,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
+    "perceiver": {"d_latents": 32, "num_self_attends_per_block": 2, "max_position_embeddings": 64},
     "reformer": {
         "axial_pos_embds_dim": [16, 16],
         "axial_pos_shape": [8, 8],
