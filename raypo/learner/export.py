@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from raypo.learner.trained_model import TrainedModel
 from raypo.models import lora
 from raypo.models.critic import save_value_head
 from raypo.models.model_folder import follow_umask
-from raypo.weights.buckets import grouped
 
 WHOLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-"""Largest size of a weight file, in bytes."""
+"""Size of a weight file in bytes, to which the rest of a layer is added."""
+LAYER = re.compile(r".*?\.\d+\.")
+"""Name of the layer that a tensor belongs to."""
 
 
 def save_folder(
@@ -30,7 +32,7 @@ def save_folder(
     """Save a network as a Hugging Face folder, with its adapter merged into the saved weights.
 
     All workers call it, and rank 0 writes. Rank 0 writes each file as soon as it is full, so it
-    holds about `SHARD_BYTES` at a time instead of the whole model.
+    holds about `SHARD_BYTES` and a layer at a time instead of the whole model.
 
     Args:
         model: The trained model.
@@ -50,7 +52,7 @@ def save_folder(
     parts: list[Path] = []
     on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
     with network.raypo_folder.of_network(network):
-        for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
+        for group in _shards(on_host):
             network.save_pretrained(folder, state_dict=dict(group), max_shard_size=sys.maxsize)
             parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
             group.clear()  # before the next one is gathered
@@ -58,6 +60,24 @@ def save_folder(
     follow_umask(folder)
     network.raypo_folder.write_others(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Split tensors into files of at least `SHARD_BYTES`, between layers.
+
+    transformers may make one tensor of a file from several of a layer.
+    """
+    shard: dict[str, Tensor] = {}
+    num_bytes, before = 0, ""
+    for name, tensor in tensors:
+        layer = LAYER.match(name)
+        own = layer[0] if layer else name
+        if num_bytes >= SHARD_BYTES and own != before:
+            yield shard
+            shard, num_bytes = {}, 0
+        shard[name] = tensor
+        num_bytes, before = num_bytes + tensor.nbytes, own
+    yield shard
 
 
 def _name_parts(folder: Path, parts: list[Path]) -> None:
