@@ -270,17 +270,23 @@ def check(kind: str, architecture: str, folder: Path) -> str:
         AssertionError: raypo and transformers differ.
     """
     if kind == MULTIMODAL and architecture not in NAMES[CAUSAL]:
-        network_class(AutoModelForCausalLM, CONFIG_MAPPING[architecture](), architecture)
+        try:
+            network_class(AutoModelForCausalLM, CONFIG_MAPPING[architecture](), architecture)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise CannotBuildError(f"config: {_told(error)}") from error
     base = folder / "base"
     built = outputs(build(kind, architecture, base))
-    if kind != CLASSIFIER:
-        check_trainable("model.policy", str(base))
+    check_trainable("model.policy", str(base))
     learner = train(kind, base)
     network: Any = learner.task.network
     buffers = [n for n, _ in network.named_buffers() if n in network.state_dict()]
     with patch.object(export, "SHARD_BYTES", 20_000):  # many files, and tensors larger than two
         learner.save_model(folder / "out", NoTokenizer())
-    exported = KINDS[kind].from_pretrained(folder / "out").eval()
+    # Of some multimodal models, the causal language model is only a part.
+    own = AutoModelForCausalLM if kind == MULTIMODAL else KINDS[kind]
+    exported: Any = own.from_pretrained(folder / "out").eval()
     after = outputs(exported)
     assert not torch.equal(after, built), "the step changed nothing"
     stored = exported.state_dict()
