@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ from raypo.models import lora
 from raypo.models.checkpoint import stored_tensors
 from raypo.models.critic import save_value_head
 from raypo.models.model_folder import follow_umask
-from raypo.weights.buckets import grouped
 
 WHOLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
-"""Largest size of a weight file, in bytes."""
+"""Size of a weight file in bytes, to which the rest of a layer is added."""
+LAYER = re.compile(r".*?\.\d+\.")
+"""Name of the layer that a tensor belongs to."""
 _VALUE_HEAD = "value_head."
 """Prefix of a critic's value head among the weights of its export."""
 
@@ -69,14 +71,14 @@ def model_export(model: TrainedModel, network: Any, tokenizer: Any) -> Export:
 
 
 def _write_folder(network: Any, folder: Path, weights: NamedWeights, tokenizer: Any) -> None:
-    """Write each file as soon as it is full, so that about `SHARD_BYTES` are held at a time."""
+    """Write each file as soon as it is full, so that `SHARD_BYTES` and a layer are held at most."""
     # transformers would save only on rank 0 of the default group, which may be in another team.
     # `bool` returns the argument that transformers passes, `is_main_process`, which is True.
     saved = network.raypo_folder.for_saving(network)
     saved.should_save_on_this_rank = bool
     parts: list[Path] = []
     on_host = ((name, tensor.to("cpu", copy=True)) for name, tensor in weights)
-    for group in grouped(on_host, bucket_bytes=SHARD_BYTES):
+    for group in _shards(on_host):
         saved.save_pretrained(folder, state_dict=dict(group), max_shard_size=sys.maxsize)
         parts.append((folder / WHOLE).rename(folder / f"part-{len(parts)}"))
         group.clear()  # before the next one is gathered
@@ -84,6 +86,24 @@ def _write_folder(network: Any, folder: Path, weights: NamedWeights, tokenizer: 
     follow_umask(folder)
     network.raypo_folder.write_others(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Split tensors into files of at least `SHARD_BYTES`, between layers.
+
+    transformers may make one tensor of a file from several of a layer.
+    """
+    shard: dict[str, Tensor] = {}
+    num_bytes, before = 0, ""
+    for name, tensor in tensors:
+        layer = LAYER.match(name)
+        own = layer[0] if layer else name
+        if num_bytes >= SHARD_BYTES and own != before:
+            yield shard
+            shard, num_bytes = {}, 0
+        shard[name] = tensor
+        num_bytes, before = num_bytes + tensor.nbytes, own
+    yield shard
 
 
 def _name_parts(folder: Path, parts: list[Path]) -> None:

@@ -73,7 +73,7 @@ def test_experts_larger_than_two_shards_are_exported(
     trained = train(CAUSAL, tmp_path / "base")
     trained.model_export(NoTokenizer()).save(tmp_path / "out", Workers())
     places = json.loads((tmp_path / "out" / f"{WHOLE}.index.json").read_text())["weight_map"]
-    assert len(set(places.values())) > 10
+    assert len(set(places.values())) > 3
     for name, file in places.items():
         with safe_open(tmp_path / "out" / file, framework="pt") as tensors:
             assert name in tensors.keys()  # noqa: SIM118
