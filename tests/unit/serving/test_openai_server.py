@@ -8,9 +8,11 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
+from raypo.config import EngineSection
 from raypo.serving import openai_server
-from raypo.serving.openai_server import RequireKey, flags, tool_parser
-from tests.tiny import tiny_tokenizer
+from raypo.serving.openai_server import RequireKey, flags, server_arguments, tool_parser
+from raypo.serving.vllm_settings import SCHEDULER, engine_arguments
+from tests.tiny import tiny_policy, tiny_tokenizer
 
 
 def test_arguments_become_vllms_flags() -> None:
@@ -29,6 +31,16 @@ def test_arguments_become_vllms_flags() -> None:
         '--hf-overrides={"rope_theta": 1000000.0}',
         *("--logits-processors", "a:b", "c:d"),
     ]
+
+
+def test_the_server_streams_under_vllms_own_scheduler(tmp_path: Path) -> None:
+    """raypo's scheduler returns a response when it has ended."""
+    folder, section = str(tiny_policy(tmp_path)), EngineSection()
+    given = server_arguments(folder, section, dtype="float32", max_model_len=64, device="cpu")
+    shape: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "seed": 0, "device": "cpu"}
+    of_engine = engine_arguments(folder, section, **shape)
+    assert of_engine["scheduler_cls"] == SCHEDULER
+    assert "scheduler_cls" not in given
 
 
 def test_the_tokenizer_says_how_tool_calls_are_written(tmp_path: Path) -> None:
