@@ -203,6 +203,9 @@ def test_what_trl_has_and_raypo_lacks_is_todo():
 def test_prompts_of_trl_have_no_limit_and_none_is_skipped():
     assert "  too_long: error #" in trl()
     assert "  max_prompt_tokens: 3584 #" in trl(vllm_max_model_length=4096)
+    text = trl(vllm_max_model_length=4096, max_completion_length=96)
+    assert "  max_prompt_tokens: 4000 #" in text
+    assert "  max_new_tokens: 96 # max_completion_length\n" in text
     text = trl(max_prompt_length=100)
     assert "  max_prompt_tokens: 100 #" in text
     assert "max_prompt_length (100): TRL cuts longer prompts" in notes(text)
