@@ -17,11 +17,11 @@ import yaml
 from raypo.config.base import TODO, ConfigError, flatten, known_keys, nested
 from raypo.config.migration import rows_of
 from raypo.config.recipe_config import RECIPES, AnyConfig
-from raypo.translation.arguments import DEFAULT, Arguments, Settings
+from raypo.translation.foreign_arguments import DEFAULT, Arguments, Settings
+from raypo.translation.foreign_settings import UNRESOLVED, Source
 from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
 from raypo.translation.from_verl import from_verl
-from raypo.translation.sources import UNRESOLVED, Source
 
 _LEARNED = ("ppo.", "rollout.", "data.", "dpo.", "learner.", "reward", "model.")
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")

@@ -13,10 +13,10 @@ import pytest
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.presets import PRESETS
 from raypo.config.recipe_config import RECIPES
-from raypo.translation.arguments import defaults_of
+from raypo.translation.foreign_arguments import defaults_of
+from raypo.translation.foreign_settings import RECIPES as RECIPES_OF_TRL
+from raypo.translation.foreign_settings import of_trl, read_source
 from raypo.translation.run_file import run_file, translate
-from raypo.translation.sources import RECIPES as RECIPES_OF_TRL
-from raypo.translation.sources import of_trl, read_source
 
 PORTS = Path(__file__).parents[3] / "examples/ports"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -15,7 +15,7 @@ from typing import Any
 
 from raypo.config.base import TODO
 from raypo.config.migration import Counterpart, rows_of
-from raypo.translation.sources import UNRESOLVED, Source
+from raypo.translation.foreign_settings import UNRESOLVED, Source
 
 Settings = dict[str, tuple[Any, str]]
 """Value of each key of raypo and the name of the argument that it comes from, by dotted key."""
