@@ -7,7 +7,7 @@ from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from raypo.config.base import known_keys
 from raypo.config.key_reference import default_of
 from raypo.config.migration import PROJECTS, Counterpart, rows_of
-from raypo.translation.arguments import defaults_of
+from raypo.translation.foreign_arguments import defaults_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "migrating.md"
 ROOTS = (PPOConfig, SFTConfig, DPOConfig, RewardModelConfig)

@@ -29,8 +29,8 @@ def init(
     is left to you.
     """
     from raypo.config import ConfigError
+    from raypo.translation.foreign_settings import read_source
     from raypo.translation.run_file import run_file, translate
-    from raypo.translation.sources import read_source
 
     if to.exists():
         raise ConfigError(

@@ -29,8 +29,8 @@ from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.folder import TEMPORARY
 from raypo.storage.run_files import GIVEN_MODELS, RunFiles
 from raypo.trainer.given_rows import Rows, check_rows, named_rows
+from raypo.translation.foreign_settings import RECIPES, of_trl
 from raypo.translation.run_file import translate
-from raypo.translation.sources import RECIPES, of_trl
 
 AnyConfig = TypeVar("AnyConfig", bound=RecipeConfig)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raypo.config.base import TODO, ConfigError, parsed
 from raypo.config.sources import DATA_FILES
-from raypo.translation.arguments import (
+from raypo.translation.foreign_arguments import (
     Arguments,
     Settings,
     known,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raypo.config.base import TODO, ConfigError
-from raypo.translation.arguments import Arguments, Settings, steps_of
+from raypo.translation.foreign_arguments import Arguments, Settings, steps_of
 
 _LOSS_TYPES = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
 _LOSS_TYPES |= dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from raypo.config.base import TODO, ConfigError
-from raypo.translation.arguments import (
+from raypo.translation.foreign_arguments import (
     DEFAULT,
     KL_ESTIMATORS,
     Arguments,

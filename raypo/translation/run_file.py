@@ -17,11 +17,11 @@ import yaml
 from raypo.config.base import TODO, ConfigError, flatten, known_keys, nested
 from raypo.config.migration import rows_of
 from raypo.config.recipe_config import RECIPES, AnyConfig
-from raypo.translation.arguments import DEFAULT, Arguments, Settings
+from raypo.translation.foreign_arguments import DEFAULT, Arguments, Settings
+from raypo.translation.foreign_settings import UNRESOLVED, Source
 from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
 from raypo.translation.from_verl import from_verl
-from raypo.translation.sources import UNRESOLVED, Source
 
 _LEARNED = ("ppo.", "rollout.", "data.", "dpo.", "learner.", "reward", "model.")
 _NOT_LEARNED = ("rollout.engine.", "learner.zero_", "learner.activation_", "learner.max_tokens_")
@@ -94,16 +94,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     done = _COMPUTED[source.project](get)
     for name in get.left(done):
         _place(get, done, name, keys)
-    for row in [row for row in rows_of(source.project) if row.is_same]:
-        for key in row.keys_in(keys):
-            default = get.defaults.get(row.names[0])
-            is_idle = (key.startswith("eval.") and "eval.prompts" not in done) or (
-                key == "learner.critic_lr" and done["ppo.advantage"][0] != "gae"
-            )
-            is_path = key.startswith(("model.", "data.prompts", "eval.prompts"))
-            is_learned = _is_learned(key) or key.startswith("eval.")
-            if default is not None and is_learned and not is_path and not is_idle:
-                done.setdefault(key, (default, f"{row.names[0]}{DEFAULT}"))
+    _copy_same(get, done, keys)
     required = dict(_REQUIRED)
     if source.recipe == "ppo" and not {"reward.url", "model.reward", "rollout.agent"} & done.keys():
         required["reward.function"] = "file.py:name, or set model.reward or reward.url"
@@ -119,6 +110,27 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     )
     minor = [each for each in get.minor if not re.match(r"\S*(token|key) ", each)]
     return Translation(source.project, done, get.notes, minor, get.idle, config)
+
+
+def _copy_same(get: Arguments, done: Settings, keys: Sequence[str]) -> None:
+    """Set the keys that take a value unchanged: to the value given, or to the other default.
+
+    A default is set only if it decides what is learned.
+    """
+    for row in [row for row in rows_of(get.project) if row.is_same]:
+        name = row.names[0]
+        value = get.value(next((each for each in get.names(name) if each in get.given), name))
+        if value is None or not get.passed.isdisjoint(get.names(name)):
+            continue
+        for key in row.keys_in(keys):
+            is_path = key.startswith(("model.", "data.prompts", "eval.prompts"))
+            is_idle = (key.startswith("eval.") and "eval.prompts" not in done) or (
+                key == "learner.critic_lr" and done["ppo.advantage"][0] != "gae"
+            )
+            is_default = (_is_learned(key) or key.startswith("eval.")) and not is_path
+            if get.has(name) or (is_default and not is_idle):
+                is_known = UNRESOLVED not in str(value)
+                done.setdefault(key, (value if is_known else TODO, get.origin(name)))
 
 
 def _place(get: Arguments, done: Settings, name: str, keys: Sequence[str]) -> None:

@@ -426,17 +426,17 @@ def test_init_writes_a_run_file_and_keeps_one_that_is_there(
 ):
     made, command = tmp_path / "run.yaml", tmp_path / "run.sh"
     command.write_text("python3 -m verl.trainer.main_ppo \\\n  actor_rollout_ref.rollout.n=5\n")
-    given = ("init", "--from-verl", command, "--to", made)
+    given = ("init", command, "--to", made)
     assert exit_status(monkeypatch, *given) == 0
     assert "samples_per_prompt: 5 # actor_rollout_ref.rollout.n" in made.read_text()
     assert f"raypo plan {made} --cluster 8xH100" in capsys.readouterr().out
     assert exit_status(monkeypatch, *given) == 2
     assert f"--to ({made}): this file exists already" in capsys.readouterr().err
     to = ("--to", tmp_path / "other.yaml")
-    assert exit_status(monkeypatch, "init", "--from-verl", "ls -l", *to) == 2
-    assert "--from-verl: it contains no argument of verl" in capsys.readouterr().err
-    assert exit_status(monkeypatch, "init", "--from-verl", "nofile.sh", *to) == 2
-    assert "--from-verl (nofile.sh): there is no such file." in capsys.readouterr().err
+    assert exit_status(monkeypatch, "init", "ls -l", *to) == 2
+    assert "the command (no known program): only commands of" in capsys.readouterr().err
+    assert exit_status(monkeypatch, "init", "nofile.sh", *to) == 2
+    assert "nofile.sh: there is no such file." in capsys.readouterr().err
     longer = " ".join(f"data.key_{number}=1" for number in range(30))  # than a file's name
-    assert exit_status(monkeypatch, "init", "--from-verl", longer, *to) == 0
+    assert exit_status(monkeypatch, "init", longer, *to) == 0
     assert exit_status(monkeypatch, "init") == 2

@@ -8,7 +8,7 @@ import pytest
 
 from raypo.config import ConfigError
 from raypo.trainer import DPOTrainer, GRPOTrainer, RewardModelTrainer, SFTTrainer
-from raypo.translation.arguments import defaults_of
+from raypo.translation.foreign_arguments import defaults_of
 from tests.tiny import tiny_policy
 
 ROWS = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(16)]

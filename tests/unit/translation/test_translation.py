@@ -13,10 +13,10 @@ import pytest
 from raypo.config import ConfigError, PPOConfig
 from raypo.config.presets import PRESETS
 from raypo.config.recipe_config import RECIPES
-from raypo.translation.arguments import defaults_of
+from raypo.translation.foreign_arguments import defaults_of
+from raypo.translation.foreign_settings import RECIPES as RECIPES_OF_TRL
+from raypo.translation.foreign_settings import of_trl, read_source
 from raypo.translation.run_file import run_file, translate
-from raypo.translation.sources import RECIPES as RECIPES_OF_TRL
-from raypo.translation.sources import of_trl, read_source
 
 PORTS = Path(__file__).parents[3] / "examples/ports"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -203,6 +203,9 @@ def test_what_trl_has_and_raypo_lacks_is_todo():
 def test_prompts_of_trl_have_no_limit_and_none_is_skipped():
     assert "  too_long: error #" in trl()
     assert "  max_prompt_tokens: 3584 #" in trl(vllm_max_model_length=4096)
+    text = trl(vllm_max_model_length=4096, max_completion_length=96)
+    assert "  max_prompt_tokens: 4000 #" in text
+    assert "  max_new_tokens: 96 # max_completion_length\n" in text
     text = trl(max_prompt_length=100)
     assert "  max_prompt_tokens: 100 #" in text
     assert "max_prompt_length (100): TRL cuts longer prompts" in notes(text)

@@ -105,7 +105,10 @@ def read_source(source: str) -> Source:
         )
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
-        return of_trl(json.loads(text), source)
+        try:
+            return of_trl(json.loads(text), source)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{source}: is no JSON: {error}. Write {_TO_JSON}") from None
     if path.suffix in (".yaml", ".yml"):
         return _of_hydra(text, source)
     return _of_command(text, source, path.name)
@@ -178,7 +181,7 @@ def _of_command(text: str, origin: str, file: str) -> Source:
     )
     main = words[start - 1].removesuffix(".py").replace("/", ".") if start else ""
     arguments = words[start:]
-    project = next((project for name, project in _MAINS.items() if main.endswith(name)), "")
+    project = next((p for name, p in _MAINS.items() if f".{main}".endswith(f".{name}")), "")
     if arguments and not main:
         is_flag = arguments[0].startswith("--")
         project = "OpenRLHF" if is_flag else "verl" if "=" in arguments[0] else ""
@@ -239,7 +242,7 @@ def _hydra_arguments(words: Sequence[str], origin: str) -> dict[str, Any]:
             continue
         name, equals, value = word.partition("=")
         if name in options:
-            value = value if equals else words.pop(0)
+            value = value if equals else words.pop(0) if words else ""
             if value.removesuffix(".yaml") not in options[name]:
                 raise ConfigError(
                     f"{origin} ({name} {value}): this YAML is not in the command. Add `--cfg job "

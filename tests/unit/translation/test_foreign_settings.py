@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raypo.config import ConfigError
-from raypo.translation.sources import read_source
+from raypo.translation.foreign_settings import read_source
 
 MAIN = "python3 -m verl.trainer.main_ppo"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from raypo.config.base import TODO
 from raypo.config.migration import Counterpart, rows_of
-from raypo.translation.sources import UNRESOLVED, Source
+from raypo.translation.foreign_settings import UNRESOLVED, Source
 
 Settings = dict[str, tuple[Any, str]]
 """Value of each key of raypo and the name of the argument that it comes from, by dotted key."""
@@ -54,6 +54,8 @@ class Arguments:
             if not (source.is_complete and self.is_default(name, value))
         }
         self.used: set[str] = set()
+        self.passed: set[str] = set()
+        """Arguments that have no effect beside others, or need no key."""
         self.notes: list[str] = []
         """What changes learning and is left to the user."""
         self.minor: list[str] = []
@@ -153,6 +155,7 @@ class Arguments:
             line = f"{name} ({self.given.get(name)})"
             if name in self.given and line not in self.idle:
                 self.used.add(name)
+                self.passed.add(name)
                 self.idle.append(line)
 
 
