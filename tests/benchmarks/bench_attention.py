@@ -111,7 +111,8 @@ def segments(layout: Layout) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tens
         prompts = [torch.arange(g.prompt_slice.start, g.prompt_slice.stop) for g in groups]
         made = (
             ends(lengths),
-            *(torch.cat(each).to(layout.device) for each in (said, prompts)),
+            torch.cat(said).to(layout.device),
+            torch.cat(prompts).to(layout.device),
             (ends([len(each) for each in said]), ends([len(each) for each in prompts])),
         )
         layout.__dict__["_segments_of_flash"] = made
@@ -143,8 +144,9 @@ def candidates(size: int) -> Iterator[tuple[str, bool, Callable[..., Tensor]]]:
         attend = partial(attention, scale=size**-0.5, kernel_options=KERNEL_OPTIONS | more)
 
         def run(q: Tensor, k: Tensor, v: Tensor, layout: Layout, attend: Any = attend) -> Tensor:
-            heads_first = (each.transpose(0, 1)[None] for each in (q, k, v))
-            return flex(*heads_first, layout, attend, window=None, softcap=None)[0].transpose(0, 1)
+            query, key, value = (each.transpose(0, 1)[None] for each in (q, k, v))
+            out = flex(query, key, value, layout, attend, window=None, softcap=None)
+            return out[0].transpose(0, 1)
 
         if name == "as it is":
             yield "flex", False, run

@@ -103,6 +103,10 @@ def test_modules_with_adapters_and_of_experts_stay_as_they_are() -> None:
     expected = step_of(model, 9)
     assert compile_layers(model, backend="aot_eager") == 2 * 2 + 1, "the norms alone"
     assert_same(step_of(model, 9), expected)
-    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    sizes: dict[str, Any] = {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
     experts = model_of(Qwen2MoeConfig(**GATED, **sizes))
     assert compile_layers(experts, backend="aot_eager") == 2 * 2 + 1

@@ -38,9 +38,14 @@ class Learner:
     """A model whose weights all are the number of the last step."""
 
     def __init__(self) -> None:
-        sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
-        heads = {"num_hidden_layers": 1, "num_attention_heads": 1}
-        self.model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+        config = LlamaConfig(
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
+        self.model: Any = LlamaForCausalLM(config)
 
     def set(self, step: float) -> None:
         for parameter in self.model.parameters():
