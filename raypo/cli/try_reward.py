@@ -75,20 +75,18 @@ def _functions(
     )
 
     trained: RewardFunction | None = None
-    found: list[tuple[str, str, RewardFunction]] = []
-    is_scored = isinstance(run, OnlineConfig) and not run.rollout.is_episodic
+    functions: list[tuple[str, str, RewardFunction]] = []
     try:
-        if is_scored:
+        if isinstance(run, OnlineConfig) and not run.rollout.is_episodic:
             trained = open_function(run.reward, None, functions_of(run.data.prompts))
-        if trained is not None:
-            found.append(("data.prompts", str(trained), trained))
-        if is_scored and servers:
-            opened = open_servers(run.reward)
-            found += [("data.prompts", f"reward.{key}", each) for key, each in opened.items()]
+            if trained is not None:
+                functions.append(("data.prompts", str(trained), trained))
+            opened = open_servers(run.reward) if servers else {}
+            functions += [("data.prompts", f"reward.{key}", each) for key, each in opened.items()]
         held_out = evaluation_function(run.eval, trained) if run.eval.prompts else None
         if held_out is not None and held_out is not trained:
-            found.append(("eval.prompts", str(held_out), held_out))
-        yield found
+            functions.append(("eval.prompts", str(held_out), held_out))
+        yield functions
     finally:
         close_function(trained)
 

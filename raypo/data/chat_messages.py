@@ -14,9 +14,6 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError
-from jinja2.meta import find_undeclared_variables
-
 from raypo.data.special_tokens import hidden
 
 Message = dict[str, Any]
@@ -245,6 +242,10 @@ _VARIABLES_OF_RAYPO = {
 @lru_cache(maxsize=32)
 def variables_of(template: str) -> frozenset[str] | None:
     """Return the variables that a chat template reads. None: they cannot be determined."""
+    # transformers needs jinja2 to render a template, but raypo itself does not to train on texts.
+    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2.meta import find_undeclared_variables
+
     environment = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
     try:
         parsed = environment.parse(_GENERATION_TAGS.sub("", template))

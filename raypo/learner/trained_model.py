@@ -246,7 +246,7 @@ class TrainedModel:
     def _fragments(self) -> list[Fragment]:
         return fragments(self._engine, self._optimizer, self._workers)
 
-    def _set_master(self, parameter: nn.Parameter, exact: Tensor) -> None:
+    def _set_master(self, parameter: Any, exact: Tensor) -> None:
         """Set a head's master weight to its exact value, which DeepSpeed has rounded."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 

@@ -322,9 +322,9 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Return the config that names their files.
         """
         before = _given_files(config)
-        if self._given.rows or self._given.models:
-            RunFiles(config.storage_path, config.name).check_writable()
         try:
+            if (self._given.rows or self._given.models) and not is_uri(config.storage_path):
+                RunFiles(config.storage_path, config.name).check_writable()
             return with_models(with_rows(config, self._given.rows), self._given.models)
         finally:
             self._written = _given_files(config) - before

@@ -30,7 +30,6 @@ from raypo.tuning.goal import (
 )
 from raypo.tuning.population import Population, inside
 from raypo.tuning.record import NUMBER, POINT
-from raypo.tuning.search import as_tune
 
 _JUDGED_BY: dict[str, Any] = {"time_attr": STEP, "metric": VALUE, "mode": "max"}
 Reports = Sequence[Mapping[str, float]]
@@ -135,6 +134,8 @@ def scheduler_of(
             **_JUDGED_BY,
         )
     if section.kind == "pbt":
+        from raypo.tuning.search import as_tune  # imports Optuna, which `raypo.Tuner` does not need
+
         mutations = {
             key: list(domain.values) if domain.is_list else as_tune(domain)
             for key, domain in sweep.space.items()

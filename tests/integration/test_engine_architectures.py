@@ -46,15 +46,18 @@ EXPERTS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 2,
 }
+GEMMA_4: dict[str, Any] = UNTIED | {
+    "head_dim": 32,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 100,
+    "hidden_size_per_layer_input": 32,
+}
 CONFIGS = {
     "llama: a head of its own": LlamaConfig(**UNTIED),
     "qwen2: biases": Qwen2Config(**SIZES),
     "gemma2: the embedding is the head": Gemma2Config(**SIZES, query_pre_attn_scalar=32),
     "apertus: buffers in the activation": ApertusConfig(**UNTIED),
-    "gemma4: buffers that scale the layers": Gemma4TextConfig(
-        **UNTIED | {"head_dim": 32, "global_head_dim": 32, "vocab_size_per_layer_input": 100},
-        hidden_size_per_layer_input=32,
-    ),
+    "gemma4: buffers that scale the layers": Gemma4TextConfig(**GEMMA_4),
     "glm4_moe: a buffer in the router": Glm4MoeConfig(**UNTIED | EXPERTS),
 }
 PROMPTS = [np.arange(3, 40, dtype=np.int32), np.array([5], dtype=np.int32)]

@@ -28,6 +28,7 @@ from raypo.models.loading import Limits, check_tokens, load_tokenizer, reads_tok
 from raypo.recipes.dpo import DPORecipe
 from raypo.recipes.reward_model import RewardModelRecipe
 from raypo.recipes.sft import SFTRecipe
+from raypo.run import online_inputs
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.run import Run
 from raypo.run.setup import Runtime
@@ -396,10 +397,12 @@ def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
 ):
     with_token("policy")  # has no row in the embedding, like Gemma 3's image token
     monkeypatch.setattr(ItemStore, "__getitem__", lambda *_: pytest.fail("read once more"))
+    monkeypatch.setattr(online_inputs, "first_of_each", lambda _: [])  # it reads some on purpose
     runtime = Runtime(name="run", storage_path=str(here), working_dir=str(here))
     told: Any = SimpleNamespace(message=print)
     files = RunFiles(str(here), "run")
-    config = config_of("ppo", eval={"prompts": "rows.jsonl"})
+    data = {"prompts": "rows.jsonl", "special_tokens_in_text": "tokens"}
+    config = config_of("ppo", data=data, eval={"prompts": "rows.jsonl"})
     run = Run(config, runtime, Workers(), files, told)
     OnlineInputs.load(run)
     with Path("rows.jsonl").open("a") as file:

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.learner.export import Export, NamedWeights, _write_folder
+from raypo.models.model_folder import ModelFolder
 from raypo.run import run_checkpoints
 from raypo.run.records import Records
 from raypo.run.run import Run
@@ -38,14 +39,10 @@ class Learner:
     """A model whose weights all are the number of the last step."""
 
     def __init__(self) -> None:
-        config = LlamaConfig(
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-        )
+        sizes: dict[str, Any] = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+        config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1)
         self.model: Any = LlamaForCausalLM(config)
+        self.model.raypo_folder = ModelFolder.of("", config, self.model.generation_config)
 
     def set(self, step: float) -> None:
         for parameter in self.model.parameters():

@@ -631,6 +631,13 @@ def as_ordinary_user() -> Iterator[None]:
         os.seteuid(user)
 
 
+def open_to_all(folder: Path) -> None:
+    """Let other users pass through pytest's folders, which only their owner may enter."""
+    while folder != Path(tempfile.gettempdir()):
+        folder.chmod(0o711)
+        folder = folder.parent
+
+
 def test_a_place_for_a_run_is_tried_and_nothing_is_left_there(storage):
     uri, folder = storage
     files = RunFiles(uri, "r")
@@ -656,8 +663,7 @@ def test_a_storage_path_that_is_a_file_is_refused(tmp_path, scheme, below):
 @pytest.mark.parametrize("scheme", ["", "file://"])
 @pytest.mark.parametrize("theirs", ["", "r"])
 def test_a_storage_path_of_another_user_is_refused(tmp_path, scheme, theirs):
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o711)
+    open_to_all(tmp_path)
     storage = tmp_path / "storage"
     (storage / theirs).mkdir(parents=True, mode=0o755)
     if theirs:
@@ -671,8 +677,7 @@ def test_a_storage_path_of_another_user_is_refused(tmp_path, scheme, theirs):
 
 
 def test_a_folder_of_a_run_that_another_user_has_written_is_refused(tmp_path):
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o711)
+    open_to_all(tmp_path)
     storage = tmp_path / "storage"
     (storage / "r" / "logs").mkdir(parents=True)
     for folder, mode in ((storage, 0o777), (storage / "r", 0o777), (storage / "r/logs", 0o555)):
