@@ -84,6 +84,9 @@ _SESSION = "ray/session_2026-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
 _our_job = ""
 """Identity (`_job`) of the Ray job that `connect` has started in this process. Such a job passes
 raypo's variables to its workers. Empty if `connect` has started none."""
+_connecting = threading.Lock()
+"""Held by the thread that connects, because `ray.init` must not run twice at the same time. While
+`connecting` connects in its thread, a trainer that is created beside it may connect, too."""
 
 
 class ClusterError(RuntimeError):
@@ -130,6 +133,11 @@ def connect(section: ClusterSection) -> bool:
             Ray needs cannot be written to.
         ClusterError: a local Ray did not start in time.
     """
+    with _connecting:
+        return _connect(section)
+
+
+def _connect(section: ClusterSection) -> bool:
     global _our_job
     if ray.is_initialized():
         if _job() != _our_job:

@@ -22,7 +22,13 @@ from raypo.cluster.placement import (
     takes_gpus,
     torn_apart,
 )
-from raypo.config import AnyConfig, ConfigError, OnlineConfig, PolicyExamplesConfig
+from raypo.config import (
+    AnyConfig,
+    ConfigError,
+    LearnerSection,
+    OnlineConfig,
+    PolicyExamplesConfig,
+)
 from raypo.config.auto_values import (
     KV_CACHE_SIZE,
     SNAPSHOT_SHARE,
@@ -179,7 +185,11 @@ class Plan:
 
         The first checkpoint decides it by the same rule (`run/run_checkpoints.py`).
         """
-        if self.config.checkpoint.background != "auto":
+        learner = self.config.learner
+        two_write = (
+            isinstance(learner, LearnerSection) and learner.critic_workers and learner.save_critic
+        )
+        if two_write or self.config.checkpoint.background != "auto":
             return
         frees = [
             (max(0, load.available - load.needed), load)

@@ -1,4 +1,4 @@
-"""Try a reward function on a few rows without a policy, before any model loads.
+"""Try a reward function on a few rows without a policy, before the first step samples.
 
 The responses are made up: the row's right answer, no text, and a wrong answer. The function is
 called as the run calls it (its form, its processes, its time limit), and may raise on none of them.
@@ -76,8 +76,8 @@ def trials(function: RewardFunction, prompts: Sequence[Prompt], tokenizer: Any) 
         except RewardError as error:
             raise RewardError.caused_by(
                 error,
-                f"{error} The responses were made up to try the function on the first rows before "
-                f"any model loads; these were {_WORDS[kind]}.",
+                f"{error} The responses were made up to try the function on the first rows; these "
+                f"were {_WORDS[kind]}.",
             ) from error
         yield Trial(kind, rollouts, scores, time.perf_counter() - begin)
 

@@ -239,8 +239,10 @@ class RemoteFolder(Folder):
     @override
     def sync(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
         for path in self._complete_files():
-            name, stamp = path.relative_to(self.path).as_posix(), _stamp(path)
-            if self._synced.get(name) == stamp or not wanted(name.partition("/")[0]):
+            name = path.relative_to(self.path).as_posix()
+            if not wanted(name.partition("/")[0]):
+                continue  # and may be gone: another thread renames the files of a model it writes
+            if self._synced.get(name) == (stamp := _stamp(path)):
                 continue
             target = self._remote(name)
             if (folder := target.rpartition("/")[0]) not in self._made:

@@ -125,7 +125,7 @@ def test_an_error_is_told_by_the_users_lines_and_one_of_raypo(
     ]
     assert all("score.py" in each for each in frames if "File" in each)
     assert "score.py:first_number raised IndexError: list index out of range (for 3 roll" in line
-    assert line.endswith("before any model loads; these were empty.")
+    assert line.endswith("to try the function on the first rows; these were empty.")
 
 
 def test_a_function_that_cannot_tell_right_from_wrong_is_noted(

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -418,4 +419,36 @@ def test_an_error_of_the_connection_is_told_once_and_a_refused_run_waits_for_wha
     with pytest.raises(KeyboardInterrupt), connecting(ClusterSection()):
         raise KeyboardInterrupt  # at once, although the connection hangs
     released.set()
+    assert ended == ["down"]
+
+
+def test_a_trainer_that_connects_meanwhile_waits_for_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """`RecipeTrainer` asks a cluster for its GPUs while the command's thread still connects."""
+    begun, is_up, ended = list[Thread](), Event(), list[str]()
+    context = SimpleNamespace(gcs_address="host:6379")
+
+    def init(**_: object) -> None:
+        begun.append(current_thread())
+        is_up.wait(0.3)
+        is_up.set()
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(module, "_probe", lambda address, source: None)
+    monkeypatch.setattr(module, "_job", lambda: "job")
+    monkeypatch.setattr(module, "_our_job", "")
+    monkeypatch.setattr(module.ray, "init", init)
+    monkeypatch.setattr(module.ray, "is_initialized", is_up.is_set)
+    monkeypatch.setattr(module.ray, "cluster_resources", dict)
+    monkeypatch.setattr(module.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(module, "is_driver", lambda: True)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("down"))
+    section = ClusterSection(address="host:6379")
+    with connecting(section) as connected:
+        while not begun:
+            time.sleep(0.01)
+        assert not connect(section)
+        assert connected.result(10)
+        assert len(begun) == 1
     assert ended == ["down"]

@@ -299,6 +299,9 @@ def test_checkpoints_are_copied_where_the_nodes_have_the_memory(values: dict):
     made = plan(values, f"8xGPU80G,{tight}G")
     assert made.fits
     assert any("(auto): checkpoints are written within their step" in note for note in made.notes)
+    values["learner"] |= {"num_workers": 4, "critic_workers": 4, "save_critic": True}
+    notes = plan(values, "8xGPU80G,1024G").notes
+    assert not any("checkpoint" in note for note in notes), "two workers write models"
     values["checkpoint"] = {"background": True}
     assert not any("checkpoint" in note for note in plan(values, f"8xGPU80G,{tight}G").notes)
 

@@ -16,6 +16,7 @@ import yaml
 
 from raypo.config import ConfigError
 from raypo.config.base import read_yaml
+from raypo.storage import folder as folder_module
 from raypo.storage.folder import below, parent_and_name
 from raypo.storage.rollout_table import merged, rollout_table
 from raypo.storage.run_files import RunFiles
@@ -684,3 +685,24 @@ def test_a_folder_of_a_run_that_another_user_has_written_is_refused(tmp_path):
         folder.chmod(mode)
     with as_ordinary_user(), pytest.raises(ConfigError, match=r"/r/logs: Permission denied"):
         RunFiles(str(storage), "r").check_writable()
+
+
+def test_a_model_that_is_renamed_meanwhile_does_not_disturb_the_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A checkpoint is written in a thread, while the main thread copies the files of each step."""
+    files = RunFiles(tmp_path.as_uri(), "r")
+    files.append_metrics(1, {"kl": 0.5})
+    part = files.folder / "policy.new" / "model.safetensors"
+    part.parent.mkdir()
+    part.touch()
+    stamp = folder_module._stamp
+
+    def renamed_before(path: Path) -> tuple[int, int]:
+        if path == part:
+            part.parent.rename(files.folder / "policy")
+        return stamp(path)
+
+    monkeypatch.setattr(folder_module, "_stamp", renamed_before)
+    files.sync(models=False)
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["metrics.jsonl"]
