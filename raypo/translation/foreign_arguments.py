@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
@@ -38,7 +38,7 @@ def defaults_of(project: str, kind: str = "") -> dict[str, Any]:
     return table["common"] | table[kind] if kind else table
 
 
-class Arguments:
+class ForeignArguments:
     """Lookup of another project's arguments, which records what is used and what is left."""
 
     def __init__(self, source: Source, rows: int | None = None) -> None:
@@ -150,8 +150,9 @@ class Arguments:
         self.notes.append(f"{self.origin(name)} ({self(name)}): {why}")
 
     def pass_over(self, *names: str) -> None:
-        """Mark arguments as needing no key."""
-        for name in [older for each in names for older in self.names(each)]:
+        """Mark arguments as needing no key. A name may be a pattern, like `critic.*`."""
+        given = {p: [n for n in self.given if fnmatchcase(n, p)] for p in names if "*" in p}
+        for name in [older for each in names for older in given.get(each) or self.names(each)]:
             line = f"{name} ({self.given.get(name)})"
             if name in self.given and line not in self.idle:
                 self.used.add(name)
@@ -165,7 +166,7 @@ def known(value: float, otherwise: Any = TODO) -> Any:
 
 
 def steps_of(
-    get: Arguments, done: Settings, epochs: float, name: str, *, most: float = math.inf
+    get: ForeignArguments, done: Settings, epochs: float, name: str, *, most: float = math.inf
 ) -> tuple[Any, str]:
     """Return the number of rollout batches and its origin. It is TODO if the rows are not known.
 
@@ -194,7 +195,33 @@ def steps_of(
     return TODO, f"{at_most} // {each} x {known(epochs, name)} of {name}"
 
 
-def set_lora(get: Arguments, done: Settings, *, rank: str, alpha: str, modules: str) -> None:
+def set_lr_schedule(done: Settings, kind: str, origin: str) -> None:
+    """Set the learning-rate schedule in `done`. It is TODO if raypo has none like it."""
+    name = kind.partition("_with_")[0]
+    is_known = name in ("constant", "linear", "cosine") and kind != "cosine_with_restarts"
+    what = f"{origin} {kind}: constant, linear or cosine"
+    done["learner.lr_schedule"] = (name, origin) if is_known else (TODO, what)
+
+
+def set_warmup(
+    done: Settings, ratio: float, origin: str, rounded: Callable[[float], int] = math.ceil
+) -> None:
+    """Set the warm-up in `done` to a fraction of the steps. It is TODO if one is not known."""
+    steps = done["num_steps"][0]
+    is_known = isinstance(steps, int) and ratio == ratio
+    done["learner.lr_warmup_steps"] = (
+        rounded(ratio * steps) if is_known else TODO,
+        f"{known(ratio)} of num_steps, {origin}",
+    )
+
+
+def set_folder(done: Settings, folder: str, origin: str) -> None:
+    """Set the run's name and its parent folder in `done`."""
+    done["name"] = Path(folder).name, origin
+    done["storage_path"] = str(Path(folder).parent), origin
+
+
+def set_lora(get: ForeignArguments, done: Settings, *, rank: str, alpha: str, modules: str) -> None:
     """Set the adapter's keys in `done` from the arguments with these names."""
     if get(rank):  # 0 means no LoRA
         get.copy(done, {rank: "model.lora.rank", alpha: "model.lora.alpha"})
@@ -221,7 +248,7 @@ def set_kl_loss(done: Settings, kind: str, origin: str, *, placement: str) -> No
         )
 
 
-def set_workers(get: Arguments, done: Settings, *, gpus: str, nodes: str) -> None:
+def set_workers(get: ForeignArguments, done: Settings, *, gpus: str, nodes: str) -> None:
     """Set the number of learner workers in `done` to GPUs per node x nodes, if GPUs are given."""
     if get.has(gpus):
         count = get.number(gpus) * get.number(nodes)

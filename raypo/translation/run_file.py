@@ -17,7 +17,7 @@ import yaml
 from raypo.config.base import TODO, ConfigError, flatten, known_keys, nested
 from raypo.config.migration import rows_of
 from raypo.config.recipe_config import RECIPES, AnyConfig
-from raypo.translation.foreign_arguments import DEFAULT, Arguments, Settings
+from raypo.translation.foreign_arguments import DEFAULT, ForeignArguments, Settings
 from raypo.translation.foreign_settings import UNRESOLVED, Source
 from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
@@ -38,7 +38,7 @@ _STAND_INS: dict[str, Any] = {
     "rollout.max_episode_tokens": 10**6,
 }
 """Values in place of TODO while the other keys are checked. Other keys are left out."""
-_COMPUTED: dict[str, Callable[[Arguments], Settings]] = {
+_COMPUTED: dict[str, Callable[[ForeignArguments], Settings]] = {
     "TRL": from_trl,
     "verl": from_verl,
     "OpenRLHF": from_openrlhf,
@@ -90,7 +90,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
         ConfigError: a setting has no counterpart, and no run without it is the same.
     """
     keys = known_keys(RECIPES[source.recipe])
-    get = Arguments(source, rows)
+    get = ForeignArguments(source, rows)
     done = _COMPUTED[source.project](get)
     for name in get.left(done):
         _place(get, done, name, keys)
@@ -112,7 +112,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     return Translation(source.project, done, get.notes, minor, get.idle, config)
 
 
-def _copy_same(get: Arguments, done: Settings, keys: Sequence[str]) -> None:
+def _copy_same(get: ForeignArguments, done: Settings, keys: Sequence[str]) -> None:
     """Set the keys that take a value unchanged: to the value given, or to the other default.
 
     A default is set only if it decides what is learned.
@@ -133,7 +133,7 @@ def _copy_same(get: Arguments, done: Settings, keys: Sequence[str]) -> None:
                 done.setdefault(key, (value if is_known else TODO, get.origin(name)))
 
 
-def _place(get: Arguments, done: Settings, name: str, keys: Sequence[str]) -> None:
+def _place(get: ForeignArguments, done: Settings, name: str, keys: Sequence[str]) -> None:
     """Copy an argument that no function computed, or say what becomes of it."""
     row, value = get.row(name), get.given[name]
     ours = row.keys_in(keys) if row else ()
@@ -181,7 +181,7 @@ def _is_todo(value: Any) -> bool:
     return isinstance(value, str) and value == TODO
 
 
-def _accepted(done: Settings, get: Arguments, recipe: str) -> AnyConfig:
+def _accepted(done: Settings, get: ForeignArguments, recipe: str) -> AnyConfig:
     """Return a config of the values that raypo accepts.
 
     A refused value that decides what is learned becomes TODO, and another one a note. A default is
