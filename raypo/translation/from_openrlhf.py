@@ -9,18 +9,7 @@ from typing import Any
 
 from raypo.config.base import TODO, ConfigError, parsed
 from raypo.config.sources import DATA_FILES
-from raypo.translation.foreign_arguments import (
-    ForeignArguments,
-    Settings,
-    known,
-    set_folder,
-    set_kl_loss,
-    set_lora,
-    set_lr_schedule,
-    set_warmup,
-    set_workers,
-    steps_of,
-)
+from raypo.translation.foreign_arguments import ForeignArguments, Settings, known
 
 _ESTIMATORS = {each: each for each in ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo")}
 _ESTIMATORS |= {"group_norm": "grpo"}
@@ -31,8 +20,8 @@ def from_openrlhf(get: ForeignArguments) -> Settings:
     done: Settings = {}
     _set_loss(get, done)
     lora = "ds.lora."
-    set_lora(get, done, rank=f"{lora}rank", alpha=f"{lora}alpha", modules=f"{lora}target_modules")
-    set_workers(get, done, gpus="actor.num_gpus_per_node", nodes="actor.num_nodes")
+    get.set_lora(done, rank=f"{lora}rank", alpha=f"{lora}alpha", modules=f"{lora}target_modules")
+    get.set_workers(done, gpus="actor.num_gpus_per_node", nodes="actor.num_nodes")
     _set_prompts(get, done)
     _set_lengths(get, done)
     _set_batches(get, done)
@@ -70,9 +59,7 @@ def _set_loss(get: ForeignArguments, done: Settings) -> None:
 def _set_kl(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of the KL."""
     if get("algo.kl.use_loss"):
-        name = "algo.kl.estimator"
-        placement = get.origin("algo.kl.use_loss")
-        set_kl_loss(done, str(get(name)), get.origin(name), placement=placement)
+        get.set_kl_loss(done, "algo.kl.estimator", placement=get.origin("algo.kl.use_loss"))
     elif (kind := get("algo.kl.estimator")) != "k1":
         why = f"{get.origin('algo.kl.estimator')} {kind}: k1, the only one of raypo in the reward"
         done["ppo.kl.estimator"] = TODO if get.number("algo.kl.init_coef") else "k1", why
@@ -164,7 +151,7 @@ def _set_batches(get: ForeignArguments, done: Settings) -> None:
         )
     most = get.number("data.max_samples") if get.has("data.max_samples") else math.inf
     epochs = get.number("train.num_episodes")
-    done["num_steps"] = steps_of(get, done, epochs, get.origin("train.num_episodes"), most=most)
+    done["num_steps"] = get.steps(done, epochs, get.origin("train.num_episodes"), most=most)
     if get("train.async_enable"):
         done["rollout.mode"] = "async", get.origin("train.async_enable")
         done["placement.mode"] = "dedicated", get.origin("train.async_enable")
@@ -195,14 +182,14 @@ def _set_lengths(get: ForeignArguments, done: Settings) -> None:
 def _set_schedule(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of the learning-rate schedule and of the critic's warm-up."""
     kind = get("actor.lr_scheduler")
-    set_lr_schedule(done, kind, get.origin("actor.lr_scheduler"))
+    get.set_lr_schedule(done, "actor.lr_scheduler")
     if kind == "cosine_with_min_lr":
         get.copy(done, {"actor.min_lr_ratio": "learner.lr_floor"})
     else:
         get.pass_over("actor.min_lr_ratio")
     ratio = get.number("actor.lr_warmup_ratio")
     if ratio > 0 and kind != "constant":  # transformers' constant schedule ignores warm-up
-        set_warmup(done, ratio, get.origin("actor.lr_warmup_ratio"))
+        get.set_warmup(done, "actor.lr_warmup_ratio", ratio)
     else:
         get.pass_over("actor.lr_warmup_ratio")
     if get.number("critic.freezing_steps") > 0 and done["ppo.advantage"][0] == "gae":
@@ -279,7 +266,7 @@ def _set_evaluation(get: ForeignArguments, done: Settings) -> None:
 def _set_logging(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of the run's name, its folder and the loggers."""
     if get.has("ckpt.output_dir"):
-        set_folder(done, str(get("ckpt.output_dir")), get.origin("ckpt.output_dir"))
+        get.set_folder(done, "ckpt.output_dir")
     if get("logger.wandb.run_name"):
         done["name"] = get("logger.wandb.run_name"), get.origin("logger.wandb.run_name")
     keys = [name for name in get.names("logger.wandb.key") if get.given.get(name)]

@@ -6,14 +6,7 @@ import math
 from typing import Any
 
 from raypo.config.base import TODO, ConfigError
-from raypo.translation.foreign_arguments import (
-    ForeignArguments,
-    Settings,
-    set_folder,
-    set_lr_schedule,
-    set_warmup,
-    steps_of,
-)
+from raypo.translation.foreign_arguments import ForeignArguments, Settings
 
 _LOSS_TYPES = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
 _LOSS_TYPES |= dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")
@@ -32,7 +25,7 @@ def from_trl(get: ForeignArguments) -> Settings:
     done: Settings = {"recipe": (get.recipe, "the config's class")}
     folder = get("output_dir") or "trainer_output"
     if get.has("output_dir") and folder != "trainer_output":
-        set_folder(done, folder, "output_dir")
+        get.set_folder(done, "output_dir")
     get.pass_over("output_dir")
     if get.given.get("run_name") == folder:  # the default of older versions
         del get.given["run_name"]
@@ -164,7 +157,7 @@ def _set_grpo(get: ForeignArguments, done: Settings) -> float:
         done["num_steps"] = math.ceil(steps), f"{get('max_steps')} of max_steps / {updates:g}"
         get.pass_over("num_train_epochs")
     else:
-        done["num_steps"] = steps_of(get, done, epochs, get.origin("num_train_epochs"))
+        done["num_steps"] = get.steps(done, epochs, get.origin("num_train_epochs"))
     return updates
 
 
@@ -270,7 +263,7 @@ def _set_schedule(get: ForeignArguments, done: Settings, updates: float) -> None
             are not translated, except the warm-up, and each becomes a note.
     """
     kind, options = get("lr_scheduler_type"), get("lr_scheduler_kwargs") or {}
-    set_lr_schedule(done, str(kind), get.origin("lr_scheduler_type"))
+    get.set_lr_schedule(done, "lr_scheduler_type")
     if options and not (kind == "cosine_with_min_lr" and set(options) == {"min_lr_rate"}):
         get.used.discard("lr_scheduler_kwargs")
     elif options:
@@ -288,7 +281,7 @@ def _set_schedule(get: ForeignArguments, done: Settings, updates: float) -> None
     if kind == "constant" or not warmup:  # Hugging Face's constant schedule ignores the warm-up
         get.pass_over("warmup_steps", "warmup_ratio")
     elif warmup < 1:
-        set_warmup(done, warmup, get.origin("warmup_steps"))
+        get.set_warmup(done, "warmup_steps", warmup)
     else:
         done["learner.lr_warmup_steps"] = (
             int(warmup) if updates == 1 else math.ceil(warmup / updates),

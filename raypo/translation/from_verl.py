@@ -11,12 +11,6 @@ from raypo.translation.foreign_arguments import (
     ForeignArguments,
     Settings,
     known,
-    set_kl_loss,
-    set_lora,
-    set_lr_schedule,
-    set_warmup,
-    set_workers,
-    steps_of,
 )
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -61,7 +55,7 @@ def from_verl(get: ForeignArguments) -> Settings:
     _set_loss(get, done)
     _set_kl(get, done)
     _set_correction(get, done)
-    set_workers(get, done, gpus="trainer.n_gpus_per_node", nodes="trainer.nnodes")
+    get.set_workers(done, gpus="trainer.n_gpus_per_node", nodes="trainer.nnodes")
     _set_model(get, done)
     _set_data(get, done)
     _set_rewards(get, done)
@@ -87,7 +81,7 @@ def _set_model(get: ForeignArguments, done: Settings) -> None:
     is_megatron = bool(get(f"{model}lora.rank"))
     names = ("lora.rank", "lora.alpha") if is_megatron else ("lora_rank", "lora_alpha")
     modules = f"{model}{'lora.' * is_megatron}target_modules"
-    set_lora(get, done, rank=f"{model}{names[0]}", alpha=f"{model}{names[1]}", modules=modules)
+    get.set_lora(done, rank=f"{model}{names[0]}", alpha=f"{model}{names[1]}", modules=modules)
     if is_megatron:
         why = f"{modules} {get(modules)}: Megatron's names; all-linear, or names like q_proj"
         done["model.lora.target_modules"] = TODO, why
@@ -174,8 +168,8 @@ def _set_kl(get: ForeignArguments, done: Settings) -> None:
         get.pass_over(f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type")
         return
     if in_loss:
-        coef, name = f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"
-        set_kl_loss(done, str(get(name)), get.origin(name), placement=f"{_ACTOR}use_kl_loss")
+        coef = f"{_ACTOR}kl_loss_coef"
+        get.set_kl_loss(done, f"{_ACTOR}kl_loss_type", placement=f"{_ACTOR}use_kl_loss")
         mode = get(f"{_ACTOR}loss_agg_mode")
         if get(f"{_ACTOR}policy_loss.loss_mode") in _PER_SEQUENCE and mode != "seq-mean-token-mean":
             get.leave(
@@ -276,7 +270,7 @@ def _set_steps(get: ForeignArguments, done: Settings) -> None:
     most, epochs = get(name), get.number("trainer.total_epochs")
     origin = get.origin("trainer.total_epochs")
     rows = get.number("data.train_max_samples")
-    steps, why = steps_of(get, done, epochs, origin, most=rows if rows > 0 else math.inf)
+    steps, why = get.steps(done, epochs, origin, most=rows if rows > 0 else math.inf)
     if most is not None and steps != TODO and most != TODO:
         steps, why = min((steps, why), (most, get.origin(name)))
     elif most is not None:
@@ -284,7 +278,7 @@ def _set_steps(get: ForeignArguments, done: Settings) -> None:
     done["num_steps"] = steps, why
     optim = f"{_ACTOR}optim."
     kind = get(f"{optim}lr_scheduler_type")
-    set_lr_schedule(done, str(kind), get.origin(f"{optim}lr_scheduler_type"))
+    get.set_lr_schedule(done, f"{optim}lr_scheduler_type")
     if kind == "cosine" and get(f"{optim}min_lr_ratio"):
         get.copy(done, {f"{optim}min_lr_ratio": "learner.lr_floor"})
     elif kind == "constant":
@@ -295,7 +289,7 @@ def _set_steps(get: ForeignArguments, done: Settings) -> None:
     elif not ratio:
         get.pass_over(f"{optim}lr_warmup_steps")
     else:
-        set_warmup(done, ratio, get.origin(f"{optim}lr_warmup_steps_ratio"), int)
+        get.set_warmup(done, f"{optim}lr_warmup_steps_ratio", ratio, int)
     if str(get(f"{optim}optimizer")).lower() in ("adamw", "torch.optim.adamw"):
         get.pass_over(f"{optim}optimizer")
 
