@@ -57,7 +57,7 @@ class ForeignArguments:
         self.passed: set[str] = set()
         """Arguments that have no effect beside others, or need no key."""
         self.notes: list[str] = []
-        """What changes learning and is left to the user."""
+        """Lines on arguments that change learning and are left to the user."""
         self.minor: list[str] = []
         """Arguments that concern memory, speed or files, with their values."""
         self.idle: list[str] = []
@@ -131,9 +131,9 @@ class ForeignArguments:
             done[key] = self(name), self.origin(name)
 
     def left(self, done: Settings) -> list[str]:
-        """Return the arguments of which no key and no note has told yet.
+        """Return the arguments that no key and no note mentions.
 
-        A default that a command repeats needs none.
+        A default that a command repeats needs no mention.
         """
         origins = [origin for _, origin in done.values()]
         told = "\n".join([*origins, *self.notes, *self.minor, *self.idle])
@@ -244,10 +244,8 @@ class ForeignArguments:
         """Set the number of learner workers to GPUs per node x nodes, if GPUs are given."""
         if self.has(gpus):
             count = self.number(gpus) * self.number(nodes)
-            done["learner.num_workers"] = (
-                known(count),
-                f"{self.origin(gpus)} x {self.origin(nodes)}",
-            )
+            origin = f"{self.origin(gpus)} x {self.origin(nodes)}"
+            done["learner.num_workers"] = known(count), origin
 
 
 def known(value: float, otherwise: Any = TODO) -> Any:

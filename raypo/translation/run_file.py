@@ -1,9 +1,9 @@
 """Run files from another project's settings.
 
 A value is copied if the tables of `raypo.config.migration` say that it has the same meaning. Batch
-sizes, the KL and the estimator are computed (`from_trl`, `from_verl`, `from_openrlhf`). What raypo
-lacks becomes a note. A value that decides what is learned, and that is not known or that raypo
-refuses, is written as TODO, which raypo refuses until the user sets the key.
+sizes, the KL and the estimator are computed (`from_trl`, `from_verl`, `from_openrlhf`). Arguments
+without a counterpart become notes. A value that decides what is learned, and that is not known or
+that raypo refuses, is written as TODO, which raypo refuses until the user sets the key.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Translation(NamedTuple):
     project: str
     done: Settings
     notes: list[str]
-    """What changes learning and is not translated."""
+    """Arguments that change learning and are not translated."""
     minor: list[str]
-    """What concerns memory, speed or files, and is not translated."""
+    """Arguments that concern memory, speed or files, and are not translated."""
     idle: list[str]
-    """What needs nothing here."""
+    """Arguments that need no key."""
     config: AnyConfig
     """The config, with other values in place of those that are TODO."""
 
     def report(self) -> list[str]:
-        """Return what the user has to know, as lines."""
+        """Return the lines for the user."""
         todo = [f"{key}: {why}" for key, (value, why) in self.done.items() if _is_todo(value)]
         lines: list[str] = []
         for title, each in (
@@ -93,7 +93,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     get = ForeignArguments(source, rows)
     done = _COMPUTED[source.project](get)
     for name in get.left(done):
-        _place(get, done, name, keys)
+        _copy_or_note(get, done, name, keys)
     _copy_same(get, done, keys)
     required = dict(_REQUIRED)
     if source.recipe == "ppo" and not {"reward.url", "model.reward", "rollout.agent"} & done.keys():
@@ -104,7 +104,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     for key in given:
         done.pop(key, None)
     config = _accepted(done, get, source.recipe)
-    order = {word: place for place, word in enumerate(_FIRST)}
+    order = {word: rank for rank, word in enumerate(_FIRST)}
     get.notes.sort(
         key=lambda note: min((n for w, n in order.items() if w in note.split(":")[0]), default=99)
     )
@@ -133,8 +133,8 @@ def _copy_same(get: ForeignArguments, done: Settings, keys: Sequence[str]) -> No
                 done.setdefault(key, (value if is_known else TODO, get.origin(name)))
 
 
-def _place(get: ForeignArguments, done: Settings, name: str, keys: Sequence[str]) -> None:
-    """Copy an argument that no function computed, or say what becomes of it."""
+def _copy_or_note(get: ForeignArguments, done: Settings, name: str, keys: Sequence[str]) -> None:
+    """Copy an argument that no function computed, or add a line on it."""
     row, value = get.row(name), get.given[name]
     ours = row.keys_in(keys) if row else ()
     if isinstance(value, str) and UNRESOLVED in value:
