@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from raypo.config import ConfigError
 
-_REPORT = ("plotly", "scipy")
+_REPORT = ("jinja2", "plotly", "scipy")
 EXTRAS = {
     "report": _REPORT,
     "serve": ("httpx", "starlette", "tenacity", "uvicorn"),
