@@ -319,10 +319,14 @@ def table(kind: str, outcomes: Mapping[str, tuple[str, str]]) -> str:
     """Return the rows of a class of models in docs/models.md."""
     whole = [name for name, (state, _) in outcomes.items() if state == HOLDS]
     rows = [f"| {kind}: {HOLDS} ({len(whole)}) | {', '.join(whole)} |"]
+    names_of: dict[tuple[str, str], list[str]] = {}
     for name, (state, detail) in outcomes.items():
         if state != HOLDS:
-            told = detail.replace("|", "/").partition(" Give a model ")[0]
-            rows.append(f"| {kind}: {state} | {name}: {told} |")
+            text = detail.replace("|", "/").partition(" Give a ")[0]
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "NAME", text)
+            names_of.setdefault((state, text), []).append(name)
+    for (state, text), names in names_of.items():
+        rows.append(f"| {kind}: {state} | {', '.join(names)}: {text} |")
     return "\n".join(rows) + "\n"
 
 
@@ -332,10 +336,8 @@ def told(kind: str) -> dict[str, str]:
     for line in PAGE.read_text().splitlines():
         if line.startswith(f"| {kind}: "):
             state, names = line.strip("| ").removeprefix(f"{kind}: ").split(" | ", 1)
-            if state.startswith(HOLDS):
-                states |= dict.fromkeys(names.split(", "), HOLDS)
-            else:
-                states[names.partition(": ")[0]] = state
+            state = HOLDS if state.startswith(HOLDS) else state
+            states |= dict.fromkeys(names.partition(": ")[0].split(", "), state)
     return states
 
 

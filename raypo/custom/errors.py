@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-_RAYPO = str(Path(__file__).parents[1])
+_RAYPO = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 """Folders of Python's own modules and of installed packages."""
 

@@ -28,6 +28,8 @@ BACKOFF_S = (0.25, 30.0)
 This limit begins at the first number, and doubles with each attempt up to the second number."""
 MAX_ANSWER_BYTES = 64 << 20
 """Size limit of a server's answer, after it is decompressed."""
+MAX_REASON = 1000
+"""Characters of a server's error message that are shown."""
 Read = Callable[[Any, float], Any]
 """Function `(answer, seconds)` of the JSON value that a server has answered, and its duration."""
 Post = Callable[[Any, Read], Awaitable[Any]]
@@ -221,9 +223,9 @@ def _json(content: bytearray) -> Any:
 
 def _reason(content: bytearray) -> str:
     try:
-        return str(_json(content)["error"])
+        return str(_json(content)["error"])[:MAX_REASON]
     except (ValueError, KeyError, TypeError):
-        return content[:200].decode(errors="replace")
+        return content[:MAX_REASON].decode(errors="replace")
 
 
 def _seconds(text: str | None) -> float:

@@ -77,7 +77,7 @@ class Given(Generic[AnyConfig]):
     is_built: bool
     """True if the config comes from arguments and not from a file or a config object."""
     report: tuple[str, ...] = ()
-    """What became of the fields of TRL's config, as lines."""
+    """Lines on the use of each field of TRL's config."""
 
 
 def read_arguments(

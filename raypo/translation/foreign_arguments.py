@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
@@ -38,7 +38,7 @@ def defaults_of(project: str, kind: str = "") -> dict[str, Any]:
     return table["common"] | table[kind] if kind else table
 
 
-class Arguments:
+class ForeignArguments:
     """Lookup of another project's arguments, which records what is used and what is left."""
 
     def __init__(self, source: Source, rows: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Arguments:
         self.passed: set[str] = set()
         """Arguments that have no effect beside others, or need no key."""
         self.notes: list[str] = []
-        """What changes learning and is left to the user."""
+        """Lines on arguments that change learning and are left to the user."""
         self.minor: list[str] = []
         """Arguments that concern memory, speed or files, with their values."""
         self.idle: list[str] = []
@@ -131,9 +131,9 @@ class Arguments:
             done[key] = self(name), self.origin(name)
 
     def left(self, done: Settings) -> list[str]:
-        """Return the arguments of which no key and no note has told yet.
+        """Return the arguments that no key and no note mentions.
 
-        A default that a command repeats needs none.
+        A default that a command repeats needs no mention.
         """
         origins = [origin for _, origin in done.values()]
         told = "\n".join([*origins, *self.notes, *self.minor, *self.idle])
@@ -150,79 +150,104 @@ class Arguments:
         self.notes.append(f"{self.origin(name)} ({self(name)}): {why}")
 
     def pass_over(self, *names: str) -> None:
-        """Mark arguments as needing no key."""
-        for name in [older for each in names for older in self.names(each)]:
+        """Mark arguments as needing no key. A name may be a pattern, like `critic.*`."""
+        given = {p: [n for n in self.given if fnmatchcase(n, p)] for p in names if "*" in p}
+        for name in [older for each in names for older in given.get(each) or self.names(each)]:
             line = f"{name} ({self.given.get(name)})"
             if name in self.given and line not in self.idle:
                 self.used.add(name)
                 self.passed.add(name)
                 self.idle.append(line)
 
+    def steps(
+        self, done: Settings, epochs: float, name: str, *, most: float = math.inf
+    ) -> tuple[Any, str]:
+        """Return the number of rollout batches and its origin. It is TODO if rows are not known.
+
+        Args:
+            done: Settings so far. The rows of the parquet files in `data.prompts` are counted.
+            epochs: Passes over the rows.
+            name: The argument that gives `epochs`.
+            most: Maximum number of rows that are used.
+        """
+        from pyarrow import parquet
+
+        prompts = done["rollout.prompts_per_step"][0]
+        given = done.get("data.prompts", ((),))[0]
+        rows = self.rows
+        if rows is None and given and given != TODO:
+            with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
+                paths = [given] if isinstance(given, str) else given
+                rows = sum(parquet.read_metadata(Path(e).expanduser()).num_rows for e in paths)
+        if rows is not None and isinstance(prompts, int | float) and epochs == epochs:
+            used = int(min(rows, most))
+            if steps := int(used // prompts * epochs):
+                return steps, f"{used} rows // {prompts} prompts x {epochs:g} of {name}"
+        each = f"{prompts} prompts" if prompts != TODO else "rollout.prompts_per_step"
+        at_most = f"min(rows, {most:.0f})" if most < math.inf else "rows"
+        return TODO, f"{at_most} // {each} x {known(epochs, name)} of {name}"
+
+    def set_lr_schedule(self, done: Settings, name: str) -> None:
+        """Set the learning-rate schedule. It is TODO if raypo has none like it."""
+        kind, origin = str(self(name)), self.origin(name)
+        schedule = kind.partition("_with_")[0]
+        is_known = schedule in ("constant", "linear", "cosine") and kind != "cosine_with_restarts"
+        what = f"{origin} {kind}: constant, linear or cosine"
+        done["learner.lr_schedule"] = (schedule, origin) if is_known else (TODO, what)
+
+    def set_warmup(
+        self,
+        done: Settings,
+        name: str,
+        ratio: float,
+        rounded: Callable[[float], int] = math.ceil,
+    ) -> None:
+        """Set the warm-up to a fraction of the steps. It is TODO if one of them is not known."""
+        steps = done["num_steps"][0]
+        done["learner.lr_warmup_steps"] = (
+            rounded(ratio * steps) if isinstance(steps, int) and ratio == ratio else TODO,
+            f"{known(ratio)} of num_steps, {self.origin(name)}",
+        )
+
+    def set_folder(self, done: Settings, name: str) -> None:
+        """Set the run's name and the folder of runs from the path of an output folder."""
+        folder, origin = Path(str(self(name))), self.origin(name)
+        done |= {"name": (folder.name, origin), "storage_path": (str(folder.parent), origin)}
+
+    def set_lora(self, done: Settings, *, rank: str, alpha: str, modules: str) -> None:
+        """Set the adapter's keys from the arguments with these names."""
+        if self(rank):  # 0 means no LoRA
+            self.copy(done, {rank: "model.lora.rank", alpha: "model.lora.alpha"})
+            value = self(modules, "all-linear")
+            value = "all-linear" if value == ["all-linear"] else value
+            words = value if isinstance(value, list) or value == "all-linear" else [value]
+            done["model.lora.target_modules"] = words, self.origin(modules)
+        else:
+            self.pass_over(rank, alpha, modules)
+
+    def set_kl_loss(self, done: Settings, name: str, *, placement: str) -> None:
+        """Set the estimator of a KL in the loss. It is TODO if raypo has none like it."""
+        kind, origin = str(self(name)), self.origin(name)
+        done["ppo.kl.placement"] = "loss", placement
+        estimator = KL_ESTIMATORS.get(kind.removesuffix("+"))
+        if kind.endswith("+") and estimator:  # verl: the gradient of k2; the value is only logged
+            estimator = "k3_st" if estimator == "k3" else "k2"
+        done["ppo.kl.estimator"] = estimator, origin
+        if estimator in (None, "k1"):
+            why = "has the gradient 0 in expectation" if estimator else "is not in raypo"
+            done["ppo.kl.estimator"] = (
+                TODO,
+                f"{origin} {kind} {why}: k2, k3 or k3_st, or k1 with ppo.kl.placement: reward",
+            )
+
+    def set_workers(self, done: Settings, *, gpus: str, nodes: str) -> None:
+        """Set the number of learner workers to GPUs per node x nodes, if GPUs are given."""
+        if self.has(gpus):
+            count = self.number(gpus) * self.number(nodes)
+            origin = f"{self.origin(gpus)} x {self.origin(nodes)}"
+            done["learner.num_workers"] = known(count), origin
+
 
 def known(value: float, otherwise: Any = TODO) -> Any:
     """Return a number that was computed, or TODO if it is NaN."""
     return otherwise if value != value else value
-
-
-def steps_of(
-    get: Arguments, done: Settings, epochs: float, name: str, *, most: float = math.inf
-) -> tuple[Any, str]:
-    """Return the number of rollout batches and its origin. It is TODO if the rows are not known.
-
-    Args:
-        get: Lookup of the arguments, which may know the number of rows.
-        done: Settings so far. The rows of the parquet files in `data.prompts` are counted.
-        epochs: Passes over the rows.
-        name: The argument that gives `epochs`.
-        most: Maximum number of rows that are used.
-    """
-    from pyarrow import parquet
-
-    prompts = done["rollout.prompts_per_step"][0]
-    given = done.get("data.prompts", ((),))[0]
-    rows = get.rows
-    if rows is None and given and given != TODO:
-        with suppress(OSError, ValueError, TypeError):  # no file, or no parquet
-            paths = [given] if isinstance(given, str) else given
-            rows = sum(parquet.read_metadata(Path(e).expanduser()).num_rows for e in paths)
-    if rows is not None and isinstance(prompts, int | float) and epochs == epochs:
-        used = int(min(rows, most))
-        if steps := int(used // prompts * epochs):
-            return steps, f"{used} rows // {prompts} prompts x {epochs:g} of {name}"
-    each = f"{prompts} prompts" if prompts != TODO else "rollout.prompts_per_step"
-    at_most = f"min(rows, {most:.0f})" if most < math.inf else "rows"
-    return TODO, f"{at_most} // {each} x {known(epochs, name)} of {name}"
-
-
-def set_lora(get: Arguments, done: Settings, *, rank: str, alpha: str, modules: str) -> None:
-    """Set the adapter's keys in `done` from the arguments with these names."""
-    if get(rank):  # 0 means no LoRA
-        get.copy(done, {rank: "model.lora.rank", alpha: "model.lora.alpha"})
-        value = get(modules, "all-linear")
-        words = value if isinstance(value, list) else [value]
-        is_all = words == ["all-linear"]
-        done["model.lora.target_modules"] = "all-linear" if is_all else words, get.origin(modules)
-    else:
-        get.pass_over(rank, alpha, modules)
-
-
-def set_kl_loss(done: Settings, kind: str, origin: str, *, placement: str) -> None:
-    """Set the estimator of a KL in the loss in `done`. It is TODO if raypo has none like it."""
-    done["ppo.kl.placement"] = "loss", placement
-    estimator = KL_ESTIMATORS.get(kind.removesuffix("+"))
-    if kind.endswith("+") and estimator:  # verl: the gradient of k2; the value is only logged
-        estimator = "k3_st" if estimator == "k3" else "k2"
-    done["ppo.kl.estimator"] = estimator, origin
-    if estimator in (None, "k1"):
-        why = "has the gradient 0 in expectation" if estimator else "is not in raypo"
-        done["ppo.kl.estimator"] = (
-            TODO,
-            f"{origin} {kind} {why}: k2, k3 or k3_st, or k1 with ppo.kl.placement: reward",
-        )
-
-
-def set_workers(get: Arguments, done: Settings, *, gpus: str, nodes: str) -> None:
-    """Set the number of learner workers in `done` to GPUs per node x nodes, if GPUs are given."""
-    if get.has(gpus):
-        count = get.number(gpus) * get.number(nodes)
-        done["learner.num_workers"] = known(count), f"{get.origin(gpus)} x {get.origin(nodes)}"

@@ -59,7 +59,7 @@ _OF_A_SHELL = {
     "braces that a shell expands": r"\{[^{}]*(,|\.\.)[^{}]*\}",
     "parentheses": r"[()]",
 }
-"""What a plain command has not, and how it shows outside of quotes."""
+"""Parts of a shell script that a plain command lacks, with their pattern outside of quotes."""
 
 
 class Source(NamedTuple):
@@ -118,9 +118,9 @@ def of_trl(values: Any, origin: str, kind: str = "") -> Source:
     """Return the fields of a config of TRL as a source.
 
     Args:
-        values: What the config's `to_dict` returns.
+        values: Result of the config's `to_dict`.
         origin: Prefix of error messages.
-        kind: Class of the config. If empty, it is told by its fields.
+        kind: Class of the config. If empty, the fields tell it.
 
     Raises:
         ConfigError: it is not a config that raypo knows.
@@ -151,7 +151,7 @@ def _of_hydra(text: str, origin: str) -> Source:
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield each dotted key with its value; what cannot be resolved keeps its `${...}`."""
+    """Yield each dotted key with its value. A value that cannot be resolved keeps its `${...}`."""
     for key in tree:
         if str(key) in ("_target_", "hydra"):
             continue

@@ -9,32 +9,19 @@ from typing import Any
 
 from raypo.config.base import TODO, ConfigError, parsed
 from raypo.config.sources import DATA_FILES
-from raypo.translation.foreign_arguments import (
-    Arguments,
-    Settings,
-    known,
-    set_kl_loss,
-    set_lora,
-    set_workers,
-    steps_of,
-)
+from raypo.translation.foreign_arguments import ForeignArguments, Settings, known
 
 _ESTIMATORS = {each: each for each in ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo")}
 _ESTIMATORS |= {"group_norm": "grpo"}
 
 
-def from_openrlhf(get: Arguments) -> Settings:
+def from_openrlhf(get: ForeignArguments) -> Settings:
     """Return the keys that are computed from OpenRLHF's arguments."""
     done: Settings = {}
     _set_loss(get, done)
-    set_lora(
-        get,
-        done,
-        rank="ds.lora.rank",
-        alpha="ds.lora.alpha",
-        modules="ds.lora.target_modules",
-    )
-    set_workers(get, done, gpus="actor.num_gpus_per_node", nodes="actor.num_nodes")
+    lora = "ds.lora."
+    get.set_lora(done, rank=f"{lora}rank", alpha=f"{lora}alpha", modules=f"{lora}target_modules")
+    get.set_workers(done, gpus="actor.num_gpus_per_node", nodes="actor.num_nodes")
     _set_prompts(get, done)
     _set_lengths(get, done)
     _set_batches(get, done)
@@ -45,7 +32,7 @@ def from_openrlhf(get: Arguments) -> Settings:
     return done
 
 
-def _set_loss(get: Arguments, done: Settings) -> None:
+def _set_loss(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of the estimator, the clips and the KL."""
     name = "algo.advantage.estimator"
     estimator, origin = get(name), get.origin(name)
@@ -60,8 +47,7 @@ def _set_loss(get: Arguments, done: Settings) -> None:
     elif get.has("algo.advantage.no_std_norm"):
         get.used.discard(get.origin("algo.advantage.no_std_norm"))
     if estimator != "gae":
-        names = [each for each in get.given if each.startswith(("critic.", "critic_"))]
-        get.pass_over(*names, "critic.value_clip", "algo.advantage.lambd", "critic.freezing_steps")
+        get.pass_over("critic.*", "critic_*", "algo.advantage.lambd")
     if get("actor.policy_loss_type") == "gspo":  # a mean over sequences there, too
         done["ppo.aggregation"] = "sequence_mean", get.origin("actor.policy_loss_type")
         done["ppo.policy_loss"] = "gspo", get.origin("actor.policy_loss_type")
@@ -70,12 +56,10 @@ def _set_loss(get: Arguments, done: Settings) -> None:
     _set_filters(get, done)
 
 
-def _set_kl(get: Arguments, done: Settings) -> None:
+def _set_kl(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of the KL."""
     if get("algo.kl.use_loss"):
-        name = "algo.kl.estimator"
-        placement = get.origin("algo.kl.use_loss")
-        set_kl_loss(done, str(get(name)), get.origin(name), placement=placement)
+        get.set_kl_loss(done, "algo.kl.estimator", placement=get.origin("algo.kl.use_loss"))
     elif (kind := get("algo.kl.estimator")) != "k1":
         why = f"{get.origin('algo.kl.estimator')} {kind}: k1, the only one of raypo in the reward"
         done["ppo.kl.estimator"] = TODO if get.number("algo.kl.init_coef") else "k1", why
@@ -87,7 +71,7 @@ def _set_kl(get: Arguments, done: Settings) -> None:
         get.pass_over("algo.kl.horizon")
 
 
-def _set_clips(get: Arguments, done: Settings, *, is_shaped: bool) -> None:
+def _set_clips(get: ForeignArguments, done: Settings, *, is_shaped: bool) -> None:
     """Set the bounds of the ratio and of the score, and the normalization of the score."""
     low, high = "ppo.shaping.clip_low", "ppo.shaping.clip_high"
     pairs = [("actor.eps_clip_low_high", "ppo.clip_low", "ppo.clip_high")]
@@ -105,7 +89,7 @@ def _set_clips(get: Arguments, done: Settings, *, is_shaped: bool) -> None:
         get.leave("reward.normalize_enable", f"ppo.shaping.normalize. {row.note if row else ''}")
 
 
-def _set_filters(get: Arguments, done: Settings) -> None:
+def _set_filters(get: ForeignArguments, done: Settings) -> None:
     """Set the correction of the engine's log-probs, and the filter of groups."""
     if get("algo.advantage.is_correction_enable"):
         origin = get.origin("algo.advantage.is_correction_enable")
@@ -122,7 +106,7 @@ def _set_filters(get: Arguments, done: Settings) -> None:
         get.pass_over("algo.dynamic_filtering_range")
 
 
-def _set_prompts(get: Arguments, done: Settings) -> None:
+def _set_prompts(get: ForeignArguments, done: Settings) -> None:
     """Set `data.prompts` with the options of each source."""
     name, split = "data.prompt_dataset", get("data.prompt_split")
     prompts, origin = get(name), get.origin(name)
@@ -153,7 +137,7 @@ def _is_hub_id(path: str) -> bool:
     return is_name and not path.lower().endswith(DATA_FILES) and not Path(path).exists()
 
 
-def _set_batches(get: Arguments, done: Settings) -> None:
+def _set_batches(get: ForeignArguments, done: Settings) -> None:
     """Set batch sizes and the number of steps."""
     batch, samples = get.number("rollout.batch_size"), get.number("rollout.n_samples_per_prompt")
     get.copy(done, {"rollout.batch_size": "rollout.prompts_per_step"})
@@ -167,14 +151,14 @@ def _set_batches(get: Arguments, done: Settings) -> None:
         )
     most = get.number("data.max_samples") if get.has("data.max_samples") else math.inf
     epochs = get.number("train.num_episodes")
-    done["num_steps"] = steps_of(get, done, epochs, get.origin("train.num_episodes"), most=most)
+    done["num_steps"] = get.steps(done, epochs, get.origin("train.num_episodes"), most=most)
     if get("train.async_enable"):
         done["rollout.mode"] = "async", get.origin("train.async_enable")
         done["placement.mode"] = "dedicated", get.origin("train.async_enable")
         get.copy(done, {"train.async_queue_size": "rollout.max_staleness"})
 
 
-def _set_lengths(get: Arguments, done: Settings) -> None:
+def _set_lengths(get: ForeignArguments, done: Settings) -> None:
     total, response = get("data.max_len"), get("rollout.max_new_tokens")
     prompt = get("data.prompt_max_len")
     is_old = "pretrain" in get.given and not get.has("data.max_len")
@@ -192,29 +176,20 @@ def _set_lengths(get: Arguments, done: Settings) -> None:
         origin = f"{get.origin('data.max_len')} - {get.origin('rollout.max_new_tokens')}"
         done["data.max_prompt_tokens"] = max(total - response, 1), origin
     else:
-        done["data.max_prompt_tokens"] = (
-            TODO,
-            f"{whole} less rollout.max_new_tokens",
-        )
+        done["data.max_prompt_tokens"] = TODO, f"{whole} less rollout.max_new_tokens"
 
 
-def _set_schedule(get: Arguments, done: Settings) -> None:
+def _set_schedule(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of the learning-rate schedule and of the critic's warm-up."""
-    kind, origin = get("actor.lr_scheduler"), get.origin("actor.lr_scheduler")
-    name = kind.partition("_with_")[0]
-    is_known = name in ("constant", "linear", "cosine")
-    what = f"{origin} {kind}: constant, linear or cosine"
-    done["learner.lr_schedule"] = (name, origin) if is_known else (TODO, what)
+    kind = get("actor.lr_scheduler")
+    get.set_lr_schedule(done, "actor.lr_scheduler")
     if kind == "cosine_with_min_lr":
         get.copy(done, {"actor.min_lr_ratio": "learner.lr_floor"})
     else:
         get.pass_over("actor.min_lr_ratio")
-    ratio, steps = get.number("actor.lr_warmup_ratio"), done["num_steps"][0]
+    ratio = get.number("actor.lr_warmup_ratio")
     if ratio > 0 and kind != "constant":  # transformers' constant schedule ignores warm-up
-        done["learner.lr_warmup_steps"] = (
-            math.ceil(ratio * steps) if isinstance(steps, int) else TODO,
-            f"{ratio:g} of num_steps, {get.origin('actor.lr_warmup_ratio')}",
-        )
+        get.set_warmup(done, "actor.lr_warmup_ratio", ratio)
     else:
         get.pass_over("actor.lr_warmup_ratio")
     if get.number("critic.freezing_steps") > 0 and done["ppo.advantage"][0] == "gae":
@@ -225,7 +200,7 @@ def _set_schedule(get: Arguments, done: Settings) -> None:
         get.leave("actor.optim", "raypo scales Muon's updates, so that AdamW's rates can be kept.")
 
 
-def _set_models(get: Arguments, done: Settings) -> None:
+def _set_models(get: ForeignArguments, done: Settings) -> None:
     """Set the score, the data type, the offload and the weight transport."""
     server, origin = get("reward.remote_url"), get.origin("reward.remote_url")
     models = get("reward.model_name_or_path")
@@ -270,7 +245,7 @@ def _set_models(get: Arguments, done: Settings) -> None:
     get.pass_over("vllm.sync_backend")  # `auto` chooses by the placement
 
 
-def _set_evaluation(get: Arguments, done: Settings) -> None:
+def _set_evaluation(get: ForeignArguments, done: Settings) -> None:
     """Set held-out prompts, if OpenRLHF measures them, and the checkpoints."""
     names = ("eval.temperature", "eval.n_samples_per_prompt", "eval.split")
     if get("eval.dataset") and get.number("eval.steps") > 0:
@@ -288,12 +263,10 @@ def _set_evaluation(get: Arguments, done: Settings) -> None:
         get.pass_over("ckpt.save_steps")
 
 
-def _set_logging(get: Arguments, done: Settings) -> None:
+def _set_logging(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of the run's name, its folder and the loggers."""
-    folder = get("ckpt.output_dir")
     if get.has("ckpt.output_dir"):
-        done["name"] = Path(str(folder)).name, get.origin("ckpt.output_dir")
-        done["storage_path"] = str(Path(str(folder)).parent), get.origin("ckpt.output_dir")
+        get.set_folder(done, "ckpt.output_dir")
     if get("logger.wandb.run_name"):
         done["name"] = get("logger.wandb.run_name"), get.origin("logger.wandb.run_name")
     keys = [name for name in get.names("logger.wandb.key") if get.given.get(name)]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from raypo.config.base import TODO, ConfigError
-from raypo.translation.foreign_arguments import Arguments, Settings, steps_of
+from raypo.translation.foreign_arguments import ForeignArguments, Settings
 
 _LOSS_TYPES = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
 _LOSS_TYPES |= dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean")
@@ -21,13 +20,12 @@ _ADAMW += ("adamw_bnb_8bit", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8b
 _SINKS: dict[str, Any] = {"wandb": {}, "mlflow": {}, "tensorboard": True}
 
 
-def from_trl(get: Arguments) -> Settings:
+def from_trl(get: ForeignArguments) -> Settings:
     """Return the keys that are computed from the fields of a config of TRL."""
     done: Settings = {"recipe": (get.recipe, "the config's class")}
     folder = get("output_dir") or "trainer_output"
     if get.has("output_dir") and folder != "trainer_output":
-        done["name"] = Path(folder).name, "output_dir"
-        done["storage_path"] = str(Path(folder).parent), "output_dir"
+        get.set_folder(done, "output_dir")
     get.pass_over("output_dir")
     if get.given.get("run_name") == folder:  # the default of older versions
         del get.given["run_name"]
@@ -60,7 +58,7 @@ def from_trl(get: Arguments) -> Settings:
     return done
 
 
-def _set_examples(get: Arguments, done: Settings) -> None:
+def _set_examples(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of a recipe that learns from examples."""
     batch = get("per_device_train_batch_size") * get("gradient_accumulation_steps")
     processes = get.given.pop("world_size", None)  # of an object; a JSON does not have it
@@ -104,7 +102,7 @@ def _set_examples(get: Arguments, done: Settings) -> None:
         )
 
 
-def _set_grpo(get: Arguments, done: Settings) -> float:
+def _set_grpo(get: ForeignArguments, done: Settings) -> float:
     """Set the keys of GRPO, and return the optimizer steps in a step of raypo."""
     samples = get.number("num_generations")
     device = get("per_device_train_batch_size")
@@ -159,11 +157,11 @@ def _set_grpo(get: Arguments, done: Settings) -> float:
         done["num_steps"] = math.ceil(steps), f"{get('max_steps')} of max_steps / {updates:g}"
         get.pass_over("num_train_epochs")
     else:
-        done["num_steps"] = steps_of(get, done, epochs, get.origin("num_train_epochs"))
+        done["num_steps"] = get.steps(done, epochs, get.origin("num_train_epochs"))
     return updates
 
 
-def _set_loss(get: Arguments, done: Settings) -> None:
+def _set_loss(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of GRPO's loss."""
     done["ppo.preset"] = "grpo", "GRPOConfig"
     get.copy(done, {"beta": "ppo.kl.coef", "epsilon": "ppo.clip_low"})
@@ -176,7 +174,7 @@ def _set_loss(get: Arguments, done: Settings) -> None:
     get.pass_over("use_bias_correction_kl")
 
 
-def _set_policy_loss(get: Arguments, done: Settings) -> None:
+def _set_policy_loss(get: ForeignArguments, done: Settings) -> None:
     """Set the policy's loss, its mean and its clip."""
     loss, high = get("loss_type"), get("epsilon_high")
     if get.lacks("loss_type"):
@@ -204,7 +202,7 @@ def _set_policy_loss(get: Arguments, done: Settings) -> None:
         done["ppo.policy_loss"] = TODO, why
 
 
-def _set_advantage(get: Arguments, done: Settings) -> None:
+def _set_advantage(get: ForeignArguments, done: Settings) -> None:
     """Set the advantage and the entropy bonus."""
     scale: Any = get("scale_rewards")
     scale = {True: "group", False: "none"}.get(scale, scale)
@@ -225,7 +223,7 @@ def _set_advantage(get: Arguments, done: Settings) -> None:
         get.pass_over("ref_model_mixup_alpha", "ref_model_sync_steps")
 
 
-def _set_correction(get: Arguments, done: Settings) -> None:
+def _set_correction(get: ForeignArguments, done: Settings) -> None:
     """Set the correction of vLLM's log-probs, which TRL applies by default."""
     name = "vllm_importance_sampling_"
     is_corrected = get(f"{name}correction") and not get.lacks(f"{name}correction")
@@ -255,20 +253,17 @@ def _set_correction(get: Arguments, done: Settings) -> None:
         )
 
 
-def _set_schedule(get: Arguments, done: Settings, updates: float) -> None:
+def _set_schedule(get: ForeignArguments, done: Settings, updates: float) -> None:
     """Set the learning-rate schedule, and the keys whose values are numbers of steps.
 
     Args:
         get: Lookup of TRL's fields.
         done: Settings so far.
         updates: Optimizer steps in a step of raypo. If there are several, TRL's numbers of steps
-            are not translated, and each becomes a note.
+            are not translated, except the warm-up, and each becomes a note.
     """
     kind, options = get("lr_scheduler_type"), get("lr_scheduler_kwargs") or {}
-    name = str(kind).partition("_with_")[0]
-    is_known = name in ("constant", "linear", "cosine") and kind != "cosine_with_restarts"
-    what = f"lr_scheduler_type {kind}: constant, linear or cosine"
-    done["learner.lr_schedule"] = (name if is_known else TODO), what
+    get.set_lr_schedule(done, "lr_scheduler_type")
     if options and not (kind == "cosine_with_min_lr" and set(options) == {"min_lr_rate"}):
         get.used.discard("lr_scheduler_kwargs")
     elif options:
@@ -283,14 +278,10 @@ def _set_schedule(get: Arguments, done: Settings, updates: float) -> None:
     if get("save_strategy") == "steps" and updates == 1 and isinstance(get("save_steps"), int):
         get.copy(done, {"save_steps": "checkpoint.every"})
     warmup = get("warmup_steps") or get("warmup_ratio") or 0
-    steps = done.get("num_steps", (TODO, ""))[0]
     if kind == "constant" or not warmup:  # Hugging Face's constant schedule ignores the warm-up
         get.pass_over("warmup_steps", "warmup_ratio")
     elif warmup < 1:
-        done["learner.lr_warmup_steps"] = (
-            math.ceil(warmup * steps) if isinstance(steps, int) else TODO,
-            f"{warmup:g} of num_steps, {get.origin('warmup_steps')}",
-        )
+        get.set_warmup(done, "warmup_steps", warmup)
     else:
         done["learner.lr_warmup_steps"] = (
             int(warmup) if updates == 1 else math.ceil(warmup / updates),
@@ -298,7 +289,7 @@ def _set_schedule(get: Arguments, done: Settings, updates: float) -> None:
         )
 
 
-def _set_logging(get: Arguments, done: Settings) -> None:
+def _set_logging(get: ForeignArguments, done: Settings) -> None:
     given = get("report_to")
     sinks = [given] if isinstance(given, str) else list(given or ())
     if not get.has("report_to") or not {*sinks} <= {*_SINKS, "none", "all"}:

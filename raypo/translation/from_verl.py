@@ -8,13 +8,9 @@ from raypo.config.base import TODO, ConfigError
 from raypo.translation.foreign_arguments import (
     DEFAULT,
     KL_ESTIMATORS,
-    Arguments,
+    ForeignArguments,
     Settings,
     known,
-    set_kl_loss,
-    set_lora,
-    set_workers,
-    steps_of,
 )
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -34,7 +30,7 @@ _NO_LIMIT = 1_000_000
 """`ppo.filter.max_refills` where verl has no limit."""
 
 
-def from_verl(get: Arguments) -> Settings:
+def from_verl(get: ForeignArguments) -> Settings:
     """Return the keys that are computed from verl's arguments."""
     estimator = get("algorithm.adv_estimator")
     if estimator not in _ESTIMATORS:
@@ -59,7 +55,7 @@ def from_verl(get: Arguments) -> Settings:
     _set_loss(get, done)
     _set_kl(get, done)
     _set_correction(get, done)
-    set_workers(get, done, gpus="trainer.n_gpus_per_node", nodes="trainer.nnodes")
+    get.set_workers(done, gpus="trainer.n_gpus_per_node", nodes="trainer.nnodes")
     _set_model(get, done)
     _set_data(get, done)
     _set_rewards(get, done)
@@ -69,11 +65,10 @@ def from_verl(get: Arguments) -> Settings:
     return done
 
 
-def _set_critic(get: Arguments, done: Settings, *, is_used: bool) -> None:
+def _set_critic(get: ForeignArguments, done: Settings, *, is_used: bool) -> None:
     """Set the critic's keys; without a critic verl ignores its arguments, too."""
     if not is_used:
-        get.pass_over(*[name for name in get.given if name.startswith("critic.")])
-        get.pass_over("trainer.critic_warmup", "algorithm.lam", "algorithm.gamma")
+        get.pass_over("critic.*", "trainer.critic_warmup", "algorithm.lam", "algorithm.gamma")
         return
     twins = {each: each.replace("critic.", _ACTOR, 1) for each in get.given}
     get.pass_over(
@@ -81,12 +76,12 @@ def _set_critic(get: Arguments, done: Settings, *, is_used: bool) -> None:
     )
 
 
-def _set_model(get: Arguments, done: Settings) -> None:
+def _set_model(get: ForeignArguments, done: Settings) -> None:
     model = "actor_rollout_ref.model."
     is_megatron = bool(get(f"{model}lora.rank"))
     names = ("lora.rank", "lora.alpha") if is_megatron else ("lora_rank", "lora_alpha")
     modules = f"{model}{'lora.' * is_megatron}target_modules"
-    set_lora(get, done, rank=f"{model}{names[0]}", alpha=f"{model}{names[1]}", modules=modules)
+    get.set_lora(done, rank=f"{model}{names[0]}", alpha=f"{model}{names[1]}", modules=modules)
     if is_megatron:
         why = f"{modules} {get(modules)}: Megatron's names; all-linear, or names like q_proj"
         done["model.lora.target_modules"] = TODO, why
@@ -94,7 +89,7 @@ def _set_model(get: Arguments, done: Settings) -> None:
         done["placement.mode"] = "dedicated", "actor_rollout_ref.hybrid_engine"
 
 
-def _set_data(get: Arguments, done: Settings) -> None:
+def _set_data(get: ForeignArguments, done: Settings) -> None:
     if get.has("data.train_files"):
         get.copy(done, {"data.train_files": "data.prompts"})
     if get("data.filter_overlong_prompts"):
@@ -111,10 +106,10 @@ def _set_data(get: Arguments, done: Settings) -> None:
     top_k = get(f"{_ROLLOUT}top_k")
     done["rollout.top_k"] = (top_k if top_k == TODO or top_k > 0 else None), f"{_ROLLOUT}top_k"
     if not get(f"{_ROLLOUT}multi_turn.enable"):
-        get.pass_over(*[each for each in get.given if each.startswith(f"{_ROLLOUT}multi_turn.")])
+        get.pass_over(f"{_ROLLOUT}multi_turn.*")
 
 
-def _set_loss(get: Arguments, done: Settings) -> None:
+def _set_loss(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of the policy's loss, its mean and its clips."""
     loss, mode = get(f"{_ACTOR}policy_loss.loss_mode"), get(f"{_ACTOR}loss_agg_mode")
     origin = get.origin(f"{_ACTOR}policy_loss.loss_mode")
@@ -146,14 +141,14 @@ def _set_loss(get: Arguments, done: Settings) -> None:
     done["ppo.clip_high"] = known(upper), get.origin(high)
 
 
-def _bound(get: Arguments, name: str, both: str) -> str:
+def _bound(get: ForeignArguments, name: str, both: str) -> str:
     """Return the argument that gives a clip bound: `name`, or `both` if only that one is given."""
     if get.given.get(name) is not None or (name not in get.given and both not in get.given):
         return name
     return both
 
 
-def _set_kl(get: Arguments, done: Settings) -> None:
+def _set_kl(get: ForeignArguments, done: Settings) -> None:
     """Set the keys of the KL, which is in the loss or in the reward."""
     in_loss, in_reward = get(f"{_ACTOR}use_kl_loss"), get("algorithm.use_kl_in_reward")
     coef = "algorithm.kl_ctrl.kl_coef"
@@ -169,14 +164,12 @@ def _set_kl(get: Arguments, done: Settings) -> None:
         return
     if not in_loss and not in_reward:
         done["ppo.kl.coef"] = 0.0, "no KL there"
-        names = [each for each in get.given if each.startswith("algorithm.kl_ctrl.")]
-        get.pass_over(
-            *names, "algorithm.kl_penalty", f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"
-        )
+        get.pass_over("algorithm.kl_ctrl.*", "algorithm.kl_penalty")
+        get.pass_over(f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type")
         return
     if in_loss:
-        coef, name = f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"
-        set_kl_loss(done, str(get(name)), get.origin(name), placement=f"{_ACTOR}use_kl_loss")
+        coef = f"{_ACTOR}kl_loss_coef"
+        get.set_kl_loss(done, f"{_ACTOR}kl_loss_type", placement=f"{_ACTOR}use_kl_loss")
         mode = get(f"{_ACTOR}loss_agg_mode")
         if get(f"{_ACTOR}policy_loss.loss_mode") in _PER_SEQUENCE and mode != "seq-mean-token-mean":
             get.leave(
@@ -191,8 +184,8 @@ def _set_kl(get: Arguments, done: Settings) -> None:
                 "loss.",
             )
         else:
-            names = [each for each in get.given if each.startswith("algorithm.kl_ctrl.")]
-            get.pass_over(*names, "algorithm.kl_penalty", "algorithm.use_kl_in_reward")
+            get.pass_over("algorithm.kl_ctrl.*", "algorithm.kl_penalty")
+            get.pass_over("algorithm.use_kl_in_reward")
     else:
         get.pass_over(f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type")
         kind, origin = get("algorithm.kl_penalty"), get.origin("algorithm.kl_penalty")
@@ -210,7 +203,7 @@ def _set_kl(get: Arguments, done: Settings) -> None:
     get.copy(done, {coef: "ppo.kl.coef"})
 
 
-def _set_correction(get: Arguments, done: Settings) -> None:
+def _set_correction(get: ForeignArguments, done: Settings) -> None:
     """Set the correction of the engine's log-probs, and the filter of groups."""
     name = "algorithm.rollout_correction.rollout_is"
     kinds = {"token": "tis", "sequence": "sequence_tis"}
@@ -235,10 +228,10 @@ def _set_correction(get: Arguments, done: Settings) -> None:
         else:
             get.used.discard(f"{filtered}metric")
     else:
-        get.pass_over(*[each for each in get.given if each.startswith(filtered)])
+        get.pass_over(f"{filtered}*")
 
 
-def _set_rewards(get: Arguments, done: Settings) -> None:
+def _set_rewards(get: ForeignArguments, done: Settings) -> None:
     """Set the score: a function, or verl's reward model, which takes its place."""
     custom, model = "reward.custom_reward_function.", "reward.reward_model."
     path = get(f"{custom}path")
@@ -271,23 +264,21 @@ def _set_rewards(get: Arguments, done: Settings) -> None:
         get.pass_over(*[f"reward_model.overlong_buffer.{each}" for each in names])
 
 
-def _set_steps(get: Arguments, done: Settings) -> None:
+def _set_steps(get: ForeignArguments, done: Settings) -> None:
     """Set the number of steps, and the learning-rate schedule that depends on it."""
     name = "trainer.total_training_steps"
     most, epochs = get(name), get.number("trainer.total_epochs")
     origin = get.origin("trainer.total_epochs")
     rows = get.number("data.train_max_samples")
-    steps, why = steps_of(get, done, epochs, origin, most=rows if rows > 0 else math.inf)
+    steps, why = get.steps(done, epochs, origin, most=rows if rows > 0 else math.inf)
     if most is not None and steps != TODO and most != TODO:
         steps, why = min((steps, why), (most, get.origin(name)))
     elif most is not None:
         why = f"the smaller of {most} of {get.origin(name)} and of {why}"
     done["num_steps"] = steps, why
     optim = f"{_ACTOR}optim."
-    kind, origin = get(f"{optim}lr_scheduler_type"), get.origin(f"{optim}lr_scheduler_type")
-    what = f"{origin} {kind}: constant, linear or cosine"
-    is_known = kind in ("constant", "linear", "cosine")
-    done["learner.lr_schedule"] = (kind, origin) if is_known else (TODO, what)
+    kind = get(f"{optim}lr_scheduler_type")
+    get.set_lr_schedule(done, f"{optim}lr_scheduler_type")
     if kind == "cosine" and get(f"{optim}min_lr_ratio"):
         get.copy(done, {f"{optim}min_lr_ratio": "learner.lr_floor"})
     elif kind == "constant":
@@ -298,15 +289,12 @@ def _set_steps(get: Arguments, done: Settings) -> None:
     elif not ratio:
         get.pass_over(f"{optim}lr_warmup_steps")
     else:
-        total = steps if isinstance(steps, int) else math.nan
-        share = f"{known(ratio)} of num_steps, {get.origin(f'{optim}lr_warmup_steps_ratio')}"
-        number = ratio * total
-        done["learner.lr_warmup_steps"] = TODO if number != number else int(number), share
+        get.set_warmup(done, f"{optim}lr_warmup_steps_ratio", ratio, int)
     if str(get(f"{optim}optimizer")).lower() in ("adamw", "torch.optim.adamw"):
         get.pass_over(f"{optim}optimizer")
 
 
-def _set_evaluation(get: Arguments, done: Settings) -> None:
+def _set_evaluation(get: ForeignArguments, done: Settings) -> None:
     """Set held-out prompts, if verl measures them, and the checkpoints."""
     validation = f"{_ROLLOUT}val_kwargs."
     if get.has("data.val_files") and get.number("trainer.test_freq") > 0:
@@ -316,15 +304,15 @@ def _set_evaluation(get: Arguments, done: Settings) -> None:
         heat = get(f"{validation}temperature") if is_sampled else 0
         done["eval.temperature"] = heat, get.origin(f"{validation}temperature")
     else:
-        names = [each for each in get.given if each.startswith(validation)]
-        get.pass_over("data.val_files", "trainer.test_freq", "data.val_max_samples", *names)
+        get.pass_over("data.val_files", "trainer.test_freq", "data.val_max_samples")
+        get.pass_over(f"{validation}*")
     if get.number("trainer.save_freq") > 0:
         get.copy(done, {"trainer.save_freq": "checkpoint.every"})
     else:
         get.pass_over("trainer.save_freq")
 
 
-def _set_loggers(get: Arguments, done: Settings) -> None:
+def _set_loggers(get: ForeignArguments, done: Settings) -> None:
     loggers = get("trainer.logger") if get.has("trainer.logger") else ()
     for logger in [loggers] if isinstance(loggers, str) else loggers:
         if logger in _LOGGERS:

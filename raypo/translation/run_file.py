@@ -1,9 +1,9 @@
 """Run files from another project's settings.
 
 A value is copied if the tables of `raypo.config.migration` say that it has the same meaning. Batch
-sizes, the KL and the estimator are computed (`from_trl`, `from_verl`, `from_openrlhf`). What raypo
-lacks becomes a note. A value that decides what is learned, and that is not known or that raypo
-refuses, is written as TODO, which raypo refuses until the user sets the key.
+sizes, the KL and the estimator are computed (`from_trl`, `from_verl`, `from_openrlhf`). Arguments
+without a counterpart become notes. A value that decides what is learned, and that is not known or
+that raypo refuses, is written as TODO, which raypo refuses until the user sets the key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 from raypo.config.base import TODO, ConfigError, flatten, known_keys, nested
 from raypo.config.migration import rows_of
 from raypo.config.recipe_config import RECIPES, AnyConfig
-from raypo.translation.foreign_arguments import DEFAULT, Arguments, Settings
+from raypo.translation.foreign_arguments import DEFAULT, ForeignArguments, Settings
 from raypo.translation.foreign_settings import UNRESOLVED, Source
 from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
@@ -38,7 +38,7 @@ _STAND_INS: dict[str, Any] = {
     "rollout.max_episode_tokens": 10**6,
 }
 """Values in place of TODO while the other keys are checked. Other keys are left out."""
-_COMPUTED: dict[str, Callable[[Arguments], Settings]] = {
+_COMPUTED: dict[str, Callable[[ForeignArguments], Settings]] = {
     "TRL": from_trl,
     "verl": from_verl,
     "OpenRLHF": from_openrlhf,
@@ -53,16 +53,16 @@ class Translation(NamedTuple):
     project: str
     done: Settings
     notes: list[str]
-    """What changes learning and is not translated."""
+    """Arguments that change learning and are not translated."""
     minor: list[str]
-    """What concerns memory, speed or files, and is not translated."""
+    """Arguments that concern memory, speed or files, and are not translated."""
     idle: list[str]
-    """What needs nothing here."""
+    """Arguments that need no key."""
     config: AnyConfig
     """The config, with other values in place of those that are TODO."""
 
     def report(self) -> list[str]:
-        """Return what the user has to know, as lines."""
+        """Return the lines for the user."""
         todo = [f"{key}: {why}" for key, (value, why) in self.done.items() if _is_todo(value)]
         lines: list[str] = []
         for title, each in (
@@ -90,10 +90,10 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
         ConfigError: a setting has no counterpart, and no run without it is the same.
     """
     keys = known_keys(RECIPES[source.recipe])
-    get = Arguments(source, rows)
+    get = ForeignArguments(source, rows)
     done = _COMPUTED[source.project](get)
     for name in get.left(done):
-        _place(get, done, name, keys)
+        _copy_or_note(get, done, name, keys)
     _copy_same(get, done, keys)
     required = dict(_REQUIRED)
     if source.recipe == "ppo" and not {"reward.url", "model.reward", "rollout.agent"} & done.keys():
@@ -104,7 +104,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     for key in given:
         done.pop(key, None)
     config = _accepted(done, get, source.recipe)
-    order = {word: place for place, word in enumerate(_FIRST)}
+    order = {word: rank for rank, word in enumerate(_FIRST)}
     get.notes.sort(
         key=lambda note: min((n for w, n in order.items() if w in note.split(":")[0]), default=99)
     )
@@ -112,7 +112,7 @@ def translate(source: Source, *, given: Sequence[str] = (), rows: int | None = N
     return Translation(source.project, done, get.notes, minor, get.idle, config)
 
 
-def _copy_same(get: Arguments, done: Settings, keys: Sequence[str]) -> None:
+def _copy_same(get: ForeignArguments, done: Settings, keys: Sequence[str]) -> None:
     """Set the keys that take a value unchanged: to the value given, or to the other default.
 
     A default is set only if it decides what is learned.
@@ -133,8 +133,8 @@ def _copy_same(get: Arguments, done: Settings, keys: Sequence[str]) -> None:
                 done.setdefault(key, (value if is_known else TODO, get.origin(name)))
 
 
-def _place(get: Arguments, done: Settings, name: str, keys: Sequence[str]) -> None:
-    """Copy an argument that no function computed, or say what becomes of it."""
+def _copy_or_note(get: ForeignArguments, done: Settings, name: str, keys: Sequence[str]) -> None:
+    """Copy an argument that no function computed, or add a line on it."""
     row, value = get.row(name), get.given[name]
     ours = row.keys_in(keys) if row else ()
     if isinstance(value, str) and UNRESOLVED in value:
@@ -181,7 +181,7 @@ def _is_todo(value: Any) -> bool:
     return isinstance(value, str) and value == TODO
 
 
-def _accepted(done: Settings, get: Arguments, recipe: str) -> AnyConfig:
+def _accepted(done: Settings, get: ForeignArguments, recipe: str) -> AnyConfig:
     """Return a config of the values that raypo accepts.
 
     A refused value that decides what is learned becomes TODO, and another one a note. A default is

@@ -496,6 +496,8 @@ def test_keys_of_openrlhf_with_a_counterpart_get_it(tmp_path: Path):
     assert "No counterpart is known" not in text
     assert "ppo.kl.estimator" in todo(translated("--use_kl_loss --pretrain m"))
     assert "ppo.correction.kind" in todo(translated("--enable_vllm_is_correction --pretrain m"))
+    # cosine_with_restarts is no cosine of raypo.
+    assert "learner.lr_schedule" in todo(translated("--lr_scheduler cosine_with_restarts"))
 
 
 def test_an_argument_that_is_not_known_is_named():
