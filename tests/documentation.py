@@ -44,6 +44,8 @@ NOT_RUN = {
     "make bench-gpu": "it needs a GPU; a benchmark rehearses it on CPU",
     "make bench": "it measures for an hour, alone on its machine",
     "python -m tests.benchmarks.bench": "it measures for minutes, alone on its machine",
+    "python -m tests.benchmarks.start_up": "it measures for minutes, alone on its machine",
+    "python -m tests.every_model": "a slow test runs the same for each architecture",
     "python -m tests.golden.renew": "it changes the recorded figures",
     "raypo init": "it needs settings of another project; unit tests translate some",
     "raypo plan run.yaml": "it is the file that raypo init writes",

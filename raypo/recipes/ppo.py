@@ -55,8 +55,8 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
     with open_run(setup) as run:
         config, workers, seed = run.config, run.workers, run.config.seed
         utilization = Utilization.measure(config, workers)
-        services = start_services(run)  # 2. engines, reference and reward models
-        inputs = OnlineInputs.load(run)  # prompts, tokenizer, reward function
+        inputs = OnlineInputs.load(run)  # 2. prompts, tokenizer, reward function
+        services = start_services(run)  # engines, reference and reward models
         records = Records(run)
         roles = Roles.of(workers, config.learner.critic_workers)
         phases = Phases.of(run, services)

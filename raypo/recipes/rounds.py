@@ -37,8 +37,8 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
     """
     with open_run(setup) as run:
         config, workers = run.config, run.workers
-        services = start_services(run)
         inputs = OnlineInputs.load(run)
+        services = start_services(run)
         records = Records(run)
         recipe = kind(run, inputs)
         phases = Phases.of(run, services)

@@ -36,7 +36,7 @@ from raypo.types import Prompt
 
 @dataclass(frozen=True)
 class OnlineInputs:
-    """Inputs that are loaded before the learner. Invalid data and functions raise an error here."""
+    """Inputs that are loaded before any model. Invalid data and functions raise an error here."""
 
     tokenizer: Any
     prompts: Sequence[Prompt]
