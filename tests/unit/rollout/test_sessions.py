@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 from typing import Any
@@ -445,6 +446,17 @@ def test_empty_fields_that_a_client_adds_do_not_begin_another_row(tokenizer, fie
     assert errors([each]) == [None]
     assert each.turn_index is not None
     assert each.turn_index.max() == 1
+
+
+def test_clients_of_the_endpoint_use_no_proxy(tokenizer, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "intranet.example")
+    assert errors(played(tokenizer, "OfTheLoop", chat=True)) == [None]
+    assert os.environ["no_proxy"].split(",") == ["intranet.example", "127.0.0.1"]
+    assert errors(played(tokenizer, "OfTheLoop", chat=True)) == [None]
+    assert os.environ["NO_PROXY"].split(",") == ["intranet.example", "127.0.0.1"]
 
 
 class Scripted(Talking):
