@@ -1,8 +1,9 @@
 """Futures for daemon threads and coroutines, and processes that are not forked from this one.
 
-Concurrency. `background_future` runs coroutines on one event loop for the whole process, in the
-daemon thread `raypo-loop`. Coroutines there must not block, and must not wait for one another's
-`Future.result`.
+Concurrency. `background_future` runs coroutines on event loops that live as long as the process,
+each in a daemon thread with the loop's name. raypo's own coroutines share `raypo-loop`: they must
+not block, and must not wait for one another's `Future.result`. Coroutines of the user's code run on
+a loop of their own.
 """
 
 from __future__ import annotations
@@ -51,23 +52,27 @@ def settle(answer: Future[T], function: Callable[[], T]) -> None:
         answer.set_result(value)
 
 
-def background_future(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine on this process's background event loop and return a future for its result.
+def background_future(coroutine: Coroutine[Any, Any, T], *, loop: str = "raypo-loop") -> Future[T]:
+    """Run a coroutine on a background event loop of this process; return a future for its result.
 
     Cancelling the future cancels the coroutine.
+
+    Args:
+        coroutine: The coroutine.
+        loop: Name of the loop. The first call with a name starts the loop.
     """
     with _starting:  # `cache` alone would start a loop for each thread that calls it first
-        loop = _background_loop()
-    return asyncio.run_coroutine_threadsafe(coroutine, loop)
+        running = _background_loop(loop)
+    return asyncio.run_coroutine_threadsafe(coroutine, running)
 
 
 _starting = threading.Lock()
 
 
 @cache
-def _background_loop() -> asyncio.AbstractEventLoop:
+def _background_loop(name: str) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="raypo-loop", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop
 
 

@@ -9,6 +9,7 @@ episode ends.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import threading
@@ -86,6 +87,7 @@ class AgentEndpoint:
                         "address of every worker's node."
                     ) from error
                 host = get_node_ip_address() if self._host == "0.0.0.0" else self._host
+                _use_no_proxy(host)
                 self._base_url = f"http://{host}:{listening.getsockname()[1]}/v1"
                 self._server = uvicorn.Server(
                     uvicorn.Config(
@@ -104,3 +106,14 @@ class AgentEndpoint:
         """Stop the server, if it is running."""
         if self._server:
             self._server.should_exit = self._server.force_exit = True
+
+
+def _use_no_proxy(host: str) -> None:
+    """Exempt a host from the proxies that clients in this process read from the environment.
+
+    Clients prefer the name in lower case, so both names get the same value.
+    """
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if hosts != "*" and host not in hosts.split(","):
+        hosts = f"{hosts},{host}".lstrip(",")
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = hosts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from raypo.concurrency import background_future
 from raypo.custom.errors import UserCodeError, text_of
 from raypo.custom.loader import (
     GROUND_TRUTH,
@@ -33,6 +35,8 @@ SCORE = "score"
 """Key of the total score in a score with named parts. The total score is the one to train on."""
 
 
+_LOOP = "raypo-rewards"
+"""Name of the event loop of coroutine functions, and of its thread."""
 LARGEST = float(np.finfo(np.float32).max)
 """Largest allowed score. Training computes in float32, in which larger scores are infinite."""
 
@@ -292,15 +296,24 @@ def too_many_failures(
 
 
 def _awaited(answer: Awaitable[Any]) -> Any:
+    """Wait for the answer of a coroutine function.
+
+    All calls of a process share an event loop, because clients, locks and semaphores that a
+    function keeps from one call to the next work only in the loop of their first use.
+    """
+
     async def run() -> Any:
         return await answer
 
+    if threading.current_thread().name == _LOOP:  # a function called by another: the loop is busy
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: asyncio.run(run())).result()
+    future = background_future(run(), loop=_LOOP)
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(run())
-    with ThreadPoolExecutor(1) as thread:  # this thread's event loop is running already
-        return thread.submit(lambda: asyncio.run(run())).result()
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def _as_list(answer: Any, expected: int, name: str) -> list[Any]:

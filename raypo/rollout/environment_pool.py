@@ -18,6 +18,7 @@ import inspect
 import pickle
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,9 @@ from raypo.tools.calls import heard
 from raypo.types import ToolUse
 
 _make: Callable[[], Any] | None = None
+_runner = asyncio.Runner()
+"""Event loop of this process. All calls share it, because a client that the user's module keeps
+works only in the loop of its first use."""
 
 
 @dataclass
@@ -122,7 +126,7 @@ def _call(
         environment = _make() if state is None else pickle.loads(state)
         answer = getattr(environment, method)(*arguments)
         if inspect.isawaitable(answer):
-            answer = asyncio.run(_result_of(answer))
+            answer = _runner.run(_result_of(answer), context=copy_context())
         returned = answer, getattr(environment, "metrics", None)
         afterwards = _pickled(environment, "an environment")
         return afterwards, _pickled(returned, "what it returns"), None, uses

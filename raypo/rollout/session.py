@@ -8,8 +8,8 @@ training exact. Sampled tokens are never tokenised again.
    conversation is used. Messages are compared one by one, texts character by character. Without a
    recorded prefix, the whole request is tokenised.
 2. Ids are assigned to a row (`Session.sample`). If they begin with the ids of a row that has no
-   call in flight, that row is continued. The ids between the end of the row and the new turn were
-   not sampled, so they are masked. Otherwise a new row begins.
+   call in flight, the longest such row is continued. The ids between the end of the row and the new
+   turn were not sampled, so they are masked. Otherwise a new row begins.
 
 So each sampled token is trained once, after exactly the tokens that the engine read before it. If
 several calls continue the same turn, one of them continues its row, and the others begin new rows.
@@ -277,7 +277,8 @@ class Session:
         Returns:
             The row that the turn has been added to, and the turn.
         """
-        settings, row = self.settings, next((r for r in self.rows if r.is_continued_by(ids)), None)
+        settings, continued = self.settings, [r for r in self.rows if r.is_continued_by(ids)]
+        row = max(continued, key=lambda row: len(row.ids), default=None)
         room = min(self._room(ids, row), self.sampling.max_new_tokens)
         most = room if max_new_tokens is None else min(room, max_new_tokens)
         request = replace(
@@ -359,16 +360,18 @@ class Session:
 
 
 def _comparable(words: Words) -> Words:
-    """Return the messages with only the functions of tool calls.
+    """Return the messages without empty fields, and with only the functions of tool calls.
 
     The endpoint invents the ids of calls, and clients may return calls with or without `type` and
-    `index`.
+    `index`. Some return messages with empty fields of their own, such as `annotations: []`.
     """
     if isinstance(words, str):
         return words
     return [
-        message | {"tool_calls": [call.get("function") for call in calls]}
-        if (calls := message.get("tool_calls"))
-        else message
+        {
+            key: [call.get("function") for call in value] if key == "tool_calls" else value
+            for key, value in message.items()
+            if value or key == "content"
+        }
         for message in words
     ]

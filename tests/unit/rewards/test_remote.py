@@ -148,6 +148,21 @@ def test_scores_come_back_in_order_batched():
     assert sorted(sizes) == [1, 3, 3, 3]
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_of_this_machine_is_asked_without_a_proxy(monkeypatch, host):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with scripted(lambda body, _: (200, numbers(body))) as (url, _):
+        assert scores_of(client(url.replace("127.0.0.1", host))) == EXPECTED
+
+
+def test_a_server_elsewhere_is_asked_by_the_proxy(monkeypatch):
+    with scripted(lambda body, _: (200, numbers(body))) as (url, _):
+        for name in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(name, url.removesuffix("/score"))
+        assert scores_of(client("http://rewards.example/score")) == EXPECTED
+
+
 def test_the_server_sees_what_the_run_has():
     seen: list[Rollout] = []
 

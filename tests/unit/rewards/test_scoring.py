@@ -5,6 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import wraps
 
+import httpx
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from raypo.rewards.scoring import (
 )
 from raypo.rewards.verifiers import contains_answer, exact_match
 from raypo.types import Rollout
+from tests.unit.rewards.scripted_server import scripted
 
 
 def rollout(response="4", label: str | None = "4", index=0):
@@ -101,6 +103,31 @@ def test_a_coroutine_function_is_awaited():
         return float(r.response)
 
     assert score(my_reward, ROLLOUTS) == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_client_and_a_semaphore_of_a_coroutine_function_last_from_call_to_call():
+    client, few = httpx.AsyncClient(trust_env=False), asyncio.Semaphore(2)
+
+    async def my_reward(rollouts):
+        return await asyncio.gather(*map(one, rollouts))
+
+    async def one(r):
+        async with few:
+            return (await client.post(url, json={"number": float(r.response)})).json()
+
+    with scripted(lambda body, _: (200, body["number"])) as (url, _):
+        for _ in range(2):
+            assert score(my_reward, ROLLOUTS) == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_coroutine_function_may_call_another():
+    async def one(rollouts):
+        return [1.0] * len(rollouts)
+
+    async def other(rollouts):
+        return score(one, rollouts)
+
+    assert score(other, ROLLOUTS) == [1.0] * 4
 
 
 def test_a_coroutine_function_is_awaited_where_a_loop_runs_already():

@@ -1,5 +1,6 @@
 """Environments for processes, which import nothing that takes its time."""
 
+import asyncio
 import os
 import threading
 import time
@@ -50,6 +51,21 @@ class Wrong(Counting):
                     raise Odd(1, 2)
         self.turn -= 1
         return super().step(action)
+
+
+class Keeps(Counting):
+    """Uses in all steps, of all episodes, what its module keeps, as a client is kept."""
+
+    async def step(self, action: str) -> Any:
+        await asyncio.gather(*(self.use() for _ in range(3)))
+        return super().step(action)
+
+    async def use(self) -> None:
+        async with one_at_a_time:
+            await asyncio.sleep(0)
+
+
+one_at_a_time = asyncio.Semaphore(1)
 
 
 class Closes(Counting):

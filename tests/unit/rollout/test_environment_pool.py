@@ -47,6 +47,13 @@ def test_what_goes_wrong_in_a_process_costs_its_episode_and_says_so(tokenizer):
         assert each.episode.error is not None or label == "good"
 
 
+def test_what_a_module_keeps_for_its_coroutines_lasts_from_step_to_step(tokenizer):
+    keys = {"environment": f"{CLASSES}:Keeps", "environment_processes": 1}
+    (each,) = played(tokenizer, labels=("",), samples=1, **keys)
+    assert each.episode is not None
+    assert (each.episode.error, each.episode.num_turns) == (None, 3)
+
+
 def test_an_environment_is_closed_as_its_last_turn_left_it(tokenizer, tmp_path):
     log = tmp_path / "closed"
     played(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 from typing import Any
@@ -420,6 +421,67 @@ def test_a_client_may_return_a_tool_call_with_or_without_its_index():
     forms = [call, call | {"index": 0, "id": "2"}, {"function": call["function"]}]
     first, *others = (_comparable([{"role": "assistant", "tool_calls": [c]}]) for c in forms)
     assert others == [first, first]
+
+
+class GivesBackMore:
+    """Returns each message with the fields that the label says, empty ones, as some clients do."""
+
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            messages = [*prompt]
+            for _ in range(2):
+                answer = await client.chat.completions.create(model="any", messages=messages)
+                told = answer.choices[0].message.model_dump() | label
+                messages += [told, {"role": "user", "content": "and then?"}]
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"provider_specific_fields": {"refusal": None}, "annotations": []}, {"refusal": ""}],
+    ids=["litellm", "refusal"],
+)
+def test_empty_fields_that_a_client_adds_do_not_begin_another_row(tokenizer, fields):
+    (each,) = played(tokenizer, "GivesBackMore", labels=(fields,), chat=True)
+    assert errors([each]) == [None]
+    assert each.turn_index is not None
+    assert each.turn_index.max() == 1
+
+
+def test_clients_of_the_endpoint_use_no_proxy(tokenizer, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "intranet.example")
+    assert errors(played(tokenizer, "OfTheLoop", chat=True)) == [None]
+    assert os.environ["no_proxy"].split(",") == ["intranet.example", "127.0.0.1"]
+    assert errors(played(tokenizer, "OfTheLoop", chat=True)) == [None]
+    assert os.environ["NO_PROXY"].split(",") == ["intranet.example", "127.0.0.1"]
+
+
+class Scripted(Talking):
+    """Says these ids, turn by turn."""
+
+    turns = ([13, 14], [16], [13, 14, 15, 16, 17], [19])
+
+    def _completion(self, request: SamplingRequest) -> Completion:
+        ids = np.array(self.turns[len(self.rounds) - 1], np.int32)
+        return Completion(ids, np.zeros(len(ids), np.float32), "stop", 3)
+
+
+class GoesBack:
+    """Samples twice from the first prompt; the second time it gets further."""
+
+    async def run(self, prompt: Any, label: Any, policy: Session) -> float:
+        for said in ([], [13, 14, 15], [], [13, 14, 15, 16, 17, 18]):
+            await policy.generate([11, 12, *said])
+        return 1.0
+
+
+def test_of_rows_that_a_request_continues_the_longest_goes_on(tokenizer):
+    first, second = played(tokenizer, "GoesBack", Scripted())
+    assert sampled(first) == [13, 14, 16]
+    assert sampled(second) == [13, 14, 15, 16, 17, 19]
 
 
 def test_a_fault_of_an_agent_that_handles_a_limit_is_not_the_limit():
