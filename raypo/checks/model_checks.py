@@ -18,7 +18,12 @@ from raypo.config import (
 )
 from raypo.data.chat_messages import MessageError, check_variables
 from raypo.models.model_files import config_of as model_config_of
-from raypo.models.model_files import max_positions, refuse_quantized, stored_files
+from raypo.models.model_files import (
+    length_of_short_factors,
+    max_positions,
+    refuse_quantized,
+    stored_files,
+)
 from raypo.models.model_shape import ModelShape
 
 JUDGE = "reward.judge.path"
@@ -98,6 +103,7 @@ def check_positions(config: Any) -> None:
             _check_positions_of_judge(config, path)
         elif key != "model.reward":  # a reward model may use its own tokenizer
             check_positions_of(config, key, path)
+            _check_rotations(config, key, path)
     if isinstance(config, DistillationConfig) and config.distillation.teacher_prompt:
         _check_teacher_prompts(config)
 
@@ -139,14 +145,33 @@ def check_positions_of(config: Any, key: str, path: str) -> None:
         )
 
 
+def _check_rotations(config: Any, key: str, path: str) -> None:
+    """Refuse a LongRoPE model whose log-probs of a row would depend on the rows beside it."""
+    values = _config_of(key, path)
+    short = values and length_of_short_factors(values)
+    if short and config.max_model_len > short:
+        raise ConfigError(
+            f"data.max_prompt_tokens + {config.rollout.length_key} ({config.max_model_len}): {key} "
+            f"({path}) rotates all rows of a pass by other factors if one of them has more than "
+            f"{short} tokens, and engines do so for every row. Lower their sum by "
+            f"{config.max_model_len - short}, or set short_factor of its config.json to "
+            "long_factor."
+        )
+
+
 def _positions(key: str, path: str) -> int | None:
     """Return the number of positions of a local model.
 
     None means that the model has no limit, or is not on this machine.
     """
+    values = _config_of(key, path)
+    return max_positions(values) if values else None
+
+
+def _config_of(key: str, path: str) -> dict[str, Any] | None:
     folder = Path(path).expanduser()
     known = (folder / "config.json").is_file()
-    return max_positions(model_config_of(folder, key)) if known else None
+    return model_config_of(folder, key) if known else None
 
 
 def check_models(config: AnyConfig) -> None:

@@ -95,6 +95,27 @@ def max_positions(values: dict[str, Any]) -> int | None:
     return int(max(limit, *(_stretched(limit, rope, values) for rope in _ropes(values))))
 
 
+def length_of_short_factors(values: dict[str, Any]) -> int | None:
+    """Return the longest pass whose positions are rotated by a LongRoPE model's short factors.
+
+    transformers rotates all rows of a pass by the long factors if one of them is longer. vLLM uses
+    the long factors for all rows if its `max_model_len` is larger.
+
+    Args:
+        values: The content of config.json.
+
+    Returns:
+        The length in tokens. None means that rotations do not depend on lengths.
+    """
+    values = values.get("text_config") or values
+    for rope in _ropes(values):
+        is_long = (rope.get("rope_type") or rope.get("type")) in ("longrope", "su")
+        if is_long and rope.get("short_factor") != rope.get("long_factor"):
+            name = "original_max_position_embeddings"
+            return rope.get(name) or values.get(name) or values.get("max_position_embeddings")
+    return None
+
+
 def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rotary scalings of a config.json: one for all layers, or one per type of layer."""
     scaling = values.get("rope_scaling") or values.get("rope_parameters")

@@ -148,8 +148,9 @@ def _has_bare_head(model: Any) -> bool:
 def has_plain_head(model: Any) -> bool:
     """Return True if a causal language model's logits are exactly its head's output.
 
-    Some models cap or scale their logits. So the logits of a short input are compared with the
-    head's output, bit for bit. This happens once, and the answer is cached.
+    Some models cap or scale their logits. So the head is once replaced by a function that returns
+    large numbers, and the model must return them unchanged; the answer is cached. The head's own
+    output would not do: caps and scales leave zeros as they are, and a head may start at zero.
     """
     if "raypo_has_plain_head" not in model.__dict__:
         model.raypo_has_plain_head = model.base_model is not model and _is_plain(model)
@@ -161,10 +162,25 @@ def _is_plain(model: Any) -> bool:
     head = model.get_output_embeddings()
     ids = torch.arange(4, device=head.weight.device)[None]
     states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    # Mamba keeps its residuals in float32, and RemBERT projects its states before the head.
-    if states.dtype != head.weight.dtype or states.shape[-1] != head.weight.shape[-1]:
+    if states.dtype != head.weight.dtype:  # Mamba keeps its residuals in float32
         return False
-    return torch.equal(head(states), model(input_ids=ids, use_cache=False).logits)
+    is_plain = False
+
+    def large(input: Tensor) -> Tensor:
+        nonlocal is_plain, logits
+        is_plain = torch.equal(input, states)  # RemBERT projects its states before the head
+        size = len(head.weight)  # ZeRO-3 has gathered it
+        logits = torch.linspace(-100.0, 100.0, size, device=input.device).to(input.dtype)
+        logits = logits.expand(*input.shape[:-1], size)
+        return logits.clone()
+
+    logits = states
+    head.forward = large
+    try:
+        told = model(input_ids=ids, use_cache=False).logits
+    finally:
+        del head.forward
+    return is_plain and torch.equal(logits, told)
 
 
 def token_log_probs(

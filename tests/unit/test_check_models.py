@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from raypo.checks.input_checks import check_evaluation, check_inputs
-from raypo.checks.model_checks import check_model, check_models
+from raypo.checks.model_checks import check_model, check_models, check_positions
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.item_store import ItemStore
@@ -293,6 +293,22 @@ def test_what_is_longer_than_the_positions_is_refused(here: Path):
     with_values(here / "other", max_position_embeddings=300)
     told = refusal(config_of("ppo", model={"reference": "other"}))
     assert "model.reference (other) has positions for 300 tokens. Lower their sum by 20" in told
+
+
+def test_rows_whose_rotation_depends_on_the_rows_beside_them_are_refused(here: Path):
+    """Of Phi-3 and Phi-4-mini: transformers asks for the longest row of a pass, vLLM does not."""
+    length = config_of("ppo").max_model_len
+    rope: dict[str, Any] = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    with_values(here / "policy", rope_scaling=rope, original_max_position_embeddings=length - 1)
+    told = refusal(config_of("ppo"))
+    assert f"({length}): model.policy (policy) rotates all rows of a pass by other factors" in told
+    assert "Lower their sum by 1, or set short_factor of its config.json to long_factor." in told
+
+    with_values(here / "policy", original_max_position_embeddings=length)
+    check_positions(config_of("ppo"))
+    same = {**rope, "short_factor": [2.0]}
+    with_values(here / "policy", rope_scaling=same, original_max_position_embeddings=1)
+    check_positions(config_of("ppo"))
 
 
 @pytest.mark.parametrize("teacher", ["other", None])

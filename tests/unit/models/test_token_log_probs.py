@@ -8,18 +8,44 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from raypo.models import chunk_sizes
 from raypo.models import token_log_probs as module
 from raypo.models.chunk_sizes import CHUNK_ELEMENTS, chunk_rows
 from raypo.models.packed_attention import hidden_states
 from raypo.models.packing import pack
-from raypo.models.token_log_probs import over_logits, response_log_probs, token_log_probs
+from raypo.models.token_log_probs import (
+    has_plain_head,
+    over_logits,
+    response_log_probs,
+    token_log_probs,
+)
 
 TEMPERATURE = 0.7
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 RESPONSES = [[14, 15], [16, 17, 18, 19], [20]]
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -247,9 +273,37 @@ def test_a_head_is_looked_at_when_its_weight_has_been_gathered(model) -> None:
         head.register_forward_pre_hook(gather)
         head.register_forward_hook(release)
         release()
+        del sharded.raypo_has_plain_head
+        assert has_plain_head(sharded)
         assert torch.equal(over_logits(sharded, packed, largest)[0], expected[0][0])
         again, _ = response_log_probs(sharded, *padded(), temperature=1.0)
     assert torch.equal(again, expected[1][0])
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-6], ids=["zero head", "small head"])
+@pytest.mark.parametrize(
+    ("network", "config"),
+    [
+        (Gemma2ForCausalLM, Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0)),
+        (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.25)),
+    ],
+    ids=["cap", "scale"],
+)
+def test_a_cap_or_scale_that_does_not_show_at_first_is_applied(
+    network: Any, config: Any, factor: float
+) -> None:
+    """Caps and scales keep zeros as they are, and caps small numbers, too."""
+    torch.manual_seed(0)
+    model = network(config).eval()
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.mul_(factor)
+        response_log_probs(model, *padded(), temperature=TEMPERATURE)
+        head.weight.normal_()  # as after many updates
+
+        log_probs, _ = response_log_probs(model, *padded(), temperature=TEMPERATURE)
+
+        torch.testing.assert_close(log_probs[padded()[3]], naive(model)[0], atol=1e-5, rtol=0)
 
 
 def test_a_token_that_cannot_be_sampled_has_no_gradient_however_much_the_entropy_weighs() -> None:
