@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 from raypo.config import (
@@ -92,6 +93,56 @@ def check_first_rows(
     """
     section = data.model_copy(update={"prompts": sources or (), **changes})
     return peek(section, key=key, response_keys=response_keys)
+
+
+def check_prompt_lengths(config: OnlineConfig) -> list[str]:
+    """Return a note for each source with prompts that are too long in its first rows.
+
+    Chat messages are counted without the chat template, so some more may be too long. Only files
+    are read, and only if the policy is a folder with tokenizer.json.
+
+    Raises:
+        ConfigError: all first prompts of a source are too long.
+    """
+    file, most = Path(config.model.policy, "tokenizer.json"), config.data.max_prompt_tokens
+    if not file.is_file():
+        return []
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    notes = []
+    for key, sources in {
+        "data.prompts": config.data.prompts,
+        "eval.prompts": config.eval.prompts or (),
+    }.items():
+        for source in sources:
+            if is_data_set(source):
+                continue
+            rows = islice(read_rows(source, key=key, bad=BadRows("drop")), COLUMN_ROWS)
+            texts = [_text_of(row.values.get(config.data.prompt_key)) for row in rows]
+            lengths = [len(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+            num_long = sum(length > most for length in lengths)
+            if lengths and num_long == len(lengths):
+                raise ConfigError(
+                    f"data.max_prompt_tokens ({most}): all of the first {num_long} prompts of "
+                    f"{key} are longer, the shortest by {min(lengths) - most} tokens. Raise it to "
+                    f"the length of those that you want to keep (the longest has {max(lengths)})."
+                )
+            if num_long:
+                notes.append(
+                    f"{num_long} of the first {len(lengths)} prompts of {key} have more than "
+                    f"{most} tokens (data.max_prompt_tokens): data.too_long is "
+                    f"{config.data.too_long}"
+                )
+    return notes
+
+
+def _text_of(prompt: Any) -> str:
+    """Return the text of a prompt, or the joined contents of its chat messages."""
+    if isinstance(prompt, list):
+        return "".join(str(each.get("content") or "") for each in prompt if isinstance(each, dict))
+    return prompt if isinstance(prompt, str) else ""
 
 
 def check_labels(

@@ -35,7 +35,8 @@ def plan(
     Exit status 2 means that the run does not fit.
     """
     from raypo.checks.input_checks import check_inputs
-    from raypo.config import parse_run_config
+    from raypo.checks.row_checks import check_prompt_lengths
+    from raypo.config import OnlineConfig, parse_run_config
     from raypo.config.base import read_yaml
     from raypo.plan.fit import make_plan
 
@@ -46,6 +47,8 @@ def plan(
     run = parse_run_config(values, origin=str(config))
     nodes = _nodes(run, cluster)
     notes = check_inputs(run, on_this_machine=False)
+    if isinstance(run, OnlineConfig):
+        notes += check_prompt_lengths(run)
     made = make_plan(run, nodes)
 
     from rich.console import Console

@@ -61,7 +61,8 @@ class WorkersSection(Config):
     adam_eps: float = Field(default=1e-8, gt=0.0)
     """Epsilon of AdamW, added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay. It applies to all weights, norms and biases included, which
+    Hugging Face's trainers leave out."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Global norm to which gradients are clipped."""
     zero_stage: Literal[0, 1, 2, 3] = 2

@@ -6,6 +6,7 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -219,6 +220,8 @@ def load_verdicts(
 
     def build(row: Row, responses: list[_Response]) -> _Judged | None:
         value = row.values[column]
+        if isinstance(value, str):  # as in csv files, whose values are text
+            value = _VERDICTS.get(value.strip().lower(), value)
         if value not in (True, False):  # this accepts 1 and 0 too
             raise RowError(
                 f"data.desirable_key ({column}): {row.where} has {value!r} there. A verdict must "
@@ -235,6 +238,8 @@ def load_verdicts(
         verdicts, loaded.sizes, loaded.num_skipped, loaded.num_unusable, loaded.bad
     )
 
+
+_VERDICTS = {"true": True, "1": True, "false": False, "0": False}
 
 _Judged = tuple[np.ndarray, np.ndarray, bool]
 """Prompt, response, and True if the response is desirable."""
@@ -466,6 +471,9 @@ def _inside(row: Row, config_key: str, column: str, text: str) -> RowError:
 
 def _number(row: Row, config_key: str, column: str) -> float:
     value = row.values[column]
+    if isinstance(value, str):  # as in csv files, whose values are text
+        with suppress(ValueError):
+            value = float(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     raise RowError(

@@ -8,13 +8,14 @@ import pytest
 
 from raypo.checks.input_checks import check_evaluation, check_inputs
 from raypo.checks.resume_checks import check_run_folder, is_finished
-from raypo.checks.row_checks import with_steps_of_epochs
+from raypo.checks.row_checks import check_prompt_lengths, with_steps_of_epochs
 from raypo.cluster.hardware import cpu_count
 from raypo.config import ConfigError, PPOConfig, SFTConfig
 from raypo.inputs import record_inputs
 from raypo.ray_internals import CHECKPOINTS
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.run_files import RunFiles
+from tests.tiny import tiny_policy
 
 
 @pytest.fixture
@@ -605,3 +606,24 @@ def test_a_run_recorded_before_a_key_could_be_auto_goes_on(values: dict):
     given = PPOConfig.parse(values | {"learner": {"max_tokens_per_microbatch": 512}})
     with pytest.raises(ConfigError, match="max_tokens_per_microbatch: 4096 -> 512"):
         check_run_folder(given, files)
+
+
+def test_a_plan_refuses_prompts_that_are_all_too_long_and_counts_some(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    chat = [{"role": "user", "content": "1+1=" * 20}]
+    rows.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("1+1=" * 10, chat)))
+    values = {
+        "name": "run",
+        "num_steps": 1,
+        "model": {"policy": str(tiny_policy(tmp_path / "policy"))},
+        "data": {"prompts": str(rows), "max_prompt_tokens": 10},
+    }
+    with pytest.raises(
+        ConfigError, match=r"data\.max_prompt_tokens \(10\): all of the first 2 prompts .* has 80\)"
+    ):
+        check_prompt_lengths(PPOConfig.parse(values))
+    values["data"] = {"prompts": str(rows), "max_prompt_tokens": 50}
+    (note,) = check_prompt_lengths(PPOConfig.parse(values))
+    assert note.startswith("1 of the first 2 prompts of data.prompts have more than 50 tokens")
+    values["data"] = {"prompts": str(rows), "max_prompt_tokens": 80}
+    assert check_prompt_lengths(PPOConfig.parse(values)) == []

@@ -7,8 +7,8 @@ import pytest
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from raypo.config import ConfigError, PairsSection, ResponsesSection
-from raypo.data.examples import load_examples, load_pairs
+from raypo.config import ConfigError, PairsSection, PreferencesSection, ResponsesSection
+from raypo.data.examples import load_examples, load_pairs, load_verdicts
 from tests.tiny import tiny_tokenizer
 
 END = (2,)
@@ -102,6 +102,18 @@ def test_empty_answers_of_conversations_are_not_learned_but_counted(tmp_path, to
     path = write(tmp_path / "b.jsonl", *rows[1:])
     with pytest.raises(ConfigError, match="2 conversations have only empty answers"):
         load_examples(section_of(ResponsesSection, path, messages_key="chat"), tokenizer, END)
+
+
+def test_verdicts_and_margins_of_a_csv_file_are_read_from_its_texts(tmp_path, tokenizer):
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "prompt,response,chosen,rejected,good,by\nq,a,a,b,True,2.5\nr,b,a,b,0,-1\n",
+    )
+    section = section_of(PairsSection, str(path), margin_key="by")
+    assert [pair.margin for pair in load_pairs(section, tokenizer, END).items] == [2.5, -1.0]
+    judged = section_of(PreferencesSection, str(path), desirable_key="good")
+    loaded = load_verdicts(judged, tokenizer, END)
+    assert [verdict.is_desirable for verdict in loaded.items] == [True, False]
 
 
 def test_pairs_have_both_responses_and_their_margin(tmp_path, tokenizer):
