@@ -33,7 +33,10 @@ from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
-from raypo.weights.bucket_size import BUCKET_BYTES
+
+GATHER_BYTES = 1 << 25
+"""Size of the tensors that are gathered together at ZeRO stage 3: a layer of a small model. They
+are held beside a push's bucket, so more would add as much to the memory of a push."""
 
 
 class TrainedModel:
@@ -269,12 +272,12 @@ class TrainedModel:
 
 
 def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
-    """Yield weights in lists of at most `BUCKET_BYTES`, or of a single larger one."""
+    """Yield weights in lists of at most `GATHER_BYTES`, or of a single larger one."""
     together: list[Weight] = []
     total = 0
     for weight in weights:
         size = sum(map(_whole_bytes, weight.parts))
-        if together and total + size > BUCKET_BYTES:
+        if together and total + size > GATHER_BYTES:
             yield together
             together, total = [], 0
         together.append(weight)

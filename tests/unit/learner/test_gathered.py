@@ -38,7 +38,7 @@ def sharded(workers: Workers, gathers: list[list[int]]) -> TrainedModel:
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained_model, "BUCKET_BYTES", 4 * 60)
+    monkeypatch.setattr(trained_model, "GATHER_BYTES", 4 * 60)
 
 
 def test_weights_are_gathered_in_buckets_in_their_order():
