@@ -44,7 +44,7 @@ class WithoutModel(Executor):
         self.sample: Sample = lambda step, count: ([5] * count, np.zeros(count, np.float32))
         self.scheduler: Any = None
         self.steps: list[Any] = []
-        """What the scheduler handed over, if `keeps_steps`."""
+        """Steps that the scheduler handed over, if `keeps_steps`."""
         self.keeps_steps = False
         self._step = 0
         self._output: ModelRunnerOutput | None = None
@@ -110,7 +110,7 @@ def answered(value: Any, non_block: bool) -> Any:
 
 
 def handed_over(scheduler_output: Any) -> dict[str, Any]:
-    """What the model runner gets to know of a step."""
+    """Return the part of a step that the model runner reads."""
     new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
     return {
         "counts": [*scheduler_output.num_scheduled_tokens.items()],

@@ -71,7 +71,7 @@ class Source(NamedTuple):
     given: Mapping[str, Any]
     """Values by name; the names of verl are dotted."""
     is_complete: bool
-    """Whether `given` also has the settings that are at their defaults."""
+    """True if `given` also has the settings that are at their defaults."""
 
     @property
     def recipe(self) -> str:

@@ -26,7 +26,7 @@ FEW = [
     (CLASSIFIER, "qwen3"),
     (MULTIMODAL, "gemma4"),
 ]
-"""Of all architectures, which tests/slow/test_every_model.py has."""
+"""A few of the architectures; tests/slow/test_every_model.py has all."""
 
 
 @pytest.fixture

@@ -296,7 +296,7 @@ def test_what_is_longer_than_the_positions_is_refused(here: Path):
 
 
 def test_rows_whose_rotation_depends_on_the_rows_beside_them_are_refused(here: Path):
-    """Of Phi-3 and Phi-4-mini: transformers asks for the longest row of a pass, vLLM does not."""
+    """Phi-3 and Phi-4-mini: transformers looks at the longest row of a pass, vLLM does not."""
     length = config_of("ppo").max_model_len
     rope: dict[str, Any] = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     with_values(here / "policy", rope_scaling=rope, original_max_position_embeddings=length - 1)

@@ -1,4 +1,4 @@
-"""What stands beside a model's weights: read and saved once at the start, written at the export."""
+"""Files beside a model's weights: read and saved once at the start, written at the export."""
 
 import json
 from pathlib import Path

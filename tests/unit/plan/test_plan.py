@@ -120,7 +120,7 @@ def test_a_device_that_cannot_load_what_it_could_train_is_told(values: dict, tmp
 
 
 def test_each_group_of_nccl_takes_memory_of_a_gpu(values: dict):
-    """That of the learner workers, that of a sharded engine, and that of a broadcast."""
+    """Communicators of a process: of the learner workers, of a sharded engine, of a broadcast."""
 
     def runtimes(workers: int, tensor_parallel: int, mode: str) -> list[float]:
         values["learner"]["num_workers"] = workers

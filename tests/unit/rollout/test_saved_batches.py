@@ -1,4 +1,4 @@
-"""What was sampled ahead is read back as it was, and nothing of its file is executed."""
+"""Batches that were sampled ahead are read back unchanged, and their file executes nothing."""
 
 import pickle
 from contextlib import suppress

@@ -483,7 +483,7 @@ def test_a_signal_to_its_process_group_does_not_kill_its_supervisor(start):
     ids=["prctl", "exec in a thread"],
 )
 def test_a_program_whose_supervisor_is_killed_ends(start, call_off):
-    """Whatever it does to the signal that it gets with its parent's death."""
+    """It ends whatever it does to the signal that it gets when its parent dies."""
     mark = f"raypo-left-{os.urandom(4).hex()}"
     code = f"import os, sys, threading\nmark = {mark!r}\nexecute, arguments = {ANOTHER}\n"
     with start(code + call_off, time_limit_s=100.0) as process:
