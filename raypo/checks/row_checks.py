@@ -121,7 +121,8 @@ def check_prompt_lengths(config: OnlineConfig) -> list[str]:
                 continue
             rows = islice(read_rows(source, key=key, bad=BadRows("drop")), COLUMN_ROWS)
             texts = [_text_of(row.values.get(config.data.prompt_key)) for row in rows]
-            lengths = [len(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+            lengths = [len(encoding.ids) for encoding in encodings]
             num_long = sum(length > most for length in lengths)
             if lengths and num_long == len(lengths):
                 raise ConfigError(
@@ -141,7 +142,8 @@ def check_prompt_lengths(config: OnlineConfig) -> list[str]:
 def _text_of(prompt: Any) -> str:
     """Return the text of a prompt, or the joined contents of its chat messages."""
     if isinstance(prompt, list):
-        return "".join(str(each.get("content") or "") for each in prompt if isinstance(each, dict))
+        messages = (message for message in prompt if isinstance(message, dict))
+        return "".join(str(message.get("content") or "") for message in messages)
     return prompt if isinstance(prompt, str) else ""
 
 

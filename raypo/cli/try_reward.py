@@ -81,8 +81,8 @@ def _functions(
             trained = open_function(run.reward, None, functions_of(run.data.prompts))
             if trained is not None:
                 functions.append(("data.prompts", str(trained), trained))
-            opened = open_servers(run.reward) if servers else {}
-            functions += [("data.prompts", f"reward.{key}", each) for key, each in opened.items()]
+            remote = open_servers(run.reward) if servers else {}
+            functions += [("data.prompts", f"reward.{key}", fn) for key, fn in remote.items()]
         held_out = evaluation_function(run.eval, trained) if run.eval.prompts else None
         if held_out is not None and held_out is not trained:
             functions.append(("eval.prompts", str(held_out), held_out))
