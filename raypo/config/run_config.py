@@ -256,6 +256,11 @@ class OnlineConfig(RecipeConfig):
         return False
 
     @property
+    def prompts_answered(self) -> int:
+        """Number of prompts in a step for which the policy samples responses."""
+        return self.rollout.prompts_per_step
+
+    @property
     def is_refilled(self) -> bool:
         """True if a step may sample more prompts than `rollout.prompts_per_step`, to replace groups
         that a filter drops.

@@ -37,7 +37,6 @@ from raypo.deployment.spec import (
     Deployment,
     Lost,
     Prerequisite,
-    SharedCall,
     Status,
     Unprepared,
 )
@@ -77,18 +76,16 @@ class _SharedPrerequisite:
 class DeploymentHandle:
     """Client of a deployment's replicas. It can be pickled and used anywhere in the cluster.
 
-    A call goes to a preferred replica with fewer than `max_ongoing_requests` waiting calls of this
-    process. If there is none, the call goes to the replica with the fewest such calls.
+    A call goes to the handle's own replica while that is up, else to the replica for which the
+    fewest calls of this process wait.
     """
 
     limits: Deployment
     replicas: Sequence[ReplicaClient]
-    preferred: tuple[int, ...] = ()
-    """Indices of the replicas that calls try first."""
+    own: int | None = None
+    """Index of the handle's own replica. None means that it has none."""
     _prerequisite: _SharedPrerequisite = field(default_factory=_SharedPrerequisite)
-    _shared: SharedCall | None = None
     _on_entry: OnEntry | None = None
-    _is_sticky: bool = False
 
     @classmethod
     def of(cls, limits: Deployment, namespace: str, count: int) -> DeploymentHandle:
@@ -124,8 +121,6 @@ class DeploymentHandle:
                 lost, or none that could serve the call restarted in time.
         """
         call = Call(method.__name__, args, kwargs, self._prerequisite.call)
-        if self._shared is not None:
-            call = replace(call, id=self._shared.id, part=self._shared.part)
         return background_future(self._answer(call))
 
     @overload
@@ -157,30 +152,17 @@ class DeploymentHandle:
             for each in self.replicas
         ]
 
-    def preferring(self, *indexes: int) -> DeploymentHandle:
-        """Derive a handle that prefers these replicas (see the class docstring)."""
-        return replace(self, preferred=indexes)
-
     def per_replica(self) -> list[DeploymentHandle]:
-        """Return one handle for each preferred replica, or only this handle if none is preferred.
+        """Return a handle for each replica, which calls others only while that one is down."""
+        return [replace(self, own=replica.index) for replica in self.replicas]
 
-        Such a handle calls its replica while the replica is up, however many calls wait there.
-        """
-        if not self.preferred:
-            return [self]
-        return [replace(self, preferred=(index,), _is_sticky=True) for index in self.preferred]
-
-    def options(
-        self, *, on_entry: OnEntry | None = None, shared: SharedCall | None = None
-    ) -> DeploymentHandle:
+    def reporting(self, on_entry: OnEntry | None) -> DeploymentHandle:
         """Derive a handle for calls whose value is a list.
 
         Args:
             on_entry: Callback for each result that is ready before the whole list is.
-            shared: Identity of a call that other processes make too. The replica runs it once, and
-                each process gets the results at the indices in `shared.part`.
         """
-        return replace(self, _on_entry=on_entry, _shared=shared)
+        return replace(self, _on_entry=on_entry)
 
     def require(self, method: Callable[..., Any] | None, /, *args: Any) -> None:
         """Set the prerequisite, a method that every replica runs before it serves a call.
@@ -303,11 +285,8 @@ class DeploymentHandle:
                 "look at the replica's log in the Ray dashboard."
             )
         awake = [replica for replica in able if not replica.is_resting] or able
-        by_index = {replica.index: replica for replica in awake}
-        for index in self.preferred:
-            own = by_index.get(index)
-            if own and (self._is_sticky or own.num_waiting < self.limits.max_ongoing_requests):
-                return own
+        if own := [replica for replica in awake if replica.index == self.own]:
+            return own[0]
         return min(awake, key=lambda replica: (replica.num_waiting, random.random()))
 
     async def _find_up(self) -> list[tuple[ReplicaClient, Status]]:
@@ -452,8 +431,8 @@ class ReplicaClient:
         num_seen = 0
         with suppress(RayError):  # `send` finds out why
             while True:
-                ref = self._remote().entries.remote(call.id, call.part, num_seen)
-                num_seen, entries = await ref
+                entries = await self._remote().entries.remote(call.id, num_seen)
+                num_seen += len(entries)
                 for index, entry in entries.items():
                     await asyncio.to_thread(on_entry, index, entry)
 
@@ -516,7 +495,7 @@ class LocalReplica(ReplicaClient):
         value = await asyncio.wrap_future(daemon_future(run, name="local-replica"))
         if isinstance(value, list) and all(isinstance(each, Future) for each in value):
             value = await asyncio.gather(*map(asyncio.wrap_future, value))
-        return value if call.part is None else [value[index] for index in call.part]
+        return value
 
     async def ping(self, timeout_s: float | None, *, kills: bool = False) -> Status:
         """Return a status: the object is always up."""

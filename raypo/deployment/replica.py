@@ -102,33 +102,22 @@ class Replica:
             value = asyncio.ensure_future(self._value(call))
             self._calls[call.id] = value
             self._forget_old()
-        if call.part is None:
-            return await value  # a caller that gives up cancels the call and its futures
-        whole = await asyncio.shield(value)  # other processes share this call
-        return [whole[index] for index in call.part] if isinstance(whole, list) else whole
+        return await value  # a caller that gives up cancels the call and its futures
 
-    async def entries(
-        self, id: str, part: tuple[int, ...] | None, num_seen: int
-    ) -> tuple[int, dict[int, Any]]:
+    async def entries(self, id: str, num_seen: int) -> dict[int, Any]:
         """Wait briefly for further results of a call that returned a list of futures.
 
         Args:
             id: Id of the call.
-            part: Indices of the list that the caller wants. None means all.
             num_seen: Number of results that were ready at the caller's last request.
 
         Returns:
-            The number of results of the whole list that are ready, and the new ones that the caller
-            wants, keyed by position in `part` (or in the list if `part` is None).
+            The new results by their index in the list.
         """
         end = time.monotonic() + ENTRIES_WAIT_S
         while len(self._ready.get(id, ())) <= num_seen and time.monotonic() < end:
             await asyncio.sleep(ENTRIES_POLL_S)
-        ready = self._ready.get(id, [])
-        new = dict(ready[num_seen:])
-        if part is not None:
-            new = {place: new[index] for place, index in enumerate(part) if index in new}
-        return len(ready), new
+        return dict(self._ready.get(id, [])[num_seen:])
 
     async def status(self) -> Status:
         """Return location, load and problem of this process. A process with a problem then ends."""

@@ -90,17 +90,6 @@ class Call:
     """True for a control call. Control calls run in order in a separate thread, so they
     overtake waiting requests."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    part: tuple[int, ...] | None = None
-    """If the value is a list: the indices that the caller wants. None means the whole value."""
-
-
-@dataclass(frozen=True)
-class SharedCall:
-    """Identity of a call that several processes make, and the results that this process gets."""
-
-    id: str
-    part: tuple[int, ...]
-    """The value is a list. This process gets the elements at these indices."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,14 @@ class Clock:
         self.spans.append((name, self._epoch + now - seconds, self._epoch + now))
         return seconds
 
+    def join(self, other: Clock) -> None:
+        """Move the laps and spans of another clock here. Its time is a part of the current lap."""
+        for name, seconds in other.laps.items():
+            self.laps[name] = self.laps.get(name, 0.0) + seconds
+            self._last += seconds
+        self.spans += other.spans
+        other.laps, other.spans = {}, []
+
 
 def duration(seconds: float) -> str:
     """Format a duration, like `2 min 47 s`."""

@@ -56,23 +56,17 @@ class WeightedMeans:
         for name, share in other._shares.items():
             self._join(name, share)
 
+    def values(self) -> dict[str, float]:
+        """Return the metrics of this accumulator alone, sorted by name."""
+        return _values([self._shares])
+
     def reduce(self, workers: Workers) -> dict[str, float]:
         """Return the metrics reduced over all workers, sorted by name.
 
         This makes one collective call. A metric may be missing on some workers. A mean with zero
         weight is NaN.
         """
-        parts = workers.gather(self._shares)
-        reduced: dict[str, float] = {}
-        for name in sorted(set().union(*parts)):
-            whole = _joined(name, [part[name] for part in parts if name in part])
-            if whole.kind == "mean":
-                reduced[name] = whole.value / whole.weight if whole.weight else math.nan
-            elif whole.kind == "std":
-                reduced[name] = math.sqrt(whole.squares / whole.weight)
-            else:
-                reduced[name] = whole.value
-        return reduced
+        return _values(workers.gather(self._shares))
 
     def _join(self, name: str, share: _Share) -> None:
         mine = self._shares.get(name)
@@ -86,6 +80,19 @@ def without_lone(metrics: dict[str, float], prefix: str) -> dict[str, float]:
     """
     parts = [name for name in metrics if name.startswith(prefix)]
     return {name: value for name, value in metrics.items() if [name] != parts}
+
+
+def _values(parts: Sequence[dict[str, _Share]]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name in sorted(set().union(*parts)):
+        whole = _joined(name, [part[name] for part in parts if name in part])
+        if whole.kind == "mean":
+            values[name] = whole.value / whole.weight if whole.weight else math.nan
+        elif whole.kind == "std":
+            values[name] = math.sqrt(whole.squares / whole.weight)
+        else:
+            values[name] = whole.value
+    return values
 
 
 def _joined(name: str, shares: list[_Share]) -> _Share:

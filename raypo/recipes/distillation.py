@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from raypo.collectives import as_tensor
 from raypo.config import DistillationConfig, ResponsesSection, source_name
 from raypo.data.examples import load_examples
 from raypo.data.item_store import ItemStore
@@ -27,7 +26,7 @@ from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import is_trainable
 from raypo.rollout.teacher_prompts import teacher_prompts, tokenised_prompt
 from raypo.run.online_inputs import OnlineInputs
-from raypo.run.rounds_run import Place, RoundsRecipe, handed_out, learnable, place
+from raypo.run.rounds_run import Place, RoundsRecipe, learnable, place
 from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.types import Example, Rollout, Taught
@@ -84,19 +83,14 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
             load_policy(config.model), config.distillation, vocabulary=self._vocabulary
         )
 
-    @property
-    def prompts_per_round(self) -> int:
-        """Number of prompts per round that the policy answers. The rest are given texts."""
-        return self.run.config.prompts_answered
-
-    def scorer(self, services: Services) -> Scorer:
+    def scorer(self, scorer: Scorer) -> Scorer:
         """Return the scorer without reference models: `select` asks teachers for distributions."""
-        return replace(super().scorer(services), reference=None)
+        return replace(super().scorer(scorer), reference=None)
 
     def select(
         self, scored: Sequence[Rollout], services: Services, step: int
     ) -> tuple[dict[Place, Taught], dict[str, float]]:
-        """Return this worker's samples and share of texts, with teacher log-probs, and metrics.
+        """Return the samples and texts of a round, with teacher log-probs, and metrics.
 
         If the policy is its own teacher, `prepare_items` adds the teacher log-probs.
         """
@@ -114,8 +108,7 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         if self.texts is not None:
             rollout = self.run.config.rollout
             count = rollout.prompts_per_step - self.run.config.prompts_answered
-            drawn = self.texts.take(count * rollout.samples_per_prompt)
-            for position, (source, text) in drawn[self.run.workers.rank :: self.run.workers.count]:
+            for position, (source, text) in self.texts.take(count * rollout.samples_per_prompt):
                 # Texts belong to no group. -1 keeps their keys apart from those of samples.
                 pupils[teacher_of[source]][-1, position] = untaught_of(text)
         wanted = self.run.config.distillation.top_k
@@ -136,27 +129,21 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
         }, metrics
 
     def prepare_items(
-        self,
-        mine: Mapping[Place, Taught],
-        places: Sequence[Place],
-        learner: SupervisedLearner[Taught],
-        services: Services,
-    ) -> Mapping[Place, Taught]:
+        self, items: dict[Place, Taught], learner: SupervisedLearner[Taught], services: Services
+    ) -> dict[Place, Taught]:
         """Add teacher log-probs computed by the policy, if it is its own teacher."""
         if self.run.config.teacher_of:
-            return mine
-        task, workers = learner.task, self.run.workers
+            return items
+        task = learner.task
         assert isinstance(task, DistillationTask)
-        hands = [places[rank :: workers.count] for rank in range(workers.count)]
-        held = handed_out(mine, hands, workers)
-        own = [held[where] for where in hands[workers.rank]]
-        read = [replace(each, prompt_ids=read_by_teacher(each)) for each in own]
-        opinions = learner.asked(read, task.top_log_probs)
+
+        def opinions(untaught: list[Taught]) -> list[tuple[np.ndarray, np.ndarray]]:
+            read = [replace(item, prompt_ids=read_by_teacher(item)) for item in untaught]
+            return learner.asked(read, task.top_log_probs)
+
         return {
-            where: replace(untaught, teacher_log_probs=log_probs, teacher_ids=ids)
-            for where, untaught, (log_probs, ids) in zip(
-                hands[workers.rank], own, opinions, strict=True
-            )
+            where: replace(items[where], teacher_log_probs=log_probs, teacher_ids=ids)
+            for where, (log_probs, ids) in self.computed(items, opinions).items()
         }
 
     def _sampled(
@@ -179,14 +166,14 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
                 else:
                     untaught = replace(untaught_of(each), teacher_prompt_ids=ids)
                     sampled.append((each, untaught))
-        counts = self.run.workers.sum(as_tensor(len(sampled), too_long)).tolist()
-        names = ("selection/responses", "selection/prompts_too_long")
-        return sampled, dict(zip(names, counts, strict=True))
+        return sampled, {
+            "selection/responses": float(len(sampled)),
+            "selection/prompts_too_long": float(too_long),
+        }
 
-    def describe(self, scored: list[Rollout]) -> dict[str, float]:
-        """Return metrics of all workers' rollouts, without scores if no reward is configured."""
-        metrics = super().describe(scored)
-        if self.inputs.reward_function or self.run.config.judges:
+    def described(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a round's samples, without scores if no reward is configured."""
+        if self.inputs.has_function or self.run.config.judges:
             return metrics
         of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
         return {name: value for name, value in metrics.items() if not name.startswith(of_scores)}

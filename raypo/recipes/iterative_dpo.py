@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from raypo.collectives import as_tensor
 from raypo.config import IterativeDPOConfig
 from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
-from raypo.run.rounds_run import Place, RoundsRecipe, handed_out, learnable, place, prompt_cell
+from raypo.run.rounds_run import Place, RoundsRecipe, learnable, place, prompt_cell
 from raypo.run.services import Services
 from raypo.types import Pair, Rollout
 
@@ -33,37 +32,32 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
         """Pair the best sample of each prompt with its worst; also write the pairs to `pairs/`."""
         compared = best_and_worst(scored, min_gap=self.run.config.iterative_dpo.min_gap)
         self.write_table("pairs", step, {place(best): row(best, w) for best, w in compared})
-        groups = {each.group_index for each in scored}
-        gap = sum(best.score - worst.score for best, worst in compared)
-        counts = self.run.workers.sum(as_tensor(len(compared), len(groups), gap)).tolist()
-        pairs, prompts, total = counts
-        metrics = {"selection/pairs": pairs, "selection/prompts_without": prompts - pairs}
-        if pairs:
-            metrics["selection/score_gap_mean"] = total / pairs
+        prompts = {rollout.group_index for rollout in scored}
+        metrics = {
+            "selection/pairs": float(len(compared)),
+            "selection/prompts_without": float(len(prompts) - len(compared)),
+        }
+        if compared:
+            gaps = [best.score - worst.score for best, worst in compared]
+            metrics["selection/score_gap_mean"] = sum(gaps) / len(gaps)
         else:
             self.run.tell.message(f"round {step}: no prompt has a pair, so nothing is learned")
         return {place(best): pair_of(best, worst) for best, worst in compared}, metrics
 
     def prepare_items(
-        self,
-        mine: Mapping[Place, Pair],
-        places: Sequence[Place],
-        learner: SupervisedLearner[Pair],
-        services: Services,
-    ) -> Mapping[Place, Pair]:
+        self, items: dict[Place, Pair], learner: SupervisedLearner[Pair], services: Services
+    ) -> dict[Place, Pair]:
         """Add the reference model's log-probs to the pairs, unless a deployment computed them."""
         if services.reference is not None or not self.run.config.dpo.needs_reference:
-            return mine
-        task, workers = learner.task, self.run.workers
+            return items
+        task = learner.task
         assert isinstance(task, PreferenceTask)
         is_round = self.run.config.iterative_dpo.reference == "round"
         ask = learner.asked if is_round else learner.without_adapter
-        hands = [places[rank :: workers.count] for rank in range(workers.count)]
-        pairs = handed_out(mine, hands, workers)
-        own = hands[workers.rank]
-        known = ask([pairs[where] for where in own], task.log_probs)
+        references = self.computed(items, lambda pairs: ask(pairs, task.log_probs))
         return {
-            w: replace(pairs[w], ref_log_probs=each) for w, each in zip(own, known, strict=True)
+            where: replace(items[where], ref_log_probs=log_probs)
+            for where, log_probs in references.items()
         }
 
 

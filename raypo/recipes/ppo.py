@@ -1,21 +1,20 @@
-"""PPO in seven steps: the loop that every learner worker runs on its own share of the prompts.
+"""PPO in seven steps: the loop that every learner worker runs.
 
 If the run has a driver (`raypo.trainer`), the driver runs step 1: the checks before the workers
 start. It also starts the dedicated services of step 2.
 
-Concurrency. With `rollout.mode: sync` the main thread runs everything below, line by line. In the
-asynchronous modes the threads of `AsyncRollouts` sample, score and filter ahead of the update, with
-the same `sample_and_score`. The loop takes the batches that these threads have filled.
+Concurrency. The main thread of every worker runs everything below, line by line. In the first
+worker's process, the rollout controller (`raypo.rollout.controller`) makes the batches: it begins a
+batch when the loop asks for it or, with a `rollout.mode` other than sync, ahead of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from raypo.collectives import Workers
-from raypo.config import PPOConfig, PPOSection
+from raypo.config import PPOSection
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
@@ -23,24 +22,20 @@ from raypo.ppo.controllers import ReferenceKL, UpdateState
 from raypo.ppo.corrections import mismatch_metrics, with_corrections
 from raypo.ppo.covariance import with_covariant_tokens
 from raypo.ppo.estimators import with_advantages
-from raypo.rollout.async_rollouts import AsyncRollouts, SampleAndScore
-from raypo.rollout.batch_scoring import Scorer
-from raypo.rollout.collect import Sampler
-from raypo.rollout.dynamic_sampling import Collected, StepBatch
-from raypo.rollout.prompt_source import PromptSource
-from raypo.rollout.sharding import shard, to_experience
+from raypo.rollout.sharding import to_experience
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
 from raypo.run.policy_evaluation import Evaluation
 from raypo.run.ppo_learner import exports_of, start_learner
 from raypo.run.records import Records
-from raypo.run.rollout_metrics import batch_metrics, rollout_rows
+from raypo.run.rollout_metrics import rollout_rows
+from raypo.run.rollouts import Rollouts
 from raypo.run.run import open_run
 from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_services
 from raypo.run.utilization import Utilization
 from raypo.run.weight_pusher import WeightPusher
-from raypo.types import Experience, Prompt, Rollout
+from raypo.types import Experience
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
@@ -53,18 +48,15 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         `{"status": "finished" | "interrupted", "step": last completed step}`.
     """
     with open_run(setup) as run:
-        config, workers, seed = run.config, run.workers, run.config.seed
-        utilization = Utilization.measure(config, workers)
+        config = run.config
+        utilization = Utilization.measure(config, run.workers)
         inputs = OnlineInputs.load(run)  # 2. prompts, tokenizer, reward function
         services = start_services(run)  # engines, reference and reward models
         records = Records(run)
-        roles = Roles.of(workers, config.learner.critic_workers)
+        roles = Roles.of(run.workers, config.learner.critic_workers)
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, roles)
-        sampler, scorer = weights.sampler(), inputs.scorer(config, services)
-        score = partial(sample_and_score, config, sampler, scorer, phases)
-        ahead = AsyncRollouts.from_config(config, inputs.source, score, workers)
-        rollouts = ahead or inputs.source
+        rollouts = Rollouts(run, inputs, services, phases, weights)
         learner = start_learner(run, inputs, roles, phases)  # 3. policy and critic
         checkpoints = Checkpoints(
             run,
@@ -76,25 +68,14 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         saved = checkpoints.restore(learner, rollouts)  # empty if there is no checkpoint
         state = UpdateState.initial(config.ppo).restored(saved["advantages"] if saved else None)
         weights.push_first(learner, version=records.last_step)
-        evaluation = Evaluation(run, inputs, sampler, scorer, phases, records)
+        evaluation = Evaluation(run, rollouts, records)
         evaluation.before_first_update()
-        if ahead:  # None if `rollout.mode` is sync
-            run.at_end.callback(ahead.close)
-            ahead.begin(last_step=records.last_step)
+        rollouts.begin(last_step=records.last_step)
 
         for step in records.steps():
             clock = Clock()
-            if ahead:  # 4. rollouts: its threads sample, score and filter ahead of the update
-                batch = ahead.take(step, clock)
-            else:
-                batch = fill_batch(config, inputs.source, score, clock, workers)
-            dealt = shard(
-                batch.trained,
-                minibatch_size=config.ppo.minibatch_size,
-                seed=(seed, step),
-                workers=workers,
-                teams=roles.teams,
-            )
+            batch = rollouts.take(step, clock)  # 4. sampled, scored and filtered
+            dealt = rollouts.deal(batch, step, minibatch_size=config.ppo.minibatch_size)
             phases.enter(Phase.LEARN)
             # Only workers that train the policy write samples: together they hold each one once.
             with records.keeping(step, dealt if roles.trains_policy else []):
@@ -109,15 +90,15 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                     step=step,
                     clock=clock,
                 )
-            metrics |= rollouts.pass_rates(batch, workers) | batch_metrics(
-                run, batch, rollouts.counts(batch), inputs.sampling, step=step
-            )
+            metrics |= rollouts.metrics(batch, step)
             records.write_samples(
                 step, partial(rollout_rows, dealt, experience) if roles.trains_policy else list
             )
             clock.lap("time/save_rollouts_s")
 
-            metrics |= weights.push(learner, version=step, ahead=ahead)  # 6. versioned, verified
+            metrics |= rollouts.settle()
+            metrics |= weights.push(learner, version=step)  # 6. versioned, verified
+            rollouts.arrived(step)
             clock.lap("time/push_weights_s")
 
             metrics |= evaluation.when_due(step)  # 7. held-out score,
@@ -136,57 +117,13 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
                 metrics,
                 clock,
                 checkpoint,
-                spans=ahead.spans() if ahead else (),
+                spans=rollouts.spans(),
                 rates=utilization.rates(batch, services, step=step),
             )
 
-        if ahead and records.stopped:
-            ahead.tell_unused(run.tell.message, workers)
+        if records.stopped:
+            rollouts.tell_unused()
         return records.finish()
-
-
-def fill_batch(
-    config: PPOConfig,
-    source: PromptSource,
-    score: SampleAndScore,
-    clock: Clock,
-    workers: Workers,
-) -> Collected:
-    """Sample, score and filter a step's rollouts. Prompts that `ppo.filter` drops are replaced."""
-    filling = StepBatch.from_config(config)
-    while filling.num_wanted:
-        scored = score(source.draw(filling.num_wanted, workers), clock, workers)
-        source.learn(source.outcomes(scored, workers))
-        filling.add(scored, workers)
-    return filling.collected(workers)
-
-
-def sample_and_score(
-    config: PPOConfig,
-    sampler: Sampler,
-    scorer: Scorer,
-    phases: Phases,
-    prompts: Sequence[Prompt],
-    clock: Clock,
-    workers: Workers,
-) -> list[Rollout]:
-    """Sample responses to this worker's prompts; add their scores and reference log-probs.
-
-    This is called once for a step's prompts, and again to replace groups that `ppo.filter` drops.
-    In the asynchronous modes background threads call it, each with its own clock and process group.
-    """
-    phases.enter(Phase.GENERATE)
-    scoring = scorer.begin()
-    rollouts = sampler.sample(
-        prompts,
-        workers,
-        on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling
-    )
-    clock.lap("time/generate_s")
-    phases.enter(Phase.SCORE, before_push=not config.is_refilled)
-    scored = scoring.results(rollouts)
-    clock.lap("time/score_s")
-    return scored
 
 
 def ppo_step(

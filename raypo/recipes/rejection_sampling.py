@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raypo.collectives import as_tensor
 from raypo.config import RejectionSamplingConfig, SelectionSection
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
@@ -28,16 +27,14 @@ class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
         section = self.run.config.rejection_sampling
         kept = best_of(scored, section)
         self.write_table("selected", step, {place(each): row(each) for each in kept})
-        groups = {each.group_index for each in scored}
-        with_some = {each.group_index for each in kept}
-        counts = as_tensor(len(kept), len(groups), len(with_some), sum(s.score for s in kept))
-        responses, prompts, served, total = self.run.workers.sum(counts).tolist()
+        groups = {rollout.group_index for rollout in scored}
+        with_some = {rollout.group_index for rollout in kept}
         metrics = {
-            "selection/responses": responses,
-            "selection/prompts_without": prompts - served,
+            "selection/responses": float(len(kept)),
+            "selection/prompts_without": float(len(groups - with_some)),
         }
-        if responses:
-            metrics["selection/score_mean"] = total / responses
+        if kept:
+            metrics["selection/score_mean"] = sum(rollout.score for rollout in kept) / len(kept)
         else:
             self.run.tell.message(
                 f"round {step}: no response is good enough, so nothing is learned"

@@ -11,13 +11,13 @@ from typing import Any
 
 from raypo.learner.roles import Roles
 from raypo.metrics.clock import Clock
-from raypo.rollout.collect import refuse_too_many_failures
 from raypo.run.examples_run import new_learner, trained_models
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
 from raypo.run.policy_evaluation import Evaluation
 from raypo.run.records import Records
 from raypo.run.rollout_metrics import sample_row
+from raypo.run.rollouts import Rollouts
 from raypo.run.rounds_run import RoundsRecipe
 from raypo.run.run import open_run
 from raypo.run.run_checkpoints import Checkpoints
@@ -43,7 +43,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
         recipe = kind(run, inputs)
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, Roles.shared(workers))
-        sampler, scorer = weights.sampler(), recipe.scorer(services)
+        rollouts = Rollouts(run, inputs, services, phases, weights, changed=recipe.scorer)
         phases.enter(Phase.LEARN)
         run.tell.phase("loading the policy")
         learner = phases.learner = new_learner(run, recipe.make_task)
@@ -54,34 +54,27 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
             trained_models(config, learner, inputs.tokenizer),
             before_saving=partial(phases.enter, Phase.LEARN),
         )
-        if saved := checkpoints.restore(learner, inputs.source):
+        if saved := checkpoints.restore(learner, rollouts):
             recipe.load_state_dict(saved)
         weights.push_first(learner, version=records.last_step)
-        evaluation = Evaluation(run, inputs, sampler, scorer, phases, records)
+        evaluation = Evaluation(run, rollouts, records)
         evaluation.before_first_update()
+        rollouts.begin(last_step=records.last_step)
 
         for step in records.steps():
             clock = Clock()
-            phases.enter(Phase.GENERATE)
-            rollouts = sampler.sample(
-                inputs.source.draw(recipe.prompts_per_round, workers), workers
-            )
-            clock.lap("time/generate_s")
-            phases.enter(Phase.SCORE, before_push=True)
-            scored = scorer.score(rollouts)
-            refuse_too_many_failures(scored, config.reward, workers)
-            clock.lap("time/score_s")
-
-            selected, metrics = recipe.select(scored, services, step)
+            batch = rollouts.take(step, clock)
+            selected, metrics = recipe.selected(batch.scored, services, step)
             clock.lap("time/select_s")
             phases.enter(Phase.LEARN)
             metrics |= recipe.train(learner, services, selected, step)
             clock.lap("time/update_s")
-            metrics |= recipe.describe(scored)
-            records.write_samples(step, partial(list, map(sample_row, scored)))
+            metrics |= recipe.described(rollouts.metrics(batch, step))
+            records.write_samples(step, partial(list, map(sample_row, batch.scored)))
             clock.lap("time/save_rollouts_s")
 
             metrics |= weights.push(learner, version=step)
+            rollouts.arrived(step)
             clock.lap("time/push_weights_s")
 
             metrics |= evaluation.when_due(step)
@@ -90,8 +83,8 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
                 step,
                 metrics,
                 learner,
-                samples=scored,
-                rollouts=inputs.source,
+                samples=batch.scored,
+                rollouts=rollouts,
                 state=recipe.state_dict(),
             )
             clock.lap("time/checkpoint_s")

@@ -1,26 +1,25 @@
-"""Sample rollouts for one worker's share of the prompts.
+"""Sample the rollouts of some prompts.
 
 Concurrency. `Sampler.sample` blocks its caller until all responses are complete. Early completions
-become rollouts in the threads in which `Engines.generate` calls `on_completion`.
+become rollouts in the threads that report them.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
 
-from raypo.cluster.actors import NoReplicaLeft
-from raypo.collectives import Workers, as_tensor
 from raypo.config import RewardSection, SamplingSection
 from raypo.data.stop_tokens import without_end
 from raypo.rewards.scoring import first_reason, too_many_failures
-from raypo.rollout.dispatch import sample_on_engines
-from raypo.serving.client import Engines
+from raypo.rollout.engines import Engines
+from raypo.serving.client import Completions
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
 
@@ -37,11 +36,7 @@ class Plays(Protocol):
     """Runner of multi-turn episodes (`Episodes`)."""
 
     def play(
-        self,
-        prompts: Sequence[Prompt],
-        engine: Engines,
-        sampling: Sampling,
-        push_again: PushAgain | None,
+        self, prompts: Sequence[Prompt], engines: Engines, sampling: Sampling
     ) -> list[Rollout]:
         """Run the episodes of some prompts, and return their rollouts (`Sampler.sample`)."""
         ...
@@ -119,80 +114,76 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class PushAgain:
-    """Weight push that all workers repeat together if any of them has no engine left."""
-
-    push: Callable[[], object]
-    workers: Workers
-
-
-@dataclass(frozen=True)
 class Sampler:
     """Samples responses from the engines, with the sampling parameters of training or evaluation.
 
     Every response has its own seed, derived from the run's seed, the draw and the sample index. A
-    response therefore does not depend on its batch, on its worker, or on the loss of an engine.
+    response therefore does not depend on its batch, on its engine, or on the loss of an engine.
     With `rollout.engine.seeds: engine`, requests have no seeds.
     """
 
     engines: Engines
     tokenizer: Decoder
     sampling: Sampling
-    push_again: PushAgain | None = None
-    """Weight push to repeat if a worker has no engine left. If it is set, all workers call `sample`
-    together."""
-    shares_engines: bool = False
-    """True if several workers use the same engine, which then samples one batch for all of them."""
 
     def sample(
         self,
         prompts: Sequence[Prompt],
-        workers: Workers | None = None,
         *,
         on_rollouts: Callable[[list[Rollout]], None] | None = None,
     ) -> list[Rollout]:
-        """Sample `samples_per_prompt` responses for each of this worker's prompts.
+        """Sample `samples_per_prompt` responses for each prompt.
 
         Args:
-            prompts: This worker's share of the drawn prompts.
-            workers: The workers that sample at the same time. Needed if they share engines.
+            prompts: The drawn prompts.
             on_rollouts: Callback that gets all rollouts of a prompt if they are complete before the
                 whole batch is. It is called from any thread, and never for episodes.
 
         Returns:
             The rollouts, in the order of prompts and samples.
+
+        Raises:
+            Exception: the error of a request that failed. The other requests are cancelled.
         """
         sampling = self.sampling
         if sampling.episodes is not None:
-            return sampling.episodes.play(prompts, self.engines, sampling, self.push_again)
+            return sampling.episodes.play(prompts, self.engines, sampling)
         requests = [
             request_of(prompt, number, sampling)
             for prompt in prompts
             for number in range(sampling.samples_per_prompt)
         ]
         groups = _Groups(prompts, sampling, self.tokenizer, on_rollouts)
-        left, again = requests, self.push_again
-        completions: list[Completion] = []
-        while True:
-            is_lost = False
-            try:
-                sampled = sample_on_engines(
-                    left,
-                    self.engines,
-                    sharing=workers if self.shares_engines else None,
-                    on_completion=groups.add if on_rollouts else None,
-                )
-                completions = sampled or completions
-            except NoReplicaLeft:
-                if again is None:
-                    raise
-                is_lost = True
-            if again is None or not again.workers.sum(as_tensor(is_lost)):
-                return groups.all_of(completions)
-            again.push()
-            # All workers sample together again. Workers that have their completions send no
-            # requests.
-            left = requests if is_lost else []
+        send = self._by_load if self.engines.joins else self._by_rule
+        calls: list[Completions] = []
+        try:
+            calls.extend(send(requests, groups))
+            return groups.all_of([answer for call in calls for answer in call.result()])
+        except BaseException:
+            for call in calls:
+                call.cancel()
+            raise
+
+    def _by_rule(
+        self, requests: Sequence[SamplingRequest], groups: _Groups
+    ) -> Iterator[Completions]:
+        """Send about equal parts to the engines, each as one batch, so that bits repeat."""
+        engines = self.engines.per_engine()
+        size = max(-(-len(requests) // len(engines)), 1)
+        for engine, first in zip(engines, range(0, len(requests), size), strict=False):
+            report = partial(groups.add, first) if groups.on_rollouts else None
+            yield engine.generate(requests[first : first + size], report)
+
+    def _by_load(
+        self, requests: Sequence[SamplingRequest], groups: _Groups
+    ) -> Iterator[Completions]:
+        """Send the samples of each prompt to the engine that has the fewest of them."""
+        size = self.sampling.samples_per_prompt
+        for first in range(0, len(requests), size):
+            call = self.engines.submit(requests[first : first + size])
+            if groups.on_rollouts:
+                call.add_done_callback(partial(groups.add_call, first))
+            yield call
 
 
 @dataclass
@@ -205,39 +196,53 @@ class _Groups:
     on_rollouts: Callable[[list[Rollout]], None] | None
     _completions: dict[int, Completion] = field(default_factory=dict)
     _rollouts: dict[int, list[Rollout]] = field(default_factory=dict)
-    """Finished rollouts by place in `prompts`."""
+    """Finished rollouts by position in `prompts`."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, index: int, completion: Completion) -> None:
-        """Add a completion that is ready early. A repeated one is ignored."""
+    def add(self, first: int, index: int, completion: Completion) -> None:
+        """Add a completion that is ready early. A repeated one is ignored.
+
+        Args:
+            first: Number of the first request of its call.
+            index: Index of its request in the call.
+            completion: The completion.
+        """
         size = self.sampling.samples_per_prompt
-        place = index // size
-        indices = range(place * size, (place + 1) * size)
+        position = (first + index) // size
+        numbers = range(position * size, (position + 1) * size)
         with self._lock:
-            self._completions.setdefault(index, completion)
-            if place in self._rollouts or any(each not in self._completions for each in indices):
+            self._completions.setdefault(first + index, completion)
+            if position in self._rollouts or any(n not in self._completions for n in numbers):
                 return
-            rollouts = self._made(place, [self._completions[each] for each in indices])
-            self._rollouts[place] = rollouts
+            rollouts = self._made(position, [self._completions[n] for n in numbers])
+            self._rollouts[position] = rollouts
         assert self.on_rollouts is not None
         self.on_rollouts(rollouts)
+
+    def add_call(self, first: int, call: Completions) -> None:
+        """Add the completions of a call, unless it failed or was cancelled."""
+        if not call.cancelled() and call.exception() is None:
+            for index, completion in enumerate(call.result()):
+                self.add(first, index, completion)
 
     def all_of(self, completions: Sequence[Completion]) -> list[Rollout]:
         """Return the rollouts of all prompts. Those that `on_rollouts` already got are reused."""
         size = self.sampling.samples_per_prompt
         with self._lock:
-            for place in range(len(self.prompts)):
-                if place not in self._rollouts:
-                    samples = completions[place * size : (place + 1) * size]
-                    self._rollouts[place] = self._made(place, samples)
-            return [each for place in range(len(self.prompts)) for each in self._rollouts[place]]
+            for position in range(len(self.prompts)):
+                if position not in self._rollouts:
+                    samples = completions[position * size : (position + 1) * size]
+                    self._rollouts[position] = self._made(position, samples)
+            positions = range(len(self.prompts))
+            return [rollout for position in positions for rollout in self._rollouts[position]]
 
-    def _made(self, place: int, completions: Sequence[Completion]) -> list[Rollout]:
+    def _made(self, position: int, completions: Sequence[Completion]) -> list[Rollout]:
         # Some tokenizers do not count the end of a turn as special, and would decode it as text.
-        ids = [without_end(each.token_ids, self.sampling.stop_token_ids) for each in completions]
+        stops = self.sampling.stop_token_ids
+        ids = [without_end(completion.token_ids, stops) for completion in completions]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [
-            _rollout(self.prompts[place], number, completion, text)
+            _rollout(self.prompts[position], number, completion, text)
             for number, (completion, text) in enumerate(zip(completions, texts, strict=True))
         ]
 
@@ -304,26 +309,21 @@ def samples_of(scored: list[Rollout]) -> list[Rollout]:
     return [each for each in scored if each.row_index == 0]
 
 
-def refuse_too_many_failures(
-    scored: list[Rollout], section: RewardSection, workers: Workers
-) -> None:
-    """Stop the run if too many samples could not be scored; all workers call it together.
+def refuse_too_many_failures(scored: list[Rollout], section: RewardSection) -> None:
+    """Stop the run if too many samples could not be scored.
 
     Raises:
-        RewardError: more than `reward.max_failed_fraction` of all workers' samples have no score.
+        RewardError: more than `reward.max_failed_fraction` of the samples have no score.
     """
-    scored = samples_of(scored)
-    failed = [s for s in scored if not math.isfinite(s.score)]
-    reason = first_reason(value for s in scored for value in s.scores_by_source.values())
-    num_failed, num_all = workers.sum(as_tensor(len(failed), len(scored))).tolist()
-    if num_failed > section.max_failed_fraction * num_all:
-        (first, *_) = (rollout for share in workers.gather(failed[:1]) for rollout in share)
-        reasons = workers.gather(reason)
+    samples = samples_of(scored)
+    failed = [sample for sample in samples if not math.isfinite(sample.score)]
+    if len(failed) > section.max_failed_fraction * len(samples):
+        values = (value for sample in samples for value in sample.scores_by_source.values())
         raise too_many_failures(
-            int(num_failed),
-            int(num_all),
-            first,
+            len(failed),
+            len(samples),
+            failed[0],
             name=section.function or "the reward function",
             max_failed_fraction=section.max_failed_fraction,
-            reason=next(filter(None, reasons), None),
+            reason=first_reason(values),
         )

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raypo.collectives import Workers, as_tensor
 from raypo.config import FilterSection, PPOConfig, RewardSection
-from raypo.metrics.reduce import WeightedMeans
+from raypo.metrics.clock import Clock
 from raypo.ppo.groups import filter_groups
 from raypo.rollout.collect import is_trainable, refuse_too_many_failures, samples_of
 from raypo.types import Rollout
@@ -16,28 +15,30 @@ from raypo.types import Rollout
 
 @dataclass(frozen=True)
 class Collected:
-    """This worker's rollouts of a step."""
+    """Rollouts of a step."""
 
     scored: list[Rollout]
     """All samples, including those that were filtered or failed."""
     trained: list[Rollout]
     """Samples to train on."""
     missing_groups: int
-    """Number of groups that the step lacks, over all workers."""
+    """Number of groups that the step lacks."""
     metrics: dict[str, float]
-    """Counts over all workers: sampled = trained + filtered + failed."""
+    """Counts of samples: sampled = trained + filtered + failed."""
+    clock: Clock = field(default_factory=Clock)
+    """Times of sampling and scoring."""
 
 
 @dataclass
 class StepBatch:
-    """Batch of a step while it is being filled. All workers go through the same rounds.
+    """Batch of a step while it is being filled, in rounds.
 
     A round draws exactly as many prompts as groups are missing. No rollouts are left over for a
     later step, for which they would be stale.
     """
 
     missing: int
-    """Number of groups that the step still lacks, over all workers."""
+    """Number of groups that the step still lacks."""
     filter: FilterSection
     reward: RewardSection
     """The section `reward`. Its `max_failed_fraction` limits the number of failed samples."""
@@ -52,34 +53,32 @@ class StepBatch:
 
     @property
     def num_wanted(self) -> int:
-        """Number of prompts to draw in the next round, over all workers. 0 ends the sampling."""
+        """Number of prompts to draw in the next round. 0 ends the sampling."""
         refills = self.filter.max_refills if self.filter.enabled else 0
         return self.missing if self._rounds <= refills else 0
 
-    def add(self, scored: list[Rollout], workers: Workers) -> None:
-        """Add this worker's rollouts of a round; drop groups without a signal.
+    def add(self, scored: list[Rollout]) -> None:
+        """Add the rollouts of a round; drop groups without a signal.
 
         Args:
-            scored: This worker's rollouts. All workers' rollouts together are those of `num_wanted`
-                prompts. All samples of a prompt are on one worker.
-            workers: All workers, which call this together.
+            scored: The rollouts of `num_wanted` prompts.
 
         Raises:
             RewardError: more than `reward.max_failed_fraction` of the samples of all rounds so far
                 have failed.
         """
         self._scored += scored
-        refuse_too_many_failures(self._scored, self.reward, workers)
+        refuse_too_many_failures(self._scored, self.reward)
         passed = passing(scored, self.filter)
         self._kept += passed
-        groups = len({each.group_index for each in passed})
-        self.missing -= int(workers.sum(as_tensor(groups))) if self.filter.enabled else self.missing
+        groups = len({rollout.group_index for rollout in passed})
+        self.missing -= groups if self.filter.enabled else self.missing
         self._rounds += 1
 
-    def collected(self, workers: Workers) -> Collected:
-        """Return the filled batch, with counts over all workers. All workers call this together."""
-        trained = [each for each in self._kept if is_trainable(each)]
-        metrics = _metrics(self._scored, trained, workers)
+    def collected(self) -> Collected:
+        """Return the filled batch, with its counts."""
+        trained = [rollout for rollout in self._kept if is_trainable(rollout)]
+        metrics = _metrics(self._scored, trained)
         if self.filter.enabled:
             metrics["rollout/refills"] = float(self._rounds - 1)
             metrics["rollout/groups_missing"] = float(self.missing)
@@ -104,14 +103,14 @@ def passing(scored: list[Rollout], section: FilterSection) -> list[Rollout]:
     return [each for each in scored if each.group_index in passed]
 
 
-def _metrics(scored: list[Rollout], trained: list[Rollout], workers: Workers) -> dict[str, float]:
-    scored, trained = samples_of(scored), samples_of(trained)
-    failed = sum(not is_trainable(each) for each in scored)
-    means = WeightedMeans()
-    means.total("rollout/samples_sampled", len(scored))
-    means.total("rollout/samples_trained", len(trained))
-    means.total("rollout/samples_failed", failed)
-    means.total("rollout/samples_filtered", len(scored) - len(trained) - failed)
-    empty = sum(not each.response_mask.any() for each in scored)
-    means.total("rollout/samples_empty", empty)  # these are also counted as failed
-    return means.reduce(workers)
+def _metrics(scored: list[Rollout], trained: list[Rollout]) -> dict[str, float]:
+    samples, num_trained = samples_of(scored), len(samples_of(trained))
+    failed = sum(not is_trainable(sample) for sample in samples)
+    counts = {
+        "rollout/samples_empty": sum(not sample.response_mask.any() for sample in samples),
+        "rollout/samples_failed": failed,  # those that are empty, too
+        "rollout/samples_filtered": len(samples) - num_trained - failed,
+        "rollout/samples_sampled": len(samples),
+        "rollout/samples_trained": num_trained,
+    }
+    return {name: float(count) for name, count in counts.items()}

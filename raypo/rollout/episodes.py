@@ -11,7 +11,7 @@
                                           policy.generate, or requests to the AgentEndpoint,
                                           whose thread waits for the same session
 
-A worker has one event loop, one endpoint and one pool for all batches. Only the user's code can
+One event loop, one endpoint and one pool serve all batches. Only the user's code can
 block the loop; `EventLoop` then ends the run with an error that names the blocking line. With
 `rollout.turns: in_step`, a turn is sampled only when all other episodes wait for a turn too.
 """
@@ -27,8 +27,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from raypo.cluster.actors import NoReplicaLeft
-from raypo.collectives import as_tensor
 from raypo.config import ConfigError, OnlineConfig, RolloutSection
 from raypo.custom.errors import located_text
 from raypo.data.chat_messages import USUAL_FORMAT, ChatFormat, MessageError, check_tools
@@ -38,13 +36,13 @@ from raypo.endpoint.agent_endpoint import AgentEndpoint
 from raypo.models.loading import vocabulary_size
 from raypo.rewards.scoring import score_of_parts
 from raypo.rollout.agent_requests import answer
-from raypo.rollout.collect import PushAgain, Sampling
+from raypo.rollout.collect import Sampling
+from raypo.rollout.engines import Engines
 from raypo.rollout.event_loop import EventLoop
 from raypo.rollout.policy import EpisodeLimit, is_limit
 from raypo.rollout.session import EpisodeSettings, Session
 from raypo.rollout.turn_sampler import PolicyCalls, TurnSampler
 from raypo.rollout.user_code import UserClass, UserObject, WrongAnswer, is_finite
-from raypo.serving.client import Engines
 from raypo.tools.calls import heard
 from raypo.types import Episode, Prompt, Rollout
 
@@ -132,52 +130,41 @@ class Episodes:
         self._loop.close()
 
     def play(
-        self,
-        prompts: Sequence[Prompt],
-        engine: Engines,
-        sampling: Sampling,
-        push_again: PushAgain | None,
+        self, prompts: Sequence[Prompt], engines: Engines, sampling: Sampling
     ) -> list[Rollout]:
         """Run `samples_per_prompt` episodes for each prompt, all concurrently.
 
         Every turn has its own seed, so an episode does not depend on other episodes.
 
         Args:
-            prompts: This worker's share of the drawn prompts.
-            engine: The engines.
+            prompts: The drawn prompts.
+            engines: The engines.
             sampling: Sampling parameters.
-            push_again: Weight push to repeat if no engine is left. If it is set, all workers call
-                `play` together.
 
         Returns:
             The rollouts of all episodes, in the order of prompts and samples.
 
         Raises:
-            NoReplicaLeft: no engine is left, even after another push.
             LoopStandsStill: user code blocked the event loop for too long.
         """
-        samples = [(each, n) for each in prompts for n in range(sampling.samples_per_prompt)]
-        sampler = TurnSampler(in_step=self._section.goes_in_step, num_episodes=len(samples))
-        engines, tasks = engine.per_engine(), []
+        samples = [(prompt, n) for prompt in prompts for n in range(sampling.samples_per_prompt)]
+        clients, tasks = engines.per_engine(), []
 
-        async def batch() -> NoReplicaLeft | None:
-            for number, (prompt, sample_index) in enumerate(samples if not tasks else ()):
-                calls = PolicyCalls(sampler, engines[number * len(engines) // len(samples)])
+        async def batch() -> float:
+            sampler = TurnSampler(in_step=self._section.goes_in_step, num_episodes=len(samples))
+            for number, (prompt, sample_index) in enumerate(samples):
+                calls = PolicyCalls(sampler, clients[number * len(clients) // len(samples)])
                 session = Session(self._settings, prompt, sample_index, sampling, calls)
                 tasks.append(asyncio.create_task(self._episode(session)))
-            return await sampler.until_over(tasks)
+            await sampler.until_over(tasks)
+            return sampler.waited_s
 
         try:
-            lost = self._loop.run(batch())
-            if push_again and push_again.workers.sum(as_tensor(lost is not None)):
-                push_again.push()
-                lost = lost and self._loop.run(batch())
-            if lost:
-                raise lost
+            waited_s = self._loop.run(batch())
         finally:
             self._loop.call_soon(lambda: [task.cancel() for task in tasks])
         if sampling.stream == 0:  # 0 is training; evaluations do not count
-            self._waited_s += sampler.waited_s
+            self._waited_s += waited_s
         return [rollout for task in tasks for rollout in task.result()]
 
     async def _episode(self, session: Session) -> list[Rollout]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from raypo.collectives import Workers
 from raypo.config import EvalSection
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.ppo.groups import pass_at_k
@@ -31,36 +30,32 @@ def evaluate_policy(
     function: RewardFunction | None,
     *,
     section: EvalSection,
-    workers: Workers,
     scorer: Scorer | None = None,
     before_scoring: Callable[[], None] = lambda: None,
-    keep: Callable[[list[Rollout]], None] | None = None,
     total: WeightedMeans | None = None,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[Rollout]]:
     """Sample and score responses to held-out prompts with the engines' current weights.
 
-    The prompts are split over the workers. Every evaluation of a run uses the same seeds. Responses
+    Every evaluation of a run uses the same seeds. Responses
     that cannot be scored are left out of the means and counted in `eval/failed`.
 
     Args:
-        prompts: All held-out prompts, the same on all workers.
+        prompts: All held-out prompts.
         sampler: Sampler of training. `eval` may override its sampling parameters.
         function: Reward function that scores the responses. None means that `scorer` scores them.
         section: The section `eval` of the config.
-        workers: The workers that share the prompts.
         scorer: Scorer of training. If it has reward models, `eval/reward_model_mean` is added.
         before_scoring: Callback that is called when all responses are sampled.
-        keep: Callback that gets this worker's rollouts with the scores that are reported.
         total: Accumulator to which this evaluation is added, for the metrics of several.
 
     Returns:
-        Metrics `eval/*` over all workers, such as `eval/score_mean` (overall and for each data
-        source) and `eval/response_tokens_mean`.
+        metrics: `eval/*`, such as `eval/score_mean` (overall and for each data source) and
+            `eval/response_tokens_mean`.
+        rollouts: The responses with the scores that are reported.
     """
     sampler = replace(sampler, sampling=_of_evaluation(section, sampler.sampling))
-    mine = [prompts[place] for place in range(workers.rank, len(prompts), workers.count)]
-    drawn = [replace(prompt, group_index=prompt.index) for prompt in mine]
-    rollouts = sampler.sample(drawn, workers)
+    drawn = [replace(prompt, group_index=prompt.index) for prompt in prompts]
+    rollouts = sampler.sample(drawn)
     before_scoring()
     means = WeightedMeans()
     judged: list[Rollout] = []
@@ -77,8 +72,6 @@ def evaluate_policy(
         rows = judged or rollouts
         scores = score(function, rollouts)
         rows = [replace(row, score=each) for row, each in zip(rows, scores, strict=True)]
-    if keep is not None:
-        keep(rows)
     samples = samples_of(rows)
     scores = [each.score for each in samples]
     for each in samples:
@@ -93,10 +86,10 @@ def evaluate_policy(
     means.add("eval/response_tokens_mean", tokens, len(samples))
     means.total("eval/failed", len(scores) - len(scored))
     by_prompt = torch.tensor(scores, dtype=torch.float64)
-    _add_pass_at_k(means, by_prompt.view(len(mine), section.samples_per_prompt), section.pass_at)
+    _add_pass_at_k(means, by_prompt.view(len(drawn), section.samples_per_prompt), section.pass_at)
     if total is not None:
         total.include(means)
-    return without_lone(means.reduce(workers), "eval/score_mean/")
+    return without_lone(means.values(), "eval/score_mean/"), rows
 
 
 def _add_pass_at_k(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raypo.collectives import Workers, as_tensor
 from raypo.rollout.collect import samples_of
 from raypo.rollout.dynamic_sampling import Collected
 
 
 @dataclass
 class SampleCounts:
-    """Counts of the samples that one worker has requested. An episode counts as one sample."""
+    """Counts of the samples that were requested. An episode counts as one sample."""
 
     carried: int = 0
     """Samples that no step has taken yet."""
@@ -44,30 +43,28 @@ class SampleCounts:
 def sample_count_metrics(
     counts: tuple[int, int, int],
     collected: Collected,
-    workers: Workers,
     *,
     step: int,
     max_staleness: int | None,
 ) -> dict[str, float]:
-    """Return a step's counts over all workers. All workers call this together.
+    """Return a step's counts.
 
     A sample that was carried into the step or requested during it is trained, filtered, failed,
     dropped, or carried to the next step. The first four kinds are the samples of the step's batch.
 
     Args:
-        counts: This worker's counts (`SampleCounts.of_step`).
+        counts: The counts of `SampleCounts.of_step`.
         collected: The batch.
-        workers: All workers.
         step: The step, counted from 1.
         max_staleness: Value of `ppo.correction.max_staleness`. A sample is dropped if all its
             tokens are staler. None means that none is dropped.
     """
     dropped = _num_dropped(collected, step, max_staleness) if max_staleness is not None else 0
-    totals = workers.sum(as_tensor(*counts, dropped)).tolist()
     names = ("asked", "asked_again", "carried", "dropped")
-    metrics = {f"rollout/samples_{name}": n for name, n in zip(names, totals, strict=True)}
+    totals = zip(names, (*counts, dropped), strict=True)
+    metrics = {f"rollout/samples_{name}": float(count) for name, count in totals}
     trained = collected.metrics["rollout/samples_trained"]
-    return metrics | {"rollout/samples_trained": trained - metrics["rollout/samples_dropped"]}
+    return metrics | {"rollout/samples_trained": trained - dropped}
 
 
 def _num_dropped(collected: Collected, step: int, max_staleness: int) -> int:

@@ -1,8 +1,7 @@
-"""Shard a step's batch over the workers: one seeded split into minibatches, balanced by tokens.
+"""Deal a step's batch to the workers: one seeded split into minibatches, balanced by tokens.
 
-The split does not depend on which worker sampled a rollout, so a step does not depend on the number
-of workers. Samples of a prompt stay together if possible, because their forward passes then compute
-the prompt only once.
+The split into minibatches does not depend on the number of workers. Samples of a prompt stay
+together if possible, because their forward passes then compute the prompt only once.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
-import xxhash
 
-from raypo.collectives import Workers
 from raypo.data.padding import pad_left, pad_right
 from raypo.rollout.batch_scoring import reward_parts
 from raypo.types import Experience, Rollout
@@ -28,63 +25,49 @@ MAX_LOAD = 1.1
 """Split a group across workers when one worker exceeds 1.1x the mean token count."""
 
 
-def shard(
-    scored: list[Rollout],
+def deal(
+    batch: Sequence[Rollout],
     *,
     minibatch_size: int,
     seed: tuple[int, ...],
-    workers: Workers,
+    num_workers: int,
     teams: Sequence[range] = (),
-) -> list[Rollout]:
-    """Return this worker's share of all workers' rollouts, each with the number of its minibatch.
-
-    Workers exchange the lengths of all rollouts. A rollout itself is sent only to the worker that
-    trains it.
+) -> list[list[Rollout]]:
+    """Return each worker's share of a batch. Each rollout has the number of its minibatch.
 
     Args:
-        scored: The rollouts that this worker sampled.
+        batch: The rollouts of a step.
         minibatch_size: Most responses of one optimizer step over all workers. A batch that is not a
             multiple of it is split into minibatches of similar size, so that none is very small.
         seed: Seed of the permutation of the batch's groups.
-        workers: All workers, which call this together.
+        num_workers: Number of workers.
         teams: Ranks of each team, such as policy and critic. Each team gets the whole batch. Empty
             means that all workers are one team.
     """
-    # For each rollout: its key (three numbers), its lengths, and a hash of its prompt.
-    known = [(*r.key, len(r.prompt_ids), len(r.response_ids), _prompt(r)) for r in scored]
-    everyone = sorted(each for share in workers.gather(known) for each in share)
-    prompt_lengths, response_lengths = ([each[place] for each in everyone] for place in (3, 4))
-
-    def group_of(index: int) -> int:
-        return everyone[index][0]
-
-    groups = [list(members) for _, members in groupby(range(len(everyone)), key=group_of)]
+    ordered = sorted(batch, key=lambda rollout: rollout.key)
+    prompt_lengths = [len(rollout.prompt_ids) for rollout in ordered]
+    response_lengths = [len(rollout.response_ids) for rollout in ordered]
+    by_group: dict[int, list[int]] = {}
+    for index, rollout in enumerate(ordered):
+        by_group.setdefault(rollout.group_index, []).append(index)
+    groups = list(by_group.values())
     order = np.random.default_rng((_SEED_WORD, *seed)).permutation(len(groups))
     in_order = [index for group in order for index in groups[group]]
-    samples = [list(rows) for _, rows in groupby(in_order, key=lambda index: everyone[index][:2])]
+    samples = [list(r) for _, r in groupby(in_order, key=lambda index: ordered[index].key[:2])]
     num_minibatches = max(math.ceil(len(samples) / minibatch_size), 1)
-    dealt: list[list[tuple[int, int]]] = [[] for _ in range(workers.count)]
-    for number, places in enumerate(np.array_split(np.arange(len(samples)), num_minibatches)):
-        minibatch = [index for place in places for index in samples[place]]
+    dealt: list[list[Rollout]] = [[] for _ in range(num_workers)]
+    for number, positions in enumerate(np.array_split(np.arange(len(samples)), num_minibatches)):
         # The group of an agent may have several prompts.
-        by_prompt: dict[tuple[int, int], list[int]] = {}
-        for index in minibatch:
-            by_prompt.setdefault((group_of(index), everyone[index][5]), []).append(index)
+        by_prompt: dict[tuple[int, bytes], list[int]] = {}
+        for index in (index for position in positions for index in samples[position]):
+            prompt = ordered[index].group_index, ordered[index].prompt_ids.tobytes()
+            by_prompt.setdefault(prompt, []).append(index)
         pieces = list(by_prompt.values())
-        for team in teams or [range(workers.count)]:
+        for team in teams or [range(num_workers)]:
             shares = balanced_shares(pieces, prompt_lengths, response_lengths, len(team))
             for rank, share in zip(team, shares, strict=True):
-                dealt[rank] += [(number, index) for index in share]
-    keys = [each[:3] for each in everyone]
-    own = {each.key: each for each in scored}
-    sent = [[own[keys[index]] for _, index in hand if keys[index] in own] for hand in dealt]
-    received = {each.key: each for share in workers.exchange(sent) for each in share}
-    return [replace(received[keys[index]], minibatch=n) for n, index in dealt[workers.rank]]
-
-
-def _prompt(rollout: Rollout) -> int:
-    """Return a hash of the prompt's tokens."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(rollout.prompt_ids).tobytes())
+                dealt[rank] += [replace(ordered[index], minibatch=number) for index in share]
+    return dealt
 
 
 def balanced_shares(

@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager, nullcontext
 
 import torch
 
-from raypo.collectives import Workers
 from raypo.config import (
     ConfigError,
     OnlineConfig,
@@ -24,6 +23,7 @@ from raypo.rewards.labels import label_checks
 from raypo.rewards.scoring import RewardFunction
 from raypo.rollout.batch_scoring import FUNCTION, Scorer
 from raypo.rollout.collect import Sampler, Sampling
+from raypo.rollout.engines import PolicyEngines
 from raypo.rollout.episodes import open_episodes
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.serving.client import EngineClient
@@ -81,19 +81,18 @@ def evaluate_model(
         for path, held_out in prompts.items():
             tell(f"answering {len(held_out)} prompts of {path}")
             total.total("eval/prompts", len(held_out))
-            results[path] = evaluate_policy(
+            metrics, _ = evaluate_policy(
                 held_out,
-                Sampler(engine, tokenizer, sampling),
+                Sampler(PolicyEngines(engine), tokenizer, sampling),
                 function,
                 section=config.eval,
-                workers=Workers(),
                 scorer=scorer,
                 total=total,
-            ) | {"eval/prompts": float(len(held_out))}
+            )
+            results[path] = metrics | {"eval/prompts": float(len(held_out))}
     if len(results) > 1:
         names = set[str]().union(*results.values())  # the sources have lines of their own
-        metrics = total.reduce(Workers())
-        results["all"] = {name: value for name, value in metrics.items() if name in names}
+        results["all"] = {name: value for name, value in total.values().items() if name in names}
     return results
 
 

@@ -3,8 +3,7 @@
 Concurrency. Everything here runs in the event loop of the episodes, so nothing needs a lock. An
 episode that calls the policy awaits the future of its call. With `rollout.turns: continuous`, each
 call is sent at once, in a task of its own. With `in_step`, calls are queued until every episode
-waits or has ended; then all calls are sampled as one batch, and a thread waits for the engines. If
-no engine is left, the lost calls are queued until `until_over` is called again, after a push.
+waits or has ended; then all calls are sampled as one batch, and a thread waits for the engines.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypo.cluster.actors import NoReplicaLeft
+from raypo.rollout.engines import Engines
 from raypo.rollout.policy import EpisodeLimit
-from raypo.serving.client import Engines
 from raypo.serving.requests import Completion, SamplingRequest
 
 
@@ -38,37 +36,28 @@ class TurnSampler:
         self._num_in_flight = 0
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that sample. The event loop itself keeps no strong reference."""
-        self._lost: NoReplicaLeft | None = None
-        self._stopped: asyncio.Future[NoReplicaLeft]
-        """Result of `until_over` if no engine is left, or the error of an engine."""
+        self._failed: asyncio.Future[None] = asyncio.Future()
+        """Future of the first error of an engine."""
         self._since = time.perf_counter()
 
-    async def until_over(self, episodes: Sequence[asyncio.Task[Any]]) -> NoReplicaLeft | None:
-        """Wait until all episodes have ended, or until the remaining ones wait for a lost engine.
-
-        Returns:
-            None if all episodes have ended. Otherwise the error of the lost engine. The caller then
-            calls this again once there is an engine.
+    async def until_over(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
+        """Wait until all episodes have ended.
 
         Raises:
-            Exception: any other error of an engine.
+            Exception: an error of an engine.
         """
-
-        async def end() -> None:
-            if episodes:
-                await asyncio.wait(episodes)
-
-        self._stopped, self._lost = asyncio.get_running_loop().create_future(), None
-        self._send()
-        ending = asyncio.create_task(end())
-        await asyncio.wait({ending, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not episodes:
+            return
+        ending = asyncio.create_task(asyncio.wait(episodes))
+        await asyncio.wait({ending, self._failed}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
-        return self._stopped.result() if self._stopped.done() else None
+        if self._failed.done():
+            self._failed.result()
 
     def add(self, call: _Call) -> None:
         """Send a call at once, or with `in_step` queue it until all episodes wait."""
         self._queue.append(call)
-        if not self._in_step and self._lost is None:
+        if not self._in_step:
             self._send()
 
     def count(self, *, thinking: int = 0, in_flight: int = 0) -> None:
@@ -85,12 +74,8 @@ class TurnSampler:
             loop.call_soon(loop.call_soon, self._all_wait)
 
     def _all_wait(self) -> None:
-        if self._num_thinking or self._num_in_flight:
-            return
-        if self._lost is None:
+        if not self._num_thinking and not self._num_in_flight:
             self._send()
-        elif not self._stopped.done():
-            self._stopped.set_result(self._lost)
 
     def _send(self) -> None:
         queue = sorted((c for c in self._queue if not c.answer.done()), key=lambda c: c.order)
@@ -104,15 +89,11 @@ class TurnSampler:
                 calls[0].answer.add_done_callback(lambda _, task=task: task.cancel())
 
     async def _sample(self, calls: list[_Call]) -> None:
-        try:
-            if self._in_step:
-                completions = await asyncio.to_thread(_generate, calls)
-            else:
-                (call,) = calls
-                completions = await asyncio.wrap_future(call.calls.engine.submit([call.request]))
-        except NoReplicaLeft as error:
-            self._lost, self._queue = error, self._queue + calls
-            return
+        if self._in_step:
+            completions = await asyncio.to_thread(_generate, calls)
+        else:
+            (call,) = calls
+            completions = await asyncio.wrap_future(call.calls.engine.submit([call.request]))
         for call, completion in zip(calls, completions, strict=True):
             if not call.answer.done():
                 # Count the episode as thinking from now on, even before its task runs.
@@ -122,8 +103,8 @@ class TurnSampler:
     def _sampled(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._stopped.done():
-            self._stopped.set_exception(error)
+        if error is not None and not self._failed.done():
+            self._failed.set_exception(error)
         self.count(in_flight=-1)
 
 

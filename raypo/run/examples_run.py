@@ -24,6 +24,7 @@ from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
 from raypo.rewards.functions import evaluation_function
 from raypo.rewards.labels import label_checks
 from raypo.rollout.collect import Sampler, Sampling
+from raypo.rollout.engines import PolicyEngines
 from raypo.rollout.evaluation import evaluate_policy
 from raypo.rollout.reward_trial import ROWS, try_before_start
 from raypo.rollout.sharding import balanced_shares
@@ -213,13 +214,13 @@ class PolicyExamplesRecipe(ExamplesRecipe[PolicyConfig, Item]):
         self.transport.push(learner.named_weights, engine, version=version, workers=workers)
         probe = Probe.of(self.held_out_prompts, config, temperature=1.0)
         metrics |= try_probe(learner, engine, probe, version, workers)
-        return metrics | evaluate_policy(
-            self.held_out_prompts,
-            Sampler(engine, self.tokenizer, self.sampling),
-            self.eval_function,
-            section=config.eval,
-            workers=workers,
-        )
+        of_answers: dict[str, float] = {}
+        if workers.rank == 0:
+            sampler = Sampler(PolicyEngines(engine), self.tokenizer, self.sampling)
+            of_answers, _ = evaluate_policy(
+                self.held_out_prompts, sampler, self.eval_function, section=config.eval
+            )
+        return metrics | workers.broadcast(of_answers)
 
 
 def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> SupervisedLearner[Item]:

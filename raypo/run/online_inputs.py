@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from raypo.config import OnlineConfig, functions_of
@@ -32,35 +33,29 @@ from raypo.rollout.reward_trial import first_of_each, try_before_start
 from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.types import Prompt
+from raypo.weight_sync.probe import NUM_PROBES
 
 
 @dataclass(frozen=True)
-class OnlineInputs:
-    """Inputs that are loaded before any model. Invalid data and functions raise an error here."""
+class RolloutInputs:
+    """Inputs of sampling and scoring, which only the first worker needs."""
 
-    tokenizer: Any
-    prompts: Sequence[Prompt]
     source: PromptSource
-    """Source that draws from `prompts`."""
+    """Source that draws from the prompts."""
     held_out: Sequence[Prompt]
     reward_function: RewardFunction | None
     reward_servers: Mapping[str, RewardFunction]
     """Functions that call servers, by source of scores (`Scorer.servers`)."""
     eval_function: RewardFunction | None
     sampling: Sampling
-    attempt: str
-    """Id of this attempt of the run. It is needed because engines may outlive an attempt."""
 
     @classmethod
-    def load(cls, run: Run[OnlineConfig]) -> OnlineInputs:
+    def load(cls, run: Run[OnlineConfig], tokenizer: Any, attempt: str) -> RolloutInputs:
         """Load the prompts and the user's functions.
 
         Their worker processes are stopped at the run's end.
         """
         config, runtime = run.config, run.runtime
-        for key, path in config.own_functions.items():
-            load_function(path, key=key)  # fail early: a bad function ends the run here
-        tokenizer = load_tokenizer(config.model.policy)
         limits = Limits.of(config.model.policy)
         checks = partial(label_checks, config, has_reward_fn=runtime.reward_fn is not None)
         loaded = load_prompts(config.data, tokenizer, label_checks=checks("data.prompts"))
@@ -91,7 +86,6 @@ class OnlineInputs:
         eval_function = evaluation_function(config.eval, None if episodes else reward_function)
         if not episodes:
             _try_functions(run, [reward_function, eval_function], first, tokenizer)
-        attempt = run.workers.broadcast(uuid.uuid4().hex)
         mix = mix_of(config.data, loaded.sizes, per_step)
         stream = ShuffledStream(loaded.prompts, seed=config.seed, mix=mix)
         if curriculum := config.curriculum:
@@ -106,8 +100,6 @@ class OnlineInputs:
             if note := few_draws_note(len(loaded.prompts), config.num_steps * per_step):
                 run.tell.message(note)
         return cls(
-            tokenizer=tokenizer,
-            prompts=loaded.prompts,
             source=PromptSource(stream, config.rollout.samples_per_prompt),
             held_out=held_out,
             reward_function=reward_function,
@@ -123,7 +115,6 @@ class OnlineInputs:
                 priority=None if config.rollout.has_requests_in_flight else 0,
                 episodes=episodes,
             ),
-            attempt=attempt,
         )
 
     def scorer(self, config: OnlineConfig, services: Services) -> Scorer:
@@ -144,15 +135,46 @@ class OnlineInputs:
         )
 
 
+@dataclass(frozen=True)
+class OnlineInputs:
+    """Inputs that are loaded before any model. Invalid data and functions raise an error here."""
+
+    tokenizer: Any
+    attempt: str
+    """Id of this attempt of the run. It is needed because engines may outlive an attempt."""
+    first_prompts: Sequence[Prompt]
+    """The first prompts of the run, with which a push is probed."""
+    has_function: bool
+    """True if a reward function scores the samples."""
+    rollouts: RolloutInputs | None
+    """Inputs of sampling and scoring. None on all workers except the first."""
+
+    @classmethod
+    def load(cls, run: Run[OnlineConfig]) -> OnlineInputs:
+        """Load the inputs. All workers call this; the first one loads the prompts for all."""
+        for key, path in run.config.own_functions.items():
+            load_function(path, key=key)  # fail early: a bad function ends the run here
+        tokenizer = load_tokenizer(run.config.model.policy)
+        own: RolloutInputs | None = None
+        shared: Any = None
+        if run.workers.rank == 0:
+            new = uuid.uuid4().hex
+            own = RolloutInputs.load(run, tokenizer, new)
+            first_prompts = list(islice(own.source.stream.items, NUM_PROBES))
+            shared = new, first_prompts, own.reward_function is not None
+        attempt, first, has_function = run.workers.broadcast(shared)
+        return cls(tokenizer, attempt, first, has_function, own)
+
+
 def _try_functions(
     run: Run[OnlineConfig],
     functions: Sequence[RewardFunction | None],
     prompts: Sequence[Sequence[Prompt]],
     tokenizer: Any,
 ) -> None:
-    """Try the functions of training and of evaluation on their first prompts, on rank 0."""
+    """Try the functions of training and of evaluation on their first prompts."""
     seen: list[RewardFunction] = []
     for function, first in zip(functions, prompts, strict=False):
-        if function is not None and function not in seen and run.workers.rank == 0:
+        if function is not None and function not in seen:
             seen.append(function)
             try_before_start(function, first, tokenizer, run.tell.message)

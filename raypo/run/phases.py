@@ -86,34 +86,47 @@ class Phases:
             keeps_weights=config.pushes_adapter,
         )
 
-    def enter(self, phase: Phase, *, before_push: bool = False) -> None:
+    def enter(self, phase: Phase) -> None:
         """Enter a phase. All workers call it and wait for each other.
+
+        Raises:
+            PhaseError: the phase cannot follow the current one.
+        """
+        if change := self._change_to(phase):
+            leaving, coming = change
+            self.workers.barrier()  # wait until no worker is computing
+            self._make_room(leaving)
+            self.workers.barrier()  # wait until memory is free on all devices
+            self._bring_back(coming)
+            self.workers.barrier()
+
+    def turn(self, phase: Phase, *, before_push: bool = False) -> None:
+        """Change between GENERATE and SCORE, in which no worker computes.
+
+        Only the first worker calls it, while all others wait for it.
 
         Args:
             phase: The phase to enter.
             before_push: True if the engines sample nothing more before the next push. They can then
                 drop their weights instead of keeping them on the host.
-
-        Raises:
-            PhaseError: the phase cannot follow the current one.
         """
+        if change := self._change_to(phase):
+            leaving, coming = change
+            self._make_room(leaving, before_push and not self.keeps_weights)
+            self._bring_back(coming)
+
+    def _change_to(self, phase: Phase) -> tuple[set[str], set[str]] | None:
+        """Set the phase; return what leaves the devices and what comes, or None if nothing does."""
         if self.is_ahead or phase == self.now:
-            return
+            return None
         if phase not in ALLOWED[self.now]:
             follow = " or ".join(ALLOWED[self.now])
             raise PhaseError(f"phase {phase} cannot follow {self.now}; {follow} can.")
-        before, after = PRESENT[self.now], PRESENT[phase]
+        before, after = set(PRESENT[self.now]), set(PRESENT[phase])
         self.now = phase
-        if not self.offloads:
-            return
-        leaving, coming = set(before) - set(after), set(after) - set(before)
-        self.workers.barrier()  # wait until no worker is computing
-        self._make_room(leaving, before_push and not self.keeps_weights)
-        self.workers.barrier()  # wait until memory is free on all devices
-        self._bring_back(coming)
-        self.workers.barrier()
+        return (before - after, after - before) if self.offloads else None
 
-    def _make_room(self, leaving: set[str], before_push: bool) -> None:
+    def _make_room(self, leaving: set[str], before_push: bool = False) -> None:
         learner = self.learner
         if learner is not None and TRAINING_STATE in leaving:
             learner.offload_training_state()

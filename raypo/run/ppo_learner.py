@@ -34,8 +34,8 @@ def start_learner(
         critic_start=critic_start(
             config.model,
             config.reward.weights,
-            has_other_judges=inputs.reward_function is not None
-            or bool(inputs.reward_servers)
+            has_other_judges=inputs.has_function
+            or bool(config.reward.url)
             or config.reward.judge is not None
             or config.rollout.is_episodic,
             normalizes=config.ppo.shaping.normalize,

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from raypo.collectives import Workers, as_tensor
-from raypo.config import PPOConfig
+from raypo.config import OnlineConfig, PPOConfig
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.rollout.batch_scoring import named_numbers, reward_parts, reward_texts
 from raypo.rollout.collect import Sampling
@@ -21,13 +20,13 @@ from raypo.run.run import Run
 from raypo.types import Experience, Rollout
 
 
-def rollout_metrics(scored: list[Rollout], workers: Workers) -> dict[str, float]:
-    """Return metrics of raw scores and lengths over all workers' samples.
+def rollout_metrics(scored: list[Rollout]) -> dict[str, float]:
+    """Return metrics of raw scores and lengths of samples.
 
     The result is empty if there are no samples.
     """
     means = WeightedMeans()
-    by_group: dict[int, list[float]] = {}  # a worker samples whole groups
+    by_group: dict[int, list[float]] = {}
     by_sample: dict[tuple[int, int], int] = {}  # an agent's sample may have several rows
     truncated = {(r.group_index, r.sample_index) for r in scored if r.finish_reason == "length"}
     for rollout in scored:
@@ -61,35 +60,36 @@ def rollout_metrics(scored: list[Rollout], workers: Workers) -> dict[str, float]
         means.maximum("rollout/response_tokens_max", tokens)
     for scores in (each for each in by_group.values() if len(each) > 1):
         means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
-    metrics = without_lone(means.reduce(workers), "rollout/score_mean/")
+    metrics = without_lone(means.values(), "rollout/score_mean/")
     unknown = dict.fromkeys(("rollout/score_mean", "rollout/score_std"), math.nan)
     return unknown | metrics if metrics else {}
 
 
 def batch_metrics(
-    run: Run[PPOConfig],
+    run: Run[OnlineConfig],
     batch: Collected,
     counts: tuple[int, int, int],
     sampling: Sampling,
     *,
     step: int,
 ) -> dict[str, float]:
-    """Return metrics of a PPO step's samples over all workers: scores, lengths, counts by outcome.
+    """Return metrics of a step's samples: scores, lengths, counts by outcome.
 
     Args:
-        run: The run. All workers call this together.
-        batch: This worker's rollouts of the step.
-        counts: This worker's counts (`SampleCounts.of_step`).
+        run: The run.
+        batch: The rollouts of the step.
+        counts: The counts of `SampleCounts.of_step`.
         sampling: Sampling parameters of the run, with the runner of its episodes if it has any.
         step: The step, counted from 1.
     """
-    workers, config = run.workers, run.config
-    metrics = rollout_metrics(batch.scored, workers) | batch.metrics
+    config = run.config
+    metrics = rollout_metrics(batch.scored) | batch.metrics
     if sampling.episodes:
-        waited_s = workers.max(as_tensor(sampling.episodes.waited_s()))
-        metrics["perf/wait_for_environments_s"] = float(waited_s)
+        metrics["perf/wait_for_environments_s"] = sampling.episodes.waited_s()
+    if not isinstance(config, PPOConfig):
+        return metrics
     staleness = config.ppo.correction.max_staleness
-    metrics |= sample_count_metrics(counts, batch, workers, step=step, max_staleness=staleness)
+    metrics |= sample_count_metrics(counts, batch, step=step, max_staleness=staleness)
     missing, wanted = batch.missing_groups, config.rollout.prompts_per_step
     if missing:
         rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"

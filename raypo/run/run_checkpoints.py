@@ -21,10 +21,9 @@ from raypo.config.auto_values import SNAPSHOT_SHARE
 from raypo.learner.export import Export, NamedWeights
 from raypo.learner.host_copies import HostCopies, tensors_in
 from raypo.learner.state import StateFiles, write_tensors
-from raypo.rollout.async_rollouts import AsyncRollouts
-from raypo.rollout.prompt_source import PromptSource
 from raypo.run.checkpoint_writer import Staged
 from raypo.run.records import Records
+from raypo.run.rollouts import Rollouts
 from raypo.run.run import Run
 from raypo.storage.checkpoints import (
     BEST_STEP,
@@ -41,8 +40,6 @@ from raypo.tracking.logs import log_to_file
 from raypo.types import Rollout
 
 _README = "README.txt"
-RolloutSource = PromptSource | AsyncRollouts
-"""A source of rollouts whose position is a part of the state."""
 
 
 class Saveable(Protocol):
@@ -75,7 +72,7 @@ class Checkpoints:
     """True if checkpoints are written beside the next steps, False if within their step. None
     before the first one."""
 
-    def restore(self, learner: Saveable, rollouts: RolloutSource | None = None) -> dict[str, Any]:
+    def restore(self, learner: Saveable, rollouts: Rollouts | None = None) -> dict[str, Any]:
         """Restore the newest undamaged checkpoint of this run.
 
         If this run has no checkpoint yet, restore one of another run: `from_checkpoint`, or in
@@ -144,7 +141,7 @@ class Checkpoints:
         return self.run.runtime.resume_from or (None if place is None else find_checkpoint(place))
 
     def _restore_from(
-        self, directory: Path, learner: Saveable, rollouts: RolloutSource | None, *, is_own: bool
+        self, directory: Path, learner: Saveable, rollouts: Rollouts | None, *, is_own: bool
     ) -> dict[str, Any]:
         run = self.run
         learner.restore(directory)
@@ -156,11 +153,7 @@ class Checkpoints:
                 f"is resumed with {now}: results are equal up to rounding"
             )
         if rollouts is not None:
-            rollouts.load_state_dict(state, run.workers)
-            # Each worker has saved its own share of the rollouts. With another number of workers
-            # these steps are sampled again.
-            if is_own and before == now:
-                rollouts.restore(directory, run.workers)
+            rollouts.restore(directory, state, is_own=is_own)
         self._restore_records(state, is_own=is_own)
         return state
 
@@ -171,7 +164,7 @@ class Checkpoints:
         learner: Saveable,
         *,
         state: Mapping[str, Any],
-        rollouts: RolloutSource | None = None,
+        rollouts: Rollouts | None = None,
         samples: Sequence[Rollout] = (),
     ) -> Staged | None:
         """End the step. If a checkpoint is due (`Records.end_step`), save it and the models.
@@ -184,7 +177,7 @@ class Checkpoints:
             metrics: Metrics of the step. The callbacks' metrics are added in place.
             learner: The learner.
             state: The recipe's further state, as plain JSON values.
-            rollouts: Source of the rollouts, whose position in the prompts is saved.
+            rollouts: The rollouts, whose position in the prompts is saved.
             samples: This worker's samples of the step, for callbacks.
 
         Returns:
@@ -202,10 +195,7 @@ class Checkpoints:
         if self._is_beside:
             self._copies.restart()
             content = self._copies.of(content)
-        position = {}
-        if rollouts is not None:
-            rollouts.save(directory, run.workers)
-            position = {"stream": rollouts.position()}
+        position = {} if rollouts is None else {"stream": rollouts.save(directory)}
         if run.workers.rank == 0:
             of_run = {
                 "step": step,

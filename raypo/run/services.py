@@ -5,7 +5,6 @@ They run in the learner workers' placement group. Rank 0 creates the actors for 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from raypo.cluster.devices import together
 from raypo.cluster.placement import (
     PlacementError,
     ServedRole,
-    first_workers,
     served_roles,
     torn_apart,
     workers_beside,
@@ -64,8 +62,6 @@ class Services:
     """True if several runs share the engines. They push adapters only."""
     joins: bool = False
     """True if requests join batches that the engines sample for other runs."""
-    shared_engine: bool = False
-    """True if several of these workers use the same engine."""
     in_turn: bool = False
     """True if the roles start one after the other, and the learner after them."""
     models_apart: bool = False
@@ -180,19 +176,13 @@ def start_deployments(
         in_turn=in_turn,
         sleeps=sleeps,
     )
-    handles = {
-        role.name: {**elsewhere, **started}[role.name].preferring(
-            *_asked_first(role, workers, nodes, is_beside=role.name in started)
-        )
-        for role in roles
-    }
+    handles = {**elsewhere, **started}
     of_kind = {
         kind: {role.name: handles[role.name] for role in roles if role.kind == kind}
         for kind in ("reference", "reward", "judge")
     }
     apart = elsewhere if torch.cuda.is_available() else (dedicated or {})
     pool = shared if shared is not None and shared.pool and "engine" in elsewhere else None
-    asked = [number for each in workers.gather(handles["engine"].preferred) for number in each]
     return Services(
         engine=EngineClient(handles["engine"]),
         references={name: ReferenceClient(h) for name, h in of_kind["reference"].items()},
@@ -201,34 +191,9 @@ def start_deployments(
         elsewhere=frozenset(elsewhere),
         in_pool=pool is not None,
         joins=pool is not None and pool.share_batches,
-        shared_engine=len(asked) > len(set(asked)),
         in_turn=in_turn,
         models_apart=all(role.name in apart for role in roles if role.kind != "engine"),
     )
-
-
-def _asked_first(
-    role: ServedRole, workers: Workers, nodes: Sequence[str], *, is_beside: bool
-) -> list[int]:
-    """Return the numbers of the replicas that this worker prefers."""
-    if role.kind == "engine":
-        return own_engines(workers, int(role.num_replicas))
-    if role.num_replicas == "auto" and not is_beside:
-        return [0]
-    # The last replica whose first rank is at or below the rank of this worker.
-    return [max(0, bisect_right(first_workers(role, nodes), workers.rank) - 1)]
-
-
-def own_engines(workers: Workers, count: int) -> list[int]:
-    """Return the indices of the engines that a worker uses, balanced over all workers.
-
-    Example: with five engines and two workers, worker 0 has engines 0, 2 and 4. With two engines
-    and five workers, workers 0 and 2 have engine 0, workers 1 and 3 have engine 1, and worker 4 has
-    both.
-    """
-    if workers.rank >= workers.count // count * count > 0:
-        return list(range(count))
-    return list(range(workers.rank, count, workers.count)) or [workers.rank % count]
 
 
 def places_beside(

@@ -38,10 +38,9 @@ def models_of(config: PPOConfig) -> Models | None:
 
 @dataclass(frozen=True)
 class Utilization:
-    """Rates and model FLOPs utilisation (MFU) of a run's steps; all workers call each method."""
+    """Rates and model FLOPs utilisation (MFU) of a run's steps."""
 
     config: PPOConfig
-    workers: Workers
     models: Models | None
     """Shapes of the models, or None if a config.json does not contain them."""
     peak_flops: float
@@ -49,22 +48,15 @@ class Utilization:
 
     @classmethod
     def measure(cls, config: PPOConfig, workers: Workers) -> Utilization:
-        """Measure the devices' peak FLOP/s. Call this before services use the same devices."""
+        """Measure the devices' peak FLOP/s on all workers, before services use the same devices."""
         mine = peak_flops(config.model.dtype, config.learner.peak_tflops)
-        return cls(config, workers, models_of(config), float(workers.sum(as_tensor(mine))))
+        return cls(config, models_of(config), float(workers.sum(as_tensor(mine))))
 
     def rates(
         self, batch: Collected, services: Services, *, step: int
     ) -> Callable[[Mapping[str, float]], dict[str, float]]:
         """Return a function that derives a step's rates from its metrics, including its times."""
-        work = step_work(
-            batch,
-            self.models,
-            self.config,
-            self.workers,
-            step=step,
-            elsewhere=services.elsewhere,
-        )
+        work = step_work(batch, self.models, self.config, step=step, elsewhere=services.elsewhere)
         return partial(work_metrics, work, peak_flops=self.peak_flops)
 
 
@@ -72,12 +64,11 @@ def step_work(
     collected: Collected,
     models: Models | None,
     config: PPOConfig,
-    workers: Workers,
     *,
     step: int,
     elsewhere: Container[str] = (),
 ) -> dict[str, Work]:
-    """Return the work of a step by phase. All workers call it together.
+    """Return the work of a step by phase.
 
     FLOPs of a pass count each response token and, once per group, the prompt. The tokens of
     `generate` are sampled tokens only. The phase `log_probs` is one forward pass of critic and
@@ -85,25 +76,18 @@ def step_work(
     phase `update` is `ppo.num_epochs` forward and backward passes.
 
     Args:
-        collected: This worker's rollouts of the step.
+        collected: The rollouts of the step.
         models: Shapes of the models. None means that FLOPs are not counted.
         config: The run's config.
-        workers: The learner workers.
         step: Number of the step, counted from 1.
         elsewhere: Roles on devices of their own. Their FLOPs are not counted.
     """
-    sampled, trained, shared, shared_trained = (
-        Lengths(*workers.sum(as_tensor(*lengths)).tolist())
-        for lengths in (
-            _lengths(collected.scored),
-            _lengths(collected.trained),
-            _shared_prompts(collected.scored),
-            _shared_prompts(collected.trained),
-        )
+    sampled, trained = _lengths(collected.scored), _lengths(collected.trained)
+    shared, shared_trained = _shared_prompts(collected.scored), _shared_prompts(collected.trained)
+    num_tokens = sum(rollout.num_sampled for rollout in collected.scored)
+    num_sampled, num_trained = (
+        len(samples_of(rollouts)) for rollouts in (collected.scored, collected.trained)
     )
-    generated = sum(each.num_sampled for each in collected.scored)
-    counts = len(samples_of(collected.scored)), len(samples_of(collected.trained)), generated
-    num_sampled, num_trained, num_tokens = workers.sum(as_tensor(*counts)).tolist()
     epochs = config.ppo.num_epochs
     work = {
         "generate": Work(num_sampled, num_tokens),

@@ -1,14 +1,12 @@
 """Pushes of the learner's weights to the engines, one after each update.
 
-Concurrency. The main thread of every worker pushes. If requests stay in flight during a push
-(`rollout.mode: async`), `EnginesInFlight` makes the threads that sample ahead wait until the push
-ends.
+Concurrency. The main thread of every worker pushes. The threads that sample wait until a push ends
+(`raypo.rollout.engines`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, cast
 
 from raypo.cluster.actors import survivors
@@ -16,9 +14,7 @@ from raypo.config import OnlineConfig
 from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.learner.supervised import SupervisedLearner
-from raypo.rollout.async_rollouts import AsyncRollouts
-from raypo.rollout.collect import PushAgain, Sampler
-from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
 from raypo.run.run import Run
@@ -47,41 +43,28 @@ class WeightPusher:
         """Open the transport of `rollout.engine.transport`."""
         config, rollout = run.config, run.config.rollout
         self._run, self._inputs, self._services = run, inputs, services
-        self._phases, self._roles = phases, roles
+        self._phases, self.roles = phases, roles
         self._gauges = ServiceGauges(run, services)
         self._last_push: Callable[[], object] = lambda: None
-        in_flight = rollout.in_flight if rollout.has_requests_in_flight else None
-        self._pushes = Pushes() if in_flight else None
-        self._joins = in_flight is not None or services.joins
-        """True if requests join running batches instead of forming a batch of their own."""
+        self._in_flight = rollout.in_flight if rollout.has_requests_in_flight else None
+        # Requests join running batches instead of forming a batch of their own.
+        joins = self._in_flight is not None or services.joins
+        self.pushes = Pushes()
+        self.engines = PolicyEngines(services.engine, self.pushes, joins)
+        """The engines, for sampling between pushes."""
         self._transport = open_transport(
             rollout.engine,
             colocated=config.placement.group_of("engine") == "colocated",
             share_gpus=config.engines_share_gpus,
             kept=config.pushes_adapter,
-            in_flight=in_flight,
+            in_flight=self._in_flight,
         )
         self._probe = Probe.of(
-            inputs.prompts,
+            inputs.first_prompts,
             config,
             temperature=config.trained_temperature,
             adapter=run.name if config.pushes_adapter else None,
-            joins=self._joins,
-        )
-
-    def sampler(self) -> Sampler:
-        """Return a sampler. In mode sync, it repeats the last push if no engine is left."""
-        inputs, services = self._inputs, self._services
-        engines = services.engine
-        # While rollouts are sampled ahead, the learner may be in the middle of an update. Its
-        # weights then belong to no version, so a push cannot be repeated.
-        is_ahead = self._run.config.rollout.mode != "sync"
-        return Sampler(
-            EnginesInFlight(engines, self._pushes or Pushes()) if self._joins else engines,
-            inputs.tokenizer,
-            inputs.sampling,
-            None if is_ahead else PushAgain(lambda: self._last_push(), self._run.workers),
-            shares_engines=services.shared_engine and not self._joins,
+            joins=joins,
         )
 
     def push_first(self, learner: AnyLearner, *, version: int) -> None:
@@ -93,30 +76,26 @@ class WeightPusher:
             survivors(services.engine.cancel_other_attempts(run.name, self._inputs.attempt))
         self.push(learner, version=version)
 
-    def push(
-        self,
-        learner: AnyLearner,
-        *,
-        version: int,
-        ahead: AsyncRollouts | None = None,
-    ) -> dict[str, float]:
+    def push_again(self) -> None:
+        """Repeat the last push, before the learner has updated its weights."""
+        self._last_push()
+
+    def push(self, learner: AnyLearner, *, version: int) -> dict[str, float]:
         """Push the learner's weights to the engines.
 
         Args:
             learner: The learner.
             version: Version of the weights: the step whose update produced them.
-            ahead: Background sampling, which waits for the new version.
 
         Returns:
             Metrics of the push, of memory, and of the engines' load.
         """
-        engine, roles = self._services.engine, self._roles
+        engine, roles = self._services.engine, self.roles
         self._last_push = lambda: self.push(learner, version=version)
         self._phases.enter(Phase.LEARN)
         self._phases.enter(Phase.PUSH)
-        metrics = ahead.settle() if ahead else {}
-        metrics |= self._gauges.load()
-        with self._pushes.push() if self._pushes else nullcontext():
+        metrics = self._gauges.load()
+        with self.pushes.push():
             if roles.trains_policy and self._run.config.pushes_adapter:
                 push_adapter(
                     cast(AdaptedLearner, learner),
@@ -131,14 +110,9 @@ class WeightPusher:
                 weights = learner.named_weights
                 self._transport.push(weights, engine, version=version, workers=roles.own)
             self._phases.enter(Phase.PROBE)  # wakes the engines
-            if self._pushes and self._run.workers.rank == 0:
+            if self._in_flight and self._run.workers.rank == 0:
                 survivors(engine.resume())
             if roles.trains_policy:
                 metrics |= try_probe(learner, engine, self._probe, version, roles.own)
-            if roles.are_apart:  # critic workers took no part in the push
-                engine.require(*self._run.workers.broadcast(engine.required))
             self._phases.enter(Phase.GENERATE)
-        metrics |= self._gauges.memory()
-        if ahead:
-            ahead.arrived(version)
-        return metrics
+        return metrics | self._gauges.memory()

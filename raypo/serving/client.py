@@ -1,23 +1,23 @@
 """Clients of engines, reference models and reward models.
 
 `EngineClient` calls vLLM engines: replicas of a deployment, or one in this process for `raypo eval`
-(`local_handle`). Code that samples uses the protocol `Engines`. It is implemented by `EngineClient`
-and by `raypo.rollout.in_flight.EnginesInFlight`.
+(`local_handle`). Only the rollout controller samples with it, through `raypo.rollout.engines`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 
 from raypo.cluster.actors import survivors
+from raypo.concurrency import background_future
 from raypo.config import InFlight
 from raypo.deployment.handle import DeploymentHandle
-from raypo.deployment.spec import SharedCall
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import (
     FrozenModel,
@@ -34,45 +34,10 @@ from raypo.weights.manifest import Manifest
 from raypo.weights.messages import OfferedBucket, PushStart, Ready, Rendezvous
 from raypo.weights.store import WeightSnapshot
 
+T = TypeVar("T")
 OnCompletion = Callable[[int, Completion], object]
 Completions = Future[list[Completion]]
 """Future of a list with one completion for each request, in the order given."""
-
-
-class Engines(Protocol):
-    """Protocol of one worker's engines, for all code that samples."""
-
-    @property
-    def preferred(self) -> tuple[int, ...]:
-        """Indices of this worker's engines."""
-        ...
-
-    def per_engine(self) -> Sequence[Engines]:
-        """Return one client for each engine of this worker."""
-        ...
-
-    def generate(
-        self,
-        requests: Sequence[SamplingRequest],
-        on_completion: OnCompletion | None = None,
-        shared: SharedCall | None = None,
-    ) -> Completions:
-        """Sample an exclusive batch: no other request shares its steps (`Engine.generate`).
-
-        Args:
-            requests: The batch.
-            on_completion: Callback `(index, completion)` for completions that are ready before the
-                whole batch is. Called from any thread, possibly twice for one index.
-            shared: Set if several workers send the same batch. The engine samples it once, and each
-                worker gets the completions at the indices in `shared.part`.
-        """
-        ...
-
-    def submit(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Completions:
-        """Sample requests that join the running batch at any step (`Engine.submit`)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,33 +50,28 @@ class EngineClient:
 
     handle: DeploymentHandle
 
-    @property
-    def preferred(self) -> tuple[int, ...]:
-        """Indices of this worker's engines."""
-        return self.handle.preferred
-
     def per_engine(self) -> list[EngineClient]:
-        """Return one client for each engine of this worker (`preferred`).
-
-        If this worker prefers no engine, the list has a single client, which calls any engine.
-        """
-        return [EngineClient(each) for each in self.handle.per_replica()]
+        """Return a client for each engine, which calls others only while that one is down."""
+        return [EngineClient(handle) for handle in self.handle.per_replica()]
 
     def generate(
-        self,
-        requests: Sequence[SamplingRequest],
-        on_completion: OnCompletion | None = None,
-        shared: SharedCall | None = None,
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
     ) -> Completions:
-        """Sample an exclusive batch: no other request shares its steps (`Engines.generate`)."""
-        handle = self.handle.options(on_entry=on_completion, shared=shared)
+        """Sample an exclusive batch: no other request shares its steps (`Engine.submit`).
+
+        Args:
+            requests: The batch.
+            on_completion: Callback `(index, completion)` for completions that are ready before the
+                whole batch is. Called from any thread, possibly twice for one index.
+        """
+        handle = self.handle.reporting(on_completion)
         return handle.call(Engine.submit, requests, alone=True)
 
     def submit(
         self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
     ) -> Completions:
         """Sample requests that join the running batch at any step (`Engine.submit`)."""
-        return self.handle.options(on_entry=on_completion).call(Engine.submit, requests)
+        return self.handle.reporting(on_completion).call(Engine.submit, requests)
 
     def sample_on_all(
         self, requests: Sequence[SamplingRequest], *, joins: bool
@@ -226,19 +186,59 @@ class FrozenClient:
         """Return the peak memory of each replica's processes, in GB."""
         return self.handle.control(FrozenModel.peak_memory)
 
+    def _split(
+        self,
+        method: Callable[..., list[T]],
+        items: Sequence[Any],
+        groups: Sequence[Any],
+        **arguments: Any,
+    ) -> Future[list[T]]:
+        """Call a method on all replicas, each with whole groups of the items.
+
+        Args:
+            method: Method with a list of items as its argument, which returns a list of as many.
+            items: The items.
+            groups: Key of the group of each item, such as its prompt.
+            arguments: Further arguments of the method.
+
+        Returns:
+            A future of the values, in the order of the items.
+        """
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        parts: list[list[int]] = [[] for _ in self.handle.replicas]
+        for index, group in enumerate(groups):
+            parts[numbers[group] % len(parts)].append(index)
+
+        async def values() -> list[T]:
+            used = [part for part in parts if part]
+            calls = [
+                self.handle.call(method, [items[n] for n in part], **arguments) for part in used
+            ]
+            answers = await asyncio.gather(*map(asyncio.wrap_future, calls))
+            by_index = {
+                index: value
+                for part, answer in zip(used, answers, strict=True)
+                for index, value in zip(part, answer, strict=True)
+            }
+            return [by_index[index] for index in range(len(items))]
+
+        return background_future(values())
+
 
 class ReferenceClient(FrozenClient):
     """Client of a reference model, or of a teacher."""
 
     def log_probs(self, rollouts: list[Rollout]) -> Future[list[np.ndarray]]:
         """Return the log-probs of each response's tokens in nats, float32 [T]."""
-        return self.handle.call(ReferenceModel.log_probs, rollouts)
+        return self._split(ReferenceModel.log_probs, rollouts, _groups(rollouts))
 
     def top_log_probs(
         self, sequences: Sequence[Ids], count: int, vocabulary: int
     ) -> Future[list[TopTokens]]:
         """Return the top tokens at each response position (`ReferenceModel.top_log_probs`)."""
-        return self.handle.call(ReferenceModel.top_log_probs, sequences, count, vocabulary)
+        each_alone = range(len(sequences))
+        method = ReferenceModel.top_log_probs
+        return self._split(method, sequences, each_alone, count=count, vocabulary=vocabulary)
 
 
 class JudgeClient(FrozenClient):
@@ -254,4 +254,8 @@ class RewardModelClient(FrozenClient):
 
     def score(self, rollouts: list[Rollout]) -> Future[list[float]]:
         """Return one score for each rollout, in the order given."""
-        return self.handle.call(RewardModel.score, rollouts)
+        return self._split(RewardModel.score, rollouts, _groups(rollouts))
+
+
+def _groups(rollouts: Sequence[Rollout]) -> list[int]:
+    return [rollout.group_index for rollout in rollouts]

@@ -1,0 +1,231 @@
+"""The batches of a run, from the rollout controller to the workers that train them.
+
+The controller is in the first worker's process. The other workers only wait for what it makes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from raypo.concurrency import daemon_future
+from raypo.config import FilterSection, OnlineConfig, PPOConfig
+from raypo.metrics.clock import Clock, Span
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import Sampler
+from raypo.rollout.controller import RolloutController
+from raypo.rollout.dynamic_sampling import Collected, StepBatch
+from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.sharding import deal
+from raypo.run.online_inputs import OnlineInputs
+from raypo.run.phases import Phase, Phases
+from raypo.run.rollout_metrics import batch_metrics
+from raypo.run.run import Run
+from raypo.run.services import Services
+from raypo.run.weight_pusher import WeightPusher
+from raypo.types import Prompt, Rollout
+
+T = TypeVar("T")
+
+
+class Rollouts:
+    """Rollouts of a run, as its workers see them. All workers call every method."""
+
+    def __init__(
+        self,
+        run: Run[OnlineConfig],
+        inputs: OnlineInputs,
+        services: Services,
+        phases: Phases,
+        weights: WeightPusher,
+        *,
+        changed: Callable[[Scorer], Scorer] = lambda scorer: scorer,
+    ) -> None:
+        """Create the controller in the first worker's process.
+
+        Args:
+            run: The run.
+            inputs: Its inputs.
+            services: Its services, which only the controller calls, except for pushes.
+            phases: Phases of the run.
+            weights: Pushes of the run. A push is repeated if no engine has the weights any more.
+            changed: Function that changes the scorer of the config.
+        """
+        self._run, self._phases, self._weights = run, phases, weights
+        config, section = run.config, run.config.rollout
+        self._is_ahead = section.mode != "sync"
+        self._controller: RolloutController | None = None
+        if (own := inputs.rollouts) is None:
+            return
+        self._inputs = own
+        self._sampler = Sampler(weights.engines, inputs.tokenizer, own.sampling)
+        self._scorer = changed(own.scorer(config, services))
+        self._controller = RolloutController(
+            own.source,
+            self._sample_and_score,
+            partial(_empty_batch, config),
+            num_steps=config.num_steps,
+            prompts_per_step=config.prompts_answered,
+            max_staleness=section.staleness,
+            is_ahead=self._is_ahead,
+            overlaps=section.has_requests_in_flight,
+            settles=section.mode == "one_step_off",
+        )
+        run.at_end.callback(self._controller.close)
+
+    def begin(self, *, last_step: int) -> None:
+        """Start to make the batches of the steps after `last_step`, whose weights were pushed."""
+        if self._controller:
+            self._controller.begin(last_step=last_step)
+
+    def take(self, step: int, clock: Clock) -> Collected:
+        """Wait for the batch of a step.
+
+        Args:
+            step: The step.
+            clock: Clock of the step. It gets the times of sampling and scoring, or the time of
+                waiting if the batch was sampled ahead.
+
+        Returns:
+            The batch on the first worker, and an empty one on all others.
+        """
+        batch = self._from_first(lambda controller: controller.take(step))
+        batch = batch or Collected([], [], 0, {})
+        if self._is_ahead:
+            clock.lap("time/wait_for_rollouts_s")
+        else:
+            clock.join(self._run.workers.broadcast(batch.clock))
+        return batch
+
+    def deal(self, batch: Collected, step: int, *, minibatch_size: int) -> list[Rollout]:
+        """Return this worker's share of a batch, balanced by tokens (`sharding.deal`)."""
+        run = self._run
+        hands = deal(
+            batch.trained,
+            minibatch_size=minibatch_size,
+            seed=(run.config.seed, step),
+            num_workers=run.workers.count,
+            teams=self._weights.roles.teams,
+        )
+        return run.workers.scatter(hands)
+
+    def metrics(self, batch: Collected, step: int) -> dict[str, float]:
+        """Return metrics of a step's samples: scores, lengths, and counts by outcome."""
+        metrics: dict[str, float] = {}
+        if self._controller:
+            counts, metrics = self._controller.accounts(batch)
+            metrics |= batch_metrics(self._run, batch, counts, self._inputs.sampling, step=step)
+        return self._run.workers.broadcast(metrics)
+
+    def settle(self) -> dict[str, float]:
+        """Wait before a push until the next batch is complete, if `rollout.mode` says so.
+
+        Returns:
+            The seconds that this took, as the metric `perf/wait_for_engines_s`.
+        """
+        if not self._is_ahead:
+            return {}
+        began = time.perf_counter()
+        self._from_first(RolloutController.settle, may_push=False)
+        return {"perf/wait_for_engines_s": time.perf_counter() - began}
+
+    def arrived(self, version: int) -> None:
+        """Record that the engines now hold this version of the weights."""
+        if self._controller:
+            self._controller.arrived(version)
+
+    def evaluate(self) -> tuple[dict[str, float], list[Rollout]]:
+        """Evaluate the policy on the held-out prompts with the engines' weights.
+
+        Returns:
+            metrics: The metrics, empty if there are no held-out prompts.
+            rollouts: The scored responses on the first worker, an empty list on all others.
+        """
+        self._phases.enter(Phase.GENERATE)
+        metrics, rollouts = self._from_first(
+            lambda _: daemon_future(self._evaluate, name="raypo-evaluation")
+        ) or ({}, [])
+        return self._run.workers.broadcast(metrics), rollouts
+
+    def spans(self) -> list[Span]:
+        """Return the time spans of sampling ahead on the first worker, none on all others."""
+        return self._controller.spans() if self._controller else []
+
+    def tell_unused(self) -> None:
+        """Report the number of samples that were asked for ahead and are not trained."""
+        if self._controller and (unused := self._controller.num_unused):
+            self._run.tell.message(f"{unused} samples were asked for ahead and are not trained")
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Write what was sampled ahead to a checkpoint; return the position in the prompts.
+
+        Only the first worker has a position.
+        """
+        return self._controller.save(directory) if self._controller else {}
+
+    def restore(self, directory: Path, state: Mapping[str, Any], *, is_own: bool) -> None:
+        """Restore the position, and what was sampled ahead if the checkpoint is this run's own."""
+        if self._controller:
+            self._controller.load_state_dict(state)
+            if is_own:
+                self._controller.restore(directory)
+
+    def _from_first(
+        self, ask: Callable[[RolloutController], Future[T]], *, may_push: bool = True
+    ) -> T | None:
+        """Wait on all workers for an answer of the controller; push again if it needs that.
+
+        Returns:
+            The answer on the first worker, None on all others.
+        """
+        answer = ask(self._controller) if self._controller else None
+        workers, pushes = self._run.workers, self._weights.pushes
+        while True:
+            is_done = answer is None or pushes.wait_for(answer, may_push=may_push)
+            is_done, self._phases.now = workers.broadcast((is_done, self._phases.now))
+            if is_done:
+                return answer and answer.result()
+            self._weights.push_again()
+
+    def _sample_and_score(self, prompts: Sequence[Prompt], clock: Clock) -> list[Rollout]:
+        """Sample responses to prompts; add their scores and reference log-probs.
+
+        This is called once for a step's prompts, and again to replace groups that `ppo.filter`
+        drops. Its thread is one of the controller's.
+        """
+        self._phases.turn(Phase.GENERATE)
+        scoring = self._scorer.begin()
+        rollouts = self._sampler.sample(
+            prompts,
+            on_rollouts=scoring.add if scoring.scores_early else None,  # score during sampling
+        )
+        clock.lap("time/generate_s")
+        self._phases.turn(Phase.SCORE, before_push=not self._run.config.is_refilled)
+        scored = scoring.results(rollouts)
+        clock.lap("time/score_s")
+        return scored
+
+    def _evaluate(self) -> tuple[dict[str, float], list[Rollout]]:
+        inputs, scorer = self._inputs, self._scorer
+        if not inputs.held_out:
+            return {}, []
+        if inputs.eval_function is not None:  # it replaces function, servers and judge
+            scorer = replace(scorer, function=None, servers={}, judge=None)
+        return evaluate_policy(
+            inputs.held_out,
+            self._sampler,
+            inputs.eval_function,
+            section=self._run.config.eval,
+            scorer=scorer,
+            before_scoring=partial(self._phases.turn, Phase.SCORE),
+        )
+
+
+def _empty_batch(config: OnlineConfig) -> StepBatch:
+    section = config.ppo.filter if isinstance(config, PPOConfig) else FilterSection()
+    return StepBatch(config.prompts_answered, section, config.reward)
