@@ -32,8 +32,8 @@ class RewardRequestSection(Config):
     """Maximum number of samples per request to `reward.url`. A request to a judge has one criterion
     of one sample."""
     max_concurrent: int = Field(default=8, ge=1)
-    """Maximum number of requests in flight per learner worker: to all servers of `reward.url`
-    together, and to all servers of `reward.judge` together."""
+    """Maximum number of requests in flight: to all servers of `reward.url` together, and to all
+    servers of `reward.judge` together."""
     timeout_s: float = Field(default=60.0, gt=0.0)
     """Timeout of one attempt, in seconds."""
     max_attempts: int = Field(default=5, ge=1)
@@ -191,9 +191,9 @@ class RewardSection(Config):
     """Reward function, `file.py:name` or `package.module:name`, with the signature (list[Rollout])
     -> list[float], or with that of TRL, f(prompts, completions, **columns). null means none."""
     processes: int = Field(default=0, ge=0)
-    """Number of worker processes per learner worker for a slow reward function. Each call gets the
-    rollouts of a few prompts. 0 means that the learner worker calls the function itself, with all
-    of its rollouts at once."""
+    """Number of worker processes for a slow reward function, beside the first learner worker. Each
+    call gets the rollouts of a few prompts. 0 means that the first learner worker calls the
+    function itself, with all rollouts of a step at once."""
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
     """Timeout of one call of the reward function, in seconds; null means no timeout. A call in a
     worker process is killed and its samples count as failed. A call in the learner worker cannot be

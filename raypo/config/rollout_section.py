@@ -201,9 +201,9 @@ class RolloutSection(SamplingSection):
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the environment of each episode."""
     environment_processes: int = Field(default=0, ge=0)
-    """Number of processes for environments per learner worker. If a call hangs, its process is
-    killed. Environments are pickled between their turns. 0 runs environments in the learner worker
-    itself; environments with blocking methods then run in threads."""
+    """Number of processes for environments, beside the first learner worker. If a call hangs, its
+    process is killed. Environments are pickled between their turns. 0 runs environments in the
+    first learner worker itself; environments with blocking methods then run in threads."""
     agent: str | None = None
     """Agent class, `file.py:Class` or `package.module:Class`, as an alternative to an environment.
     An agent calls the policy as often as it likes, and returns the score of the episode. null means
@@ -235,8 +235,8 @@ class RolloutSection(SamplingSection):
     the policy. An episode that exceeds it counts as failed. null means no limit. A coroutine that
     blocks the event loop of all episodes for this long ends the run."""
     max_concurrent_steps: int = Field(default=256, ge=1)
-    """Maximum number of environment calls in flight per learner worker. For agents: maximum number
-    of agents that run at the same time, not counting agents that wait for the policy's response."""
+    """Maximum number of environment calls in flight. For agents: maximum number of agents that run
+    at the same time, not counting agents that wait for the policy's response."""
 
     @property
     def reads_text(self) -> bool:

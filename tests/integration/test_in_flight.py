@@ -17,15 +17,14 @@ import pytest
 from scipy.stats import ks_2samp
 from transformers import AutoModelForCausalLM
 
-from raypo.collectives import Workers
 from raypo.config import EngineSection, FilterSection, InFlight, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.deployment.handle import local_handle
 from raypo.metrics.clock import Clock
-from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.collect import Sampler, Sampling
+from raypo.rollout.controller import RolloutController
 from raypo.rollout.dynamic_sampling import StepBatch
-from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.rollout.prompt_source import PromptSource
 from raypo.serving.client import EngineClient
 from raypo.serving.engine import Engine
@@ -70,17 +69,17 @@ class Run:
 
     def __post_init__(self) -> None:
         self.pushes = Pushes()
-        self.engines = EnginesInFlight(EngineClient(local_handle(self.pair.engine)), self.pushes)
-        self.ahead = AsyncRollouts(
+        client = EngineClient(local_handle(self.pair.engine))
+        self.engines = PolicyEngines(client, self.pushes, joins=True)
+        self.controller = RolloutController(
             PromptSource(ShuffledStream(PROMPTS, seed=1), SAMPLES),
             self._scored,
             lambda: StepBatch(PROMPTS_PER_STEP, FilterSection(enabled=True), RewardSection()),
             prompts_per_step=PROMPTS_PER_STEP,
             max_staleness=STALENESS,
             overlaps=True,
-            settles=False,
             num_steps=STEPS,
-            workers=Workers(),
+            is_ahead=True,
         )
         self.trained: list[tuple[int, Rollout]] = []
         """With the step that trained it."""
@@ -94,21 +93,21 @@ class Run:
             self.pair.engine.pause(self.in_flight)
             self.pair.engine.load_weights(self.pair.push())
             self.pair.engine.resume()
-        self.ahead.arrived(version)
+        self.controller.arrived(version)
 
     def go(self, until: int = STEPS) -> None:
         self.push(self.last_step)
-        self.ahead.begin(last_step=self.last_step)
+        self.controller.begin(last_step=self.last_step)
         for step in range(self.last_step + 1, until + 1):
-            batch = self.ahead.take(step, Clock())
-            taken, self.counts = batch.trained, self.ahead.counts(batch)
+            batch = self.controller.take(step).result()
+            taken, (self.counts, _) = batch.trained, self.controller.accounts(batch)
             self.requested += np.array(self.counts[:2])
             self.trained += [(step, each) for each in taken]
             time.sleep(self.slow_learner_s)
             self.push(step)
         self.last_step = until
 
-    def _scored(self, draws: Sequence[Prompt], clock: Clock, workers: Workers) -> list[Rollout]:
+    def _scored(self, draws: Sequence[Prompt], clock: Clock) -> list[Rollout]:
         rollouts = Sampler(self.engines, Lossy(), SAMPLING).sample(draws)
         time.sleep(self.slow_scorer_s)
         return [
@@ -147,9 +146,9 @@ def undisturbed(pair: Pair) -> list[int]:
     """Lengths of other samples of the same prompts, none of which any push has met."""
     pair.engine.load_weights(pair.push())
     source = PromptSource(ShuffledStream(PROMPTS, seed=1), 1)
-    draws = source.draw(STEPS * PROMPTS_PER_STEP, Workers())
+    draws = source.draw(STEPS * PROMPTS_PER_STEP)
     other = Sampling(SAMPLES, LONGEST, 1.0, 1.0, (END,), seed=4)
-    engines = EnginesInFlight(EngineClient(local_handle(pair.engine)), Pushes())
+    engines = PolicyEngines(EngineClient(local_handle(pair.engine)))
     return lengths(Sampler(engines, Lossy(), other).sample(draws))
 
 
@@ -208,13 +207,13 @@ def test_a_buffer_of_whoever_comes_first_trains_too_many_short_ones(
 def test_a_run_that_is_killed_and_resumed_trains_every_sample_once(pair: Pair, tmp_path: Path):
     first = Run(pair, "recompute")
     first.go(until=3)
-    carried = first.ahead.prompts.sample_counts.carried
-    first.ahead.save(tmp_path, Workers())  # and what comes after it is lost
-    first.ahead.close()
+    carried = first.controller.source.sample_counts.carried
+    first.controller.save(tmp_path)  # and what comes after it is lost
+    first.controller.close()
 
     second = Run(pair, "recompute", last_step=3)
-    second.ahead.restore(tmp_path, Workers())
-    restored = second.ahead.prompts.sample_counts
+    second.controller.restore(tmp_path)
+    restored = second.controller.source.sample_counts
     assert restored.carried == carried == STALENESS * PROMPTS_PER_STEP * SAMPLES
     lost = restored.lost
     second.go()

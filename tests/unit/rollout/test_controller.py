@@ -1,4 +1,4 @@
-"""Rollouts ahead of the update: the bound holds, no prompt is lost or overtaken, resumes repeat."""
+"""Batches of the controller: the bound holds, no prompt is lost or overtaken, resumes repeat."""
 
 import json
 import threading
@@ -13,17 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypo.collectives import Workers
 from raypo.config import CurriculumSection, FilterSection, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.metrics.clock import Clock
-from raypo.rollout.async_rollouts import AsyncRollouts
+from raypo.rollout.controller import RolloutController
 from raypo.rollout.curriculum import CurriculumStream
 from raypo.rollout.dynamic_sampling import StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.sample_counts import sample_count_metrics
 from raypo.types import Prompt, Rollout
-from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_dynamic_sampling import rollout
 
 PROMPTS_PER_STEP = 2
@@ -38,8 +36,8 @@ class Run:
         max_staleness: int,
         num_steps: int = 8,
         settles: bool = False,
+        is_ahead: bool = True,
         sampling_s: Callable[[int], float] = lambda group: 0.0,
-        workers: Workers | None = None,
         passes: Callable[[int], bool] | None = None,
         max_refills: int = 50,
         stream: ShuffledStream[Prompt] | None = None,
@@ -47,12 +45,12 @@ class Run:
         prompts = [Prompt(i, "p", np.array([5], np.int32)) for i in range(5)]
         self.stream = stream or ShuffledStream(prompts, seed=3)
         self.prompts: dict[int, int] = {}
-        """Index of the prompt of each draw that this worker sampled."""
+        """Index of the prompt of each draw that was sampled."""
         self.rates: list[dict[str, float]] = []
         """Metrics of the curriculum by step."""
-        self.workers = workers or Workers()
-        self.ahead = AsyncRollouts(
-            PromptSource(self.stream, 2),
+        self.source = PromptSource(self.stream, 2)
+        self.controller = RolloutController(
+            self.source,
             lambda *args: self.scored(*args),
             lambda: StepBatch(
                 PROMPTS_PER_STEP, self.filter, RewardSection(max_failed_fraction=1.0)
@@ -62,7 +60,7 @@ class Run:
             overlaps=max_staleness > 0 and not settles,
             settles=settles,
             num_steps=num_steps,
-            workers=self.workers.beside(),
+            is_ahead=is_ahead,
         )
         self.num_steps = num_steps
         self.version = 0
@@ -79,7 +77,7 @@ class Run:
         """The accounts of each step."""
         self.under_way = self.most_under_way = 0
 
-    def scored(self, draws: Sequence[Prompt], clock: Clock, workers: Workers) -> list[Rollout]:
+    def scored(self, draws: Sequence[Prompt], clock: Clock) -> list[Rollout]:
         first = self.version
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -100,31 +98,27 @@ class Run:
         ]
 
     def push(self, version: int) -> None:
-        self.ahead.settle()
-        self.workers.gather(None)
+        self.controller.settle().result()
         self.version = version
-        self.ahead.arrived(version)
+        self.controller.arrived(version)
 
     def begin(self) -> None:
-        self.ahead.begin(last_step=self.last_step)
+        self.controller.begin(last_step=self.last_step)
 
     def go(self, until: int | None = None, update_s: float = 0.0) -> None:
         self.begin()
         for step in range(self.last_step + 1, (until or self.num_steps) + 1):
-            collected = self.ahead.take(step, Clock())
+            collected = self.controller.take(step).result()
             rollouts = collected.trained
             groups = {each.group_index: each.weight_version for each in rollouts}
             self.trained.append((step, list(groups.items())))
             self.last_versions += [int(each.weight_versions[-1]) for each in rollouts]
+            counts, rates = self.controller.accounts(collected)
             figures = sample_count_metrics(
-                self.ahead.counts(collected),
-                collected,
-                self.workers,
-                step=step,
-                max_staleness=self.max_staleness_trained,
+                counts, collected, step=step, max_staleness=self.max_staleness_trained
             )
             self.figures.append(collected.metrics | figures)
-            self.rates.append(self.ahead.pass_rates(collected, self.workers))
+            self.rates.append(rates)
             time.sleep(update_s)
             self.push(step)
             self.last_step = step
@@ -134,6 +128,13 @@ class Run:
 
     def staleness(self) -> list[int]:
         return [step - 1 - version for step, rows in self.trained for _, version in rows]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @given(
@@ -197,18 +198,12 @@ def test_with_a_filter_every_step_trains_the_groups_that_a_synchronous_run_train
             assert mine[f"rollout/samples_{name}"] == theirs[f"rollout/samples_{name}"]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_the_last_step_of_a_filter_draws_no_more_than_it_lacks(num_workers: int):
-    def go(workers: Workers) -> tuple[list[int], float]:
-        run = Run(max_staleness=2, workers=workers, passes=lambda group: group % 3 < 2)
-        run.sampling_s = lambda group: 0.003 * workers.rank
-        run.go()
-        return run.groups(), run.figures[-1]["rollout/samples_carried"]
-
-    told = on_workers(num_workers, go)
-    trained = sorted(group for groups, _ in told for group in groups)
-    assert trained == [group for group in range(24) if group % 3 < 2][: 8 * PROMPTS_PER_STEP]
-    assert {carried for _, carried in told} == {0.0}
+def test_the_last_step_of_a_filter_draws_no_more_than_it_lacks():
+    run = Run(max_staleness=2, passes=lambda group: group % 3 < 2)
+    run.go()
+    passing = [group for group in range(24) if group % 3 < 2]
+    assert run.groups() == passing[: 8 * PROMPTS_PER_STEP]
+    assert run.figures[-1]["rollout/samples_carried"] == 0.0
 
 
 def test_two_batches_of_a_filter_are_sampled_at_the_same_time():
@@ -249,24 +244,38 @@ def test_one_step_off_is_one_version_behind_whoever_is_slower(sampling_s: float,
 def test_the_next_batch_is_sampled_while_the_learner_updates():
     run = Run(max_staleness=1)
     run.begin()
-    run.ahead.take(1, Clock())
-    following = run.ahead._batches[2].result(10)  # the update of step 1 has not ended
-    assert {each.weight_version for each in following.trained} == {0}
-    assert not run.ahead._batches[3].done()
+    run.controller.take(1).result()
+    wait_until(lambda: 2 in run.controller._batches)  # the update of step 1 has not ended
+    following = run.controller._batches[2]
+    assert {rollout.weight_version for rollout in following.trained} == {0}
+    assert 3 not in run.controller._batches
+
+
+def test_a_synchronous_batch_is_begun_when_it_is_asked_for():
+    run = Run(max_staleness=0, is_ahead=False)
+    run.begin()
+    run.controller.take(1).result()
+    run.push(1)
+    time.sleep(0.05)  # an evaluation, for which the engines are free
+    assert run.source.drawn == PROMPTS_PER_STEP
+    batch = run.controller.take(2).result()
+    assert {rollout.weight_version for rollout in batch.trained} == {1}
+    assert batch.clock.laps["time/generate_s"] > 0.0
+    assert "perf/generate_s" not in batch.metrics
 
 
 def test_what_ends_the_collecting_ends_the_step_that_wants_it():
     run = Run(max_staleness=2)
 
-    def scored(draws: Sequence[Prompt], clock: Clock, workers: Workers) -> list[Rollout]:
+    def scored(draws: Sequence[Prompt], clock: Clock) -> list[Rollout]:
         raise RuntimeError("the judge has left")
 
     run.scored = scored
     run.begin()
     with pytest.raises(RuntimeError, match="the judge has left"):
-        run.ahead.take(1, Clock())
+        run.controller.take(1).result()
     with pytest.raises(RuntimeError, match="the judge has left"):
-        run.ahead.take(2, Clock())
+        run.controller.take(2).result()
 
 
 def test_what_ends_the_drawing_of_prompts_ends_the_step_that_wants_them():
@@ -284,36 +293,29 @@ def test_what_ends_the_drawing_of_prompts_ends_the_step_that_wants_them():
     assert len(run.trained) <= 2
 
 
-def test_a_worker_whose_collecting_fails_does_not_wait_for_the_others_before_a_push():
-    """They wait for it, with the batch after this step's half collected."""
+def test_a_batch_that_fails_ends_the_wait_before_a_push():
+    run = Run(max_staleness=1, settles=True)
+    sample = run.scored
 
-    def fails(workers: Workers) -> str:
-        run = Run(max_staleness=1, settles=True, workers=workers)
+    def scored(draws: Sequence[Prompt], clock: Clock) -> list[Rollout]:
+        if draws[0].group_index >= PROMPTS_PER_STEP:
+            raise RuntimeError("the engine has left")
+        return sample(draws, clock)
 
-        def scored(draws: Sequence[Prompt], clock: Clock, beside: Workers) -> list[Rollout]:
-            if workers.rank == 1 and draws[0].group_index >= PROMPTS_PER_STEP:
-                raise RuntimeError("the engine has left")
-            return run.scored(draws, clock, beside)
-
-        run.ahead.sample_and_score = scored
-        run.begin()
-        run.ahead.take(1, Clock())
-        if workers.rank == 0:
-            return "waits"
-        with pytest.raises(RuntimeError, match="the engine has left"):
-            run.push(1)
-        return "fails"
-
-    assert on_workers(2, fails) == ["waits", "fails"]
+    run.scored = scored
+    run.begin()
+    run.controller.take(1).result()
+    with pytest.raises(RuntimeError, match="the engine has left"):
+        run.push(1)
 
 
 def test_what_was_collected_has_spans_of_its_own():
     run = Run(max_staleness=1, settles=True)
     run.go()
-    names = [name for name, _, _ in run.ahead.spans()]
+    names = [name for name, _, _ in run.controller.spans()]
     versions = [0, *range(run.num_steps - 1)]
     assert names == [f"time/generate_v{version}_s" for version in versions]
-    assert run.ahead.spans() == []
+    assert run.controller.spans() == []
 
 
 @pytest.mark.parametrize("settles", [True, False])
@@ -329,11 +331,11 @@ def test_a_resumed_run_trains_what_the_undisturbed_one_trains(
     whole.go()
     first = new()
     first.go(until=killed_after)
-    first.ahead.save(tmp_path, first.workers)
-    first.ahead.close()
+    first.controller.save(tmp_path)
+    first.controller.close()
     second = new()
     second.version = second.last_step = killed_after
-    second.ahead.restore(tmp_path, second.workers)
+    second.controller.restore(tmp_path)
     second.go()
     assert first.groups() + second.groups() == whole.groups()
     if settles:  # else it depends on timing which version a batch is of
@@ -365,16 +367,13 @@ def test_a_checkpoint_while_batches_are_sampled_rewinds_their_prompts_and_counts
 
     run = Run(max_staleness=2, sampling_s=wait)
     run.begin()
-    first = run.ahead.take(1, Clock())
-    counts = run.ahead.prompts.sample_counts
-    while counts.carried != 3 * 2 * PROMPTS_PER_STEP:  # those of steps 2 and 3
-        time.sleep(0.001)
-    assert run.ahead.counts(first) == (12, 0, 8)
-    run.ahead.save(tmp_path, run.workers)
-    assert run.ahead.position() == {"position": PROMPTS_PER_STEP}
+    first = run.controller.take(1).result()
+    wait_until(lambda: run.source.sample_counts.carried == 3 * 2 * PROMPTS_PER_STEP)
+    assert run.controller.accounts(first)[0] == (12, 0, 8)
+    assert run.controller.save(tmp_path) == {"position": PROMPTS_PER_STEP}
     go_on.set()
     resumed = Run(max_staleness=3)
-    resumed.ahead.restore(tmp_path, resumed.workers)
+    resumed.controller.restore(tmp_path)
     resumed.last_step = resumed.version = 1
     resumed.go()
     assert resumed.groups() == list(range(PROMPTS_PER_STEP, PROMPTS_PER_STEP * resumed.num_steps))
@@ -443,13 +442,12 @@ def test_a_resumed_curriculum_draws_what_the_undisturbed_one_draws(
     first = new()
     first.sampling_s = lambda group: 0.003 * (group % 3)  # so that batches begun are lost
     first.go(until=killed_after)
-    state = json.loads(json.dumps({"stream": first.ahead.position()}))
-    first.ahead.save(tmp_path, first.workers)
-    first.ahead.close()
+    state = json.loads(json.dumps({"stream": first.controller.save(tmp_path)}))
+    first.controller.close()
     second = new()
     second.version = second.last_step = killed_after
-    second.ahead.load_state_dict(state, second.workers)
-    second.ahead.restore(tmp_path, second.workers)
+    second.controller.load_state_dict(state)
+    second.controller.restore(tmp_path)
     second.go()
     assert first.groups() + second.groups() == whole.groups()
     drawn = first.prompts | second.prompts
@@ -458,42 +456,3 @@ def test_a_resumed_curriculum_draws_what_the_undisturbed_one_draws(
     }
     assert first.rates + second.rates == whole.rates
     assert_accounts_close(first.figures + second.figures)
-
-
-@pytest.mark.parametrize("has_filter", [False, True])
-def test_two_workers_of_different_speed_draw_what_one_worker_draws(has_filter: bool):
-    def go(workers: Workers) -> tuple[dict[int, int], list[dict[str, float]]]:
-        run = Curriculum(max_staleness=2, has_filter=has_filter, workers=workers)
-        run.sampling_s = lambda group: 0.003 * workers.rank
-        run.go()
-        return run.prompts, run.rates
-
-    ((whole, rates),) = on_workers(1, go)
-    (one, told), (other, others_told) = on_workers(2, go)
-    assert one | other == whole
-    assert told == others_told == rates
-
-
-def two_workers_of_different_speed(workers: Workers, folder: Path) -> tuple[list[int], list[int]]:
-    run = Run(
-        max_staleness=2,
-        workers=workers,
-        sampling_s=lambda group: 0.004 * workers.rank,
-        passes=lambda group: group % 3 > 0,
-    )
-    run.go(until=5, update_s=0.002)
-    run.ahead.save(folder, workers)
-    restored = Run(max_staleness=2, workers=workers)
-    restored.ahead.restore(folder, workers)
-    held = sorted(restored.ahead._batches)
-    run.ahead.close()
-    return held, run.staleness()
-
-
-def test_workers_that_differ_in_speed_keep_the_same_whole_batches(tmp_path: Path):
-    (held, lags), (others_held, others_lags) = on_workers(
-        2, lambda workers: two_workers_of_different_speed(workers, tmp_path)
-    )
-    assert held == others_held
-    assert held == list(range(6, 6 + len(held)))
-    assert all(0 <= lag <= 2 for lag in lags + others_lags)
