@@ -57,7 +57,10 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, roles)
         rollouts = Rollouts(run, inputs, services, phases, weights)
-        learner = start_learner(run, inputs, roles, phases)  # 3. policy and critic
+        phases.enter(Phase.LEARN)
+        # Where roles start at the same time, the engine compiles too, and takes longer.
+        learner = start_learner(run, inputs, roles, warms_up=not phases.offloads)  # 3. the models
+        phases.learner = learner
         checkpoints = Checkpoints(
             run,
             records,

@@ -12,15 +12,20 @@ from raypo.learner.learner import Learner
 from raypo.learner.roles import Roles
 from raypo.models.critic import critic_start
 from raypo.run.online_inputs import OnlineInputs
-from raypo.run.phases import Phase, Phases
 from raypo.run.run import Run
 
 
 def start_learner(
-    run: Run[PPOConfig], inputs: OnlineInputs, roles: Roles, phases: Phases
+    run: Run[PPOConfig], inputs: OnlineInputs, roles: Roles, *, warms_up: bool
 ) -> Learner:
-    """Load policy and critic, before `Checkpoints.restore` restores them. All workers call this."""
-    phases.enter(Phase.LEARN)
+    """Load policy and critic, before `Checkpoints.restore` restores them. All workers call this.
+
+    Args:
+        run: The run.
+        inputs: Its inputs.
+        roles: Roles of the workers.
+        warms_up: True to compile kernels now, on GPUs, while the engines start.
+    """
     config = run.config
     run.tell.phase(f"loading policy{' and critic' if config.needs_critic else ''}")
     learner = Learner(
@@ -43,9 +48,7 @@ def start_learner(
         workers=run.workers,
         roles=roles,
     )
-    phases.learner = learner
-    # Where roles start at the same time, the engine compiles too, and takes longer.
-    if torch.cuda.is_available() and not phases.offloads:
+    if torch.cuda.is_available() and warms_up:
         run.tell.phase("compiling the learner's kernels")
         learner.warm_up()
     if start := run.workers.gather(learner.critic_start)[-1]:
