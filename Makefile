@@ -2,7 +2,7 @@
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test oldest check gpu bench bench-gpu docs docs-site fix clean
+.PHONY: help setup demo lint test slow oldest check coverage gpu bench bench-gpu docs docs-site fix clean
 
 help: ## What can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -24,11 +24,17 @@ test: setup ## Unit and integration tests
 	python -m pytest tests/integration -m integration --durations=20 -n 2 \
 		--dist loadscope --no-loadscope-reorder
 
+slow: setup ## Learning curves, faults and clusters: hours
+	python -m pytest tests/slow -m slow --durations=50 -n 0
+
 oldest: ## The engine's tests with the oldest supported vLLM, torch and transformers, in .venv-oldest
 	scripts/oldest.sh
 
 check: lint ## What is to be seen within minutes: lint and unit tests
 	python -m pytest tests/unit -n auto
+
+coverage: setup ## Unit tests, with the lines of raypo/ that they do not run
+	python -m pytest tests/unit -n auto --cov=raypo --cov-report=term:skip-covered
 
 gpu: ## On a machine with a GPU: the pinned CUDA set, then the acceptance; minutes, a report
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU ' || { echo "raypo: nvidia-smi finds no GPU here."; exit 2; }

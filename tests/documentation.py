@@ -36,6 +36,8 @@ NOT_RUN = {
     "python -m examples.quickstart.demo": "a slow test runs its pipeline with three seeds",
     "make test": "it is what runs this",
     "make check": "it is part of what runs this",
+    "make slow": "hours",
+    "make coverage": "it is part of what runs this",
     "make lint": "it is part of what runs this",
     "make fix": "it changes the sources",
     "make docs": "a unit test compares what it writes",
