@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pkgutil import resolve_name
+from importlib import import_module
 from typing import Any, ClassVar
 
 from raypo.config import (
@@ -19,19 +19,14 @@ from raypo.config import (
 from raypo.trainer.trainer import RecipeTrainer
 
 
-def _loop(name: str, *kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _loop(recipe: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a recipe's train loop, which is imported only when it runs.
 
     A driver that does not import model code starts in two thirds of the time.
-
-    Args:
-        name: `module:function` in `raypo`.
-        kinds: Classes to pass to a loop that several recipes share, as `module:class`.
     """
 
     def loop(setup: dict[str, Any]) -> dict[str, Any]:
-        function, *views = (resolve_name(f"raypo.{each}") for each in (name, *kinds))
-        return function(setup, *views)
+        return import_module(f"raypo.recipes.{recipe}").train_loop_per_worker(setup)
 
     return loop
 
@@ -39,7 +34,7 @@ def _loop(name: str, *kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 class PPOTrainer(RecipeTrainer[PPOConfig]):
     """PPO on a language model: `PPOTrainer("ppo.yaml").fit()`."""
 
-    loop = _loop("recipes.ppo:train_loop_per_worker")
+    loop = _loop("ppo")
     config_class = PPOConfig
 
 
@@ -52,42 +47,42 @@ class GRPOTrainer(PPOTrainer):
 class SFTTrainer(RecipeTrainer[SFTConfig]):
     """Supervised fine-tuning: `SFTTrainer("sft.yaml").fit()`."""
 
-    loop = _loop("run.examples_run:examples_loop", "recipes.sft:SFTRecipe")
+    loop = _loop("sft")
     config_class = SFTConfig
 
 
 class RewardModelTrainer(RecipeTrainer[RewardModelConfig]):
     """Reward-model training on pairs: `RewardModelTrainer("reward_model.yaml").fit()`."""
 
-    loop = _loop("run.examples_run:examples_loop", "recipes.reward_model:RewardModelRecipe")
+    loop = _loop("reward_model")
     config_class = RewardModelConfig
 
 
 class DPOTrainer(RecipeTrainer[DPOConfig]):
     """DPO and its variants on preference pairs: `DPOTrainer("dpo.yaml").fit()`."""
 
-    loop = _loop("run.examples_run:examples_loop", "recipes.dpo:DPORecipe")
+    loop = _loop("dpo")
     config_class = DPOConfig
 
 
 class RejectionSamplingTrainer(RecipeTrainer[RejectionSamplingConfig]):
     """Fine-tuning on the best of several samples: `RejectionSamplingTrainer("run.yaml").fit()`."""
 
-    loop = _loop("recipes.rounds:rounds_loop", "recipes.rejection_sampling:RejectionSamplingRecipe")
+    loop = _loop("rejection_sampling")
     config_class = RejectionSamplingConfig
 
 
 class DistillationTrainer(RecipeTrainer[DistillationConfig]):
     """Distillation from a teacher's distributions: `DistillationTrainer("run.yaml").fit()`."""
 
-    loop = _loop("recipes.rounds:rounds_loop", "recipes.distillation:DistillationRecipe")
+    loop = _loop("distillation")
     config_class = DistillationConfig
 
 
 class IterativeDPOTrainer(RecipeTrainer[IterativeDPOConfig]):
     """DPO on pairs of the policy's own samples: `IterativeDPOTrainer("run.yaml").fit()`."""
 
-    loop = _loop("recipes.rounds:rounds_loop", "recipes.iterative_dpo:IterativeDPORecipe")
+    loop = _loop("iterative_dpo")
     config_class = IterativeDPOConfig
 
 

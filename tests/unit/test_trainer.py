@@ -6,8 +6,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pyarrow.fs
 import pytest
@@ -30,20 +31,9 @@ from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
 from raypo.config.sweep_config import with_values
 from raypo.custom.loader import load_function
 from raypo.ray_internals import CHECKPOINTS
-from raypo.recipes import rounds
-from raypo.run import examples_run
 from raypo.run.records import report_for_ray
 from raypo.storage.run_files import RunFiles
-from raypo.trainer import (
-    DistillationTrainer,
-    DPOTrainer,
-    IterativeDPOTrainer,
-    PPOTrainer,
-    RejectionSamplingTrainer,
-    RewardModelTrainer,
-    SFTTrainer,
-    settings,
-)
+from raypo.trainer import _TRAINERS, PPOTrainer, SFTTrainer, settings
 from raypo.trainer import trainer as trainer_module
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of, scaling_of
 from tests.tiny import tiny_policy
@@ -537,22 +527,12 @@ def test_fresh_refuses_what_it_would_remove_itself_or_could_not_begin_with(
     assert files.last_step() == 1
 
 
-@pytest.mark.parametrize(
-    ("trainer", "loop"),
-    [
-        *((t, "examples_loop") for t in (SFTTrainer, RewardModelTrainer, DPOTrainer)),
-        (RejectionSamplingTrainer, "rounds_loop"),
-        (DistillationTrainer, "rounds_loop"),
-        (IterativeDPOTrainer, "rounds_loop"),
-    ],
-)
-def test_a_shared_loop_gets_its_recipes_view_of_a_run(
-    trainer: Any, loop: str, monkeypatch: pytest.MonkeyPatch
-):
-    module = examples_run if loop == "examples_loop" else rounds
-    monkeypatch.setattr(module, loop, lambda setup, view: {"view": view})
-    view = trainer.loop({})["view"]
-    assert get_args(view.__orig_bases__[0])[0] is trainer.config_class
+@pytest.mark.parametrize("trainer", _TRAINERS.values())
+def test_a_trainer_runs_the_loop_of_its_recipe(trainer: Any, monkeypatch: pytest.MonkeyPatch):
+    recipe = trainer.config_class.model_fields["recipe"].default
+    page = import_module(f"raypo.recipes.{recipe}")
+    monkeypatch.setattr(page, "train_loop_per_worker", lambda setup: (recipe, setup))
+    assert trainer.loop({"a": 1}) == (recipe, {"a": 1})
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_why_the_run_ended(
