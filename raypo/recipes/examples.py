@@ -8,20 +8,32 @@ from typing import Any, Generic
 
 import numpy as np
 
-from raypo.config import ExamplesConfig
+from raypo.config import ExamplesConfig, PolicyExamplesConfig
 from raypo.data.examples import LoadedExamples
 from raypo.data.mixing import few_rows_notes, mix_of
+from raypo.data.prompts import load_prompts
 from raypo.data.stream import ShuffledStream
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import Item
 from raypo.metrics.clock import Clock
 from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
-from raypo.run.answer_evaluation import AnswerEvaluation
+from raypo.rewards.functions import evaluation_function
+from raypo.rewards.labels import label_checks
+from raypo.rewards.scoring import RewardFunction
+from raypo.rollout.collect import Sampler, Sampling
+from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.reward_trial import ROWS, try_before_start
 from raypo.run.records import Records
 from raypo.run.run import Run
 from raypo.run.run_checkpoints import Checkpoints
+from raypo.run.services import start_deployments
 from raypo.run.steps import Trained, run_steps
 from raypo.run.supervised_learner import even_shares, lengths, trained_models
+from raypo.serving.client import EngineClient
+from raypo.types import Prompt
+from raypo.weight_sync.probe import Probe, try_probe
+from raypo.weight_sync.push import open_transport
+from raypo.weight_sync.transport import Transport
 
 Reader = Callable[..., LoadedExamples[Item]]
 """A loader such as `load_examples`, called with (section, tokenizer, stop token ids, key=)."""
@@ -73,6 +85,69 @@ class Examples(Generic[Item]):
         mix = mix_of(section, loaded.sizes, size)
         stream = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
         return cls(tokenizer, stream, held_out)
+
+
+@dataclass(frozen=True)
+class AnswerEvaluation:
+    """Evaluation on held-out prompts: `eval.function` scores the answers that engines sample.
+
+    All workers call every method.
+    """
+
+    run: Run[PolicyExamplesConfig]
+    prompts: Sequence[Prompt]
+    function: RewardFunction | None
+    engine: EngineClient
+    sampler: Sampler
+    transport: Transport
+
+    @classmethod
+    def start(cls, run: Run[PolicyExamplesConfig], tokenizer: Any) -> AnswerEvaluation | None:
+        """Load the held-out prompts and start the engines. None means that no function scores."""
+        config, key = run.config, "eval.prompts"
+        if not config.needs_engine:
+            return None
+        section = config.data.model_copy(update={"prompts": config.eval.prompts})
+        loaded = load_prompts(section, tokenizer, key=key, label_checks=label_checks(config, key))
+        for note in loaded.notes(key):
+            run.tell.message(note)
+        Limits.of(config.model.policy).check([[loaded.highest]], tokenizer, key=key)
+        function = evaluation_function(config.eval, None)
+        if function is not None and run.workers.rank == 0:
+            try_before_start(function, loaded.prompts[:ROWS], tokenizer, run.tell.message)
+        run.tell.phase("starting the engine")
+        services = start_deployments(
+            config, run.name, run.workers, logs_dir=str(run.files.logs_dir)
+        )
+        sampling = Sampling.of(
+            config.rollout,
+            stop_token_ids=stop_token_ids(config.model.policy, tokenizer),
+            seed=config.seed,
+        )
+        transport = open_transport(
+            config.rollout.engine, colocated=config.placement.group_of("engine") == "colocated"
+        )
+        engine = services.engine
+        sampler = Sampler(engine, tokenizer, sampling)
+        evaluation = cls(run, loaded.prompts, function, engine, sampler, transport)
+        if services.in_turn:
+            evaluation.wait()
+        return evaluation
+
+    def wait(self) -> None:
+        """Wait until the engines have started."""
+        self.run.tell.phase("waiting for the engine")
+        self.engine.wait(self.run.config.placement.timeout_s)
+
+    def evaluate(self, learner: SupervisedLearner[Any], *, version: int) -> dict[str, float]:
+        """Push the weights under a version, and return the score of answers sampled with them."""
+        config, workers, engine = self.run.config, self.run.workers, self.engine
+        self.transport.push(learner.named_weights, engine, version=version, workers=workers)
+        probe = Probe.of(self.prompts, config, temperature=1.0)
+        metrics = try_probe(learner, engine, probe, version, workers)
+        return metrics | evaluate_policy(
+            self.prompts, self.sampler, self.function, section=config.eval, workers=workers
+        )
 
 
 def train_on_examples(

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray.train
 from ray.train import Checkpoint, CheckpointConsistencyMode
@@ -21,7 +21,9 @@ from raypo.collectives import Workers
 from raypo.config.auto_values import SNAPSHOT_SHARE
 from raypo.learner.export import Export, NamedWeights
 from raypo.learner.host_copies import HostCopies, tensors_in
+from raypo.learner.learner import Learner
 from raypo.learner.state import StateFiles, write_tensors
+from raypo.learner.supervised import SupervisedLearner
 from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.prompt_source import PromptSource
 from raypo.run.checkpoint_writer import Staged
@@ -45,25 +47,13 @@ RolloutSource = PromptSource | AsyncRollouts
 """A source of rollouts whose position is a part of the state."""
 
 
-class Saveable(Protocol):
-    """A learner that can be saved to a checkpoint and restored."""
-
-    def state_files(self) -> StateFiles:
-        """Return this worker's part of the state that the next update depends on, by file."""
-        ...
-
-    def restore(self, directory: Path) -> None:
-        """Restore the files of `state_files`."""
-        ...
-
-
 @dataclass
 class Checkpoints:
     """Checkpoints and models of a run. All workers call every method."""
 
     run: Run[Any]
     records: Records
-    learner: Saveable
+    learner: Learner | SupervisedLearner[Any]
     model_workers: Workers
     """The workers that train the same models as this one."""
     exports: Mapping[str, Export]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from typing import Any, ClassVar
 
 from raypo.config import (
@@ -19,22 +17,9 @@ from raypo.config import (
 from raypo.trainer.trainer import RecipeTrainer
 
 
-def _loop(recipe: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a recipe's train loop, which is imported only when it runs.
-
-    A driver that does not import model code starts in two thirds of the time.
-    """
-
-    def loop(setup: dict[str, Any]) -> dict[str, Any]:
-        return import_module(f"raypo.recipes.{recipe}").train_loop_per_worker(setup)
-
-    return loop
-
-
 class PPOTrainer(RecipeTrainer[PPOConfig]):
     """PPO on a language model: `PPOTrainer("ppo.yaml").fit()`."""
 
-    loop = _loop("ppo")
     config_class = PPOConfig
 
 
@@ -47,42 +32,36 @@ class GRPOTrainer(PPOTrainer):
 class SFTTrainer(RecipeTrainer[SFTConfig]):
     """Supervised fine-tuning: `SFTTrainer("sft.yaml").fit()`."""
 
-    loop = _loop("sft")
     config_class = SFTConfig
 
 
 class RewardModelTrainer(RecipeTrainer[RewardModelConfig]):
     """Reward-model training on pairs: `RewardModelTrainer("reward_model.yaml").fit()`."""
 
-    loop = _loop("reward_model")
     config_class = RewardModelConfig
 
 
 class DPOTrainer(RecipeTrainer[DPOConfig]):
     """DPO and its variants on preference pairs: `DPOTrainer("dpo.yaml").fit()`."""
 
-    loop = _loop("dpo")
     config_class = DPOConfig
 
 
 class RejectionSamplingTrainer(RecipeTrainer[RejectionSamplingConfig]):
     """Fine-tuning on the best of several samples: `RejectionSamplingTrainer("run.yaml").fit()`."""
 
-    loop = _loop("rejection_sampling")
     config_class = RejectionSamplingConfig
 
 
 class DistillationTrainer(RecipeTrainer[DistillationConfig]):
     """Distillation from a teacher's distributions: `DistillationTrainer("run.yaml").fit()`."""
 
-    loop = _loop("distillation")
     config_class = DistillationConfig
 
 
 class IterativeDPOTrainer(RecipeTrainer[IterativeDPOConfig]):
     """DPO on pairs of the policy's own samples: `IterativeDPOTrainer("run.yaml").fit()`."""
 
-    loop = _loop("iterative_dpo")
     config_class = IterativeDPOConfig
 
 
@@ -100,11 +79,6 @@ _TRAINERS: dict[type[RecipeConfig], type[RecipeTrainer[Any]]] = {
 }
 
 
-def trainer_class(config: RecipeConfig) -> type[RecipeTrainer[Any]]:
-    """Return the trainer class of a config's recipe."""
-    return _TRAINERS[type(config)]
-
-
 def trainer_for(config: RecipeConfig, **arguments: Any) -> RecipeTrainer[Any]:
     """Create the trainer of a config's recipe.
 
@@ -112,4 +86,4 @@ def trainer_for(config: RecipeConfig, **arguments: Any) -> RecipeTrainer[Any]:
         config: The whole run config.
         arguments: Keyword arguments of `RecipeTrainer`.
     """
-    return trainer_class(config)(config, **arguments)
+    return _TRAINERS[type(config)](config, **arguments)

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from raypo.custom.loader import load_function
 from raypo.ray_internals import CHECKPOINTS
 from raypo.run.records import report_for_ray
 from raypo.storage.run_files import RunFiles
-from raypo.trainer import _TRAINERS, PPOTrainer, SFTTrainer, settings
+from raypo.trainer import PPOTrainer, SFTTrainer, settings
 from raypo.trainer import trainer as trainer_module
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of, scaling_of
 from tests.tiny import tiny_policy
@@ -525,14 +524,6 @@ def test_fresh_refuses_what_it_would_remove_itself_or_could_not_begin_with(
     with pytest.raises(ConfigError, match=told):
         PPOTrainer(PPOConfig.parse(values), reward_fn=judge, fresh=True).fit()
     assert files.last_step() == 1
-
-
-@pytest.mark.parametrize("trainer", _TRAINERS.values())
-def test_a_trainer_runs_the_loop_of_its_recipe(trainer: Any, monkeypatch: pytest.MonkeyPatch):
-    recipe = trainer.config_class.model_fields["recipe"].default
-    page = import_module(f"raypo.recipes.{recipe}")
-    monkeypatch.setattr(page, "train_loop_per_worker", lambda setup: (recipe, setup))
-    assert trainer.loop({"a": 1}) == (recipe, {"a": 1})
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_why_the_run_ended(

@@ -97,7 +97,7 @@ def run(folder: Path) -> None:
     tell: Any = SimpleNamespace(message=lambda text: None, stop_requested=lambda: False)
     records, learner = Records(Run(config, runtime, Workers(), files, tell)), Learner()
     exports = {"policy": learner.export()}
-    checkpoints = Checkpoints(records._run, records, learner, Workers(), exports)  # type: ignore
+    checkpoints = Checkpoints(records._run, records, learner, Workers(), exports)  # type: ignore[arg-type]
     state = checkpoints.restore()
     before = state["mine"] if state else 0
     assert not state or learner.model.lm_head.weight.detach().max() == before
