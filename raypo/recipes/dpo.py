@@ -22,11 +22,7 @@ from raypo.run.supervised_learner import new_learner
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
-    """Run DPO on one learner worker; Ray Train calls this on each of them.
-
-    Args:
-        setup: `config.model_dump()` of a DPOConfig.
-    """
+    """Run DPO on one learner worker; Ray Train calls this on each of them."""
     with open_run(setup) as run:
         config = run.config
         preferences = load_preferences(run)
@@ -69,12 +65,11 @@ def with_reference_log_probs(
     if reference is not None:
         model = load_causal_lm(reference, dtype=section.dtype, attention=section.attention)
     completed = with_references(
+        run,
         ItemStore(chain(Selection(items, drawn), preferences.held_out)),
         learner,
-        other=model,
+        model=model,
         name=f"{reference or section.policy} {section.dtype}",
-        files=run.files,
-        workers=run.workers,
     )
     # Items that are not drawn keep the number len(completed), which is out of range.
     numbers = array("q", [len(completed)]) * len(items)

@@ -35,9 +35,6 @@ from raypo.weight_sync.probe import Probe, try_probe
 from raypo.weight_sync.push import open_transport
 from raypo.weight_sync.transport import Transport
 
-Reader = Callable[..., LoadedExamples[Item]]
-"""A loader such as `load_examples`, called with (section, tokenizer, stop token ids, key=)."""
-
 
 @dataclass
 class Examples(Generic[Item]):
@@ -51,7 +48,7 @@ class Examples(Generic[Item]):
     def load(
         cls,
         run: Run[Any],
-        read: Reader[Item],
+        read: Callable[..., LoadedExamples[Item]],
         *,
         section: Any = None,
         held_out_key: str = "prompts",
@@ -60,7 +57,7 @@ class Examples(Generic[Item]):
 
         Args:
             run: The run.
-            read: Loader of the recipe's kind of examples.
+            read: Loader of the recipe's kind of examples, such as `load_examples`.
             section: Section `data` of the config, if it differs from the config's own.
             held_out_key: Key of the section `eval` that names the held-out examples.
         """

@@ -23,9 +23,6 @@ from raypo.recipes.rounds import (
 )
 from raypo.types import Pair, Rollout
 
-Compared = tuple[Rollout, Rollout]
-"""Best and worst sample of a prompt."""
-
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
     """Run iterative DPO on one learner worker; Ray Train calls this on each of them."""
@@ -78,13 +75,13 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
         }
 
 
-def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[Compared]:
+def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[tuple[Rollout, Rollout]]:
     """Return the best and the worst sample of each group.
 
     Groups whose two scores are tied, or closer than `min_gap`, are left out. Among samples with
     equal scores the first sampled one is taken.
     """
-    compared: list[Compared] = []
+    compared: list[tuple[Rollout, Rollout]] = []
     score = attrgetter("score")
     for samples in trainable_groups(scored):
         best, worst = max(samples, key=score), min(samples, key=score)

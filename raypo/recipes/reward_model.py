@@ -20,11 +20,7 @@ from raypo.run.supervised_learner import new_learner
 
 
 def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
-    """Train a reward model on one learner worker; Ray Train calls this on each of them.
-
-    Args:
-        setup: `config.model_dump()` of a RewardModelConfig.
-    """
+    """Train a reward model on one learner worker; Ray Train calls this on each of them."""
     with open_run(setup) as run:
         examples = Examples.load(run, load_pairs)
         records = Records(run)
