@@ -11,12 +11,20 @@ from raypo.config import IterativeDPOConfig
 from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
-from raypo.run.rounds_run import Place, RoundsRecipe, learnable, place, prompt_cell
-from raypo.run.services import Services
+from raypo.recipes.rounds import (
+    RoundsRecipe,
+    SampleKey,
+    key_of,
+    prompt_cell,
+    rounds_loop,
+    trainable_groups,
+)
 from raypo.types import Pair, Rollout
 
-Compared = tuple[Rollout, Rollout]
-"""Best and worst sample of a prompt."""
+
+def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """Run iterative DPO on one learner worker; Ray Train calls this on each of them."""
+    return rounds_loop(setup, IterativeDPORecipe)
 
 
 class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
@@ -27,12 +35,13 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
         return PreferenceTask(load_policy(self.run.config.model), self.run.config.dpo)
 
     def select(
-        self, scored: Sequence[Rollout], services: Services, step: int
-    ) -> tuple[dict[Place, Pair], dict[str, float]]:
+        self, scored: Sequence[Rollout], step: int
+    ) -> tuple[dict[SampleKey, Pair], dict[str, float]]:
         """Pair the best sample of each prompt with its worst; also write the pairs to `pairs/`."""
         compared = best_and_worst(scored, min_gap=self.run.config.iterative_dpo.min_gap)
-        self.write_table("pairs", step, {place(best): row(best, w) for best, w in compared})
-        prompts = {rollout.group_index for rollout in scored}
+        rows = {key_of(best): row_of(best, worst) for best, worst in compared}
+        self.write_table("pairs", step, rows)
+        prompts = {sample.group_index for sample in scored}
         metrics = {
             "selection/pairs": float(len(compared)),
             "selection/prompts_without": float(len(prompts) - len(compared)),
@@ -42,34 +51,33 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
             metrics["selection/score_gap_mean"] = sum(gaps) / len(gaps)
         else:
             self.run.tell.message(f"round {step}: no prompt has a pair, so nothing is learned")
-        return {place(best): pair_of(best, worst) for best, worst in compared}, metrics
+        return {key_of(best): pair_of(best, worst) for best, worst in compared}, metrics
 
     def prepare_items(
-        self, items: dict[Place, Pair], learner: SupervisedLearner[Pair], services: Services
-    ) -> dict[Place, Pair]:
+        self, items: dict[SampleKey, Pair], learner: SupervisedLearner[Pair]
+    ) -> dict[SampleKey, Pair]:
         """Add the reference model's log-probs to the pairs, unless a deployment computed them."""
-        if services.reference is not None or not self.run.config.dpo.needs_reference:
+        if self.services.reference is not None or not self.run.config.dpo.needs_reference:
             return items
         task = learner.task
         assert isinstance(task, PreferenceTask)
         is_round = self.run.config.iterative_dpo.reference == "round"
         ask = learner.asked if is_round else learner.without_adapter
-        references = self.computed(items, lambda pairs: ask(pairs, task.log_probs))
+        log_probs = self.computed(items, lambda pairs: ask(pairs, task.log_probs))
         return {
-            where: replace(items[where], ref_log_probs=log_probs)
-            for where, log_probs in references.items()
+            key: replace(items[key], ref_log_probs=of_pair) for key, of_pair in log_probs.items()
         }
 
 
-def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[Compared]:
+def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[tuple[Rollout, Rollout]]:
     """Return the best and the worst sample of each group.
 
     Groups whose two scores are tied, or closer than `min_gap`, are left out. Among samples with
     equal scores the first sampled one is taken.
     """
-    compared: list[Compared] = []
+    compared: list[tuple[Rollout, Rollout]] = []
     score = attrgetter("score")
-    for samples in learnable(scored):
+    for samples in trainable_groups(scored):
         best, worst = max(samples, key=score), min(samples, key=score)
         if best.score > worst.score and best.score - worst.score >= min_gap:
             compared.append((best, worst))
@@ -78,18 +86,18 @@ def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[Compare
 
 def pair_of(best: Rollout, worst: Rollout) -> Pair:
     """Return the pair to learn. Its `margin` stays 0: only the order of the scores counts."""
-    known = best.ref_log_probs, worst.ref_log_probs
+    chosen, rejected = best.ref_log_probs, worst.ref_log_probs
     return Pair(
         best.prompt_ids,
         best.response_ids,
         worst.response_ids,
         ref_log_probs=None
-        if known[0] is None or known[1] is None
-        else (float(known[0].sum()), float(known[1].sum())),
+        if chosen is None or rejected is None
+        else (float(chosen.sum()), float(rejected.sum())),
     )
 
 
-def row(best: Rollout, worst: Rollout) -> dict[str, Any]:
+def row_of(best: Rollout, worst: Rollout) -> dict[str, Any]:
     """Return a pair as a row that `data.prompts` of the recipes dpo and reward_model can read."""
     label = best.label
     return {

@@ -3,6 +3,8 @@
 If the run has a driver (`raypo.trainer`), the driver runs step 1: the checks before the workers
 start. It also starts the dedicated services of step 2.
 
+`run_steps` calls `train_step` in each step, and does what all recipes have in common.
+
 Concurrency. The main thread of every worker runs everything below, line by line. In the first
 worker's process, the rollout controller (`raypo.rollout.controller`) makes the batches: it begins a
 batch when the loop asks for it or, with a `rollout.mode` other than sync, ahead of that.
@@ -33,6 +35,7 @@ from raypo.run.rollouts import Rollouts
 from raypo.run.run import open_run
 from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_services
+from raypo.run.steps import Trained, run_steps
 from raypo.run.utilization import Utilization
 from raypo.run.weight_pusher import WeightPusher
 from raypo.types import Experience
@@ -64,19 +67,21 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         checkpoints = Checkpoints(
             run,
             records,
+            learner,
             roles.own,
             exports_of(learner, config, roles, inputs.tokenizer),
+            rollouts,
             before_saving=partial(phases.enter, Phase.LEARN),
         )
-        saved = checkpoints.restore(learner, rollouts)  # empty if there is no checkpoint
+        saved = checkpoints.restore()  # empty if there is no checkpoint
         state = UpdateState.initial(config.ppo).restored(saved["advantages"] if saved else None)
         weights.push_first(learner, version=records.last_step)
         evaluation = Evaluation(run, rollouts, records)
         evaluation.before_first_update()
         rollouts.begin(last_step=records.last_step)
 
-        for step in records.steps():
-            clock = Clock()
+        def train_step(step: int, clock: Clock) -> Trained:
+            nonlocal state
             batch = rollouts.take(step, clock)  # 4. sampled, scored and filtered
             dealt = rollouts.deal(batch, step, minibatch_size=config.ppo.minibatch_size)
             phases.enter(Phase.LEARN)
@@ -104,26 +109,16 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             rollouts.arrived(step)
             clock.lap("time/push_weights_s")
 
-            metrics |= evaluation.when_due(step)  # 7. held-out score,
-            clock.lap("time/held_out_s")
-            checkpoint = checkpoints.save_when_due(  # checkpoint, models,
-                step,
+            return Trained(
                 metrics,
-                learner,
+                {"advantages": state.state_dict()},
                 samples=batch.scored,
-                rollouts=rollouts,
-                state={"advantages": state.state_dict()},
-            )
-            clock.lap("time/checkpoint_s")
-            records.report(  # report
-                step,
-                metrics,
-                clock,
-                checkpoint,
-                spans=rollouts.spans(),
                 rates=utilization.rates(batch, services, step=step),
+                spans=rollouts.spans,
             )
 
+        # 7. held-out score, callbacks, stop rules, checkpoint and models, report
+        run_steps(run, records, checkpoints, train_step, evaluation.metrics)
         if records.stopped:
             rollouts.tell_unused()
         return records.finish()

@@ -8,9 +8,20 @@ from typing import Any
 from raypo.config import RejectionSamplingConfig, SelectionSection
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.run.rounds_run import Place, RoundsRecipe, learnable, place, prompt_cell
-from raypo.run.services import Services
+from raypo.recipes.rounds import (
+    RoundsRecipe,
+    SampleKey,
+    key_of,
+    prompt_cell,
+    rounds_loop,
+    trainable_groups,
+)
 from raypo.types import Example, Rollout
+
+
+def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """Run rejection sampling on one learner worker; Ray Train calls this on each of them."""
+    return rounds_loop(setup, RejectionSamplingRecipe)
 
 
 class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
@@ -21,52 +32,52 @@ class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
         return ResponseTask(load_policy(self.run.config.model))
 
     def select(
-        self, scored: Sequence[Rollout], services: Services, step: int
-    ) -> tuple[dict[Place, Example], dict[str, float]]:
+        self, scored: Sequence[Rollout], step: int
+    ) -> tuple[dict[SampleKey, Example], dict[str, float]]:
         """Select the best samples of each prompt; also write them to `selected/`."""
         section = self.run.config.rejection_sampling
-        kept = best_of(scored, section)
-        self.write_table("selected", step, {place(each): row(each) for each in kept})
-        groups = {rollout.group_index for rollout in scored}
-        with_some = {rollout.group_index for rollout in kept}
+        best = best_of(scored, section)
+        self.write_table("selected", step, {key_of(sample): row_of(sample) for sample in best})
+        groups = {sample.group_index for sample in scored}
+        selected_groups = {sample.group_index for sample in best}
         metrics = {
-            "selection/responses": float(len(kept)),
-            "selection/prompts_without": float(len(groups - with_some)),
+            "selection/responses": float(len(best)),
+            "selection/prompts_without": float(len(groups - selected_groups)),
         }
-        if kept:
-            metrics["selection/score_mean"] = sum(rollout.score for rollout in kept) / len(kept)
+        if best:
+            metrics["selection/score_mean"] = sum(sample.score for sample in best) / len(best)
         else:
             self.run.tell.message(
                 f"round {step}: no response is good enough, so nothing is learned"
             )
         if not section.train:
             return {}, metrics
-        return {place(each): Example(each.prompt_ids, each.response_ids) for each in kept}, metrics
+        return {key_of(s): Example(s.prompt_ids, s.response_ids) for s in best}, metrics
 
 
 def best_of(scored: Sequence[Rollout], section: SelectionSection) -> list[Rollout]:
     """Return the best samples of each group; among equal scores the first sampled ones win."""
-    kept: list[Rollout] = []
-    for group in learnable(scored):
-        best = sorted(group, key=lambda each: -each.score)
+    selected: list[Rollout] = []
+    for group in trainable_groups(scored):
+        best = sorted(group, key=lambda sample: -sample.score)
         if section.min_score is not None:
-            best = [each for each in best if each.score >= section.min_score]
+            best = [sample for sample in best if sample.score >= section.min_score]
         if section.distinct:
             # A dict keeps the last of equal keys. In reverse order, that is the best and first
             # sampled one of equal responses.
-            best = list({each.response_ids.tobytes(): each for each in best[::-1]}.values())
-            best.sort(key=lambda each: (-each.score, each.sample_index))
-        kept += best[: section.top_k]
-    return kept
+            best = list({sample.response_ids.tobytes(): sample for sample in best[::-1]}.values())
+            best.sort(key=lambda sample: (-sample.score, sample.sample_index))
+        selected += best[: section.top_k]
+    return selected
 
 
-def row(scored: Rollout) -> dict[str, Any]:
+def row_of(sample: Rollout) -> dict[str, Any]:
     """Return a response as a row that `data.prompts` of the recipe sft can read."""
     return {
-        "prompt": prompt_cell(scored),
-        "response": scored.response,
-        "label": None if scored.label is None else str(scored.label),
-        "score": scored.score,
-        "finish_reason": scored.finish_reason,
-        "prompt_index": scored.prompt_index,
+        "prompt": prompt_cell(sample),
+        "response": sample.response,
+        "label": None if sample.label is None else str(sample.label),
+        "score": sample.score,
+        "finish_reason": sample.finish_reason,
+        "prompt_index": sample.prompt_index,
     }

@@ -1,4 +1,4 @@
-"""The loop of the recipes that work in rounds: sample, score, select, then train.
+"""Shared part of the recipes that work in rounds: sample, score, select, then train.
 
 These recipes are `rejection_sampling`, `iterative_dpo` and `distillation`. The `select` method of
 each recipe chooses what is learned from a round's samples.
@@ -6,23 +6,159 @@ each recipe chooses what is learned from a round's samples.
 
 from __future__ import annotations
 
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, Generic, TypeVar
 
+from raypo.config import RoundsConfig
+from raypo.learner.learner import minibatch_order
 from raypo.learner.roles import Roles
+from raypo.learner.supervised import SupervisedLearner
+from raypo.learner.tasks import Item, Task
 from raypo.metrics.clock import Clock
-from raypo.run.examples_run import new_learner, trained_models
+from raypo.rollout.batch_scoring import Scorer
+from raypo.rollout.collect import is_trainable
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.phases import Phase, Phases
 from raypo.run.policy_evaluation import Evaluation
 from raypo.run.records import Records
 from raypo.run.rollout_metrics import sample_row
 from raypo.run.rollouts import Rollouts
-from raypo.run.rounds_run import RoundsRecipe
-from raypo.run.run import open_run
+from raypo.run.run import Run, open_run
 from raypo.run.run_checkpoints import Checkpoints
-from raypo.run.services import start_services
+from raypo.run.services import Services, start_services
+from raypo.run.steps import Trained, run_steps
+from raypo.run.supervised_learner import even_shares, lengths, new_learner, trained_models
 from raypo.run.weight_pusher import WeightPusher
+from raypo.storage.parquet import to_parquet
+from raypo.types import Rollout
+
+T = TypeVar("T")
+AnyRounds = TypeVar("AnyRounds", bound=RoundsConfig)
+SampleKey = tuple[int, int]
+"""Group index and sample index of a sample, by which items are ordered."""
+SUMMED = ("train/examples", "train/tokens", "train/skipped_updates")
+
+
+class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
+    """Base class of a recipe that trains on the samples of each round.
+
+    All workers call every method, unless it says otherwise.
+    """
+
+    def __init__(self, run: Run[AnyRounds], inputs: OnlineInputs, services: Services) -> None:
+        """Store the parts of the run."""
+        self.run, self.inputs, self.services = run, inputs, services
+
+    @abstractmethod
+    def make_task(self) -> Task[Item]:
+        """Load the model and wrap it in its task. The caller has seeded torch's random state."""
+
+    @abstractmethod
+    def select(
+        self, scored: Sequence[Rollout], step: int
+    ) -> tuple[dict[SampleKey, Item], dict[str, float]]:
+        """Make the items to train on from a round's samples. Only the first worker calls it.
+
+        Returns:
+            The items by key, and metrics.
+        """
+
+    def prepare_items(
+        self, items: dict[SampleKey, Item], learner: SupervisedLearner[Item]
+    ) -> dict[SampleKey, Item]:
+        """Add values that the learner computes before the update. By default items are unchanged.
+
+        Args:
+            items: The items on the first worker, none on all others.
+            learner: The learner, before the round's first update.
+
+        Returns:
+            The prepared items on the first worker, none on all others.
+        """
+        return items
+
+    def scorer(self, scorer: Scorer) -> Scorer:
+        """Return the scorer of a round's samples. Each model gets all samples in one call."""
+        return replace(scorer, models_apart=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the recipe's state besides prompts and learner. By default there is none."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+
+    def described(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of a round's samples, without scores if no reward is configured."""
+        if self.inputs.has_function or self.run.config.judges:
+            return metrics
+        of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
+        return {name: value for name, value in metrics.items() if not name.startswith(of_scores)}
+
+    def write_table(self, folder: str, step: int, rows: Mapping[SampleKey, dict[str, Any]]) -> None:
+        """Write rows to `<folder>/round_00001.parquet`, ordered by their keys."""
+        import pyarrow as pa
+
+        table = pa.Table.from_pylist([row for _, row in sorted(rows.items())])
+        self.run.files.write(f"{folder}/round_{step:05d}.parquet", to_parquet(table))
+
+    def train(
+        self, learner: SupervisedLearner[Item], selected: dict[SampleKey, Item], step: int
+    ) -> dict[str, float]:
+        """Train `learner.num_epochs` epochs on the selected items.
+
+        Args:
+            learner: The learner.
+            selected: The items on the first worker, none on all others.
+            step: Number of the round.
+
+        Returns:
+            Metrics of the round: sums of counts, and means of all other metrics over the updates.
+        """
+        workers, config = self.run.workers, self.run.config
+        prepared = self.prepare_items(selected, learner)
+        keys, size = sorted(prepared), config.learner.batch_size
+        hands: list[list[list[Item]]] = [[] for _ in range(workers.count)]  # [worker][update]
+        for epoch in range(config.learner.num_epochs):
+            drawn = minibatch_order(config.seed, step, epoch, len(keys))
+            order = [prepared[keys[index]] for index in drawn]
+            for first in range(0, len(order), size):
+                batch = order[first : first + size]
+                shares = even_shares([lengths(item) for item in batch], workers.count)
+                for hand, share in zip(hands, shares, strict=True):
+                    hand.append([batch[index] for index in share])
+        updates = [learner.update(batch, step=step) for batch in workers.scatter(hands)]
+        names = dict.fromkeys(name for metrics in updates for name in metrics)
+        columns = {name: [row[name] for row in updates if name in row] for name in names}
+        return {"train/updates": float(len(updates))} | {
+            name: math.fsum(values) / (1 if name in SUMMED else len(values))
+            for name, values in columns.items()
+        }
+
+    def computed(
+        self, items: Mapping[SampleKey, Item], compute: Callable[[list[Item]], Sequence[T]]
+    ) -> dict[SampleKey, T]:
+        """Let each worker compute something of about as many items.
+
+        Args:
+            items: The items on the first worker, none on all others.
+            compute: Function of this worker's items, which returns a value for each.
+
+        Returns:
+            The values on the first worker, none on all others.
+        """
+        workers = self.run.workers
+        pairs = sorted(items.items(), key=lambda pair: pair[0])
+        own = workers.scatter([pairs[rank :: workers.count] for rank in range(workers.count)])
+        values = zip(own, compute([item for _, item in own]), strict=True)
+        shares = workers.gather_first({key: value for (key, _), value in values})
+        return {key: value for share in shares for key, value in share.items()}
 
 
 def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> dict[str, Any]:
@@ -40,7 +176,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
         inputs = OnlineInputs.load(run)
         services = start_services(run)
         records = Records(run)
-        recipe = kind(run, inputs)
+        recipe = kind(run, inputs, services)
         phases = Phases.of(run, services)
         weights = WeightPusher(run, inputs, services, phases, Roles.shared(workers))
         rollouts = Rollouts(run, inputs, services, phases, weights, changed=recipe.scorer)
@@ -50,24 +186,29 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
         checkpoints = Checkpoints(
             run,
             records,
+            learner,
             workers,
             trained_models(config, learner, inputs.tokenizer),
+            rollouts,
             before_saving=partial(phases.enter, Phase.LEARN),
         )
-        if saved := checkpoints.restore(learner, rollouts):
+        if saved := checkpoints.restore():
             recipe.load_state_dict(saved)
         weights.push_first(learner, version=records.last_step)
         evaluation = Evaluation(run, rollouts, records)
         evaluation.before_first_update()
         rollouts.begin(last_step=records.last_step)
 
-        for step in records.steps():
-            clock = Clock()
+        def train_round(step: int, clock: Clock) -> Trained:
             batch = rollouts.take(step, clock)
-            selected, metrics = recipe.selected(batch.scored, services, step)
+            selected: dict[SampleKey, Any] = {}
+            metrics: dict[str, float] = {}
+            if workers.rank == 0:
+                selected, metrics = recipe.select(batch.scored, step)
+            metrics = workers.broadcast(metrics)
             clock.lap("time/select_s")
             phases.enter(Phase.LEARN)
-            metrics |= recipe.train(learner, services, selected, step)
+            metrics |= recipe.train(learner, selected, step)
             clock.lap("time/update_s")
             metrics |= recipe.described(rollouts.metrics(batch, step))
             records.write_samples(step, partial(list, map(sample_row, batch.scored)))
@@ -76,18 +217,23 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
             metrics |= weights.push(learner, version=step)
             rollouts.arrived(step)
             clock.lap("time/push_weights_s")
+            return Trained(metrics, recipe.state_dict(), samples=batch.scored)
 
-            metrics |= evaluation.when_due(step)
-            clock.lap("time/held_out_s")
-            checkpoint = checkpoints.save_when_due(
-                step,
-                metrics,
-                learner,
-                samples=batch.scored,
-                rollouts=rollouts,
-                state=recipe.state_dict(),
-            )
-            clock.lap("time/checkpoint_s")
-            records.report(step, metrics, clock, checkpoint)
-
+        run_steps(run, records, checkpoints, train_round, evaluation.metrics)
         return records.finish()
+
+
+def key_of(sample: Rollout) -> SampleKey:
+    """Return the key of a sample."""
+    return sample.group_index, sample.sample_index
+
+
+def trainable_groups(scored: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Return the trainable samples of each group, in the order of sampling."""
+    usable = sorted(filter(is_trainable, scored), key=key_of)
+    return [list(group) for _, group in groupby(usable, lambda sample: sample.group_index)]
+
+
+def prompt_cell(rollout: Rollout) -> str:
+    """Return the prompt as it was given: a text, or chat messages as JSON."""
+    return json.dumps(rollout.messages) if rollout.messages else rollout.prompt

@@ -14,7 +14,7 @@ from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import PairTask, ResponseTask
 from raypo.models.loading import load_causal_lm, load_reward_model
-from raypo.run.examples_run import even_shares, lengths, new_learner
+from raypo.run.supervised_learner import even_shares, lengths, new_learner
 from raypo.types import Example, Pair, Taught, Verdict
 
 KINDS = ("sft", "dpo", "kto", "reward_model", "distillation")
