@@ -131,7 +131,7 @@ class Rollouts:
         if not self._is_ahead:
             return {}
         began = time.perf_counter()
-        self._from_first(RolloutController.settle, may_push=False)
+        self._from_first(lambda controller: controller.settle(), may_push=False)
         return {"perf/wait_for_engines_s": time.perf_counter() - began}
 
     def arrived(self, version: int) -> None:
