@@ -162,8 +162,8 @@ class PolicyEngines:
                     on_completion(missing[n], completion)
 
             pushes_before = await self.pushes.pushed() if self.pushes else 0
-            batch = ask([requests[n] for n in missing], on_completion and report)
             try:
+                batch = ask([requests[n] for n in missing], on_completion and report)
                 values = await asyncio.wrap_future(batch)
             except NoReplicaLeft as error:
                 if self.pushes is None:

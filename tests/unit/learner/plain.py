@@ -30,7 +30,7 @@ from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
 from raypo.rewards.scoring import ScoreOfParts
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
-from raypo.rollout.sharding import shard, to_experience
+from raypo.rollout.sharding import deal, to_experience
 from raypo.types import Experience, Rollout
 
 VOCABULARY = 12
@@ -234,22 +234,23 @@ def one_step(
 
     def scored_rollouts(count: int) -> list[Rollout]:
         nonlocal position
-        draws = range(position, position + count)[workers.rank :: workers.count]
+        draws = range(position, position + count)
         position += count
         return [each for index in draws for each in group(index)]
 
     batch = StepBatch(PROMPTS_PER_STEP, ppo.filter, RewardSection())
     while batch.num_wanted:
-        batch.add(scored_rollouts(batch.num_wanted), workers)
-    collected = batch.collected(workers)
+        batch.add(scored_rollouts(batch.num_wanted))
+    collected = batch.collected()
     learner = plain_learner(ppo, workers, tokens=tokens, rate=rate, roles=roles)
-    dealt = shard(
+    hands = deal(
         collected.trained,
         minibatch_size=ppo.minibatch_size,
         seed=(0, step),
-        workers=workers,
+        num_workers=workers.count,
         teams=roles.teams,
     )
+    dealt = hands[workers.rank]
     experience = to_experience(dealt, parts=ppo.part_names)
     if shuffled:  # in another order, and wider
         order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(3))

@@ -21,7 +21,8 @@ from raypo.report.samples import turns_of
 from raypo.rewards.scoring import _columns
 from raypo.rollout import event_loop
 from raypo.rollout.batch_scoring import Scorer
-from raypo.rollout.collect import PushAgain, Sampler, Sampling, is_trainable
+from raypo.rollout.collect import Sampler, Sampling, is_trainable
+from raypo.rollout.engines import Engines
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.event_loop import LoopStandsStill
 from raypo.rollout.sharding import to_experience
@@ -282,29 +283,25 @@ def episodes(
 
 def played(
     tokenizer,
-    engine: Engine | None = None,
+    engine: Engines | None = None,
     *,
     labels: tuple[Any, ...] = (None,),
     chat: bool = False,
-    push_again: PushAgain | None = None,
     samples: int = 2,
     **keys: Any,
 ) -> list[Rollout]:
     with closing(episodes(tokenizer, **keys)) as table:
-        return played_by(
-            tokenizer, table, engine or Talking(), samples, labels, chat=chat, push_again=push_again
-        )
+        return played_by(tokenizer, table, engine or Talking(), samples, labels, chat=chat)
 
 
 def played_by(
     tokenizer,
     table: Episodes,
-    engine: Engine,
+    engine: Engines,
     samples: int,
     labels: tuple[Any, ...] = (None,),
     *,
     chat: bool = False,
-    push_again: PushAgain | None = None,
 ) -> list[Rollout]:
     """Each draw has a prompt of its own."""
     messages = [{"role": "user", "content": "1+1"}] if chat else None
@@ -315,7 +312,7 @@ def played_by(
         for number, label in enumerate(labels)
     ]
     sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=table)
-    return Sampler(engine, tokenizer, sampling, push_again).sample(draws)
+    return Sampler(engine, tokenizer, sampling).sample(draws)
 
 
 @pytest.fixture(scope="module")

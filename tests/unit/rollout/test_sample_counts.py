@@ -8,16 +8,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypo.collectives import Workers
-from raypo.config import FilterSection, RewardSection
-from raypo.rollout.dynamic_sampling import Collected, StepBatch
-from raypo.rollout.prompt_source import PromptSource
+from raypo.config import FilterSection
+from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.sample_counts import SampleCounts, sample_count_metrics
 from raypo.storage.summary import FATES, sample_totals
 from raypo.types import Rollout
-from tests.unit.learner.plain import on_workers
-from tests.unit.rollout.test_async_rollouts import Run, assert_accounts_close
-from tests.unit.rollout.test_dynamic_sampling import ON, fill, prompts, rollout
+from tests.unit.rollout.test_controller import Run, assert_accounts_close
+from tests.unit.rollout.test_dynamic_sampling import fill, rollout
 
 
 def collected(*versions: int) -> Collected:
@@ -33,7 +30,7 @@ def test_a_sample_of_which_no_token_is_new_enough_is_dropped_and_not_trained():
     scored = collected(5, 4, 3, 2)
     late = replace(scored.scored[3], later_versions=((2, 4),))  # its last token is not
     scored.trained[3] = late
-    figures = sample_count_metrics((4, 0, 0), scored, Workers(), step=6, max_staleness=1)
+    figures = sample_count_metrics((4, 0, 0), scored, step=6, max_staleness=1)
     assert figures["rollout/samples_dropped"] == 1
     assert figures["rollout/samples_trained"] == 3
 
@@ -42,7 +39,7 @@ def test_conversations_of_an_episode_are_one_sample_and_dropped_only_together():
     both = collected(1, 5)
     second = replace(both.scored[1], sample_index=0, row_index=1)
     both.trained[1] = second
-    figures = sample_count_metrics((1, 0, 0), both, Workers(), step=6, max_staleness=1)
+    figures = sample_count_metrics((1, 0, 0), both, step=6, max_staleness=1)
     assert figures["rollout/samples_dropped"] == 0
 
 
@@ -71,13 +68,13 @@ def test_accounts_close_in_every_step_and_over_a_run_that_was_killed(
     max_refills: int,
 ):
     class Judged(Run):
-        def scored(self, draws, clock, workers):
+        def scored(self, draws, clock):
             def judge(each: Rollout) -> float:
                 sample, group = each.sample_index, each.group_index
                 fate = fates[group % len(fates)]
                 return {"passes": sample, "is alike": 1.0}.get(fate, math.nan if sample else 1.0)
 
-            scored = super().scored(draws, clock, workers)
+            scored = super().scored(draws, clock)
             return [replace(each, score=float(judge(each))) for each in scored]
 
     def new() -> Run:
@@ -94,45 +91,24 @@ def test_accounts_close_in_every_step_and_over_a_run_that_was_killed(
     folder = tmp_path_factory.mktemp("checkpoint")
     first, second = new(), new()
     first.go(until=killed_after)
-    first.ahead.save(folder, first.workers)
-    first.ahead.close()
+    first.controller.save(folder)
+    first.controller.close()
     second.version = second.last_step = killed_after
-    second.ahead.restore(folder, second.workers)
+    second.controller.restore(folder)
     second.go()
-    second.ahead.close()
+    second.controller.close()
     rows = first.figures + second.figures
     assert_accounts_close(rows)
     totals = sample_totals([{"step": step} | row for step, row in enumerate(rows, start=1)])
     assert totals["sampled"] == sum(totals[name] for name in (*FATES, "carried"))
 
 
-def test_rollouts_in_turn_carry_nothing_also_on_several_workers():
-    def two(workers: Workers) -> list[dict[str, float]]:
-        stream, figures = prompts(), []
-        source = PromptSource(stream, 2)
-
-        def scored(draws):
-            return [
-                replace(rollout(draw.group_index, n), score=float(n * (draw.group_index % 3)))
-                for draw in draws
-                for n in range(2)
-            ]
-
-        for step in range(1, 4):
-            batch = StepBatch(4, ON, RewardSection())
-            while batch.num_wanted:
-                batch.add(scored(source.draw(batch.num_wanted, workers)), workers)
-            taken = batch.collected(workers)
-            accounts = sample_count_metrics(
-                source.counts(taken), taken, workers, step=step, max_staleness=None
-            )
-            figures.append(taken.metrics | accounts)
-        return figures
-
-    for figures in on_workers(2, two):
-        assert_accounts_close(figures)
-        assert [row["rollout/samples_carried"] for row in figures] == [0.0] * 3
-        assert sum(row["rollout/samples_filtered"] for row in figures) > 0
+def test_a_synchronous_run_carries_nothing():
+    run = Run(max_staleness=0, is_ahead=False, passes=lambda group: group % 3 > 0)
+    run.go()
+    assert_accounts_close(run.figures)
+    assert {row["rollout/samples_carried"] for row in run.figures} == {0.0}
+    assert sum(row["rollout/samples_filtered"] for row in run.figures) > 0
 
 
 def test_sampled_is_the_batch_of_the_step():

@@ -11,7 +11,7 @@ import pytest
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.saved_batches import read_batches, write_batches
 from raypo.types import Episode, Prompt, Rollout, ToolUse
-from tests.unit.rollout.test_async_rollouts import Run
+from tests.unit.rollout.test_controller import Run
 from tests.unit.rollout.test_dynamic_sampling import rollout
 
 PROMPTS = [
@@ -95,7 +95,7 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("name", ["rollouts_ahead_0.npz", "rollouts_ahead_0.pkl"])
+@pytest.mark.parametrize("name", ["rollouts_ahead.npz", "rollouts_ahead_0.pkl"])
 @pytest.mark.parametrize("is_array", [True, False])
 def test_a_checkpoint_that_someone_else_has_written_executes_nothing(
     tmp_path: Path, name: str, is_array: bool
@@ -110,5 +110,5 @@ def test_a_checkpoint_that_someone_else_has_written_executes_nothing(
     marker.unlink()
     run = Run(max_staleness=1)
     with suppress(ValueError):
-        run.ahead.restore(tmp_path, run.workers)
+        run.controller.restore(tmp_path)
     assert not marker.exists()

@@ -13,9 +13,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.cluster.actors import NoReplicaLeft
-from raypo.collectives import Workers
-from raypo.concurrency import background_future
-from raypo.rollout.collect import PushAgain
+from raypo.concurrency import background_future, daemon_future
+from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.rollout.session import Session
 from raypo.serving.client import Completions
 from raypo.serving.requests import Completion, SamplingRequest
@@ -200,10 +199,16 @@ def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, way, l
     labels = (3, 1, 4, 2)
     whole = played(tokenizer, "Ragged", Joined(), "in_step", labels=labels)
     engine = Lost()
-    again = PushAgain(engine.push, Workers())
-    rollouts = played(tokenizer, "Ragged", engine, way, labels=labels, push_again=again)
+    pushes = Pushes()
+    engines = PolicyEngines(engine, pushes)
+    episodes = daemon_future(
+        lambda: played(tokenizer, "Ragged", engines, way, labels=labels), name="controller"
+    )
+    while not pushes.wait_for(episodes, may_push=True):
+        with pushes.push():
+            engine.push()
     assert engine.is_pushed
-    assert ids(rollouts) == ids(whole)
+    assert ids(episodes.result()) == ids(whole)
 
     with pytest.raises(NoReplicaLeft, match="nobody"):
         played(tokenizer, "Ragged", Lost(), way, labels=labels)

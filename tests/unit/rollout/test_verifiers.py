@@ -174,7 +174,7 @@ def test_the_rubric_is_the_score_and_its_functions_are_parts(tokenizer, own):
         assert parts["num_turns"] == 2.0
         assert each.score == 0.5 * parts["long"] > 0.0
         assert each.turn_rewards is None
-    figures = rollout_metrics(scored, Workers())
+    figures = rollout_metrics(scored)
     assert figures["reward/long"] == 2 * figures["rollout/score_mean"]
 
 
@@ -231,12 +231,13 @@ def test_the_example_loads_and_is_played(tmp_path: Path):
     with ExitStack() as at_end:
         run = Run(config, runtime, Workers(), files, Said(), at_end=at_end)
         inputs = OnlineInputs.load(run)
-        draws = inputs.source.draw(8, Workers())
-        rollouts = Sampler(Halving(), inputs.tokenizer, inputs.sampling).sample(draws)
+        assert inputs.rollouts is not None
+        draws = inputs.rollouts.source.draw(8)
+        rollouts = Sampler(Halving(), inputs.tokenizer, inputs.rollouts.sampling).sample(draws)
         scored = scores_of(rollouts)
     assert {each.episode.error for each in scored} == {None}
     assert len(scored) == 8 * 16
-    figures = rollout_metrics(scored, Workers())
+    figures = rollout_metrics(scored)
     assert figures["reward/found"] == 7 / 8
     assert figures["reward/numbers"] == 1.0
     assert figures["rollout/score_mean"] == pytest.approx(7 / 8 + 0.1)
