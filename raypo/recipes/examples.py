@@ -28,7 +28,7 @@ from raypo.run.records import Records
 from raypo.run.run import Run
 from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_deployments
-from raypo.run.steps import Trained, run_steps
+from raypo.run.steps import StepResult, run_steps
 from raypo.run.supervised_learner import even_shares, lengths, trained_models
 from raypo.serving.client import EngineClient
 from raypo.types import Prompt
@@ -178,12 +178,12 @@ def train_on_examples(
     if answers:
         answers.wait()
 
-    def train_step(step: int, clock: Clock) -> Trained:
+    def train_step(step: int, clock: Clock) -> StepResult:
         batch = [item for _, item in examples.stream.take(config.learner.batch_size)]
         shares = even_shares([lengths(item) for item in batch], workers.count)
         metrics = learner.update([batch[index] for index in shares[workers.rank]], step=step)
         clock.lap("time/update_s")
-        return Trained(metrics, {"stream": examples.stream.state_dict()})
+        return StepResult(metrics, {"stream": examples.stream.state_dict()})
 
     def evaluate(step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}

@@ -35,7 +35,7 @@ from raypo.run.rollouts import Rollouts
 from raypo.run.run import open_run
 from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_services
-from raypo.run.steps import Trained, run_steps
+from raypo.run.steps import StepResult, run_steps
 from raypo.run.utilization import Utilization
 from raypo.run.weight_pusher import WeightPusher
 from raypo.types import Experience
@@ -80,7 +80,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         evaluation.before_first_update()
         rollouts.begin(last_step=records.last_step)
 
-        def train_step(step: int, clock: Clock) -> Trained:
+        def train_step(step: int, clock: Clock) -> StepResult:
             nonlocal state
             batch = rollouts.take(step, clock)  # 4. sampled, scored and filtered
             dealt = rollouts.deal(batch, step, minibatch_size=config.ppo.minibatch_size)
@@ -109,7 +109,7 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             rollouts.arrived(step)
             clock.lap("time/push_weights_s")
 
-            return Trained(
+            return StepResult(
                 metrics,
                 {"advantages": state.state_dict()},
                 samples=batch.scored,

@@ -32,7 +32,7 @@ from raypo.run.rollouts import Rollouts
 from raypo.run.run import Run, open_run
 from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import Services, start_services
-from raypo.run.steps import Trained, run_steps
+from raypo.run.steps import StepResult, run_steps
 from raypo.run.supervised_learner import even_shares, lengths, new_learner, trained_models
 from raypo.run.weight_pusher import WeightPusher
 from raypo.storage.parquet import to_parquet
@@ -181,7 +181,6 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
         weights = WeightPusher(run, inputs, services, phases, Roles.shared(workers))
         rollouts = Rollouts(run, inputs, services, phases, weights, changed=recipe.scorer)
         phases.enter(Phase.LEARN)
-        run.tell.phase("loading the policy")
         learner = phases.learner = new_learner(run, recipe.make_task)
         checkpoints = Checkpoints(
             run,
@@ -199,7 +198,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
         evaluation.before_first_update()
         rollouts.begin(last_step=records.last_step)
 
-        def train_round(step: int, clock: Clock) -> Trained:
+        def train_round(step: int, clock: Clock) -> StepResult:
             batch = rollouts.take(step, clock)
             selected: dict[SampleKey, Any] = {}
             metrics: dict[str, float] = {}
@@ -217,7 +216,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
             metrics |= weights.push(learner, version=step)
             rollouts.arrived(step)
             clock.lap("time/push_weights_s")
-            return Trained(metrics, recipe.state_dict(), samples=batch.scored)
+            return StepResult(metrics, recipe.state_dict(), samples=batch.scored)
 
         run_steps(run, records, checkpoints, train_round, evaluation.metrics)
         return records.finish()

@@ -15,7 +15,7 @@ from raypo.types import Rollout
 
 
 @dataclass
-class Trained:
+class StepResult:
     """Result of a recipe's part of a step: its batch, its update and, with engines, its push."""
 
     metrics: dict[str, float]
@@ -33,7 +33,7 @@ def run_steps(
     run: Run[Any],
     records: Records,
     checkpoints: Checkpoints,
-    train_step: Callable[[int, Clock], Trained],
+    train_step: Callable[[int, Clock], StepResult],
     evaluate: Callable[[int], dict[str, float]],
 ) -> None:
     """Run the remaining steps. All workers call this.
@@ -48,19 +48,19 @@ def run_steps(
     config = run.config
     for step in records.steps():  # ends when a stop rule or the driver says so
         clock = Clock()
-        trained = train_step(step, clock)
-        metrics = trained.metrics
+        result = train_step(step, clock)
+        metrics = result.metrics
         is_evaluated = config.eval.is_due(step, last_step=config.num_steps)
         if is_evaluated:
             metrics |= evaluate(step)
         clock.lap("time/held_out_s")
         if records.callbacks:
-            metrics |= records.call_callbacks(step, metrics, trained.samples)
+            metrics |= records.call_callbacks(step, metrics, result.samples)
             clock.lap("time/callbacks_s")
         records.check_stop_rules(step, metrics)
         checkpoint = None
         if records.is_checkpoint_due(step):
-            checkpoint = checkpoints.save(step, metrics, trained.state)
+            checkpoint = checkpoints.save(step, metrics, result.state)
         clock.lap("time/checkpoint_s")
         # A report waits until Ray Train has polled the last one, which takes longer than a step on
         # examples.
@@ -70,7 +70,7 @@ def run_steps(
             metrics,
             clock,
             checkpoint,
-            spans=trained.spans(),
-            rates=trained.rates,
+            spans=result.spans(),
+            rates=result.rates,
             to_ray=to_ray,
         )

@@ -20,6 +20,7 @@ from raypo.run.run import Run
 def new_learner(run: Run[Any], make_task: Callable[[], Task[Item]]) -> SupervisedLearner[Item]:
     """Seed torch's random state, load the model and return the learner of a run."""
     config, workers = run.config, run.workers
+    run.tell.phase("loading the model")
     torch.manual_seed(config.seed)
     shares: Any = nullcontext()
     if not isinstance(config, RewardModelConfig):  # ZeRO-3 shards would have no float32 head

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import DistillationSection, DPOSection, RewardModelConfig, SFTConfig
 from raypo.learner.distillation_task import DistillationTask
@@ -67,7 +68,8 @@ def example_learner(
             return VerdictTask(policy, DPOSection(loss="kto"))
         return ResponseTask(policy) if kind == "sft" else PreferenceTask(policy, DPOSection())
 
-    run: Any = SimpleNamespace(config=config, workers=workers or Workers())
+    tell = MonitorClient(None)
+    run: Any = SimpleNamespace(config=config, workers=workers or Workers(), tell=tell)
     return new_learner(run, make_task)
 
 

@@ -109,6 +109,7 @@ def main() -> None:
 
 def _learns_from_examples(model: str, workers: Workers) -> None:
     """One update of an sft run, whose policy lies in shares before DeepSpeed sees it."""
+    from raypo.cluster.run_monitor import MonitorClient
     from raypo.config import SFTConfig
     from raypo.learner.tasks import ResponseTask
     from raypo.models.loading import load_causal_lm
@@ -123,7 +124,8 @@ def _learns_from_examples(model: str, workers: Workers) -> None:
         "data": {"prompts": "rows.jsonl", "response_key": "response"},
         "learner": {"zero_stage": 3},
     }
-    run: Any = SimpleNamespace(config=SFTConfig.parse(values), workers=workers)
+    tell = MonitorClient(None)
+    run: Any = SimpleNamespace(config=SFTConfig.parse(values), workers=workers, tell=tell)
 
     def make_task() -> Any:
         task = ResponseTask(load_policy(run.config.model))

@@ -275,18 +275,6 @@ def test_a_run_waits_for_a_slow_upload_that_fails_three_times_and_says_so(
     mine.wait()  # nothing is under way any more
 
 
-def test_an_upload_that_fails_for_good_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    go_on = threading.Event()
-    go_on.set()
-    mine, thread, ended, _ = uploading(tmp_path, monkeypatch, 99, go_on)
-    with pytest.raises(StorageError, match=r"policy_0.pt to .* failed 4 times"):
-        mine.wait()
-    thread.join()
-    assert isinstance(ended[0], StorageError)
-
-
 @pytest.mark.parametrize("failures", [4, 99])
 def test_an_upload_that_ray_train_retries_ends_as_its_last_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
