@@ -23,26 +23,47 @@ from raypo.learner.distillation_task import DistillationTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.loading import Limits, stop_token_ids
 from raypo.models.lora import load_policy
-from raypo.rollout.batch_scoring import Scorer
+from raypo.recipes.rounds import (
+    RoundsRecipe,
+    SampleKey,
+    exchange_evenly,
+    key_of,
+    rounds_loop,
+    trainable_groups,
+)
 from raypo.rollout.collect import is_trainable
 from raypo.rollout.teacher_prompts import teacher_prompts, tokenised_prompt
 from raypo.run.online_inputs import OnlineInputs
-from raypo.run.rounds_run import Place, RoundsRecipe, handed_out, learnable, place
 from raypo.run.run import Run
 from raypo.run.services import Services
 from raypo.types import Example, Rollout, Taught
 
 
+def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """Run distillation on one learner worker; Ray Train calls this on each of them."""
+    return rounds_loop(setup, DistillationRecipe)
+
+
 def untaught_of(item: Rollout | Example) -> Taught:
     """Return an item without teacher log-probs; a teacher adds them later."""
-    nothing = np.zeros((len(item.response_ids), 0))
-    none_yet = nothing.astype(np.float32), nothing.astype(np.int32)
-    return Taught(item.prompt_ids, item.response_ids, *none_yet)
+    empty = np.zeros((len(item.response_ids), 0))
+    log_probs, token_ids = empty.astype(np.float32), empty.astype(np.int32)
+    return Taught(item.prompt_ids, item.response_ids, log_probs, token_ids)
 
 
 def read_by_teacher(item: Taught) -> np.ndarray:
     """Return the prompt with which the teacher reads the response, int32 [P]."""
     return item.prompt_ids if item.teacher_prompt_ids is None else item.teacher_prompt_ids
+
+
+def with_teacher(
+    items: Mapping[SampleKey, Taught], top: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> dict[SampleKey, Taught]:
+    """Return the items with the teacher's most likely tokens and their log-probs."""
+    return {
+        key: replace(item, teacher_log_probs=log_probs, teacher_ids=ids)
+        for (key, item), (log_probs, ids) in zip(items.items(), top, strict=True)
+    }
 
 
 class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
@@ -51,10 +72,15 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
     They are computed on the policy's own samples or on given texts.
     """
 
-    def __init__(self, run: Run[DistillationConfig], inputs: OnlineInputs) -> None:
+    def __init__(
+        self, run: Run[DistillationConfig], inputs: OnlineInputs, services: Services
+    ) -> None:
         """Load the given texts, if the config has any."""
-        super().__init__(run, inputs)
+        super().__init__(run, inputs, services)
+        # `select` asks the reference models, which are the teachers, for distributions.
+        self.scorer = replace(self.scorer, reference=None)
         config, data, tokenizer = run.config, run.config.data, inputs.tokenizer
+        self.prompts_per_round = config.prompts_answered  # the others have given texts
         self.teacher_prompts = teacher_prompts(config.distillation)
         self._vocabulary = len(tokenizer)
         # Texts to learn off-policy, each with the name of its source. None if the policy samples
@@ -84,112 +110,83 @@ class DistillationRecipe(RoundsRecipe[DistillationConfig, Taught]):
             load_policy(config.model), config.distillation, vocabulary=self._vocabulary
         )
 
-    @property
-    def prompts_per_round(self) -> int:
-        """Number of prompts per round that the policy answers. The rest are given texts."""
-        return self.run.config.prompts_answered
-
-    def scorer(self, services: Services) -> Scorer:
-        """Return the scorer without reference models: `select` asks teachers for distributions."""
-        return replace(super().scorer(services), reference=None)
-
     def select(
-        self, scored: Sequence[Rollout], services: Services, step: int
-    ) -> tuple[dict[Place, Taught], dict[str, float]]:
+        self, scored: Sequence[Rollout], step: int
+    ) -> tuple[dict[SampleKey, Taught], dict[str, float]]:
         """Return this worker's samples and share of texts, with teacher log-probs, and metrics.
 
         If the policy is its own teacher, `prepare_items` adds the teacher log-probs.
         """
-        teacher_of = self.run.config.teacher_of
+        config, workers = self.run.config, self.run.workers
+        teacher_of = config.teacher_of
         sampled, metrics = self._sampled(scored)
         if metrics.get("selection/responses") == 0:
             self.run.tell.message(
                 f"round {step}: no sample has a prompt for its teacher, so nothing is learned"
             )
         if not teacher_of:
-            return {place(each): untaught for each, untaught in sampled}, metrics
-        pupils: dict[str, dict[Place, Taught]] = {path: {} for path in teacher_of.values()}
-        for each, untaught in sampled:
-            pupils[teacher_of[str(each.data_source)]][place(each)] = untaught
+            return {key_of(sample): untaught for sample, untaught in sampled}, metrics
+        items: dict[str, dict[SampleKey, Taught]] = {path: {} for path in teacher_of.values()}
+        for sample, untaught in sampled:
+            items[teacher_of[str(sample.data_source)]][key_of(sample)] = untaught
         if self.texts is not None:
-            rollout = self.run.config.rollout
-            count = rollout.prompts_per_step - self.run.config.prompts_answered
-            drawn = self.texts.take(count * rollout.samples_per_prompt)
-            for position, (source, text) in drawn[self.run.workers.rank :: self.run.workers.count]:
+            count = config.rollout.prompts_per_step - config.prompts_answered
+            drawn = self.texts.take(count * config.rollout.samples_per_prompt)
+            for position, (source, text) in drawn[workers.rank :: workers.count]:
                 # Texts belong to no group. -1 keeps their keys apart from those of samples.
-                pupils[teacher_of[source]][-1, position] = untaught_of(text)
-        wanted = self.run.config.distillation.top_k
-        count = min(wanted or self._vocabulary, self._vocabulary)
-        asked = []
-        for role, path in self.run.config.references.items():
-            if found := pupils[path]:
-                teacher = services.references[role]
-                sequences = [(read_by_teacher(each), each.response_ids) for each in found.values()]
-                answer = teacher.top_log_probs(sequences, count, self._vocabulary)
-                asked.append((found, answer))
+                items[teacher_of[source]][-1, position] = untaught_of(text)
+        count = min(config.distillation.top_k or self._vocabulary, self._vocabulary)
+        calls = []
+        for role, path in config.references.items():
+            if of_teacher := items[path]:
+                sequences = [(read_by_teacher(t), t.response_ids) for t in of_teacher.values()]
+                teacher = self.services.references[role]
+                calls.append(
+                    (of_teacher, teacher.top_log_probs(sequences, count, self._vocabulary))
+                )
         return {
-            where: replace(untaught, teacher_log_probs=log_probs, teacher_ids=ids)
-            for found, answer in asked
-            for (where, untaught), (log_probs, ids) in zip(
-                found.items(), answer.result(), strict=True
-            )
+            key: item
+            for of_teacher, call in calls
+            for key, item in with_teacher(of_teacher, call.result()).items()
         }, metrics
 
     def prepare_items(
         self,
-        mine: Mapping[Place, Taught],
-        places: Sequence[Place],
+        items: Mapping[SampleKey, Taught],
+        keys: Sequence[SampleKey],
         learner: SupervisedLearner[Taught],
-        services: Services,
-    ) -> Mapping[Place, Taught]:
+    ) -> Mapping[SampleKey, Taught]:
         """Add teacher log-probs computed by the policy, if it is its own teacher."""
         if self.run.config.teacher_of:
-            return mine
-        task, workers = learner.task, self.run.workers
+            return items
+        task = learner.task
         assert isinstance(task, DistillationTask)
-        hands = [places[rank :: workers.count] for rank in range(workers.count)]
-        held = handed_out(mine, hands, workers)
-        own = [held[where] for where in hands[workers.rank]]
-        read = [replace(each, prompt_ids=read_by_teacher(each)) for each in own]
-        opinions = learner.asked(read, task.top_log_probs)
-        return {
-            where: replace(untaught, teacher_log_probs=log_probs, teacher_ids=ids)
-            for where, untaught, (log_probs, ids) in zip(
-                hands[workers.rank], own, opinions, strict=True
-            )
-        }
+        share = exchange_evenly(items, keys, self.run.workers)
+        read = [replace(item, prompt_ids=read_by_teacher(item)) for item in share.values()]
+        return with_teacher(share, learner.asked(read, task.top_log_probs))
 
     def _sampled(
         self, scored: Sequence[Rollout]
     ) -> tuple[list[tuple[Rollout, Taught]], dict[str, float]]:
         """Return the samples to learn, with their teacher prompts, and metrics that count them."""
         if self.teacher_prompts is None:
-            usable = [each for each in scored if is_trainable(each)]
-            return [(each, untaught_of(each)) for each in usable], {}
+            return [(sample, untaught_of(sample)) for sample in filter(is_trainable, scored)], {}
         sampled: list[tuple[Rollout, Taught]] = []
         chat = chat_format(self.run.config.data)
-        most, too_long = self.run.config.distillation.max_teacher_prompt_tokens, 0
-        for group in learnable(scored):
-            for each, prompt in zip(group, self.teacher_prompts(group), strict=True):
+        max_tokens, too_long = self.run.config.distillation.max_teacher_prompt_tokens, 0
+        for group in trainable_groups(scored):
+            for sample, prompt in zip(group, self.teacher_prompts(group), strict=True):
                 if prompt is None:
                     continue
                 ids = tokenised_prompt(self.inputs.tokenizer, prompt, chat)
-                if len(ids) > most:
+                if len(ids) > max_tokens:
                     too_long += 1
                 else:
-                    untaught = replace(untaught_of(each), teacher_prompt_ids=ids)
-                    sampled.append((each, untaught))
+                    untaught = replace(untaught_of(sample), teacher_prompt_ids=ids)
+                    sampled.append((sample, untaught))
         counts = self.run.workers.sum(as_tensor(len(sampled), too_long)).tolist()
         names = ("selection/responses", "selection/prompts_too_long")
         return sampled, dict(zip(names, counts, strict=True))
-
-    def describe(self, scored: list[Rollout]) -> dict[str, float]:
-        """Return metrics of all workers' rollouts, without scores if no reward is configured."""
-        metrics = super().describe(scored)
-        if self.inputs.reward_function or self.run.config.judges:
-            return metrics
-        of_scores = ("rollout/score_", "rollout/zero_variance_fraction")
-        return {name: value for name, value in metrics.items() if not name.startswith(of_scores)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the data cursor of the texts."""

@@ -12,12 +12,21 @@ from raypo.config import IterativeDPOConfig
 from raypo.learner.preference_tasks import PreferenceTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.lora import load_policy
-from raypo.run.rounds_run import Place, RoundsRecipe, handed_out, learnable, place, prompt_cell
-from raypo.run.services import Services
+from raypo.recipes.rounds import (
+    RoundsRecipe,
+    SampleKey,
+    exchange_evenly,
+    key_of,
+    prompt_cell,
+    rounds_loop,
+    trainable_groups,
+)
 from raypo.types import Pair, Rollout
 
-Compared = tuple[Rollout, Rollout]
-"""Best and worst sample of a prompt."""
+
+def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """Run iterative DPO on one learner worker; Ray Train calls this on each of them."""
+    return rounds_loop(setup, IterativeDPORecipe)
 
 
 class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
@@ -28,12 +37,13 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
         return PreferenceTask(load_policy(self.run.config.model), self.run.config.dpo)
 
     def select(
-        self, scored: Sequence[Rollout], services: Services, step: int
-    ) -> tuple[dict[Place, Pair], dict[str, float]]:
+        self, scored: Sequence[Rollout], step: int
+    ) -> tuple[dict[SampleKey, Pair], dict[str, float]]:
         """Pair the best sample of each prompt with its worst; also write the pairs to `pairs/`."""
         compared = best_and_worst(scored, min_gap=self.run.config.iterative_dpo.min_gap)
-        self.write_table("pairs", step, {place(best): row(best, w) for best, w in compared})
-        groups = {each.group_index for each in scored}
+        rows = {key_of(best): row_of(best, worst) for best, worst in compared}
+        self.write_table("pairs", step, rows)
+        groups = {sample.group_index for sample in scored}
         gap = sum(best.score - worst.score for best, worst in compared)
         counts = self.run.workers.sum(as_tensor(len(compared), len(groups), gap)).tolist()
         pairs, prompts, total = counts
@@ -42,40 +52,38 @@ class IterativeDPORecipe(RoundsRecipe[IterativeDPOConfig, Pair]):
             metrics["selection/score_gap_mean"] = total / pairs
         else:
             self.run.tell.message(f"round {step}: no prompt has a pair, so nothing is learned")
-        return {place(best): pair_of(best, worst) for best, worst in compared}, metrics
+        return {key_of(best): pair_of(best, worst) for best, worst in compared}, metrics
 
     def prepare_items(
         self,
-        mine: Mapping[Place, Pair],
-        places: Sequence[Place],
+        items: Mapping[SampleKey, Pair],
+        keys: Sequence[SampleKey],
         learner: SupervisedLearner[Pair],
-        services: Services,
-    ) -> Mapping[Place, Pair]:
+    ) -> Mapping[SampleKey, Pair]:
         """Add the reference model's log-probs to the pairs, unless a deployment computed them."""
-        if services.reference is not None or not self.run.config.dpo.needs_reference:
-            return mine
-        task, workers = learner.task, self.run.workers
+        if self.services.reference is not None or not self.run.config.dpo.needs_reference:
+            return items
+        task = learner.task
         assert isinstance(task, PreferenceTask)
         is_round = self.run.config.iterative_dpo.reference == "round"
         ask = learner.asked if is_round else learner.without_adapter
-        hands = [places[rank :: workers.count] for rank in range(workers.count)]
-        pairs = handed_out(mine, hands, workers)
-        own = hands[workers.rank]
-        known = ask([pairs[where] for where in own], task.log_probs)
+        pairs = exchange_evenly(items, keys, self.run.workers)
+        log_probs = ask(list(pairs.values()), task.log_probs)
         return {
-            w: replace(pairs[w], ref_log_probs=each) for w, each in zip(own, known, strict=True)
+            key: replace(pair, ref_log_probs=of_pair)
+            for (key, pair), of_pair in zip(pairs.items(), log_probs, strict=True)
         }
 
 
-def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[Compared]:
+def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[tuple[Rollout, Rollout]]:
     """Return the best and the worst sample of each group.
 
     Groups whose two scores are tied, or closer than `min_gap`, are left out. Among samples with
     equal scores the first sampled one is taken.
     """
-    compared: list[Compared] = []
+    compared: list[tuple[Rollout, Rollout]] = []
     score = attrgetter("score")
-    for samples in learnable(scored):
+    for samples in trainable_groups(scored):
         best, worst = max(samples, key=score), min(samples, key=score)
         if best.score > worst.score and best.score - worst.score >= min_gap:
             compared.append((best, worst))
@@ -84,18 +92,18 @@ def best_and_worst(scored: Sequence[Rollout], *, min_gap: float) -> list[Compare
 
 def pair_of(best: Rollout, worst: Rollout) -> Pair:
     """Return the pair to learn. Its `margin` stays 0: only the order of the scores counts."""
-    known = best.ref_log_probs, worst.ref_log_probs
+    chosen, rejected = best.ref_log_probs, worst.ref_log_probs
     return Pair(
         best.prompt_ids,
         best.response_ids,
         worst.response_ids,
         ref_log_probs=None
-        if known[0] is None or known[1] is None
-        else (float(known[0].sum()), float(known[1].sum())),
+        if chosen is None or rejected is None
+        else (float(chosen.sum()), float(rejected.sum())),
     )
 
 
-def row(best: Rollout, worst: Rollout) -> dict[str, Any]:
+def row_of(best: Rollout, worst: Rollout) -> dict[str, Any]:
     """Return a pair as a row that `data.prompts` of the recipes dpo and reward_model can read."""
     label = best.label
     return {

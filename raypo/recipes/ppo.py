@@ -69,11 +69,13 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
         checkpoints = Checkpoints(
             run,
             records,
+            learner,
             roles.own,
             exports_of(learner, config, roles, inputs.tokenizer),
+            rollouts,
             before_saving=partial(phases.enter, Phase.LEARN),
         )
-        saved = checkpoints.restore(learner, rollouts)  # empty if there is no checkpoint
+        saved = checkpoints.restore()  # empty if there is no checkpoint
         state = UpdateState.initial(config.ppo).restored(saved["advantages"] if saved else None)
         weights.push_first(learner, version=records.last_step)
         evaluation = Evaluation(run, inputs, sampler, scorer, phases, records)
@@ -122,13 +124,13 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
 
             metrics |= evaluation.when_due(step)  # 7. held-out score,
             clock.lap("time/held_out_s")
-            checkpoint = checkpoints.save_when_due(  # checkpoint, models,
-                step,
-                metrics,
-                learner,
-                samples=batch.scored,
-                rollouts=rollouts,
-                state={"advantages": state.state_dict()},
+            if records.callbacks:
+                metrics |= records.call_callbacks(step, metrics, batch.scored)
+            records.check_stop_rules(step, metrics)
+            checkpoint = (  # checkpoint, models,
+                checkpoints.save(step, metrics, {"advantages": state.state_dict()})
+                if records.is_checkpoint_due(step)
+                else None
             )
             clock.lap("time/checkpoint_s")
             records.report(  # report

@@ -9,9 +9,20 @@ from raypo.collectives import as_tensor
 from raypo.config import RejectionSamplingConfig, SelectionSection
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.run.rounds_run import Place, RoundsRecipe, learnable, place, prompt_cell
-from raypo.run.services import Services
+from raypo.recipes.rounds import (
+    RoundsRecipe,
+    SampleKey,
+    key_of,
+    prompt_cell,
+    rounds_loop,
+    trainable_groups,
+)
 from raypo.types import Example, Rollout
+
+
+def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """Run rejection sampling on one learner worker; Ray Train calls this on each of them."""
+    return rounds_loop(setup, RejectionSamplingRecipe)
 
 
 class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
@@ -22,15 +33,16 @@ class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
         return ResponseTask(load_policy(self.run.config.model))
 
     def select(
-        self, scored: Sequence[Rollout], services: Services, step: int
-    ) -> tuple[dict[Place, Example], dict[str, float]]:
+        self, scored: Sequence[Rollout], step: int
+    ) -> tuple[dict[SampleKey, Example], dict[str, float]]:
         """Select the best samples of each prompt; also write them to `selected/`."""
         section = self.run.config.rejection_sampling
-        kept = best_of(scored, section)
-        self.write_table("selected", step, {place(each): row(each) for each in kept})
-        groups = {each.group_index for each in scored}
-        with_some = {each.group_index for each in kept}
-        counts = as_tensor(len(kept), len(groups), len(with_some), sum(s.score for s in kept))
+        best = best_of(scored, section)
+        self.write_table("selected", step, {key_of(sample): row_of(sample) for sample in best})
+        groups = {sample.group_index for sample in scored}
+        selected_groups = {sample.group_index for sample in best}
+        total_score = sum(sample.score for sample in best)
+        counts = as_tensor(len(best), len(groups), len(selected_groups), total_score)
         responses, prompts, served, total = self.run.workers.sum(counts).tolist()
         metrics = {
             "selection/responses": responses,
@@ -44,32 +56,32 @@ class RejectionSamplingRecipe(RoundsRecipe[RejectionSamplingConfig, Example]):
             )
         if not section.train:
             return {}, metrics
-        return {place(each): Example(each.prompt_ids, each.response_ids) for each in kept}, metrics
+        return {key_of(s): Example(s.prompt_ids, s.response_ids) for s in best}, metrics
 
 
 def best_of(scored: Sequence[Rollout], section: SelectionSection) -> list[Rollout]:
     """Return the best samples of each group; among equal scores the first sampled ones win."""
-    kept: list[Rollout] = []
-    for group in learnable(scored):
-        best = sorted(group, key=lambda each: -each.score)
+    selected: list[Rollout] = []
+    for group in trainable_groups(scored):
+        best = sorted(group, key=lambda sample: -sample.score)
         if section.min_score is not None:
-            best = [each for each in best if each.score >= section.min_score]
+            best = [sample for sample in best if sample.score >= section.min_score]
         if section.distinct:
             # A dict keeps the last of equal keys. In reverse order, that is the best and first
             # sampled one of equal responses.
-            best = list({each.response_ids.tobytes(): each for each in best[::-1]}.values())
-            best.sort(key=lambda each: (-each.score, each.sample_index))
-        kept += best[: section.top_k]
-    return kept
+            best = list({sample.response_ids.tobytes(): sample for sample in best[::-1]}.values())
+            best.sort(key=lambda sample: (-sample.score, sample.sample_index))
+        selected += best[: section.top_k]
+    return selected
 
 
-def row(scored: Rollout) -> dict[str, Any]:
+def row_of(sample: Rollout) -> dict[str, Any]:
     """Return a response as a row that `data.prompts` of the recipe sft can read."""
     return {
-        "prompt": prompt_cell(scored),
-        "response": scored.response,
-        "label": None if scored.label is None else str(scored.label),
-        "score": scored.score,
-        "finish_reason": scored.finish_reason,
-        "prompt_index": scored.prompt_index,
+        "prompt": prompt_cell(sample),
+        "response": sample.response,
+        "label": None if sample.label is None else str(sample.label),
+        "score": sample.score,
+        "finish_reason": sample.finish_reason,
+        "prompt_index": sample.prompt_index,
     }

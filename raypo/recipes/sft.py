@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from raypo.config import SFTConfig
+from typing import Any
+
 from raypo.data.examples import load_examples
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.run.examples_run import PolicyExamplesRecipe, Reader
-from raypo.types import Example
+from raypo.recipes.examples import AnswerEvaluation, Examples, train_on_examples
+from raypo.run.records import Records
+from raypo.run.run import open_run
+from raypo.run.supervised_learner import new_learner
 
 
-class SFTRecipe(PolicyExamplesRecipe[SFTConfig, Example]):
-    """SFT recipe: the policy learns the responses of examples."""
-
-    @classmethod
-    def reader(cls, config: SFTConfig) -> Reader[Example]:
-        """Return the loader of prompts with responses."""
-        return load_examples
-
-    def make_task(self) -> ResponseTask:
-        """Load the policy, which learns the responses."""
-        return ResponseTask(load_policy(self.run.config.model))
+def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
+    """Run SFT on one learner worker; Ray Train calls this on each of them."""
+    with open_run(setup) as run:
+        examples = Examples.load(run, load_examples)
+        records = Records(run)
+        answers = AnswerEvaluation.start(run, examples.tokenizer)
+        learner = new_learner(run, lambda: ResponseTask(load_policy(run.config.model)))
+        return train_on_examples(run, records, examples, learner, answers)

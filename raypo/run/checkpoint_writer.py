@@ -1,6 +1,6 @@
 """Write a checkpoint and the models, and move or upload them, beside the next steps.
 
-Concurrency. `Checkpoints.save_when_due` takes a snapshot in the main thread, with all collectives.
+Concurrency. `Checkpoints.save` takes a snapshot in the main thread, with all collectives.
 `Records.report` passes Ray Train the function that `begin` returned, and Ray Train calls it in a
 thread of the worker, or in the main thread if it reports synchronously. The function waits for no
 other worker. Ray Train lists a checkpoint once this function has returned on all workers, so every

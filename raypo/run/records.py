@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import ray.train
@@ -70,8 +71,9 @@ class Records:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="raypo-files")
         self._writers: Workers | None = None  # the threads' process group, created on demand
         self._pending: list[Future[None]] = []
-        self._callbacks = {path: load_function(path, key="callbacks") for path in config.callbacks}
-        self._callbacks |= by_name(run.runtime.callbacks)
+        self.callbacks = {path: load_function(path, key="callbacks") for path in config.callbacks}
+        """The user's callbacks by name, which rank 0 calls after each step."""
+        self.callbacks |= by_name(run.runtime.callbacks)
         # Watched metrics, by config key, whose names were not yet compared with measured metrics.
         self._unseen: dict[str, str] = {}
         if config.checkpoint.best_by is not None:
@@ -114,7 +116,7 @@ class Records:
         run.tell.start(first)
         self._interrupted = run.workers.broadcast(run.tell.stop_requested())
         for step in range(first, run.config.num_steps + 1):
-            if self._interrupted or self.stopped:  # a checkpoint was due then (`end_step`)
+            if self._interrupted or self.stopped:  # a checkpoint was due then
                 return
             self._step_started = time.perf_counter()
             yield step
@@ -144,34 +146,30 @@ class Records:
             self._write_samples(step, partial(list, map(sample_row, samples)), self._run.workers)
             raise
 
-    def end_step(
-        self, step: int, metrics: dict[str, float], samples: Sequence[Rollout] = ()
-    ) -> bool:
-        """Call the callbacks, and check the rules of `stop` and `checkpoint`.
+    def call_callbacks(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[Rollout]
+    ) -> dict[str, float]:
+        """Call the user's callbacks, and return the metrics that they add to the step.
 
         Args:
-            step: The step that has ended.
-            metrics: Metrics of the step. The callbacks' metrics are added in place.
-            samples: This worker's samples of the step, for callbacks.
+            step: The step.
+            metrics: Metrics of the step so far.
+            samples: This worker's samples of the step. Callbacks see those of all workers.
+        """
+        workers = self._run.workers
+        shares = workers.gather_first(list(samples))
+        added: dict[str, float] = {}
+        if workers.rank == 0:
+            rollouts = list(chain.from_iterable(shares))
+            added = ask_callbacks(self.callbacks, StepView(step, dict(metrics), rollouts))
+        return workers.broadcast(added)
 
-        Returns:
-            True if a checkpoint is due. The reasons are that the checkpoint interval has passed,
-            that `checkpoint.best_by` has improved, that the run stops, or that one of the run's
-            nodes is about to be preempted.
+    def check_stop_rules(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Update the best step and the rules of `stop`, and ask whether the driver stops the run.
+
+        Step `step` is then the last completed one. `steps` ends the run.
         """
         run = self._run
-        # All workers call this: Ray Train returns rank 0's information to each of them.
-        if is_leaving := ray.train.get_preemption_info() is not None:
-            run.tell.message(
-                f"step {step}: a node is about to be preempted, so a checkpoint is saved"
-            )
-        if self._callbacks:
-            shares = run.workers.gather_first(list(samples))
-            added: dict[str, float] = {}
-            if run.workers.rank == 0:
-                rollouts = [each for share in shares for each in share]
-                added = ask_callbacks(self._callbacks, StepView(step, dict(metrics), rollouts))
-            metrics |= run.workers.broadcast(added)
         self._check_watched(metrics)
         self.last_step = step
         self.best, self.watched, self._interrupted = run.workers.broadcast(
@@ -183,9 +181,22 @@ class Records:
         )
         if self.stopped:
             run.tell.message(f"step {step}: {self.stopped}; the run is done")
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after the step.
+
+        The reasons are that the checkpoint interval has passed, that `checkpoint.best_by` has
+        improved, that the run stops, or that one of the run's nodes is about to be preempted.
+        """
+        run = self._run
+        # All workers call this: Ray Train returns rank 0's information to each of them.
+        if is_leaving := ray.train.get_preemption_info() is not None:
+            run.tell.message(
+                f"step {step}: a node is about to be preempted, so a checkpoint is saved"
+            )
         is_best = self.best is not None and self.best.best_step == step
-        is_due = run.config.checkpoint.is_due(step, last_step=run.config.num_steps)
-        return is_due or is_best or is_leaving or self._interrupted or self.stopped is not None
+        is_periodic = run.config.checkpoint.is_due(step, last_step=run.config.num_steps)
+        return is_periodic or is_best or is_leaving or self._interrupted or bool(self.stopped)
 
     def report(
         self,
@@ -265,9 +276,9 @@ class Records:
         self.checkpoints.wait()
         is_done = self.last_step == run.config.num_steps or self.stopped
         status = "finished" if is_done else "interrupted"
-        own: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}
+        ending: dict[str, Any] = {"stopped": self.stopped} if self.stopped else {}
         if self.best and (best := self.best_step):
-            own["best"] = best
+            ending["best"] = best
             run.tell.message(best_in_words(self.best, self._metrics()))
         if run.workers.rank == 0:
             run.files.write_summary(
@@ -278,7 +289,7 @@ class Records:
                     wall_s=self.wall_s,
                     versions=installed_versions(),
                 )
-                | own
+                | ending
             )
             run.files.sync()
         self._status = status
@@ -299,15 +310,15 @@ class Records:
     def _wait_for_samples(self) -> None:
         """Wait until all samples are written. Raise the first error of a write."""
         pending, self._pending = self._pending, []
-        for each in pending:
-            each.result()
+        for write in pending:
+            write.result()
 
-    def _check_watched(self, metrics: dict[str, float]) -> None:
+    def _check_watched(self, metrics: Mapping[str, float]) -> None:
         """Warn if a watched metric was not measured. If it is a held-out metric, raise an error."""
         for key, metric in list(self._unseen.items()):
-            if there := of_its_kind(metric, metrics):
+            if measured := of_its_kind(metric, metrics):
                 del self._unseen[key]
-                if text := check_measured(key, metric, there):
+                if text := check_measured(key, metric, measured):
                     self._run.tell.message(f"warning: {text}")
 
     def _write_samples(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray.train
 from ray.train import Checkpoint, CheckpointConsistencyMode
@@ -20,7 +21,9 @@ from raypo.collectives import Workers
 from raypo.config.auto_values import SNAPSHOT_SHARE
 from raypo.learner.export import Export, NamedWeights
 from raypo.learner.host_copies import HostCopies, tensors_in
+from raypo.learner.learner import Learner
 from raypo.learner.state import StateFiles, write_tensors
+from raypo.learner.supervised import SupervisedLearner
 from raypo.rollout.async_rollouts import AsyncRollouts
 from raypo.rollout.prompt_source import PromptSource
 from raypo.run.checkpoint_writer import Staged
@@ -38,35 +41,24 @@ from raypo.storage.folder import link_tree, parent_and_name
 from raypo.storage.retries import retried
 from raypo.storage.run_files import RunFiles
 from raypo.tracking.logs import log_to_file
-from raypo.types import Rollout
 
 _README = "README.txt"
-RolloutSource = PromptSource | AsyncRollouts
-"""A source of rollouts whose position is a part of the state."""
-
-
-class Saveable(Protocol):
-    """A learner that can be saved to a checkpoint and restored."""
-
-    def state_files(self) -> StateFiles:
-        """Return this worker's part of the state that the next update depends on, by file."""
-        ...
-
-    def restore(self, directory: Path) -> None:
-        """Restore the files of `state_files`."""
-        ...
 
 
 @dataclass
 class Checkpoints:
-    """Saving and restoring of a run. All workers call every method."""
+    """Checkpoints and models of a run. All workers call every method."""
 
     run: Run[Any]
     records: Records
+    learner: Learner | SupervisedLearner[Any]
     model_workers: Workers
     """The workers that train the same models as this one."""
     exports: Mapping[str, Export]
     """The models that this worker trains, by the name of their folder in the run's folder."""
+    rollouts: PromptSource | AsyncRollouts | None = None
+    """Source of the rollouts, whose position in the prompts is saved. Recipes on examples have
+    none."""
     before_saving: Callable[[], None] = lambda: None
     """Callback that moves the learner's whole state back to its devices."""
     _copies: HostCopies = field(default_factory=HostCopies)
@@ -75,7 +67,7 @@ class Checkpoints:
     """True if checkpoints are written beside the next steps, False if within their step. None
     before the first one."""
 
-    def restore(self, learner: Saveable, rollouts: RolloutSource | None = None) -> dict[str, Any]:
+    def restore(self) -> dict[str, Any]:
         """Restore the newest undamaged checkpoint of this run.
 
         If this run has no checkpoint yet, restore one of another run: `from_checkpoint`, or in
@@ -83,8 +75,8 @@ class Checkpoints:
         with clean files.
 
         Returns:
-            The checkpoint's state, with the values given to `save_when_due`. It is empty if there
-            is no checkpoint.
+            The checkpoint's state, with the values given to `save`. It is empty if there is no
+            checkpoint.
 
         Raises:
             DamagedCheckpointError: all checkpoints that were found are damaged.
@@ -102,15 +94,15 @@ class Checkpoints:
                         tell=run.tell.message,
                     )
                 )
-                mine = damages(directory, rank=run.workers.rank, count=run.workers.count)
-                if problems := [each for of_one in run.workers.gather(mine) for each in of_one]:
+                share = damages(directory, rank=run.workers.rank, count=run.workers.count)
+                if problems := list(chain.from_iterable(run.workers.gather(share))):
                     damaged[checkpoint.path] = ", ".join(dict.fromkeys(problems))
                     run.tell.message(
                         f"warning: {checkpoint.path} is damaged and skipped: "
                         f"{damaged[checkpoint.path]}"
                     )
                     continue
-                state = self._restore_from(directory, learner, rollouts, is_own=is_own)
+                state = self._restore_from(directory, is_own=is_own)
             break
         else:
             if damaged:
@@ -129,10 +121,10 @@ class Checkpoints:
         if (newest := ray.train.get_checkpoint()) is not None:
             yield newest, True
             committed = CheckpointConsistencyMode.COMMITTED
-            known = ray.train.get_all_reported_checkpoints(consistency_mode=committed)
-            for each in sorted(known, key=lambda each: each.metrics["step"], reverse=True):
-                if each.checkpoint.path != newest.path:
-                    yield each.checkpoint, True
+            reported = ray.train.get_all_reported_checkpoints(consistency_mode=committed)
+            for report in sorted(reported, key=lambda report: report.metrics["step"], reverse=True):
+                if report.checkpoint.path != newest.path:
+                    yield report.checkpoint, True
         elif (other := self._other()) is not None:
             if self.run.runtime.resume_from is None:
                 self.run.tell.message(f"starting from the state in {other}")
@@ -140,14 +132,12 @@ class Checkpoints:
 
     def _other(self) -> str | None:
         """Return the location of another run's checkpoint to begin with."""
-        place = self.run.config.from_checkpoint
-        return self.run.runtime.resume_from or (None if place is None else find_checkpoint(place))
+        location = self.run.config.from_checkpoint
+        return self.run.runtime.resume_from or (location and find_checkpoint(location))
 
-    def _restore_from(
-        self, directory: Path, learner: Saveable, rollouts: RolloutSource | None, *, is_own: bool
-    ) -> dict[str, Any]:
-        run = self.run
-        learner.restore(directory)
+    def _restore_from(self, directory: Path, *, is_own: bool) -> dict[str, Any]:
+        run, rollouts = self.run, self.rollouts
+        self.learner.restore(directory)
         state = json.loads((directory / STATE).read_text())
         before, now = state["workers"], run.workers.count
         if before != now:
@@ -164,39 +154,25 @@ class Checkpoints:
         self._restore_records(state, is_own=is_own)
         return state
 
-    def save_when_due(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        learner: Saveable,
-        *,
-        state: Mapping[str, Any],
-        rollouts: RolloutSource | None = None,
-        samples: Sequence[Rollout] = (),
-    ) -> Staged | None:
-        """End the step. If a checkpoint is due (`Records.end_step`), save it and the models.
+    def save(self, step: int, metrics: dict[str, float], state: Mapping[str, Any]) -> Staged:
+        """Save a checkpoint and the models, and link the best models so far into `best/`.
 
-        The best models so far are linked into `best/`. If the nodes have enough RAM for a snapshot,
-        all of this is only begun here, and `Records.report` lets it run beside the next steps.
+        If the nodes have enough RAM for a snapshot, all of this is only begun here, and
+        `Records.report` lets it run beside the next steps.
 
         Args:
             step: The step that has ended.
-            metrics: Metrics of the step. The callbacks' metrics are added in place.
-            learner: The learner.
+            metrics: Metrics of the step, for a run that is killed before it writes them.
             state: The recipe's further state, as plain JSON values.
-            rollouts: Source of the rollouts, whose position in the prompts is saved.
-            samples: This worker's samples of the step, for callbacks.
 
         Returns:
-            The checkpoint for `Records.report`, or None if none is due.
+            The checkpoint for `Records.report`.
         """
-        run, records = self.run, self.records
-        if not records.end_step(step, metrics, samples):
-            return None
+        run, records, rollouts = self.run, self.records, self.rollouts
         records.checkpoints.wait()
         self.before_saving()
         directory = run.files.new_stage()
-        content = learner.state_files()
+        content = self.learner.state_files()
         if self._is_beside is None:
             self._is_beside = self._fits_beside(content)
         if self._is_beside:

@@ -43,6 +43,7 @@ _PHASE_REMEDIES = {
     "ppo.num_epochs.",
     "time/push_weights_s": "Push less often: more prompts per step (rollout.prompts_per_step).",
     "time/held_out_s": "Raise eval.every, or evaluate fewer prompts.",
+    "time/callbacks_s": "Make the callbacks faster.",
     "time/checkpoint_s": "Raise checkpoint.every.",
     "time/report_s": "Look at the storage behind storage_path, and raise checkpoint.every.",
 }

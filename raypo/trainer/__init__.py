@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from raypo.config import (
@@ -19,27 +17,9 @@ from raypo.config import (
 from raypo.trainer.trainer import RecipeTrainer
 
 
-def _loop(name: str, *kinds: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return a recipe's train loop, which is imported only when it runs.
-
-    A driver that does not import model code starts in two thirds of the time.
-
-    Args:
-        name: `module:function` in `raypo`.
-        kinds: Classes to pass to a loop that several recipes share, as `module:class`.
-    """
-
-    def loop(setup: dict[str, Any]) -> dict[str, Any]:
-        function, *views = (resolve_name(f"raypo.{each}") for each in (name, *kinds))
-        return function(setup, *views)
-
-    return loop
-
-
 class PPOTrainer(RecipeTrainer[PPOConfig]):
     """PPO on a language model: `PPOTrainer("ppo.yaml").fit()`."""
 
-    loop = _loop("recipes.ppo:train_loop_per_worker")
     config_class = PPOConfig
 
 
@@ -52,42 +32,36 @@ class GRPOTrainer(PPOTrainer):
 class SFTTrainer(RecipeTrainer[SFTConfig]):
     """Supervised fine-tuning: `SFTTrainer("sft.yaml").fit()`."""
 
-    loop = _loop("run.examples_run:examples_loop", "recipes.sft:SFTRecipe")
     config_class = SFTConfig
 
 
 class RewardModelTrainer(RecipeTrainer[RewardModelConfig]):
     """Reward-model training on pairs: `RewardModelTrainer("reward_model.yaml").fit()`."""
 
-    loop = _loop("run.examples_run:examples_loop", "recipes.reward_model:RewardModelRecipe")
     config_class = RewardModelConfig
 
 
 class DPOTrainer(RecipeTrainer[DPOConfig]):
     """DPO and its variants on preference pairs: `DPOTrainer("dpo.yaml").fit()`."""
 
-    loop = _loop("run.examples_run:examples_loop", "recipes.dpo:DPORecipe")
     config_class = DPOConfig
 
 
 class RejectionSamplingTrainer(RecipeTrainer[RejectionSamplingConfig]):
     """Fine-tuning on the best of several samples: `RejectionSamplingTrainer("run.yaml").fit()`."""
 
-    loop = _loop("recipes.rounds:rounds_loop", "recipes.rejection_sampling:RejectionSamplingRecipe")
     config_class = RejectionSamplingConfig
 
 
 class DistillationTrainer(RecipeTrainer[DistillationConfig]):
     """Distillation from a teacher's distributions: `DistillationTrainer("run.yaml").fit()`."""
 
-    loop = _loop("recipes.rounds:rounds_loop", "recipes.distillation:DistillationRecipe")
     config_class = DistillationConfig
 
 
 class IterativeDPOTrainer(RecipeTrainer[IterativeDPOConfig]):
     """DPO on pairs of the policy's own samples: `IterativeDPOTrainer("run.yaml").fit()`."""
 
-    loop = _loop("recipes.rounds:rounds_loop", "recipes.iterative_dpo:IterativeDPORecipe")
     config_class = IterativeDPOConfig
 
 
@@ -105,11 +79,6 @@ _TRAINERS: dict[type[RecipeConfig], type[RecipeTrainer[Any]]] = {
 }
 
 
-def trainer_class(config: RecipeConfig) -> type[RecipeTrainer[Any]]:
-    """Return the trainer class of a config's recipe."""
-    return _TRAINERS[type(config)]
-
-
 def trainer_for(config: RecipeConfig, **arguments: Any) -> RecipeTrainer[Any]:
     """Create the trainer of a config's recipe.
 
@@ -117,4 +86,4 @@ def trainer_for(config: RecipeConfig, **arguments: Any) -> RecipeTrainer[Any]:
         config: The whole run config.
         arguments: Keyword arguments of `RecipeTrainer`.
     """
-    return trainer_class(config)(config, **arguments)
+    return _TRAINERS[type(config)](config, **arguments)

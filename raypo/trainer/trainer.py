@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -113,8 +114,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
     Python arguments take precedence over the config, and are recorded in the resolved config.
     """
 
-    loop: ClassVar[Callable[[dict[str, Any]], dict[str, Any]]]
-    """The recipe's train loop, the same on every worker."""
     config_class: ClassVar[type[RecipeConfig]]
     """Config class of the recipe."""
     preset: ClassVar[str | None] = None
@@ -235,7 +234,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         own = torch_trainer_arguments.get("torch_config")
         torch_trainer_arguments["torch_config"] = CheckedTorchConfig.of(own)
         super().__init__(
-            type(self).loop,
+            _loop(self.config.recipe),
             train_loop_config=self.config.model_dump(),
             scaling_config=scaling,
             run_config=self._run_config(run_config),
@@ -653,3 +652,15 @@ def _given_files(config: RecipeConfig) -> set[Path]:
     below = [folder / GIVEN_ROWS, folder / GIVEN_MODELS]
     found = [folder, *below, *(each for name in below for each in name.rglob("*"))]
     return {each for each in found if each.exists()}
+
+
+def _loop(recipe: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a recipe's train loop, which is imported only when it runs.
+
+    A driver that does not import model code starts in two thirds of the time.
+    """
+
+    def loop(setup: dict[str, Any]) -> dict[str, Any]:
+        return import_module(f"raypo.recipes.{recipe}").train_loop_per_worker(setup)
+
+    return loop

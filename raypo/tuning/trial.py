@@ -32,7 +32,7 @@ from raypo.ray_internals import run_controllers_here
 from raypo.run.setup import Runtime, Shared
 from raypo.storage.checkpoints import newest_step
 from raypo.storage.run_files import RunFiles
-from raypo.trainer import RecipeTrainer, trainer_class
+from raypo.trainer import RecipeTrainer
 from raypo.tuning.capacity import trial_name
 from raypo.tuning.goal import STEP, Goal, as_report, known_metrics
 from raypo.tuning.population import Segment
@@ -133,8 +133,7 @@ def _wait_for_predecessor(files: RunFiles) -> None:
 
 def trial_trainer(config: AnyConfig) -> type[TrialTrainer]:
     """Return the trainer class for trials of the config's recipe."""
-    kind = trainer_class(config)
-    return type("TrialTrainer", (TrialTrainer,), {"loop": kind.loop, "config_class": type(config)})
+    return type("TrialTrainer", (TrialTrainer,), {"config_class": type(config)})
 
 
 class TrialTrainer(RecipeTrainer[AnyConfig]):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raypo.cluster.run_monitor import MonitorClient
 from raypo.collectives import Workers
 from raypo.config import DistillationSection, DPOSection, RewardModelConfig, SFTConfig
 from raypo.learner.distillation_task import DistillationTask
@@ -14,7 +15,7 @@ from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.learner.tasks import PairTask, ResponseTask
 from raypo.models.loading import load_causal_lm, load_reward_model
-from raypo.run.examples_run import even_shares, lengths, new_learner
+from raypo.run.supervised_learner import even_shares, lengths, new_learner
 from raypo.types import Example, Pair, Taught, Verdict
 
 KINDS = ("sft", "dpo", "kto", "reward_model", "distillation")
@@ -67,7 +68,8 @@ def example_learner(
             return VerdictTask(policy, DPOSection(loss="kto"))
         return ResponseTask(policy) if kind == "sft" else PreferenceTask(policy, DPOSection())
 
-    run: Any = SimpleNamespace(config=config, workers=workers or Workers())
+    tell = MonitorClient(None)
+    run: Any = SimpleNamespace(config=config, workers=workers or Workers(), tell=tell)
     return new_learner(run, make_task)
 
 

@@ -109,10 +109,12 @@ def main() -> None:
 
 def _learns_from_examples(model: str, workers: Workers) -> None:
     """One update of an sft run, whose policy lies in shares before DeepSpeed sees it."""
+    from raypo.cluster.run_monitor import MonitorClient
     from raypo.config import SFTConfig
+    from raypo.learner.tasks import ResponseTask
     from raypo.models.loading import load_causal_lm
-    from raypo.recipes.sft import SFTRecipe
-    from raypo.run.examples_run import new_learner
+    from raypo.models.lora import load_policy
+    from raypo.run.supervised_learner import new_learner
     from raypo.types import Example
 
     values = {
@@ -122,11 +124,11 @@ def _learns_from_examples(model: str, workers: Workers) -> None:
         "data": {"prompts": "rows.jsonl", "response_key": "response"},
         "learner": {"zero_stage": 3},
     }
-    run: Any = SimpleNamespace(config=SFTConfig.parse(values), workers=workers)
+    tell = MonitorClient(None)
+    run: Any = SimpleNamespace(config=SFTConfig.parse(values), workers=workers, tell=tell)
 
     def make_task() -> Any:
-        recipe: Any = SimpleNamespace(run=run)
-        task = SFTRecipe.make_task(recipe)
+        task = ResponseTask(load_policy(run.config.model))
         assert all(hasattr(each, "ds_id") for each in task.network.parameters())
         return task
 

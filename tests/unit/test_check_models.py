@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,12 @@ from raypo.checks.input_checks import check_evaluation, check_inputs
 from raypo.checks.model_checks import check_model, check_models, check_positions
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
+from raypo.data.examples import load_examples, load_pairs
 from raypo.data.item_store import ItemStore
 from raypo.models.loading import Limits, check_tokens, load_tokenizer, reads_tokens, same_vocabulary
-from raypo.recipes.dpo import DPORecipe
-from raypo.recipes.reward_model import RewardModelRecipe
-from raypo.recipes.sft import SFTRecipe
+from raypo.recipes.dpo import load_preferences
+from raypo.recipes.examples import Examples
+from raypo.recipes.reward_model import make_task
 from raypo.run import online_inputs
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.run import Run
@@ -401,11 +403,15 @@ def test_examples_that_the_policy_cannot_read_end_the_run_before_it_is_loaded(
 ):
     row = {"prompt": "1+1=", "response": "2" * 600, "chosen": "2" * 600, "rejected": "3"}
     (here / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    kinds: dict[str, Any] = {"sft": SFTRecipe, "dpo": DPORecipe, "reward_model": RewardModelRecipe}
+    load: dict[str, Any] = {
+        "sft": partial(Examples.load, read=load_examples),
+        "dpo": load_preferences,
+        "reward_model": partial(Examples.load, read=load_pairs),
+    }
     told: Any = SimpleNamespace(message=print)
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"data\.prompts: the row .*'1\+1=222.* 605 tokens, but"):
-        kinds[recipe](Run(config_of(recipe), nothing, Workers(), nothing, told))
+        load[recipe](Run(config_of(recipe), nothing, Workers(), nothing, told))
 
 
 def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
@@ -453,8 +459,7 @@ def test_padding_of_a_composite_reward_model_is_known_to_its_head(here: Path):
     Gemma3ForSequenceClassification(config).save_pretrained("composite")
     tokenizer.save_pretrained("composite")
     made = config_of("reward_model", model={"policy": "composite"}).with_dtype(use_gpu=False)
-    recipe: Any = SimpleNamespace(run=SimpleNamespace(config=made), tokenizer=tokenizer)
-    RewardModelRecipe.make_task(recipe).network.model.save_pretrained("trained")
+    make_task(made, tokenizer).network.model.save_pretrained("trained")  # type: ignore[arg-type]
     model: Any = Gemma3ForSequenceClassification.from_pretrained("trained").eval()
     ids = torch.tensor([[5, 6, 7, 8]])
     padded = torch.tensor([[5, 6, 7, 8, tokenizer.pad_token_id, tokenizer.pad_token_id]])

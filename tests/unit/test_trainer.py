@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pyarrow.fs
 import pytest
@@ -30,20 +30,9 @@ from raypo.config import ConfigError, DPOConfig, PPOConfig, SFTConfig
 from raypo.config.sweep_config import with_values
 from raypo.custom.loader import load_function
 from raypo.ray_internals import CHECKPOINTS
-from raypo.recipes import rounds
-from raypo.run import examples_run
 from raypo.run.records import report_for_ray
 from raypo.storage.run_files import RunFiles
-from raypo.trainer import (
-    DistillationTrainer,
-    DPOTrainer,
-    IterativeDPOTrainer,
-    PPOTrainer,
-    RejectionSamplingTrainer,
-    RewardModelTrainer,
-    SFTTrainer,
-    settings,
-)
+from raypo.trainer import PPOTrainer, SFTTrainer, settings
 from raypo.trainer import trainer as trainer_module
 from raypo.trainer.settings import CONTROLLER_FAILURE_LIMIT, resolve, run_config_of, scaling_of
 from tests.tiny import tiny_policy
@@ -535,24 +524,6 @@ def test_fresh_refuses_what_it_would_remove_itself_or_could_not_begin_with(
     with pytest.raises(ConfigError, match=told):
         PPOTrainer(PPOConfig.parse(values), reward_fn=judge, fresh=True).fit()
     assert files.last_step() == 1
-
-
-@pytest.mark.parametrize(
-    ("trainer", "loop"),
-    [
-        *((t, "examples_loop") for t in (SFTTrainer, RewardModelTrainer, DPOTrainer)),
-        (RejectionSamplingTrainer, "rounds_loop"),
-        (DistillationTrainer, "rounds_loop"),
-        (IterativeDPOTrainer, "rounds_loop"),
-    ],
-)
-def test_a_shared_loop_gets_its_recipes_view_of_a_run(
-    trainer: Any, loop: str, monkeypatch: pytest.MonkeyPatch
-):
-    module = examples_run if loop == "examples_loop" else rounds
-    monkeypatch.setattr(module, loop, lambda setup, view: {"view": view})
-    view = trainer.loop({})["view"]
-    assert get_args(view.__orig_bases__[0])[0] is trainer.config_class
 
 
 def test_a_summary_that_cannot_be_written_does_not_hide_why_the_run_ended(

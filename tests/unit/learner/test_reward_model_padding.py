@@ -1,7 +1,6 @@
 """The padding that a reward model's folder names: never a token that a response may end with."""
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from raypo.config import RewardModelConfig
 from raypo.models.loading import load_tokenizer
-from raypo.recipes.reward_model import RewardModelRecipe
+from raypo.recipes.reward_model import make_task
 from tests.tiny import tiny_policy
 
 
@@ -28,8 +27,7 @@ def test_padding_that_is_a_stop_token_is_not_named(tmp_path, padding, is_kept):
     config = RewardModelConfig.parse(
         {"recipe": "reward_model", "name": "a", "num_steps": 1} | values
     )
-    recipe: Any = SimpleNamespace(run=SimpleNamespace(config=config), tokenizer=tokenizer)
-    model = RewardModelRecipe.make_task(recipe).module.model
+    model: Any = make_task(config, tokenizer).module.model
     assert model.config.pad_token_id == (tokenizer.pad_token_id if is_kept else None)
     model.save_pretrained(tmp_path / "trained")
     read: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "trained")

@@ -97,8 +97,8 @@ def run(folder: Path) -> None:
     tell: Any = SimpleNamespace(message=lambda text: None, stop_requested=lambda: False)
     records, learner = Records(Run(config, runtime, Workers(), files, tell)), Learner()
     exports = {"policy": learner.export()}
-    checkpoints = Checkpoints(records._run, records, Workers(), exports)
-    state = checkpoints.restore(learner)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(records._run, records, learner, Workers(), exports)  # type: ignore[arg-type]
+    state = checkpoints.restore()
     before = state["mine"] if state else 0
     assert not state or learner.model.lm_head.weight.detach().max() == before
     with (folder / "attempts.txt").open("a") as file:
@@ -106,13 +106,8 @@ def run(folder: Path) -> None:
     for step in range(before + 1, STEPS + 1):
         Now.step = step
         learner.set(step)
-        staged = checkpoints.save_when_due(
-            step,
-            {"loss": float(step)},
-            learner,  # type: ignore[arg-type]
-            state={"mine": step},
-        )
-        assert staged is not None
+        records.check_stop_rules(step, {"loss": float(step)})
+        staged = checkpoints.save(step, {"loss": float(step)}, {"mine": step})
         complete = records.checkpoints.begin(step, staged)
         source = Checkpoint.from_directory(str(staged.folder))
 

@@ -52,7 +52,11 @@ def text(written: str) -> Example:
 
 
 def made(
-    config: DistillationConfig, *, texts: Any = None, workers: Workers | None = None
+    config: DistillationConfig,
+    *,
+    texts: Any = None,
+    workers: Workers | None = None,
+    teachers: dict[str, Any] | None = None,
 ) -> DistillationRecipe:
     """A recipe without a run's files; its tokenizer knows characters."""
 
@@ -63,6 +67,7 @@ def made(
     recipe: Any = object.__new__(DistillationRecipe)
     recipe.run = SimpleNamespace(config=config, workers=workers or Workers())
     recipe.inputs = SimpleNamespace(tokenizer=tokenizer)
+    recipe.services = SimpleNamespace(references=teachers)
     recipe.texts, recipe._vocabulary = texts, 300
     recipe.teacher_prompts = teacher_prompts(config.distillation)
     return recipe
@@ -94,11 +99,11 @@ def test_a_teacher_in_vllm_has_room_for_the_longest_prompt_that_it_may_get():
 def test_each_teacher_is_asked_about_its_own_sources():
     one, other = Teacher(0), Teacher(1)
     texts = [("a", text("at")), ("b", text("bt")), ("c", text("ct"))]
-    recipe = made(CONFIG, texts=ShuffledStream(texts, seed=0))
+    teachers = {"reference_0": one, "reference_1": other}
+    recipe = made(CONFIG, texts=ShuffledStream(texts, seed=0), teachers=teachers)
     samples = [of_source(0, "a"), of_source(1, "b"), of_source(2, "c"), of_source(3, "b")]
-    services: Any = SimpleNamespace(references={"reference_0": one, "reference_1": other})
 
-    found, _ = recipe.select(samples, services, 1)
+    found, _ = recipe.select(samples, 1)
 
     assert sorted(one.responses) == ["0.0", "2.0", "at", "ct"]
     assert sorted(other.responses) == ["1.0", "3.0", "bt"]
@@ -126,7 +131,6 @@ def written(ids: np.ndarray) -> str:
 
 
 def test_a_teacher_reads_the_responses_behind_its_own_prompt():
-    recipe = made(shown("one", teacher_prompt="solution"))
     read: list[str] = []
 
     class Reads(Teacher):
@@ -134,9 +138,9 @@ def test_a_teacher_reads_the_responses_behind_its_own_prompt():
             read.extend(written(prompt) for prompt, _ in sequences)
             return super().top_log_probs(sequences, count, vocabulary)
 
-    services: Any = SimpleNamespace(references={"reference": Reads(4)})
-    samples = [of_source(0, "a"), of_source(1, "a")]
-    found, metrics = recipe.select(samples, services, 1)
+    teachers = {"reference": Reads(4)}
+    recipe = made(shown("one", teacher_prompt="solution"), teachers=teachers)
+    found, metrics = recipe.select([of_source(0, "a"), of_source(1, "a")], 1)
     solved = "A correct solution is:\n\n7\n\n"
     assert read == [f"{solved}prompt 0", f"{solved}prompt 1"]
     assert metrics == {"selection/responses": 2.0, "selection/prompts_too_long": 0.0}
@@ -153,7 +157,7 @@ def test_a_sample_without_a_prompt_for_the_teacher_or_with_a_long_one_is_not_lea
         scored(2, 0, 1.0, "a long success"),
         scored(2, 1, 0.0),
     ]
-    found, metrics = made(config).select(samples, Any, 1)  # type: ignore[arg-type]
+    found, metrics = made(config).select(samples, 1)
     assert sorted(found) == [(0, 1), (0, 2)]  # the one that passes has no other to learn from
     assert metrics == {"selection/responses": 2.0, "selection/prompts_too_long": 1.0}
     prompt = found[0, 1].teacher_prompt_ids
@@ -169,7 +173,7 @@ def as_own_teacher(workers: Workers) -> dict[Any, str]:
         for group in range(3)[workers.rank :: workers.count]
         for number, response in enumerate(["yes", f"no {group}", f"nope {group}"])
     ]
-    mine, _ = recipe.select(samples, Any, 1)  # type: ignore[arg-type]
+    mine, _ = recipe.select(samples, 1)
     places = sorted(place for share in workers.gather(list(mine)) for place in share)
 
     def asked(items: list[Taught], ask: Any) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -177,7 +181,7 @@ def as_own_teacher(workers: Workers) -> dict[Any, str]:
 
     task = object.__new__(DistillationTask)
     learner: Any = SimpleNamespace(task=task, asked=asked)
-    found = recipe.prepare_items(mine, places, learner, Any)  # type: ignore[arg-type]
+    found = recipe.prepare_items(mine, places, learner)
     for where, taught in found.items():
         assert written(taught.teacher_ids) == written(taught.response_ids)
         assert taught.prompt_ids.tolist() == [0, 0]

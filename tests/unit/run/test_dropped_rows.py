@@ -1,6 +1,7 @@
 """A run says which rows it has dropped, of what it learns from and of what is held out."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from raypo.checks.input_checks import check_inputs
 from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.collectives import Workers
 from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
+from raypo.data.examples import load_examples, load_pairs
 from raypo.data.rows import RowError
-from raypo.recipes.dpo import DPORecipe
-from raypo.recipes.reward_model import RewardModelRecipe
-from raypo.recipes.sft import SFTRecipe
+from raypo.recipes.dpo import load_preferences
+from raypo.recipes.examples import Examples
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.run import Run
 from raypo.run.setup import Runtime
@@ -33,9 +34,13 @@ BAD = {"prompt": [{"role": "user", "content": None}]}
             PPOConfig,
             {"reward": {"function": "raypo.rewards.verifiers:answer_format"}},
         ),
-        (SFTRecipe, SFTConfig, {"learner": {"batch_size": 2}}),
-        (RewardModelRecipe, RewardModelConfig, {"learner": {"batch_size": 2}}),
-        (DPORecipe, DPOConfig, {"learner": {"batch_size": 2}}),
+        (partial(Examples.load, read=load_examples), SFTConfig, {"learner": {"batch_size": 2}}),
+        (
+            partial(Examples.load, read=load_pairs),
+            RewardModelConfig,
+            {"learner": {"batch_size": 2}},
+        ),
+        (load_preferences, DPOConfig, {"learner": {"batch_size": 2}}),
     ],
 )
 def test_a_run_says_what_it_has_dropped(tmp_path: Path, kind: Any, config: Any, more: Any):

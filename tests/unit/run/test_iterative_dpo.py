@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from raypo.config import ConfigError, IterativeDPOConfig
-from raypo.recipes.iterative_dpo import best_and_worst, pair_of, row
-from raypo.run.rounds_run import place
+from raypo.recipes.iterative_dpo import best_and_worst, pair_of, row_of
+from raypo.recipes.rounds import key_of
 from tests.unit.run.test_rejection_sampling import VALUES, scored
 
 SAMPLES = [
@@ -31,7 +31,7 @@ SAMPLES = [
 def test_the_best_is_compared_with_the_worst_and_ties_are_skipped(min_gap, pairs):
     for samples in (SAMPLES, SAMPLES[::-1]):
         found = best_and_worst(samples, min_gap=min_gap)
-        assert [(place(best), place(worst)) for best, worst in found] == pairs
+        assert [(key_of(best), key_of(worst)) for best, worst in found] == pairs
 
 
 def test_a_pair_has_what_the_reference_says_of_whole_responses():
@@ -45,7 +45,7 @@ def test_a_pair_has_what_the_reference_says_of_whole_responses():
 
 
 def test_a_row_is_one_that_dpo_and_reward_models_take():
-    said = row(SAMPLES[1], SAMPLES[3])
+    said = row_of(SAMPLES[1], SAMPLES[3])
     assert (said["prompt"], said["chosen"], said["rejected"]) == ("prompt 0", "0.1", "0.3")
     assert (said["chosen_score"], said["rejected_score"]) == (0.9, 0.2)
 

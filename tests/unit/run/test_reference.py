@@ -1,36 +1,41 @@
-"""What a reference has said is kept, and no other's."""
+"""Log-probs of a reference are computed once, and never used for another reference."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from raypo.collectives import Workers
-from raypo.run import reference
 from raypo.run.reference import with_references
 from raypo.storage.run_files import RunFiles
 from raypo.types import Pair
+from tests.unit.learner.plain import on_workers
 
 IDS = [np.asarray(row, np.int32) for row in ([5, 6], [7, 8, 2], [9, 2])]
-PAIRS = [Pair(IDS[0], IDS[1], IDS[2]), Pair(IDS[1], IDS[2], IDS[0])]
+PAIRS = [Pair(IDS[a], IDS[b], IDS[c]) for a, b, c in ((0, 1, 2), (1, 2, 0), (2, 0, 1))]
 
 
-def test_another_reference_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[int] = []
+def test_each_reference_is_asked_once_about_every_pair(tmp_path: Path):
+    def log_probs(workers: Workers) -> tuple[list[Any], list[int]]:
+        calls: list[int] = []
 
-    def ask(items: list[Pair], *others: Any) -> list[tuple[float, float]]:
-        asked.append(len(items))
-        return [(-1.0 * len(asked), -2.0)] * len(items)
+        def without_adapter(pairs: list[Pair], ask: Any) -> list[tuple[float, float]]:
+            calls.append(len(pairs))
+            return [(-float(pair.chosen_ids[0]), -float(len(calls))) for pair in pairs]
 
-    monkeypatch.setattr(reference, "_asked", ask)
-    files, nobody = RunFiles(str(tmp_path), "run"), None
+        run: Any = SimpleNamespace(workers=workers, files=RunFiles(str(tmp_path), "run"))
+        learner: Any = SimpleNamespace(task=None, without_adapter=without_adapter)
+        found = [
+            [
+                pair.ref_log_probs
+                for pair in with_references(run, PAIRS, learner, model=None, name=n)
+            ]
+            for n in ("one float32", "one float32", "other float32")
+        ]
+        return found, calls
 
-    def told(name: str) -> list[tuple[float, float] | None]:
-        learner: Any = nobody
-        found = with_references(PAIRS, learner, name=name, files=files, workers=Workers())
-        return [pair.ref_log_probs for pair in found]
-
-    assert told("one float32") == told("one float32") == [(-1.0, -2.0)] * 2
-    assert told("other float32") == [(-2.0, -2.0)] * 2
-    assert asked == [2, 2]
+    for rank, (found, calls) in enumerate(on_workers(2, log_probs)):
+        assert found[0] == found[1] == [(-7.0, -1.0), (-9.0, -1.0), (-5.0, -1.0)]
+        assert found[2] == [(-7.0, -2.0), (-9.0, -2.0), (-5.0, -2.0)]
+        assert calls == [2 - rank] * 2

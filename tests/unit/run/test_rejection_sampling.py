@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from raypo.config import ConfigError, RejectionSamplingConfig, SelectionSection
-from raypo.recipes.rejection_sampling import best_of, row
-from raypo.run.rounds_run import place
+from raypo.recipes.rejection_sampling import best_of, row_of
+from raypo.recipes.rounds import key_of
 from raypo.types import Rollout
 
 VALUES = {
@@ -64,15 +64,15 @@ SAMPLES = [
 )
 def test_the_best_of_each_prompt_are_kept_down_to_the_least_score(section, kept):
     for samples in (SAMPLES, SAMPLES[::-1]):
-        assert [place(each) for each in best_of(samples, SelectionSection(**section))] == kept
+        assert [key_of(each) for each in best_of(samples, SelectionSection(**section))] == kept
 
 
 def test_a_row_is_one_that_sft_takes_chat_messages_as_json():
-    said = row(SAMPLES[1])
+    said = row_of(SAMPLES[1])
     assert (said["prompt"], said["response"], said["label"]) == ("prompt 0", "right", "7")
     messages = [{"role": "user", "content": "how many?"}]
     chat = replace(SAMPLES[1], messages=messages)
-    assert json.loads(row(chat)["prompt"]) == messages
+    assert json.loads(row_of(chat)["prompt"]) == messages
 
 
 @pytest.mark.parametrize(

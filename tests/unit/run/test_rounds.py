@@ -11,15 +11,15 @@ from raypo.config import IterativeDPOConfig, RejectionSamplingConfig
 from raypo.learner.learner import minibatch_order
 from raypo.learner.preference_tasks import PreferenceTask
 from raypo.recipes.iterative_dpo import IterativeDPORecipe
-from raypo.run.examples_run import even_shares, lengths
-from raypo.run.rounds_run import Place, RoundsRecipe
+from raypo.recipes.rounds import RoundsRecipe, SampleKey
+from raypo.run.supervised_learner import even_shares, lengths
 from raypo.types import Example, Pair
 from tests.unit.learner.plain import on_workers
 from tests.unit.run.test_rejection_sampling import VALUES
 
 LEARNER = {"batch_size": 4, "num_epochs": 2}
 CONFIG = RejectionSamplingConfig.parse(VALUES | {"learner": LEARNER})
-ITEMS: dict[Place, Example] = {
+ITEMS: dict[SampleKey, Example] = {
     (group, number): Example(
         np.full(1 + group % 3, group, np.int32), np.full(1 + (5 * group) % 7, number, np.int32)
     )
@@ -47,8 +47,7 @@ def trained(workers: Workers) -> list[Any]:
     )
     selected = {k: v for k, v in ITEMS.items() if k[0] % workers.count == workers.rank}
     learner: Any = SimpleNamespace(update=update)
-    services: Any = None
-    metrics = RoundsRecipe.train(recipe, learner, services, selected, STEP)
+    metrics = RoundsRecipe.train(recipe, learner, selected, STEP)
     assert metrics == {"train/updates": 8.0}
     return updates
 
@@ -75,16 +74,18 @@ def test_each_worker_asks_the_round_s_reference_about_its_share_of_the_pairs(cou
     }
     places = sorted(pairs)
 
-    def prepared(workers: Workers) -> dict[Place, Pair]:
+    def prepared(workers: Workers) -> dict[SampleKey, Pair]:
         def asked(some: list[Pair], _: Any) -> list[tuple[float, float]]:
             return [(float(len(each.chosen_ids)), float(each.prompt_ids[0])) for each in some]
 
         config = IterativeDPOConfig.parse(VALUES)
-        recipe: Any = SimpleNamespace(run=SimpleNamespace(config=config, workers=workers))
+        recipe: Any = SimpleNamespace(
+            run=SimpleNamespace(config=config, workers=workers),
+            services=SimpleNamespace(reference=None),
+        )
         learner: Any = SimpleNamespace(task=PreferenceTask.__new__(PreferenceTask), asked=asked)
-        services: Any = SimpleNamespace(reference=None)
         mine = {k: v for k, v in pairs.items() if k[0] % workers.count == workers.rank}
-        return dict(IterativeDPORecipe.prepare_items(recipe, mine, places, learner, services))
+        return dict(IterativeDPORecipe.prepare_items(recipe, mine, places, learner))
 
     shares = on_workers(count, prepared)
     assert [list(share) for share in shares] == [places[rank::count] for rank in range(count)]

@@ -1,6 +1,7 @@
 """What runs make of several sources with weights, before anything starts."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
-from raypo.recipes.sft import SFTRecipe
+from raypo.data.examples import load_examples
+from raypo.recipes.examples import Examples
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.rollout_metrics import rollout_metrics, sample_row
 from raypo.run.run import Run
@@ -83,9 +85,10 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
 
 def test_examples_come_by_their_weights(values: dict[str, Any]):
     values["learner"] = {"batch_size": 8}
-    recipe, messages = prepared(SFTRecipe, SFTConfig.parse({**values, "recipe": "sft"}))
-    places = [place for _, place in recipe.stream.of(range(14)).take(8)]
-    assert sum(place < 5 for place in places) == 6
+    config = SFTConfig.parse({**values, "recipe": "sft"})
+    examples, messages = prepared(partial(Examples.load, read=load_examples), config)
+    rows = [row for _, row in examples.stream.of(range(14)).take(8)]
+    assert sum(row < 5 for row in rows) == 6
     assert [message.split(" (")[0] for message in messages] == [
         "few has 5 rows, but a step takes 6 of them"
     ]

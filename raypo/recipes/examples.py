@@ -1,0 +1,201 @@
+"""Shared part of the recipes that learn from examples: sft, dpo and reward_model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import numpy as np
+
+from raypo.config import ExamplesConfig, PolicyExamplesConfig
+from raypo.data.examples import LoadedExamples
+from raypo.data.mixing import few_rows_notes, mix_of
+from raypo.data.prompts import load_prompts
+from raypo.data.stream import ShuffledStream
+from raypo.learner.supervised import SupervisedLearner
+from raypo.learner.tasks import Item
+from raypo.metrics.clock import Clock
+from raypo.models.loading import Limits, load_tokenizer, stop_token_ids
+from raypo.rewards.functions import evaluation_function
+from raypo.rewards.labels import label_checks
+from raypo.rewards.scoring import RewardFunction
+from raypo.rollout.collect import Sampler, Sampling
+from raypo.rollout.evaluation import evaluate_policy
+from raypo.rollout.reward_trial import ROWS, try_before_start
+from raypo.run.records import Records
+from raypo.run.run import Run
+from raypo.run.run_checkpoints import Checkpoints
+from raypo.run.services import start_deployments
+from raypo.run.steps import StepResult, run_steps
+from raypo.run.supervised_learner import even_shares, lengths, trained_models
+from raypo.serving.client import EngineClient
+from raypo.types import Prompt
+from raypo.weight_sync.probe import Probe, try_probe
+from raypo.weight_sync.push import open_transport
+from raypo.weight_sync.transport import Transport
+
+
+@dataclass
+class Examples(Generic[Item]):
+    """Examples of a run, the same on all workers."""
+
+    tokenizer: Any
+    stream: ShuffledStream[Item]
+    held_out: Sequence[Item]
+
+    @classmethod
+    def load(
+        cls,
+        run: Run[Any],
+        read: Callable[..., LoadedExamples[Item]],
+        *,
+        section: Any = None,
+        held_out_key: str = "prompts",
+    ) -> Examples[Item]:
+        """Load the examples, and report rows that were left out or are repeated.
+
+        Args:
+            run: The run.
+            read: Loader of the recipe's kind of examples, such as `load_examples`.
+            section: Section `data` of the config, if it differs from the config's own.
+            held_out_key: Key of the section `eval` that names the held-out examples.
+        """
+        config, section = run.config, section or run.config.data
+        tokenizer = load_tokenizer(config.model.policy)
+        stop = stop_token_ids(config.model.policy, tokenizer)
+        loaded, size = read(section, tokenizer, stop), config.learner.batch_size
+        notes = loaded.notes("data.prompts")
+        notes += few_rows_notes(section, loaded.sizes, size, key="learner.batch_size")
+        held_out: Sequence[Item] = []
+        key = f"eval.{held_out_key}"
+        if sources := getattr(config.eval, held_out_key):
+            of_eval = read(
+                section.model_copy(update={"prompts": sources}), tokenizer, stop, key=key
+            )
+            held_out, notes = of_eval.items, notes + of_eval.notes(key)
+        limits = Limits.of(config.model.policy)
+        limits.check(sequences(loaded.items), tokenizer, key="data.prompts")
+        limits.check(sequences(held_out), tokenizer, key=key)
+        for note in notes:
+            run.tell.message(note)
+        mix = mix_of(section, loaded.sizes, size)
+        stream = ShuffledStream(loaded.items, seed=config.seed, mix=mix)
+        return cls(tokenizer, stream, held_out)
+
+
+@dataclass(frozen=True)
+class AnswerEvaluation:
+    """Evaluation on held-out prompts: `eval.function` scores the answers that engines sample.
+
+    All workers call every method.
+    """
+
+    run: Run[PolicyExamplesConfig]
+    prompts: Sequence[Prompt]
+    function: RewardFunction | None
+    engine: EngineClient
+    sampler: Sampler
+    transport: Transport
+
+    @classmethod
+    def start(cls, run: Run[PolicyExamplesConfig], tokenizer: Any) -> AnswerEvaluation | None:
+        """Load the held-out prompts and start the engines. None means that no function scores."""
+        config, key = run.config, "eval.prompts"
+        if not config.needs_engine:
+            return None
+        section = config.data.model_copy(update={"prompts": config.eval.prompts})
+        loaded = load_prompts(section, tokenizer, key=key, label_checks=label_checks(config, key))
+        for note in loaded.notes(key):
+            run.tell.message(note)
+        Limits.of(config.model.policy).check([[loaded.highest]], tokenizer, key=key)
+        function = evaluation_function(config.eval, None)
+        if function is not None and run.workers.rank == 0:
+            try_before_start(function, loaded.prompts[:ROWS], tokenizer, run.tell.message)
+        run.tell.phase("starting the engine")
+        services = start_deployments(
+            config, run.name, run.workers, logs_dir=str(run.files.logs_dir)
+        )
+        sampling = Sampling.of(
+            config.rollout,
+            stop_token_ids=stop_token_ids(config.model.policy, tokenizer),
+            seed=config.seed,
+        )
+        transport = open_transport(
+            config.rollout.engine, colocated=config.placement.group_of("engine") == "colocated"
+        )
+        engine = services.engine
+        sampler = Sampler(engine, tokenizer, sampling)
+        evaluation = cls(run, loaded.prompts, function, engine, sampler, transport)
+        if services.in_turn:
+            evaluation.wait()
+        return evaluation
+
+    def wait(self) -> None:
+        """Wait until the engines have started."""
+        self.run.tell.phase("waiting for the engine")
+        self.engine.wait(self.run.config.placement.timeout_s)
+
+    def evaluate(self, learner: SupervisedLearner[Any], *, version: int) -> dict[str, float]:
+        """Push the weights under a version, and return the score of answers sampled with them."""
+        config, workers, engine = self.run.config, self.run.workers, self.engine
+        self.transport.push(learner.named_weights, engine, version=version, workers=workers)
+        probe = Probe.of(self.prompts, config, temperature=1.0)
+        metrics = try_probe(learner, engine, probe, version, workers)
+        return metrics | evaluate_policy(
+            self.prompts, self.sampler, self.function, section=config.eval, workers=workers
+        )
+
+
+def train_on_examples(
+    run: Run[ExamplesConfig],
+    records: Records,
+    examples: Examples[Item],
+    learner: SupervisedLearner[Item],
+    answers: AnswerEvaluation | None = None,
+) -> dict[str, Any]:
+    """Restore the run and train to its end. All workers call this.
+
+    Args:
+        run: The run.
+        records: The run's records.
+        examples: Examples to learn from.
+        learner: The learner, which holds the model and its task.
+        answers: Evaluation of sampled answers. None means that only the loss is evaluated.
+
+    Returns:
+        `{"status": "finished" | "interrupted", "step": last completed step}`.
+    """
+    config, workers = run.config, run.workers
+    models = trained_models(config, learner, examples.tokenizer)
+    checkpoints = Checkpoints(run, records, learner, workers, models)
+    if saved := checkpoints.restore():
+        examples.stream.load_state_dict(saved["stream"])
+    if answers:
+        answers.wait()
+
+    def train_step(step: int, clock: Clock) -> StepResult:
+        batch = [item for _, item in examples.stream.take(config.learner.batch_size)]
+        shares = even_shares([lengths(item) for item in batch], workers.count)
+        metrics = learner.update([batch[index] for index in shares[workers.rank]], step=step)
+        clock.lap("time/update_s")
+        return StepResult(metrics, {"stream": examples.stream.state_dict()})
+
+    def evaluate(step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        if examples.held_out:
+            metrics = learner.evaluate(examples.held_out[workers.rank :: workers.count])
+        return metrics | (answers.evaluate(learner, version=step) if answers else {})
+
+    if records.last_step == 0:
+        records.note_initial(evaluate(0))
+    run_steps(run, records, checkpoints, train_step, evaluate)
+    return records.finish()
+
+
+def sequences(items: Iterable[Any]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield prompt and response of every sequence that a forward pass reads for the items."""
+    for item in items:
+        for name in ("response_ids", "chosen_ids", "rejected_ids", "other_ids"):
+            if (response := getattr(item, name, None)) is not None:
+                yield item.prompt_ids, response
