@@ -3,6 +3,8 @@
 If the run has a driver (`raypo.trainer`), the driver runs step 1: the checks before the workers
 start. It also starts the dedicated services of step 2.
 
+`run_steps` calls `train_step` in each step, and does what all recipes have in common.
+
 Concurrency. With `rollout.mode: sync` the main thread runs everything below, line by line. In the
 asynchronous modes the threads of `AsyncRollouts` sample, score and filter ahead of the update, with
 the same `sample_and_score`. The loop takes the batches that these threads have filled.
@@ -38,6 +40,7 @@ from raypo.run.rollout_metrics import batch_metrics, rollout_rows
 from raypo.run.run import open_run
 from raypo.run.run_checkpoints import Checkpoints
 from raypo.run.services import start_services
+from raypo.run.steps import StepResult, run_steps
 from raypo.run.utilization import Utilization
 from raypo.run.weight_pusher import WeightPusher
 from raypo.types import Experience, Prompt, Rollout
@@ -84,8 +87,8 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             run.at_end.callback(ahead.close)
             ahead.begin(last_step=records.last_step)
 
-        for step in records.steps():
-            clock = Clock()
+        def train_step(step: int, clock: Clock) -> StepResult:
+            nonlocal state
             if ahead:  # 4. rollouts: its threads sample, score and filter ahead of the update
                 batch = ahead.take(step, clock)
             else:
@@ -122,26 +125,16 @@ def train_loop_per_worker(setup: dict[str, Any]) -> dict[str, Any]:
             metrics |= weights.push(learner, version=step, ahead=ahead)  # 6. versioned, verified
             clock.lap("time/push_weights_s")
 
-            metrics |= evaluation.when_due(step)  # 7. held-out score,
-            clock.lap("time/held_out_s")
-            if records.callbacks:
-                metrics |= records.call_callbacks(step, metrics, batch.scored)
-            records.check_stop_rules(step, metrics)
-            checkpoint = (  # checkpoint, models,
-                checkpoints.save(step, metrics, {"advantages": state.state_dict()})
-                if records.is_checkpoint_due(step)
-                else None
-            )
-            clock.lap("time/checkpoint_s")
-            records.report(  # report
-                step,
+            return StepResult(
                 metrics,
-                clock,
-                checkpoint,
-                spans=ahead.spans() if ahead else (),
+                {"advantages": state.state_dict()},
+                samples=batch.scored,
                 rates=utilization.rates(batch, services, step=step),
+                spans=ahead.spans if ahead else tuple,
             )
 
+        # 7. held-out score, callbacks, stop rules, checkpoint and models, report
+        run_steps(run, records, checkpoints, train_step, evaluation.metrics)
         if ahead and records.stopped:
             ahead.tell_unused(run.tell.message, workers)
         return records.finish()

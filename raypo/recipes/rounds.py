@@ -217,7 +217,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
             clock.lap("time/push_weights_s")
             return StepResult(metrics, recipe.state_dict(), samples=scored)
 
-        run_steps(run, records, checkpoints, train_round, evaluation.when_due)
+        run_steps(run, records, checkpoints, train_round, evaluation.metrics)
         return records.finish()
 
 

@@ -40,18 +40,16 @@ class Evaluation:
         """Evaluate the initial policy; the score is reported with the first step."""
         if self._records.last_step == 0 and self._inputs.held_out:
             self._run.tell.phase("evaluating the policy as it is")
-            metrics = self._evaluate(step=0)
+            metrics = self.metrics(step=0)
             self._records.note_initial(metrics)
             score = metrics["eval/score_mean"]
             self._run.tell.message(f"before the first update: eval {score:+.3f}")
 
-    def when_due(self, step: int) -> dict[str, float]:
-        """Evaluate the policy if an evaluation is due after this step, else return no metrics."""
-        config = self._run.config
-        is_due = config.eval.is_due(step, last_step=config.num_steps)
-        return self._evaluate(step=step) if is_due and self._inputs.held_out else {}
+    def metrics(self, step: int) -> dict[str, float]:
+        """Evaluate the policy after a step. There are no metrics without held-out prompts."""
+        if not self._inputs.held_out:
+            return {}
 
-    def _evaluate(self, *, step: int) -> dict[str, float]:
         def keep(scored: list[Rollout]) -> None:
             rows = partial(list, map(sample_row, scored))
             self._records.write_samples(step, rows, held_out=True)
