@@ -36,7 +36,7 @@ def by_name(callbacks: Iterable[Callable[[StepView], Any]]) -> dict[str, Callabl
     for callback in callbacks:
         name = function_name(callback)
         numbered = (f"{name} ({number})" for number in count(2))
-        named[next(each for each in chain([name], numbered) if each not in named)] = callback
+        named[next(n for n in chain([name], numbered) if n not in named)] = callback
     return named
 
 
@@ -76,10 +76,10 @@ def ask_callbacks(
     return added
 
 
-def _new(name: Any, label: str, there: Mapping[str, float]) -> str:
-    if isinstance(name, str) and name and name not in there:
+def _new(name: Any, label: str, existing: Mapping[str, float]) -> str:
+    if isinstance(name, str) and name and name not in existing:
         return name
-    what = "a metric with this name exists already" if name in there else "a name must be a text"
+    what = "a metric with this name exists already" if name in existing else "a name must be a text"
     raise CallbackError(
         f"{label} returned {name!r}: {what}. Rename it, for example to mine/{name}."
     )

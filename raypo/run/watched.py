@@ -92,13 +92,13 @@ def of_its_kind(metric: str, metrics: Mapping[str, float]) -> list[str]:
     return sorted(name for name in metrics if name.startswith(EVAL) == metric.startswith(EVAL))
 
 
-def check_measured(key: str, metric: str, there: Sequence[str]) -> str | None:
+def check_measured(key: str, metric: str, measured: Sequence[str]) -> str | None:
     """Check that a metric was measured.
 
     Args:
         key: The config key that names the metric.
         metric: The metric.
-        there: Measured metrics of the same kind.
+        measured: Names of the measured metrics of the same kind.
 
     Returns:
         A warning if a step metric is missing, because later steps may still measure it. The result
@@ -107,10 +107,10 @@ def check_measured(key: str, metric: str, there: Sequence[str]) -> str | None:
     Raises:
         ConfigError: a held-out metric is missing.
     """
-    if metric in there:
+    if metric in measured:
         return None
-    near = difflib.get_close_matches(metric, there, n=1, cutoff=0.6)
-    remedy = f"Did you mean {near[0]}?" if near else f"There are {', '.join(there)}."
+    near = difflib.get_close_matches(metric, measured, n=1, cutoff=0.6)
+    remedy = f"Did you mean {near[0]}?" if near else f"There are {', '.join(measured)}."
     text = f"{key} ({metric}): there is no such metric. {remedy}"
     if metric.startswith(EVAL):
         raise ConfigError(text)
