@@ -22,6 +22,7 @@ from raypo.config import (
     RewardModelConfig,
     SFTConfig,
 )
+from raypo.config.fields import section_of
 from raypo.config.key_reference import (
     FIRST_KEYS,
     Key,
@@ -30,7 +31,6 @@ from raypo.config.key_reference import (
     is_value,
     keys_of,
     preset_text,
-    section_of,
     section_text,
 )
 from raypo.config.presets import PRESETS
@@ -94,7 +94,7 @@ def page() -> str:
             known.setdefault(path, section)
             if path:
                 parts.append(f"### `{path}`\n\n{_cell(meaning)}\n")
-            parts.append(_table(path, section))
+            parts.append(_table(root, path, section))
         if same:
             named = ", ".join(f"`{path}`" for path in same)
             parts.append(f"As in a PPO run, with all below them: {named}.\n")
@@ -122,9 +122,9 @@ def _sections(
 HEAD = "| key | values | default | meaning |\n|---|---|---|---|\n"
 
 
-def _table(path: str, section: type[BaseModel]) -> str:
+def _table(root: type[BaseModel], path: str, section: type[BaseModel]) -> str:
     """Return the keys of a section that have values of their own."""
-    lines = "".join(map(_line, keys_of(section, path)))
+    lines = "".join(map(_line, keys_of(root, section, path)))
     return HEAD + lines if lines else ""
 
 

@@ -24,6 +24,8 @@ from pydantic import (
 )
 from yaml import YAMLError
 
+from raypo.config import only_if
+from raypo.config.fields import known_keys, section_of
 from raypo.config.migration import remedy_for_foreign
 from raypo.config.paths import is_uri, make_absolute
 
@@ -62,17 +64,6 @@ class Config(BaseModel):
     )
     section: ClassVar[str] = ""
     """Dotted key of the section with a trailing dot, for messages about its keys."""
-    gone: ClassVar[Mapping[str, str]] = {}
-    """Reason and remedy for each removed key, by key, for messages."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_nulls_of_older_runs(cls, values: Any) -> Any:
-        # The recorded config of an older run contains every key of its time. Keys that have been
-        # removed since are ignored if they are null.
-        if isinstance(values, Mapping) and cls.gone:
-            return {k: v for k, v in values.items() if v is not None or k not in cls.gone}
-        return values
 
     def _problems(self) -> Iterator[str]:
         yield from ()
@@ -93,11 +84,12 @@ class Config(BaseModel):
             raise ValueError("\n".join(problems))
         return self
 
-    def _usual(self, key: str) -> Any:
+    def usual(self, key: str) -> Any:
         """Return the value that a dotted key below this section has if a file does not set it."""
-        *sections, name = key.split(".")
-        owner = type(functools.reduce(getattr, sections, self))
-        return owner.model_fields[name].get_default(call_default_factory=True)
+        name, _, below = key.partition(".")
+        if below:
+            return getattr(self, name).usual(below)
+        return type(self).model_fields[name].get_default(call_default_factory=True)
 
     def set_keys(self, *keys: str) -> Iterator[tuple[str, Any]]:
         """Yield the full dotted key and the value of each given key that a file sets.
@@ -107,20 +99,8 @@ class Config(BaseModel):
         """
         for key in keys:
             value = functools.reduce(getattr, key.split("."), self)
-            if value is not None and value != self._usual(key):
+            if value is not None and value != self.usual(key):
                 yield f"{self.section}{key}", value
-
-    def _idle(self, keys: str, why: str, remedy: str) -> Iterator[str]:
-        """Yield a problem for each key that is set but has no effect.
-
-        Args:
-            keys: Keys below this section, separated by spaces: `a b.c`.
-            why: Reason why the keys have no effect.
-            remedy: Alternative to removing the key.
-        """
-        for key, value in self.set_keys(*keys.split()):
-            said = f"{value:g}" if isinstance(value, float) else value
-            yield f"{key} ({said}): has no effect, because {why}. Remove {key}, or {remedy}."
 
 
 class RunFile(Config):
@@ -155,6 +135,9 @@ class RunFile(Config):
         except ValidationError as error:
             lines = _mistakes(type(self), error.errors())
             raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
+
+    def _problems(self) -> Iterator[str]:
+        yield from only_if.problems(self)
 
     @property
     def absolute_storage_path(self) -> str:
@@ -352,7 +335,7 @@ def _values_set(config: RunFile, shown: Collection[str] = ()) -> Iterator[tuple[
             continue
         for key in _leaves(section):
             value = functools.reduce(getattr, key.split("."), section)
-            if value != section._usual(key) or f"{name}.{key}" in shown:
+            if value != section.usual(key) or f"{name}.{key}" in shown:
                 yield (
                     f"{name}.{key}",
                     functools.reduce(dict.__getitem__, key.split("."), plain[name]),
@@ -367,30 +350,6 @@ def _leaves(section: Config) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in _leaves(below))
         else:
             yield name
-
-
-def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return every dotted key below a config class, including the keys that are sections."""
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(f"{prefix}{name}")
-        for section in _sections_of(field.annotation):
-            keys += known_keys(section, f"{prefix}{name}.")
-    return keys
-
-
-def remedy_in(model: type[BaseModel], key: str) -> str:
-    """Return the remedy for an unknown dotted key of a config class.
-
-    A removed key has its remedy in `Config.gone`. For others see `remedy_for_unknown`.
-    """
-    *sections, name = key.split(".")
-    owners: list[Any] = [model]
-    for section in sections:
-        fields = [each.model_fields[section] for each in owners if section in each.model_fields]
-        owners = [owner for field in fields for owner in _sections_of(field.annotation)]
-    gone = next((owner.gone[name] for owner in owners if name in getattr(owner, "gone", {})), None)
-    return gone or remedy_for_unknown(key, known_keys(model))
 
 
 def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
@@ -429,15 +388,6 @@ def _endings(key: str) -> list[str]:
     return ["_".join(parts[first:]) for first in range(len(parts))]
 
 
-def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
-    """Return the section classes that a field may hold; with `items`, also those of list items."""
-    if get_origin(annotation) is None:
-        return [annotation] if _is_section(annotation) else []
-    if get_origin(annotation) is tuple and not items:
-        return []
-    return [s for each in get_args(annotation) for s in _sections_of(each, items=items)]
-
-
 def _entries(value: Any) -> Sequence[Any]:
     """Return the entries of a list, or the value as the only one."""
     return value if isinstance(value, list | tuple) else [value]
@@ -458,7 +408,7 @@ def _wants_number(annotation: Any) -> bool:
     A section checks its own fields.
     """
     kinds = set(_kinds(annotation))
-    has_others = any(kind in (bool, Any, object) or _is_section(kind) for kind in kinds)
+    has_others = section_of(annotation) or kinds & {bool, Any, object}
     return bool(kinds & {int, float}) and not has_others
 
 
@@ -471,10 +421,6 @@ def _kinds(annotation: Any) -> Iterator[Any]:
     else:
         for each in get_args(annotation)[: 1 if origin is Annotated else None]:
             yield from _kinds(each)
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -525,12 +471,12 @@ _SENTENCES = ("extra_forbidden", "missing", "value_error")
 def _key_of(model: type[BaseModel], detail: Any) -> str:
     """Return the dotted key of a mistake, without pydantic's names of union members."""
     parts: list[str] = []
-    sections: list[type[BaseModel]] = [model]
+    section: type[BaseModel] | None = model
     is_unknown = detail["type"] == "extra_forbidden"
     for place, part in enumerate(detail["loc"], start=1):
-        fields = {name: f for section in sections for name, f in section.model_fields.items()}
+        fields = section.model_fields if section else {}
         if part in fields:
-            sections = _sections_of(fields[part].annotation, items=True)
+            section = section_of(fields[part].annotation)
         elif not isinstance(part, int) and not (is_unknown and place == len(detail["loc"])):
             continue
         parts.append(str(part))
@@ -546,7 +492,7 @@ def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
         # each key in it.
         unknown = below if any(remedy_for_foreign(each, known) for each in below) else [key]
         return "\n".join(
-            f"{each}: there is no such key. {remedy_in(model, each)}" for each in unknown
+            f"{each}: there is no such key. {remedy_for_unknown(each, known)}" for each in unknown
         )
     if detail["type"] == "missing":
         return f"{key}: this key is required. Set it in the file or as {key}=VALUE."

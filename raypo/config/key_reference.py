@@ -9,7 +9,6 @@ import ast
 import functools
 import inspect
 import itertools
-import json
 import textwrap
 import types
 from collections.abc import Iterator
@@ -18,7 +17,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from raypo.config.base import ConfigError, known_keys, remedy_in
+from raypo.config.base import ConfigError, remedy_for_unknown
+from raypo.config.fields import known_keys, section_of, yaml_text
+from raypo.config.only_if import declarations
 from raypo.config.presets import PRESETS
 from raypo.config.sweep_config import Constraint
 
@@ -59,15 +60,18 @@ class Key(NamedTuple):
     meaning: str
 
 
-def keys_of(section: type[BaseModel], path: str = "") -> Iterator[Key]:
-    """Yield the keys of a section, except those of its subsections."""
-    texts = docstrings(section)
+def keys_of(root: type[BaseModel], section: type[BaseModel], path: str = "") -> Iterator[Key]:
+    """Yield the keys of a section of a run file, except those of its subsections."""
+    texts, conditions = docstrings(section), declarations(root)
     for name, field in section.model_fields.items():
         if is_value(field):
             full = f"{path}.{name}" if path else name
             default = None if field.is_required() else default_text(field)
             values = values_text(field.annotation, field.metadata)
-            yield Key(full, values, default, texts.get(name, ""))
+            declared = " and ".join(each.words for each in conditions.get(full, ()))
+            condition = f"Used only if {declared}." if declared else ""
+            meaning = " ".join(filter(None, (texts.get(name), condition)))
+            yield Key(full, values, default, meaning)
 
 
 def find_section(root: type[BaseModel], key: str) -> type[BaseModel] | None:
@@ -88,11 +92,11 @@ def explain(key: str, root: type[BaseModel]) -> list[Key]:
     above = key.rpartition(".")[0]
     found: list[Key] = []
     if (owner := find_section(root, above)) is not None:
-        found = [each for each in keys_of(owner, above) if each.name == key]
+        found = [each for each in keys_of(root, owner, above) if each.name == key]
     if (section := find_section(root, key)) is not None:
-        found += keys_of(section, key)
+        found += keys_of(root, section, key)
     if not found and section is None:
-        remedy = remedy_in(root, key)
+        remedy = remedy_for_unknown(key, known_keys(root))
         if remedy == "Remove it.":  # this would be advice for a run file, not for a question
             parts = key.split(".")
             above = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
@@ -151,17 +155,6 @@ def is_value(field: FieldInfo) -> bool:
     return not is_section
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in a type, a list of it, or a union of it with null.
-
-    None means that the type contains no section.
-    """
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (section_of(each) for each in get_args(annotation))
-    return next((each for each in found if each is not None), None)
-
-
 @functools.cache
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
     """Return the docstring of each field of a class and its base classes, by field name."""
@@ -214,12 +207,3 @@ def values_text(annotation: Any, metadata: list[Any]) -> str:
         return f"{kind} {', '.join(bounds)}".strip()
     words = {str: "text", bool: "`true`, `false`", dict: "mapping", Constraint: "text"}
     return words.get(get_origin(annotation) or annotation, str(annotation))
-
-
-def yaml_text(value: Any) -> str:
-    """Return a value as it is written in a run file."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:.1e}".replace("e-0", "e-") if 0 < value < 1e-3 else f"{value:g}"
-    return json.dumps(value)

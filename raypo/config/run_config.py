@@ -108,6 +108,7 @@ class RecipeConfig(RunFile):
         return self.num_steps, "num_steps"
 
     def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         learner, steps = getattr(self, "learner", None), self.scheduled_steps
         if isinstance(learner, WorkersSection) and steps:
             yield from learner.endless_warmup(*steps)
@@ -519,11 +520,6 @@ class PPOConfig(OnlineConfig):
                 f"ppo.critic_warmup_steps lower, or learner.save_critic to true for a run that "
                 f"trains only its critic."
             )
-        if apart and not self.ppo.needs_critic:
-            yield (
-                f"learner.critic_workers ({apart}): ppo.advantage: {self.ppo.advantage} has no "
-                f"critic. Set learner.critic_workers to 0, or ppo.advantage to gae."
-            )
         is_kept_elsewhere = is_uri(self.storage_path) and self.learner.save_critic
         if apart and is_kept_elsewhere and self.checkpoint.best_by:
             yield (
@@ -531,11 +527,6 @@ class PPOConfig(OnlineConfig):
                 "the policy, but best/ copies both from one disk (storage_path: "
                 f"{self.storage_path}). Set checkpoint.best_by to null, learner.save_critic to "
                 "false, or storage_path to a folder that all nodes see."
-            )
-        if self.learner.save_critic and not self.ppo.needs_critic:
-            yield (
-                f"learner.save_critic (true): ppo.advantage: {self.ppo.advantage} has no critic. "
-                f"Set learner.save_critic to false, or ppo.advantage to gae."
             )
 
     def _problems_of_episodes(self) -> Iterator[str]:
@@ -552,20 +543,10 @@ class PPOConfig(OnlineConfig):
                 f"{self.ppo.advantage} assigns credit by the rewards of its turns. Remove it, "
                 "and scale the environment's rewards."
             )
-        if self.data.tools_key and self.rollout.is_episodic:
-            yield (
-                f"data.tools_key ({self.data.tools_key}): has no effect, because environments "
-                "and agents name the tools that the chat template describes. Remove it."
-            )
         if self.ppo.advantage == "gigpo" and not answers_turns:
             yield (
                 "ppo.advantage (gigpo): compares the turns of episodes with an environment. Set "
                 "rollout.environment to a class whose turns have rewards, or ppo.advantage to grpo."
-            )
-        if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
-            yield (
-                "ppo.discount_by (turn): a response is a single turn if there is no environment "
-                "and no agent. Remove it, or set rollout.environment."
             )
         buffer, key = shaping.overlong_tokens(limit), "ppo.shaping.overlong_buffer_tokens"
         if buffer is not None and self.rollout.is_episodic:
@@ -609,8 +590,13 @@ class PPOConfig(OnlineConfig):
             )
 
     def _problems_of_scores(self) -> Iterator[str]:
-        if self.ppo.advantage == "gdpo":
-            yield from self._problems_of_weights()
+        for index, entry in enumerate(self.model.reward or ()):
+            if self.ppo.advantage == "gdpo" and entry.weight != 1.0:
+                yield (
+                    f"model.reward.{index}.weight ({entry.weight:g}): weights the score, but "
+                    "ppo.advantage: gdpo trains on the parts of the score. Remove it, and set "
+                    "ppo.part_weights."
+                )
         samples, horizon = self.rollout.samples_per_prompt, self.ppo.kl.horizon
         comparing = f"ppo.advantage: {self.ppo.advantage}" if self.ppo.needs_group else None
         comparing = comparing or ("ppo.filter.enabled" if self.ppo.filter.enabled else None)
@@ -630,17 +616,6 @@ class PPOConfig(OnlineConfig):
                 f"step ({self.responses_per_step}), or the coefficient could turn negative. "
                 f"Set ppo.kl.horizon to {self.responses_per_step} or more."
             )
-
-    def _problems_of_weights(self) -> Iterator[str]:
-        weights = {f"reward.weights.{name}": weight for name, weight in self.reward.weights}
-        for place, each in enumerate(self.model.reward or ()):
-            weights[f"model.reward.{place}.weight"] = each.weight
-        for key, weight in weights.items():
-            if weight != 1.0:
-                yield (
-                    f"{key} ({weight}): weights the score, but ppo.advantage: gdpo trains on the "
-                    "parts of the score. Remove it, and set ppo.part_weights."
-                )
 
     def _problems_of_corrections(self) -> Iterator[str]:
         section, truncation = self.ppo.correction, self.rollout.truncation

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from raypo.config.base import Config
+from raypo.config.only_if import SET, only_if, unless
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
@@ -77,11 +78,6 @@ Attention = Literal[
 class SampledModelSection(Config):
     """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
 
-    gone: ClassVar[Mapping[str, str]] = {
-        "critic": "This recipe trains no critic. Remove it.",
-        "reference": "This recipe has no reference model. Remove it.",
-    }
-
     policy: str
     """Model to train."""
     reward: RewardModels = None
@@ -105,7 +101,9 @@ class SampledModelSection(Config):
 class ReferenceModelSection(SampledModelSection):
     """The models of a run with a reference. Every path is a Hugging Face folder or a hub id."""
 
-    reference: str | None = None
+    reference: Annotated[
+        str | None, unless("dpo.loss", "simpo"), only_if("iterative_dpo.reference", "start")
+    ] = None
     """Reference model of the KL penalty or of the DPO loss. It needs the policy's tokenizer. null
     means the initial policy. With model.lora that is the policy with its adapter off, and no second
     model is loaded."""
@@ -149,7 +147,9 @@ class DataSection(Config):
     as_chat: bool = False
     """Make a prompt that is plain text the user message of a chat, to which the chat template is
     applied. Models that are tuned for chats need it. Chat messages are unchanged."""
-    tools_key: str | None = None
+    tools_key: Annotated[
+        str | None, only_if("rollout.environment", None), only_if("rollout.agent", None)
+    ] = None
     """Column of the tools that the chat template describes: a list of JSON schemas, or that list as
     JSON text. null means the column `tools`, if it holds JSON schemas. Environments and agents
     define their own tools."""
@@ -274,7 +274,7 @@ class CheckpointSection(Periodic):
     """Metric that selects the best checkpoint, like eval/score_mean. A checkpoint is saved at each
     step that improves on all earlier steps, and `best/` holds the models of the best one. null
     means that only the newest checkpoints are kept."""
-    best_mode: Literal["max", "min"] = "max"
+    best_mode: Annotated[Literal["max", "min"], only_if("best_by", SET)] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
     background: Literal["auto"] | bool = "auto"
     """Write checkpoints and models from a copy in RAM (12 bytes a trained weight, and the models
@@ -286,20 +286,15 @@ class CheckpointSection(Periodic):
     since the run began. refuse: stop; accept: continue, and record in `summary.json` what has
     changed and after which step."""
 
-    def _problems(self) -> Iterator[str]:
-        if self.best_by is None:
-            why, remedy = "checkpoint.best_by is null", "set checkpoint.best_by to a metric"
-            yield from self._idle("best_mode", why, remedy)
-
 
 class StopSection(Config):
     """Early stopping. Each rule that is set can end the run, with a checkpoint."""
 
     section = "stop."
 
-    metric: str = "eval/score_mean"
+    metric: Annotated[str, only_if("at", SET) | only_if("patience", SET)] = "eval/score_mean"
     """Metric that `at` and `patience` check each time it is measured."""
-    mode: Literal["max", "min"] = "max"
+    mode: Annotated[Literal["max", "min"], only_if("at", SET) | only_if("patience", SET)] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
     at: float | None = None
     """Threshold of the metric. The run ends when the metric is at least this value (with mode min:
@@ -307,8 +302,8 @@ class StopSection(Config):
     patience: int | None = Field(default=None, ge=1)
     """Number of consecutive measurements without improvement on the best measurement, after which
     the run ends. null means no such rule."""
-    min_change: float = Field(default=0.0, ge=0.0)
-    """Minimum improvement for `patience`: a measurement must beat the best one by more than this
+    min_change: Annotated[float, only_if("patience", SET)] = Field(default=0.0, ge=0.0)
+    """Minimum improvement: a measurement must beat the best one by more than this
     value."""
     after_s: float | None = Field(default=None, gt=0.0)
     """Time limit in seconds, counted from the start of the command. The command ends after the step
@@ -319,13 +314,6 @@ class StopSection(Config):
     def watches(self) -> bool:
         """True if a metric can end the run."""
         return self.at is not None or self.patience is not None
-
-    def _problems(self) -> Iterator[str]:
-        if self.patience is None:
-            yield from self._idle("min_change", "stop.patience is null", "set stop.patience")
-        if not self.watches:
-            why = "neither stop.at nor stop.patience is set"
-            yield from self._idle("metric mode", why, "set one of them")
 
 
 class ClusterSection(Config):

@@ -11,6 +11,7 @@ from raypo.config.base import Config
 from raypo.config.learner_section import (
     WorkersSection,
 )
+from raypo.config.only_if import unless
 from raypo.config.rollout_section import SamplingSection
 from raypo.config.run_config import RecipeConfig
 from raypo.config.sections import (
@@ -73,7 +74,7 @@ class PairsSection(DataSection):
     """Column of the better response: a string, or one chat message of the assistant."""
     rejected_key: str = "rejected"
     """Column of the worse response."""
-    margin_key: str | None = None
+    margin_key: Annotated[str | None, unless("dpo.loss", "ipo", "kto")] = None
     """Column of the margin by which the chosen response is better (arXiv:2307.09288, eq. 2). null
     means margin 0."""
     max_response_tokens: int = Field(default=1024, ge=1)

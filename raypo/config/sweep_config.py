@@ -21,10 +21,11 @@ from raypo.config.base import (
     ConfigError,
     RunFile,
     flatten,
-    known_keys,
     read_yaml,
-    remedy_in,
+    remedy_for_unknown,
 )
+from raypo.config.fields import known_keys
+from raypo.config.only_if import only_if
 from raypo.config.recipe_config import AnyConfig, parse_run_config
 from raypo.config.run_config import OnlineConfig, PPOConfig
 from raypo.config.sources import one_or_many
@@ -71,32 +72,21 @@ class SchedulerSection(Config):
     continues at each rung (arXiv:1810.05934); median: a trial that is worse than the median of the
     others is stopped; pbt: the worst trials copy the best and perturb its values
     (arXiv:1711.09846)."""
-    grace_steps: int | None = Field(default=None, ge=1)
-    """asha, median: steps before a trial may be stopped. null means `eval.every` of the base. A
+    grace_steps: Annotated[int | None, only_if("kind", "asha", "median")] = Field(
+        default=None, ge=1
+    )
+    """Steps before a trial may be stopped. null means `eval.every` of the base. A
     trial is never stopped before it has a score from after the first update."""
-    reduction_factor: float = Field(default=3.0, gt=1.0)
-    """asha: one in this many trials continues at each rung."""
-    perturb_every: int | None = Field(default=None, ge=1)
-    """pbt: steps between comparisons, at which trials wait for each other. null means `eval.every`
+    reduction_factor: Annotated[float, only_if("kind", "asha")] = Field(default=3.0, gt=1.0)
+    """One in this many trials continues at each rung."""
+    perturb_every: Annotated[int | None, only_if("kind", "pbt")] = Field(default=None, ge=1)
+    """Steps between comparisons, at which trials wait for each other. null means `eval.every`
     of the base."""
-    quantile: float = Field(default=0.25, gt=0.0, le=0.5)
-    """pbt: fraction of the trials that is replaced by copies of the best."""
-    resample: float = Field(default=0.25, ge=0.0, le=1.0)
-    """pbt: probability that the value of a key is drawn again instead of multiplied by 0.8 or 1.2.
+    quantile: Annotated[float, only_if("kind", "pbt")] = Field(default=0.25, gt=0.0, le=0.5)
+    """Fraction of the trials that is replaced by copies of the best."""
+    resample: Annotated[float, only_if("kind", "pbt")] = Field(default=0.25, ge=0.0, le=1.0)
+    """Probability that the value of a key is drawn again instead of multiplied by 0.8 or 1.2.
     """
-
-    def _problems(self) -> Iterator[str]:
-        users = {
-            "grace_steps": ("asha", "median"),
-            "reduction_factor": ("asha",),
-            "perturb_every": ("pbt",),
-            "quantile": ("pbt",),
-            "resample": ("pbt",),
-        }
-        for key, kinds in users.items():
-            if self.kind not in kinds:
-                remedy = f"set scheduler.kind to {' or '.join(kinds)}"
-                yield from self._idle(key, f"scheduler.kind is {self.kind}", remedy)
 
 
 class SweepResources(Config):
@@ -210,6 +200,7 @@ class SweepConfig(RunFile):
         return {key: Domain.parse(key, value) for key, value in flat.items()}
 
     def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if len(self.mode) != len(self.metric) or not self.metric:
             yield (
                 f"mode ({list(self.mode)}): there must be one mode for each metric "
@@ -316,7 +307,7 @@ def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:
     """
     keys = known_keys(kind)
     if key not in keys:
-        hint = remedy_in(kind, key)
+        hint = remedy_for_unknown(key, keys)
         raise ConfigError(f"{space}.{key}: the run config has no such key. {hint}")
     below = [known for known in keys if known.startswith(f"{key}.")]
     if below:

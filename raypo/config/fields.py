@@ -1,0 +1,43 @@
+"""The fields of config classes: their sections, their keys, and values as a run file has them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+
+def section_of(annotation: Any, *, items: bool = True) -> type[BaseModel] | None:
+    """Return the section class in a type or in a union of it with others. None means no section.
+
+    Args:
+        annotation: Type of a field.
+        items: Also return the section class of the items of a list.
+    """
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) is tuple and not items:
+        return None
+    sections = (section_of(part, items=items) for part in get_args(annotation))
+    return next((section for section in sections if section is not None), None)
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return every dotted key below a config class, including the keys that are sections."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(f"{prefix}{name}")
+        if section := section_of(field.annotation, items=False):
+            keys += known_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value as it is written in a run file."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:.1e}".replace("e-0", "e-") if 0 < value < 1e-3 else f"{value:g}"
+    return json.dumps(value)
