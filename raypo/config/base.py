@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Self
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -18,14 +18,13 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 from yaml import YAMLError
 
 from raypo.config import only_if
-from raypo.config.fields import known_keys, section_of
+from raypo.config.fields import FUNCTION, PATH, known_keys, marked_keys, section_of
 from raypo.config.migration import remedy_for_foreign
 from raypo.config.paths import is_uri, make_absolute
 
@@ -43,7 +42,7 @@ class ConfigError(ValueError):
     """Invalid input: a key, a value, a file or a combination. The message says what to change."""
 
 
-ImportPath = Annotated[str, Field(pattern=r"^.+:[^\W\d]\w*$")]
+ImportPath = Annotated[str, Field(pattern=r"^.+:[^\W\d]\w*$"), FUNCTION]
 """Import path: `file.py:name` or `package.module:name`."""
 
 
@@ -62,21 +61,19 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
-    section: ClassVar[str] = ""
-    """Dotted key of the section with a trailing dot, for messages about its keys."""
 
     def _problems(self) -> Iterator[str]:
         yield from ()
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _numbers_are_not_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+    def _numbers_are_not_booleans(cls, value: Any, handler: Any) -> Any:
         # Pydantic converts true to 1. Its strict mode would also refuse lists for tuples, and 1e-5,
         # which YAML reads as text.
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        if _has_boolean(value) and _wants_number(annotation):
+        validated = handler(value)
+        if _became_number(value, validated):
             raise ValueError("must be a number, not true or false. Write the number.")
-        return value
+        return validated
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
@@ -92,24 +89,19 @@ class Config(BaseModel):
         return type(self).model_fields[name].get_default(call_default_factory=True)
 
     def set_keys(self, *keys: str) -> Iterator[tuple[str, Any]]:
-        """Yield the full dotted key and the value of each given key that a file sets.
+        """Yield each of the dotted keys below this section that a file sets, with its value.
 
         A resolved file contains every key, so a key counts as set only if its value is neither null
         nor the default.
         """
         for key in keys:
-            value = functools.reduce(getattr, key.split("."), self)
+            value = only_if.value_at(self, key)
             if value is not None and value != self.usual(key):
-                yield f"{self.section}{key}", value
+                yield key, value
 
 
 class RunFile(Config):
     """A run file that can be loaded from YAML."""
-
-    paths: ClassVar[tuple[str, ...]] = ()
-    """Dotted keys whose values are paths or hub ids, except storage_path."""
-    functions: ClassVar[tuple[str, ...]] = ()
-    """Dotted keys whose values are import paths of functions and classes."""
 
     storage_path: str = "runs"
     """Folder or URI (s3://...) that runs are written to. A relative path is resolved against the
@@ -138,6 +130,16 @@ class RunFile(Config):
 
     def _problems(self) -> Iterator[str]:
         yield from only_if.problems(self)
+
+    @property
+    def paths(self) -> list[str]:
+        """Dotted keys whose values are paths or hub ids, except storage_path."""
+        return marked_keys(type(self), PATH)
+
+    @property
+    def functions(self) -> list[str]:
+        """Dotted keys whose values are import paths of functions and classes."""
+        return marked_keys(type(self), FUNCTION)
 
     @property
     def absolute_storage_path(self) -> str:
@@ -181,7 +183,13 @@ class RunFile(Config):
         Args:
             shown: Keys that are written even if their values are the defaults.
         """
-        flat = dict(_values_set(self, shown))
+        plain = self.model_dump(mode="json")
+        flat = {
+            key: functools.reduce(dict.__getitem__, key.split("."), plain)
+            for key in _leaves(self)
+            if only_if.value_at(self, key) != ("ppo" if key == "recipe" else self.usual(key))
+            or key in shown
+        }
         return OmegaConf.to_yaml(OmegaConf.create(nested(escaped(flat))))
 
     def with_absolute_paths(self, base: str | Path | None = None) -> Self:
@@ -193,8 +201,8 @@ class RunFile(Config):
             base: Folder that paths are relative to. None means the current folder.
         """
         values, folder = self.model_dump(), Path(base or Path.cwd())
-        paths, functions = ("from_checkpoint", *self.paths), ("callbacks", *self.functions)
-        make_absolute(values, folder, paths=paths, functions=functions)
+        paths = ("from_checkpoint", *self.paths)
+        make_absolute(values, folder, paths=paths, functions=self.functions)
         return type(self).parse(values)
 
     def differences(self, other: RunFile, *, ignore: Sequence[str] = ()) -> list[str]:
@@ -310,44 +318,21 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Undo `flatten`."""
-    nested: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for key, value in flat.items():
         *sections, name = key.split(".")
-        functools.reduce(lambda below, each: below.setdefault(each, {}), sections, nested)[name] = (
-            value
-        )
-    return nested
-
-
-def _values_set(config: RunFile, shown: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the plain value of each key that is in `shown` or whose value is not
-    its default.
-    """
-    plain = config.model_dump(mode="json")
-    for name, field in type(config).model_fields.items():
-        section = getattr(config, name)
-        if not isinstance(section, Config):
-            default = field.get_default(call_default_factory=True)
-            if name == "recipe":
-                default = "ppo"  # the recipe of a file without the key
-            if section != default or field.is_required() or name in shown:
-                yield name, plain[name]
-            continue
-        for key in _leaves(section):
-            value = functools.reduce(getattr, key.split("."), section)
-            if value != section.usual(key) or f"{name}.{key}" in shown:
-                yield (
-                    f"{name}.{key}",
-                    functools.reduce(dict.__getitem__, key.split("."), plain[name]),
-                )
+        section = tree
+        for above in sections:
+            section = section.setdefault(above, {})
+        section[name] = value
+    return tree
 
 
 def _leaves(section: Config) -> Iterator[str]:
     """Yield the dotted keys below a section. A section that can be null counts as one value."""
     for name, field in type(section).model_fields.items():
-        below = getattr(section, name)
-        if isinstance(below, Config) and isinstance(field.default, Config):
-            yield from (f"{name}.{key}" for key in _leaves(below))
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+            yield from (f"{name}.{key}" for key in _leaves(getattr(section, name)))
         else:
             yield name
 
@@ -393,34 +378,15 @@ def _entries(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _has_boolean(value: Any) -> bool:
-    """Return whether a value is a boolean, or a list or mapping that contains one."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(map(_has_boolean, value))
-    return isinstance(value, bool)
-
-
-def _wants_number(annotation: Any) -> bool:
-    """Return whether a field accepts numbers, but neither booleans nor sections.
-
-    A section checks its own fields.
-    """
-    kinds = set(_kinds(annotation))
-    has_others = section_of(annotation) or kinds & {bool, Any, object}
-    return bool(kinds & {int, float}) and not has_others
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    origin = get_origin(annotation)
-    if origin is Literal:
-        yield from map(type, get_args(annotation))
-    elif origin is None:
-        yield annotation
-    else:
-        for each in get_args(annotation)[: 1 if origin is Annotated else None]:
-            yield from _kinds(each)
+def _became_number(value: Any, validated: Any) -> bool:
+    """Return whether validation has converted a boolean, or one in a list or mapping."""
+    if isinstance(value, bool):
+        return isinstance(validated, int | float) and not isinstance(validated, bool)
+    if isinstance(value, Mapping) and isinstance(validated, dict):
+        return any(_became_number(value[key], validated.get(key)) for key in value)
+    if isinstance(value, list | tuple) and isinstance(validated, tuple):
+        return any(map(_became_number, value, validated))
+    return False
 
 
 def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from raypo.config.base import Config
+from raypo.config.fields import FUNCTION, PATH
 from raypo.config.only_if import SET, only_if, unless
 from raypo.config.sections import EvalSection
 from raypo.config.sources import HeldOutSources, path_of
@@ -26,7 +27,7 @@ class DPOModelSection(TrainedModelSection):
     """The policy and its reference model."""
 
     reference: Annotated[
-        str | None, unless("dpo.loss", "simpo"), only_if("data.ref_chosen_key", None)
+        str | None, PATH, unless("dpo.loss", "simpo"), only_if("data.ref_chosen_key", None)
     ] = None
     """Reference model of the log-ratios: a Hugging Face folder or a hub id, with the policy's
     tokenizer. Its log-probs are computed once, before the first update. null means the initial
@@ -59,8 +60,6 @@ class PreferencesSection(PairsSection):
 
 class DPOSection(Config):
     """Preference loss."""
-
-    section = "dpo."
 
     loss: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "kto"] = "sigmoid"
     """Preference loss. sigmoid: DPO (arXiv:2305.18290); sigmoid_norm: DPO with rewards per token
@@ -102,7 +101,7 @@ class DPOLearnerSection(ExamplesLearnerSection):
 class DPOEvalSection(EvalSection):
     """Evaluation on held-out prompts, whose responses are scored, and on held-out pairs."""
 
-    function: str | None = None
+    function: Annotated[str | None, FUNCTION] = None
     """Reward function for the responses to held-out prompts. `eval/score_mean` is the mean of its
     scores. `eval.prompts` needs it, here or beside each source."""
     pairs: HeldOutSources | None = None
@@ -112,14 +111,6 @@ class DPOEvalSection(EvalSection):
 
 class DPOConfig(PolicyExamplesConfig):
     """Run file of the `dpo` recipe: train a policy on preferences, without a reward model."""
-
-    paths: ClassVar[tuple[str, ...]] = (
-        "model.policy",
-        "model.reference",
-        "data.prompts",
-        "eval.prompts",
-        "eval.pairs",
-    )
 
     recipe: Literal["dpo"] = "dpo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: DPOModelSection  # pyright: ignore[reportIncompatibleVariableOverride]

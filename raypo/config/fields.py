@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
-from typing import Any, get_args, get_origin
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
+
+PATH: Final = "names files"
+"""Mark of fields whose values are paths or hub ids."""
+FUNCTION: Final = "names code"
+"""Mark of fields whose values are import paths of functions and classes."""
+
+
+@functools.cache
+def marked_keys(model: type[BaseModel], mark: str, prefix: str = "") -> list[str]:
+    """Return the dotted keys of the fields with a mark, also those of sections in lists."""
+    keys = []
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        if mark in field.metadata or _is_marked(field.annotation, mark):
+            keys.append(key)
+        if section := section_of(field.annotation):
+            keys += marked_keys(section, mark, f"{key}.")
+    return keys
+
+
+def _is_marked(annotation: Any, mark: str) -> bool:
+    is_marked = mark in getattr(annotation, "__metadata__", ())
+    return is_marked or any(_is_marked(part, mark) for part in get_args(annotation))
 
 
 def section_of(annotation: Any, *, items: bool = True) -> type[BaseModel] | None:

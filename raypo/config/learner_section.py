@@ -30,8 +30,6 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 class WorkersSection(Config):
     """Learner workers and DeepSpeed, for every recipe."""
 
-    section = "learner."
-
     num_workers: int = Field(default=1, ge=1)
     """Number of Ray Train workers. `[low, high]` makes the run elastic: it sets `min_workers` to
     low and this key to high."""

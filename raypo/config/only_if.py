@@ -143,16 +143,11 @@ def declarations(root: type[BaseModel]) -> dict[str, tuple[OnlyIf, ...]]:
 
 
 def problems(config: Any) -> Iterator[str]:
-    """Yield a message for each key of a run file that is set but has no effect.
-
-    A resolved file contains every key, so a key counts as set only if its value is neither null nor
-    its default.
-    """
-    for key, declared in declarations(type(config)).items():
-        value = value_at(config, key)
-        if value is None or value == config.usual(key):
-            continue
-        for broken in [d for d in declared if not d.holds(config)][:1]:
+    """Yield a message for each key of a run file that is set but has no effect."""
+    declared = declarations(type(config))
+    for key, value in config.set_keys(*declared):
+        broken = next((d for d in declared[key] if not d.holds(config)), None)
+        if broken is not None:
             others = [f"{c.key} is {_shown(value_at(config, c.key))}" for c in broken.conditions]
             remedies = ", or ".join([f"Remove {key}", *(c.remedy for c in broken.conditions)])
             yield (

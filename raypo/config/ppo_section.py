@@ -76,10 +76,18 @@ GROUP_ADVANTAGES = tuple(
 compares parts of the score, and gigpo because it compares turns as well."""
 
 
+_MAXRL = "ppo.advantage: maxrl divides by a group's mean score, so scores must be at least 0"
+_NO_REWARD_KL = {
+    "maxrl": f"may lower a score below 0, but {_MAXRL}",
+    "gdpo": "would change the score, but ppo.advantage: gdpo trains on the parts of the score",
+    "gigpo": "would enter the scores of episodes but not the returns of turns, which "
+    "ppo.advantage: gigpo also uses",
+}
+"""Estimators that allow no KL in the reward, and the reason."""
+
+
 class PPOSection(Config):
     """The algorithm that turns scores into updates."""
-
-    section = "ppo."
 
     preset: Preset | None = None
     """Published combination of settings (raypo.config.presets). Keys that the file sets override
@@ -261,10 +269,25 @@ class PPOSection(Config):
                 "engine they are not computed, because the ratio in the loss corrects the "
                 f"difference. Set ppo.old_log_probs to learner, or ppo.correction.{key} to {off}."
             )
-        yield from self._problems_of_maxrl()
-        yield from self._problems_of_gdpo()
-        yield from self._problems_of_gigpo()
-        yield from self._problems_of_the_critic()
+        if self.has_kl_in_reward and self.advantage in _NO_REWARD_KL:
+            yield (
+                f"ppo.kl.placement (reward): the KL {_NO_REWARD_KL[self.advantage]}. Set "
+                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+            )
+        shaping = self.shaping
+        if self.advantage == "maxrl" and (shaping.clip_low is None or shaping.clip_low < 0.0):
+            for key in ("normalize", "overlong_buffer_tokens"):
+                if value := getattr(shaping, key):
+                    yield (
+                        f"ppo.shaping.{key} ({value}): may lower a score below 0, but {_MAXRL}. "
+                        f"Remove ppo.shaping.{key}, or set ppo.shaping.clip_low to 0."
+                    )
+        if self.advantage == "gdpo" and not self.part_weights:
+            yield (
+                f"ppo.part_weights ({self.part_weights}): ppo.advantage: gdpo trains on the parts "
+                "of the score. Set it to their names and weights, such as {correct: 1, format: "
+                "0.5}."
+            )
         lambdas = (self.gae_lambda, self.critic_lambda) if self.needs_critic else ()
         if self.discount_by == "turn" and {self.gamma, *lambdas} <= {1.0, None}:
             others = ", and so are the lambdas" if lambdas else ""
@@ -272,57 +295,13 @@ class PPOSection(Config):
                 f"ppo.discount_by (turn): has no effect, because ppo.gamma is 1{others}. Remove "
                 "ppo.discount_by, or set ppo.gamma below 1."
             )
-
-    def _problems_of_maxrl(self) -> Iterator[str]:
-        if self.advantage != "maxrl":
-            return
-        why = "ppo.advantage: maxrl divides by a group's mean score, so scores must be at least 0"
-        if self.has_kl_in_reward:
-            yield (
-                f"ppo.kl.placement (reward): the KL may lower a score below 0, but {why}. Set "
-                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
-            )
-        if self.shaping.clip_low is None or self.shaping.clip_low < 0.0:
-            for key, value in self.shaping.set_keys("normalize", "overlong_buffer_tokens"):
-                yield (
-                    f"{key} ({value}): may lower a score below 0, but {why}. Remove {key}, or "
-                    "set ppo.shaping.clip_low to 0."
-                )
-
-    def _problems_of_gdpo(self) -> Iterator[str]:
-        if self.advantage != "gdpo":
-            return
-        why = "ppo.advantage: gdpo trains on the parts of the score"
-        if not self.part_weights:
-            yield (
-                f"ppo.part_weights ({self.part_weights}): {why}. Set it to their names and "
-                "weights, such as {correct: 1, format: 0.5}."
-            )
-        if self.has_kl_in_reward:
-            yield (
-                f"ppo.kl.placement (reward): the KL would change the score, but {why}. Set "
-                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
-            )
-
-    def _problems_of_gigpo(self) -> Iterator[str]:
-        if self.advantage != "gigpo":
-            return
-        if self.has_kl_in_reward:
-            yield (
-                "ppo.kl.placement (reward): the KL would enter the scores of episodes but not "
-                "the returns of turns, which ppo.advantage: gigpo also uses. Set "
-                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
-            )
-
-    def _problems_of_the_critic(self) -> Iterator[str]:
         if self.critic_warmup_steps and not self.needs_critic:  # also if a preset sets it
             yield (
                 f"ppo.critic_warmup_steps ({self.critic_warmup_steps}): ppo.advantage: "
                 f"{self.advantage} has no critic. Set ppo.critic_warmup_steps to 0, or "
                 "ppo.advantage to gae."
             )
-        is_adaptive = self.needs_critic and self.gae_lambda == "adaptive"
-        if is_adaptive and self.discount_by == "turn":
+        if self.needs_critic and self.gae_lambda == "adaptive" and self.discount_by == "turn":
             yield (
                 "ppo.gae_lambda (adaptive): depends on the number of tokens of a response, but "
                 "ppo.discount_by: turn applies it to turns. Set ppo.gae_lambda to a number, or "

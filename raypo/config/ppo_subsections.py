@@ -29,8 +29,6 @@ def _crossed(key: str, low: float | None, high_name: str, high: float | None) ->
 class KLSection(Config):
     """KL penalty towards the reference model."""
 
-    section = "ppo.kl."
-
     coef: float = Field(default=0.01, ge=0.0)
     """Initial coefficient of the KL penalty, in score per nat. 0 means no penalty, and no reference
     model is started."""
@@ -91,8 +89,6 @@ class CorrectionSection(Config):
     A ratio is the learner's probability before the update divided by the engine's. Tokens that are
     dropped get weight 0 and still count in the denominator of the loss.
     """
-
-    section = "ppo.correction."
 
     kind: Literal["none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis"] = "none"
     """Kind of correction. none: all weights are 1. tis, sequence_tis, geometric_tis: the weight is
@@ -158,8 +154,6 @@ class CovarianceSection(Config):
 
 class ShapingSection(Config):
     """Shaping of the raw score before training, in the order of the keys below."""
-
-    section = "ppo.shaping."
 
     function: ImportPath | None = None
     """Shaping function, `file.py:name`, with the signature

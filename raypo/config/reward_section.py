@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from raypo.config.base import Config
+from raypo.config.fields import FUNCTION, PATH
 from raypo.config.only_if import SET, only_if, unless
 from raypo.config.sections import Paths
 
@@ -63,9 +64,7 @@ class JudgeSection(Config):
     A rubric of weighted criteria is the explicit aggregation of arXiv:2507.17746.
     """
 
-    section = "reward.judge."
-
-    path: str | None = None
+    path: Annotated[str | None, PATH] = None
     """Model that the run deploys in vLLM: a Hugging Face folder or a hub id. Where it runs:
     placement.mode.judge and placement.frozen.judge. null means that a server is asked."""
     max_model_len: Annotated[int, only_if("path", SET)] = Field(default=8192, ge=1)
@@ -182,7 +181,7 @@ def _url_problems(key: str, urls: Iterable[str], example: str) -> Iterator[str]:
 class RewardSection(Config):
     """Scoring of the responses."""
 
-    function: str | None = None
+    function: Annotated[str | None, FUNCTION] = None
     """Reward function, `file.py:name` or `package.module:name`, with the signature (list[Rollout])
     -> list[float], or with that of TRL, f(prompts, completions, **columns). null means none."""
     processes: int = Field(default=0, ge=0)

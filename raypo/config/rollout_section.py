@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config, ConfigError
+from raypo.config.fields import FUNCTION
 from raypo.config.only_if import SET, above, only_if, prefixed, unless
 from raypo.config.paths import VERIFIERS
 from raypo.config.sources import one_or_many
@@ -172,8 +173,6 @@ class SamplingSection(Config):
 class RolloutSection(SamplingSection):
     """Sampling of responses."""
 
-    section = "rollout."
-
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts per step, over all workers."""
     samples_per_prompt: int = Field(default=4, ge=1)
@@ -196,7 +195,7 @@ class RolloutSection(SamplingSection):
     weights, at no cost (arXiv:2509.19128); restart: they are sampled again from their first token,
     under one version."""
 
-    environment: str | None = None
+    environment: Annotated[str | None, FUNCTION] = None
     """Environment that answers each turn of the policy: a class, `file.py:Class` or
     `package.module:Class`; or `verifiers:NAME`, an environment of the package verifiers. A response
     is then an episode of several turns (docs/environments.md). null means responses of a single
@@ -211,7 +210,7 @@ class RolloutSection(SamplingSection):
     """Number of processes for environments per learner worker. If a call hangs, its process is
     killed. Environments are pickled between their turns. 0 runs environments in the learner worker
     itself; environments with blocking methods then run in threads."""
-    agent: str | None = None
+    agent: Annotated[str | None, FUNCTION] = None
     """Agent class, `file.py:Class` or `package.module:Class`, as an alternative to an environment.
     An agent calls the policy as often as it likes, and returns the score of the episode. null means
     no agent."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from raypo.config.base import Config, ImportPath, is_import_path
 from raypo.config.dpo_config import DPOSection
+from raypo.config.fields import PATH
 from raypo.config.only_if import SET, below, only_if, unless
 from raypo.config.run_config import OnlineConfig
 from raypo.config.sections import DataSection, ReferenceModelSection, SampledModelSection
@@ -66,7 +67,7 @@ class RoundsConfig(OnlineConfig):
 class TeacherModelSection(SampledModelSection):
     """The models of a distillation."""
 
-    teacher: str | dict[str, str] | None = None
+    teacher: Annotated[str | dict[str, str] | None, PATH] = None
     """Teacher model with the policy's vocabulary, or one teacher per source of data.prompts by
     name: {sums: PATH, products: PATH}. Teachers are deployed like a reference model, as set by
     placement.frozen.reference, placement.gpus.reference and placement.mode.reference. null means
@@ -87,8 +88,6 @@ class DistilledDataSection(DataSection):
 
 class DistillationSection(Config):
     """Distillation loss, at temperature 1."""
-
-    section = "distillation."
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
     """Divergence that is minimised at every token (arXiv:2306.13649). forward_kl: KL(teacher ||
@@ -127,9 +126,6 @@ class DistillationConfig(RoundsConfig):
 
     Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649.
     """
-
-    paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.teacher")
-    functions: ClassVar[tuple[str, ...]] = (*OnlineConfig.functions, "distillation.teacher_prompt")
 
     recipe: Literal["distillation"] = "distillation"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: TeacherModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -324,8 +320,6 @@ class IterativeDPOConfig(RoundsConfig):
 
     Paper: Xiong et al. 2023, arXiv:2312.11456, algorithm 2.
     """
-
-    paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.reference")
 
     recipe: Literal["iterative_dpo"] = "iterative_dpo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ReferenceModelSection  # pyright: ignore[reportIncompatibleVariableOverride]

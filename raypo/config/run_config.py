@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -159,22 +159,6 @@ class RecipeConfig(RunFile):
 
 class OnlineConfig(RecipeConfig):
     """Base class of the run files of recipes that train on responses sampled by engines."""
-
-    paths: ClassVar[tuple[str, ...]] = (
-        "model.policy",
-        "model.reward.path",
-        "reward.judge.path",
-        "data.prompts",
-        "eval.prompts",
-    )
-    functions: ClassVar[tuple[str, ...]] = (
-        "reward.function",
-        "data.prompts.function",
-        "eval.function",
-        "eval.prompts.function",
-        "rollout.environment",
-        "rollout.agent",
-    )
 
     model: SampledModelSection
     data: DataSection
@@ -400,14 +384,6 @@ class OnlineConfig(RecipeConfig):
 class PPOConfig(OnlineConfig):
     """Run file of the `ppo` recipe."""
 
-    paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.critic", "model.reference")
-    functions: ClassVar[tuple[str, ...]] = (
-        *OnlineConfig.functions,
-        "ppo.policy_loss",
-        "ppo.advantage",
-        "ppo.shaping.function",
-    )
-
     recipe: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
     data: RatedDataSection  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -533,11 +509,12 @@ class PPOConfig(OnlineConfig):
         shaping, limit = self.ppo.shaping, self.rollout.max_response_tokens
         if self.rollout.has_agent:
             yield from self._problems_of_agents()
-        of_the_total = ("normalize", "clip_low", "clip_high", "function")
+        names = ("normalize", "clip_low", "clip_high", "function")
+        of_the_total = [f"ppo.shaping.{name}" for name in names]
         answers_turns = self.rollout.is_episodic and not self.rollout.has_agent
         credits_turns = not self.ppo.needs_group or self.ppo.advantage == "gigpo"
         is_credited_by_turn = answers_turns and credits_turns
-        for key, value in shaping.set_keys(*of_the_total) if is_credited_by_turn else ():
+        for key, value in self.set_keys(*of_the_total) if is_credited_by_turn else ():
             yield (
                 f"{key} ({value}): changes the score of a whole episode, but ppo.advantage: "
                 f"{self.ppo.advantage} assigns credit by the rewards of its turns. Remove it, "
@@ -581,8 +558,8 @@ class PPOConfig(OnlineConfig):
                 f"but an episode of {agent} may have several responses with one score. Set "
                 "ppo.kl.placement to loss."
             )
-        of_a_response = ("overlong_buffer_tokens", "truncated_score", "truncated_scale", "function")
-        for key, value in self.ppo.shaping.set_keys(*of_a_response):
+        names = ("truncated_score", "truncated_scale", "function")
+        for key, value in self.set_keys(*(f"ppo.shaping.{name}" for name in names)):
             yield (
                 f"{key} ({value}): changes the score of a single response, but an episode of "
                 f"{agent} may have several with one score. Remove it, and apply it in the "

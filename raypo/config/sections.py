@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from raypo.config.base import Config
+from raypo.config.fields import FUNCTION, PATH
 from raypo.config.only_if import SET, only_if, unless
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
 
@@ -17,7 +18,7 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 class RewardModelEntry(Config):
     """A reward model and its weight."""
 
-    path: str
+    path: Annotated[str, PATH]
     """Sequence classifier with one label and a trained head: a Hugging Face folder or a hub id."""
     weight: float = 1.0
     """Factor on the model's score in the sum over all reward models."""
@@ -78,7 +79,7 @@ Attention = Literal[
 class SampledModelSection(Config):
     """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
 
-    policy: str
+    policy: Annotated[str, PATH]
     """Model to train."""
     reward: RewardModels = None
     """Reward model, or a list of them; each is a path or {path, weight}."""
@@ -102,7 +103,7 @@ class ReferenceModelSection(SampledModelSection):
     """The models of a run with a reference. Every path is a Hugging Face folder or a hub id."""
 
     reference: Annotated[
-        str | None, unless("dpo.loss", "simpo"), only_if("iterative_dpo.reference", "start")
+        str | None, PATH, unless("dpo.loss", "simpo"), only_if("iterative_dpo.reference", "start")
     ] = None
     """Reference model of the KL penalty or of the DPO loss. It needs the policy's tokenizer. null
     means the initial policy. With model.lora that is the policy with its adapter off, and no second
@@ -117,7 +118,7 @@ class ReferenceModelSection(SampledModelSection):
 class ModelSection(ReferenceModelSection):
     """The models of a run. Every path is a Hugging Face folder or a hub id."""
 
-    critic: str | None = None
+    critic: Annotated[str | None, PATH] = None
     """Backbone of the critic. null means the first reward model that has the policy's vocabulary.
     The value head is then the score head of this reward model, times its weight and
     reward.weights.model. If there is no such reward model, null means the policy with a value head
@@ -233,7 +234,7 @@ class EvalSection(Periodic):
 
     prompts: HeldOutSources | None = None
     """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
-    function: str | None = None
+    function: Annotated[str | None, FUNCTION] = None
     """Reward function for the responses to held-out prompts. `eval/score_mean` is the mean of its
     scores. null means reward.function. If that is null too, responses are scored as in training. An
     agent's episodes always have the agent's own scores."""
@@ -263,8 +264,6 @@ class EvalSection(Periodic):
 class CheckpointSection(Periodic):
     """Checkpoints of the whole training state."""
 
-    section = "checkpoint."
-
     every: int = Field(default=10, ge=1)
     """Steps between checkpoints. The last step always has one."""
     keep: int = Field(default=2, ge=1)
@@ -289,8 +288,6 @@ class CheckpointSection(Periodic):
 
 class StopSection(Config):
     """Early stopping. Each rule that is set can end the run, with a checkpoint."""
-
-    section = "stop."
 
     metric: Annotated[str, only_if("at", SET) | only_if("patience", SET)] = "eval/score_mean"
     """Metric that `at` and `patience` check each time it is measured."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from raypo.config.base import Config
+from raypo.config.fields import PATH
 from raypo.config.learner_section import (
     WorkersSection,
 )
@@ -28,7 +29,7 @@ from raypo.config.sources import HeldOutSources, functions_of
 class TrainedModelSection(Config):
     """The trained model."""
 
-    policy: str
+    policy: Annotated[str, PATH]
     """Model to start from: a Hugging Face folder or a hub id."""
     dtype: Dtype = "auto"
     """Data type, like PPO's `model.dtype`. auto: bfloat16 on GPUs, float32 on CPUs."""
@@ -103,8 +104,6 @@ class RewardModelSection(Config):
 class ExamplesConfig(RecipeConfig):
     """Base class of the run files of recipes that learn from examples."""
 
-    paths: ClassVar[tuple[str, ...]] = ("model.policy", "data.prompts", "eval.prompts")
-
     num_epochs: float | None = Field(default=None, gt=0.0)
     """Passes over the examples, as an alternative to `num_steps`. `num_steps` is then computed when
     the run starts. The number of examples in an epoch is the number of rows in data.prompts. null
@@ -151,8 +150,6 @@ class ExamplesConfig(RecipeConfig):
 
 class PolicyExamplesConfig(ExamplesConfig):
     """Base class of the run files of recipes that train a policy on examples."""
-
-    functions: ClassVar[tuple[str, ...]] = ("eval.function", "eval.prompts.function")
 
     rollout: SamplingSection = SamplingSection()
     eval: EvalSection = EvalSection()

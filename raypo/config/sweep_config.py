@@ -4,7 +4,6 @@ trials.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import random
@@ -21,6 +20,7 @@ from raypo.config.base import (
     ConfigError,
     RunFile,
     flatten,
+    nested,
     read_yaml,
     remedy_for_unknown,
 )
@@ -64,8 +64,6 @@ def _as_section(value: Any) -> Any:
 
 class SchedulerSection(Config):
     """Trial scheduler. `scheduler: asha` is short for `scheduler: {kind: asha}`."""
-
-    section = "scheduler."
 
     kind: Literal["none", "asha", "median", "pbt"] = "none"
     """Scheduling algorithm. none: every trial runs to its end; asha: only the best fraction
@@ -281,16 +279,14 @@ class SweepConfig(RunFile):
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of nested values in which each dotted key of `point` has the point's value."""
-    tree = copy.deepcopy(dict(values))
-    for key, value in point.items():
-        *sections, last = key.split(".")
-        section = tree
-        for name in sections:
-            if not isinstance(section.get(name), dict):
-                section[name] = {}
-            section = section[name]
-        section[last] = value
-    return tree
+    below = {
+        key: value
+        for key, value in flatten(values).items()
+        if not any(
+            f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in point
+        )
+    }
+    return nested(below | dict(point))
 
 
 def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:
