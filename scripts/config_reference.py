@@ -80,7 +80,7 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         f"## The keys that matter first\n\n{_first_keys()}",
-        f"## Presets\n\nKeys that a file sets override those of its preset.\n\n{_presets()}",
+        f"## Presets\n\nKeys that a file sets override those of its preset. Keys that the preset does not name have\ntheir defaults.\n\n{_presets()}",
     ]
     known: dict[str, type[BaseModel]] = {}
     for title, root in FILES.items():

@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from raypo.config import PRESETS, PPOConfig, PPOSection, flatten
-from raypo.config.ppo_section import ESTIMATORS, GROUP_ADVANTAGES
+from raypo.config.ppo_section import ESTIMATORS, GROUP_ADVANTAGES, Preset
 from raypo.ppo.corrections import CORRECTION_KINDS, MASK_RATIOS
 from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS
 from raypo.ppo.losses import AGGREGATIONS
@@ -187,46 +187,33 @@ def test_what_a_preset_set_and_another_key_idles_is_no_mistake():
         assert PPOConfig.parse(config.model_dump()) == config
 
 
-def test_the_presets_are_the_ones_that_can_be_chosen():
-    assert set(PRESETS) == {
-        "ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo",
-        "gmpo", "cispo", "sapo", "vapo", "opo", "pass_at_k", "dppo", "vespo",
-    }  # fmt: skip
-
-
 KL_FREE = ("k1", "reward", 0.0)
+CLIPS = (0.2, 0.2)
+PUBLISHED = {
+    "ppo": ("gae", "ppo", "token_mean", CLIPS, ("k1", "reward", 0.02)),
+    "grpo": ("grpo", "ppo", "sequence_mean", CLIPS, ("k3", "loss", 0.04)),
+    "dr_grpo": ("dr_grpo", "ppo", "constant", CLIPS, KL_FREE),
+    "rloo": ("rloo", "ppo", "constant", CLIPS, ("k1", "reward", 0.01)),
+    "reinforce++": ("reinforce", "ppo", "token_mean", CLIPS, ("k1", "reward", 0.01)),
+    "reinforce++_baseline": (
+        *("reinforce_baseline", "ppo", "token_mean", CLIPS, ("k2", "loss", 0.01)),
+    ),
+    "dapo": ("grpo", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
+    "gspo": ("grpo", "gspo", "sequence_mean", (3e-4, 4e-4), KL_FREE),
+    "gmpo": ("grpo", "gmpo", "sequence_mean", (1 - math.exp(-0.4), math.expm1(0.4)), KL_FREE),
+    "cispo": ("grpo", "cispo", "token_mean", (0.2, 4.0), KL_FREE),
+    "sapo": ("grpo", "sapo", "sequence_mean", CLIPS, KL_FREE),
+    "vapo": ("gae", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
+    "opo": ("opo", "ppo", "token_mean", CLIPS, KL_FREE),
+    "pass_at_k": ("pass_at_k", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
+    "dppo": ("dr_grpo", "dppo_tv", "constant", (0.15, 0.15), KL_FREE),
+    "vespo": ("grpo", "vespo", "token_mean", CLIPS, KL_FREE),
+}
 
 
-@pytest.mark.parametrize(
-    ("preset", "advantage", "policy_loss", "aggregation", "clips", "kl"),
-    [
-        ("ppo", "gae", "ppo", "token_mean", (0.2, 0.2), ("k1", "reward", 0.02)),
-        ("grpo", "grpo", "ppo", "sequence_mean", (0.2, 0.2), ("k3", "loss", 0.04)),
-        ("dr_grpo", "dr_grpo", "ppo", "constant", (0.2, 0.2), KL_FREE),
-        ("rloo", "rloo", "ppo", "constant", (0.2, 0.2), ("k1", "reward", 0.01)),
-        ("reinforce++", "reinforce", "ppo", "token_mean", (0.2, 0.2), ("k1", "reward", 0.01)),
-        ("dapo", "grpo", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
-        ("gspo", "grpo", "gspo", "sequence_mean", (3e-4, 4e-4), KL_FREE),
-        (
-            *("reinforce++_baseline", "reinforce_baseline", "ppo", "token_mean"),
-            *((0.2, 0.2), ("k2", "loss", 0.01)),
-        ),
-        (
-            *("gmpo", "grpo", "gmpo", "sequence_mean"),
-            *((1 - math.exp(-0.4), math.expm1(0.4)), KL_FREE),
-        ),
-        ("cispo", "grpo", "cispo", "token_mean", (0.2, 4.0), KL_FREE),
-        ("sapo", "grpo", "sapo", "sequence_mean", (0.2, 0.2), KL_FREE),
-        ("vapo", "gae", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
-        ("opo", "opo", "ppo", "token_mean", (0.2, 0.2), KL_FREE),
-        ("pass_at_k", "pass_at_k", "ppo", "token_mean", (0.2, 0.28), KL_FREE),
-        ("dppo", "dr_grpo", "dppo_tv", "constant", (0.15, 0.15), KL_FREE),
-        ("vespo", "grpo", "vespo", "token_mean", (0.2, 0.2), KL_FREE),
-    ],
-)
-def test_a_preset_is_the_published_combination_and_nothing_else(
-    preset, advantage, policy_loss, aggregation, clips, kl
-):
+@pytest.mark.parametrize("preset", get_args(Preset))
+def test_a_preset_is_the_published_combination_and_nothing_else(preset):
+    advantage, policy_loss, aggregation, clips, kl = PUBLISHED[preset]
     estimator, placement, coef = kl
     published = {
         "preset": preset,
@@ -250,6 +237,8 @@ def test_a_preset_is_the_published_combination_and_nothing_else(
     assert usual["gamma"] == 1.0
     assert (usual["gae_lambda"], usual["value_clip"]) == (0.95, 0.2)
     assert (usual["lambda_alpha"], usual["nll_min_score"]) == (0.05, 1.0)
+    assert (usual["num_epochs"], usual["entropy_coef"], usual["pass_k"]) == (1, 0.0, 4)
+    assert usual["shaping.overlong_factor"] == 1.0
     assert flatten(PPOSection(preset=preset).model_dump()) == usual | published
 
 
