@@ -10,13 +10,12 @@ from pydantic import Field
 from raypo.config.base import Config
 from raypo.config.fields import FUNCTION, PATH
 from raypo.config.only_if import SET, only_if, unless
-from raypo.config.sections import EvalSection
+from raypo.config.sections import EvalSection, TrainedModelSection
 from raypo.config.sources import HeldOutSources, path_of
 from raypo.config.supervised_config import (
     ExamplesLearnerSection,
     PairsSection,
     PolicyExamplesConfig,
-    TrainedModelSection,
 )
 
 PAIR_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raypo.config.base import Config, ImportPath, is_import_path
+from raypo.config.base import Config, ImportPath
 from raypo.config.dpo_config import DPOSection
 from raypo.config.fields import PATH
 from raypo.config.only_if import SET, below, only_if, unless
@@ -55,13 +55,7 @@ class RoundsConfig(OnlineConfig):
             )
         if lora is not None and lora.push == "adapter":
             yield f"model.lora.push (adapter): {recipe} pushes whole weights. Set it to merged."
-        workers, prompts = self.learner.num_workers, rollout.prompts_per_step
-        if workers > prompts:
-            yield (
-                f"learner.num_workers ({workers}): every worker needs a prompt of each round "
-                f"(rollout.prompts_per_step = {prompts}). Set learner.num_workers to at most "
-                f"{prompts}."
-            )
+        yield from self._idle_workers({"rollout.prompts_per_step": rollout.prompts_per_step})
 
 
 class TeacherModelSection(SampledModelSection):
@@ -164,12 +158,6 @@ class DistillationConfig(RoundsConfig):
     def max_reference_len(self) -> int:
         """Maximum sequence length of a teacher, in tokens."""
         return self.max_teacher_len if self.distillation.teacher_prompt else self.max_model_len
-
-    @property
-    def own_functions(self) -> dict[str, str]:
-        """Import path of the user's teacher-prompt function, by config key."""
-        shown = self.distillation.teacher_prompt or ""
-        return {"distillation.teacher_prompt": shown} if is_import_path(shown) else {}
 
     @property
     def prompts_answered(self) -> int:

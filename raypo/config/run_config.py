@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -13,6 +13,7 @@ from raypo.config.learner_section import (
     LearnerSection,
     WorkersSection,
 )
+from raypo.config.only_if import value_at
 from raypo.config.paths import is_uri
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
 from raypo.config.ppo_section import PPOSection
@@ -27,12 +28,14 @@ from raypo.config.sections import (
     CurriculumSection,
     DataSection,
     EvalSection,
+    HeldOutSection,
     LoggingSection,
     ModelSection,
     RatedDataSection,
     RewardModelEntry,
     SampledModelSection,
     StopSection,
+    TrainedModelSection,
 )
 from raypo.config.sources import functions_of, one_or_many
 
@@ -88,16 +91,20 @@ class RecipeConfig(RunFile):
     placement: PlacementSection = PlacementSection()
     cluster: ClusterSection = ClusterSection()
     logging: LoggingSection = LoggingSection()
+    if TYPE_CHECKING:  # each subclass has these sections, in a class of its own
+        model: TrainedModelSection
+        learner: WorkersSection
+        eval: HeldOutSection
 
     @property
     def may_change_length(self) -> bool:
         """True if `num_steps` may change during the run, because no learning rate depends on it."""
-        return getattr(getattr(self, "learner", None), "lr_schedule", "constant") == "constant"
+        return self.learner.lr_schedule == "constant"
 
     @property
     def measures_held_out(self) -> bool:
         """True if there are `eval/*` metrics."""
-        return bool(getattr(getattr(self, "eval", None), "prompts", None))
+        return bool(self.eval.prompts)
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:
@@ -109,11 +116,9 @@ class RecipeConfig(RunFile):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        learner, steps = getattr(self, "learner", None), self.scheduled_steps
-        if isinstance(learner, WorkersSection) and steps:
-            yield from learner.endless_warmup(*steps)
-        has_lora = getattr(getattr(self, "model", None), "lora", None) is not None
-        if has_lora and isinstance(learner, WorkersSection) and learner.optimizer == "muon":
+        if steps := self.scheduled_steps:
+            yield from self.learner.endless_warmup(*steps)
+        if self.model.lora is not None and self.learner.optimizer == "muon":
             yield (
                 "learner.optimizer (muon): updates whole matrices, but model.lora trains two "
                 "low-rank factors of each. Remove model.lora, or set learner.optimizer to adamw."
@@ -133,6 +138,20 @@ class RecipeConfig(RunFile):
                 "have a dedicated group. Set placement.mode to colocated."
             )
 
+    def _idle_workers(self, rows: Mapping[str, int]) -> Iterator[str]:
+        """Yield a problem if a worker would have no row in a step.
+
+        Args:
+            rows: Numbers of rows that the workers share, by config key.
+        """
+        count, most = self.learner.num_workers, min(rows.values())
+        if count > most:
+            limits = ", ".join(f"{key} = {number}" for key, number in rows.items())
+            yield (
+                f"learner.num_workers ({count}): every worker needs a row of each step ({limits}). "
+                f"Set learner.num_workers to at most {most}."
+            )
+
     def with_workers(self, count: int) -> Self:
         """Return the config of an elastic run for the time that it has `count` workers.
 
@@ -150,11 +169,10 @@ class RecipeConfig(RunFile):
 
         On GPUs float32 is slower, and vLLM rounds it to TF32 there anyway.
         """
-        model: Any = vars(self)["model"]
-        if model.dtype != "auto":
+        if self.model.dtype != "auto":
             return self
-        decided = {"dtype": "bfloat16" if use_gpu else "float32"}
-        return self.model_copy(update={"model": model.model_copy(update=decided)})
+        dtype = "bfloat16" if use_gpu else "float32"
+        return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
 
 
 class OnlineConfig(RecipeConfig):
@@ -190,7 +208,9 @@ class OnlineConfig(RecipeConfig):
     @property
     def own_functions(self) -> dict[str, str]:
         """Import path of each user function that replaces one of raypo's, by config key."""
-        return {}
+        keys = (key for key in self.functions if key.startswith(f"{self.recipe}."))
+        specs = {key: value_at(self, key) or "" for key in keys}
+        return {key: spec for key, spec in specs.items() if is_import_path(spec)}
 
     @property
     def reference(self) -> str | None:
@@ -391,16 +411,6 @@ class PPOConfig(OnlineConfig):
     learner: LearnerSection = LearnerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
-    def own_functions(self) -> dict[str, str]:
-        """Import path of the user's loss, advantage and shaping functions, by config key."""
-        named = {
-            "ppo.policy_loss": self.ppo.policy_loss,
-            "ppo.advantage": self.ppo.advantage,
-            "ppo.shaping.function": self.ppo.shaping.function or "",
-        }
-        return {key: name for key, name in named.items() if is_import_path(name)}
-
-    @property
     def reference(self) -> str | None:
         """Path of the reference model to deploy, or None if no deployment is needed.
 
@@ -470,7 +480,7 @@ class PPOConfig(OnlineConfig):
                 "changed. Set ppo.minibatch_size lower, ppo.num_epochs to 2 or more, or "
                 "ppo.policy_loss to clip_cov."
             )
-        prompts, count = self.rollout.prompts_per_step, self.learner.num_workers
+        prompts = self.rollout.prompts_per_step
         apart, in_all = self.learner.critic_workers, self.learner.total_workers
         if apart and (in_all > prompts or apart > size):
             yield (
@@ -479,13 +489,8 @@ class PPOConfig(OnlineConfig):
                 f"rollout.prompts_per_step = {prompts}) and a response of each minibatch "
                 f"(ppo.minibatch_size = {size}). Lower it, or set it to 0."
             )
-        if count > min(prompts, size):
-            yield (
-                f"learner.num_workers ({count}): every worker needs a prompt of "
-                f"each step (rollout.prompts_per_step = {prompts}) and a "
-                f"response of each minibatch (ppo.minibatch_size = {size}). "
-                f"Set learner.num_workers to at most {min(prompts, size)}."
-            )
+        rows = {"rollout.prompts_per_step": prompts, "ppo.minibatch_size": size}
+        yield from self._idle_workers(rows)
 
     def _problems_of_the_critic(self) -> Iterator[str]:
         warmup, apart = self.ppo.critic_warmup_steps, self.learner.critic_workers

@@ -76,13 +76,11 @@ Attention = Literal[
 ]
 
 
-class SampledModelSection(Config):
-    """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
+class TrainedModelSection(Config):
+    """The trained model."""
 
     policy: Annotated[str, PATH]
-    """Model to train."""
-    reward: RewardModels = None
-    """Reward model, or a list of them; each is a path or {path, weight}."""
+    """Model to train: a Hugging Face folder or a hub id."""
     dtype: Dtype = "auto"
     """Data type of the policy, the engine and the frozen models. auto: bfloat16 if the learner
     workers have GPUs, else float32; the run's config.yaml records which. float32 is exact on CPUs;
@@ -94,6 +92,16 @@ class SampledModelSection(Config):
     no padding. If the model does not support packed rows, auto is transformers' default. Any other
     value: the implementation of that name in transformers, with one padded row per response.
     flash_attention_2 and flash_attention_3 need GPUs and extra packages."""
+    lora: LoraSection | None = None
+    """Train a LoRA adapter (and a reward model's score head). {} means the default adapter, null
+    means that all weights are trained."""
+
+
+class SampledModelSection(TrainedModelSection):
+    """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
+
+    reward: RewardModels = None
+    """Reward model, or a list of them; each is a path or {path, weight}."""
     lora: PolicyLoraSection | None = None
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
     """
@@ -229,11 +237,20 @@ class Periodic(Config):
         return step % self.every == 0 or step == last_step
 
 
-class EvalSection(Periodic):
-    """Evaluation on held-out prompts during the run."""
+class HeldOutSection(Periodic):
+    """Evaluation on held-out pairs."""
 
     prompts: HeldOutSources | None = None
     """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
+    every: Annotated[int, Field(ge=1)] = 50
+    """Steps between evaluations. There is always one before the first update and one after the
+    last."""
+
+
+class EvalSection(HeldOutSection):
+    """Evaluation on held-out prompts during the run."""
+
+    every: int = Field(default=10, ge=1)
     function: Annotated[str | None, FUNCTION] = None
     """Reward function for the responses to held-out prompts. `eval/score_mean` is the mean of its
     scores. null means reward.function. If that is null too, responses are scored as in training. An
@@ -241,9 +258,6 @@ class EvalSection(Periodic):
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
     """Timeout of one call of an evaluation function, in seconds, after which the run stops. null
     means no timeout."""
-    every: int = Field(default=10, ge=1)
-    """Steps between evaluations. There is always one before the first update and one after the
-    last."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Responses sampled for each held-out prompt."""
     temperature: float | None = Field(default=None, ge=0.0)

@@ -80,7 +80,6 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             },
             "model.reward.1.weight (-1): ",
         ),
-        ({"ppo__part_weights": {"right": 0.0}}, "ppo.part_weights"),
         ({"ppo__advantage": "gigpo", "ppo__kl__coef": 0.0}, "ppo.advantage (gigpo): "),
         ({"ppo__advantage": "gigpo", "ppo__kl__coef": 0.1}, "ppo.kl.placement (reward): "),
         (
@@ -92,7 +91,6 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ({"ppo__preset": "grpo", "ppo__kl__placement": "reward"}, "ppo.kl.estimator (k3): "),
         (ADAPTIVE, "ppo.kl.target (null): "),
         ({**ADAPTIVE, "ppo__kl__target": 1.0}, "ppo.kl.horizon (null): "),
-        ({**ADAPTIVE, "ppo__kl__target": 0.0}, "ppo.kl.target (0.0): "),
         (
             {
                 **ADAPTIVE,
@@ -115,10 +113,6 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ),
         ({"ppo__correction__kind": "tis", "rollout__top_k": 20}, "ppo.correction.kind (tis): "),
         ({"ppo__correction__kind": "mis", "rollout__min_p": 0.1}, "ppo.correction.kind (mis): "),
-        ({"rollout__top_k": 0}, "rollout.top_k (0): "),
-        ({"rollout__min_p": 1.1}, "rollout.min_p (1.1): "),
-        ({"rollout__stop": ["Q:", ""]}, "rollout.stop.1 (''): "),
-        ({"ppo__correction__token_veto": 1.0}, "ppo.correction.token_veto (1.0): "),
         (
             {"ppo__shaping__clip_low": 1.0, "ppo__shaping__clip_high": 0.0},
             "ppo.shaping.clip_low (1): ",
@@ -129,12 +123,7 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
             {"ppo__advantage": "grpo", "ppo__critic_warmup_steps": 3},
             "ppo.critic_warmup_steps (3): ",
         ),
-        ({"ppo__preset": "gppo"}, "ppo.preset ('gppo'): "),
-        ({"ppo__gae_lambda": "auto"}, "ppo.gae_lambda ('auto'): "),
-        ({"ppo__gae_lambda": 1.5}, "ppo.gae_lambda (1.5): "),
         ({"ppo__policy_loss": "clip_cov", "ppo__covariance__low": 5.0}, "ppo.covariance.low (5): "),
-        ({"ppo__entropy_target": 0.0}, "ppo.entropy_target (0.0): "),
-        ({"ppo__advantage_clip": 0.0}, "ppo.advantage_clip (0.0): "),
         ({"ppo__policy_loss": "kl_cov", "ppo__minibatch_size": 128}, "ppo.policy_loss (kl_cov): "),
         ({"ppo__discount_by": "turn", "ppo__advantage": "grpo"}, "ppo.discount_by (turn): "),
         ({"ppo__discount_by": "turn", "ppo__gae_lambda": 1.0}, "ppo.discount_by (turn): "),
@@ -145,7 +134,6 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ({"ppo__preset": "vapo", "num_steps": 50}, "ppo.critic_warmup_steps (50): "),
         ({"ppo__kl__coef": float("inf")}, "ppo.kl.coef (inf): "),
         ({"ppo__shaping__clip_high": float("nan")}, "ppo.shaping.clip_high (nan): "),
-        ({"learner__policy_lr": float("inf")}, "learner.policy_lr (inf): "),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_remedy(keys, words):
