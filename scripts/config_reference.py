@@ -72,6 +72,8 @@ FILES: dict[str, type[BaseModel]] = {
     "Sweep files": SweepConfig,
 }
 """Heading -> the class of that file."""
+PRESETS_NOTE = """Keys that a file sets override those of its preset. Keys that the preset does not
+name have their defaults."""
 COMMON = tuple(RecipeConfig.model_fields)
 
 
@@ -80,7 +82,7 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         f"## The keys that matter first\n\n{_first_keys()}",
-        f"## Presets\n\nKeys that a file sets override those of its preset. Keys that the preset does not name have\ntheir defaults.\n\n{_presets()}",
+        f"## Presets\n\n{PRESETS_NOTE}\n\n{_presets()}",
     ]
     known: dict[str, type[BaseModel]] = {}
     for title, root in FILES.items():

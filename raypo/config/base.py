@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -24,8 +23,8 @@ from pydantic import (
 from yaml import YAMLError
 
 from raypo.config import only_if
-from raypo.config.fields import FUNCTION, PATH, known_keys, marked_keys, section_of
-from raypo.config.migration import remedy_for_foreign
+from raypo.config.fields import FUNCTION, PATH, flatten, marked_keys, nested
+from raypo.config.messages import mistakes
 from raypo.config.paths import is_uri, make_absolute
 
 RECORDED_BASE = "base_config"
@@ -125,7 +124,7 @@ class RunFile(Config):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            lines = _mistakes(type(self), error.errors())
+            lines = mistakes(type(self), error.errors())
             raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
 
     def _problems(self) -> Iterator[str]:
@@ -305,29 +304,6 @@ def _with_texts(values: Any, old: str, new: str) -> Any:
     return values.replace(old, new) if isinstance(values, str) else values
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return `{"a": {"b": 1}}` as `{"a.b": 1}`; empty mappings stay as values."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `flatten`."""
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        *sections, name = key.split(".")
-        section = tree
-        for above in sections:
-            section = section.setdefault(above, {})
-        section[name] = value
-    return tree
-
-
 def _leaves(section: Config) -> Iterator[str]:
     """Yield the dotted keys below a section. A section that can be null counts as one value."""
     for name, field in type(section).model_fields.items():
@@ -335,42 +311,6 @@ def _leaves(section: Config) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in _leaves(getattr(section, name)))
         else:
             yield name
-
-
-def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
-    """Return `Did you mean ppo.kl.coef?` if a similar key is known, else `Remove it.`
-
-    The candidates are tried in this order:
-    1. a key below the same section with the same ending (ppo.kl.coef for ppo.kl_coef);
-    2. the counterpart of a key of TRL, verl, OpenRLHF or peft, whose remedy is then returned;
-    3. a key of the same section that is spelled similarly, that ends in the unknown name
-       (learner.policy_lr for learner.lr), or that contains all words of the unknown name;
-    4. a key of any section with the same or a similar ending.
-
-    Only the last parts of keys are compared by spelling, because whole keys of one section are all
-    similar.
-    """
-    section, _, name = key.rpartition(".")
-    own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    words = set(name.split("_"))
-    below = [k for k in known if k.startswith(f"{section}.") and name in _endings(k)]
-    if not below and (foreign := remedy_for_foreign(key, known)):
-        return foreign
-    near = (
-        below
-        or [own[like] for like in difflib.get_close_matches(name, own, n=1, cutoff=0.75)]
-        or [k for longer, k in own.items() if longer.endswith(f"_{name}")]
-        or [k for longer, k in own.items() if words <= set(longer.split("_"))]
-        or [k for k in known if name in _endings(k)]
-        or [k for k in known if difflib.get_close_matches(name, [k.rpartition(".")[2]], 1, 0.85)]
-    )
-    return f"Did you mean {' or '.join(near[:2])}?" if near else "Remove it."
-
-
-def _endings(key: str) -> list[str]:
-    """Return all endings of a key, like coef, kl_coef and ppo_kl_coef for `ppo.kl.coef`."""
-    parts = key.split(".")
-    return ["_".join(parts[first:]) for first in range(len(parts))]
 
 
 def _entries(value: Any) -> Sequence[Any]:
@@ -408,81 +348,3 @@ def parsed(text: str) -> Any:
     read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     assert isinstance(read, dict)
     return read["value"]
-
-
-def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
-    """Return the messages of the mistakes that Pydantic found, line by line.
-
-    Errors of several members of a union count as one mistake.
-    """
-    by_key: dict[str, list[Any]] = {}
-    for detail in details:
-        if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # pydantic counted only valid entries; the others have errors
-        by_key.setdefault(_key_of(model, detail), []).append(detail)
-    lines = []
-    for key, found in by_key.items():
-        apart = [d for d in found if d["type"] in _SENTENCES or not key]
-        lines += [line for detail in apart for line in _explain(model, key, detail).split("\n")]
-        rules = [_rule(detail) for detail in found if detail not in apart]
-        if rules:
-            remedy = _remedy(key, found) if len(rules) == 1 else f"Set {key} to one of them."
-            lines.append(f"{key} ({found[0]['input']!r}): {', or '.join(rules)}. {remedy}")
-    return lines
-
-
-_SENTENCES = ("extra_forbidden", "missing", "value_error")
-
-
-def _key_of(model: type[BaseModel], detail: Any) -> str:
-    """Return the dotted key of a mistake, without pydantic's names of union members."""
-    parts: list[str] = []
-    section: type[BaseModel] | None = model
-    is_unknown = detail["type"] == "extra_forbidden"
-    for place, part in enumerate(detail["loc"], start=1):
-        fields = section.model_fields if section else {}
-        if part in fields:
-            section = section_of(fields[part].annotation)
-        elif not isinstance(part, int) and not (is_unknown and place == len(detail["loc"])):
-            continue
-        parts.append(str(part))
-    return ".".join(parts)
-
-
-def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
-    """Return the message of an unknown key, a missing key or a broken rule."""
-    if detail["type"] == "extra_forbidden":
-        known, value = known_keys(model), detail["input"]
-        below = flatten({key: value}) if isinstance(value, Mapping) else {}
-        # If the key is a whole section of another project, like verl's actor_rollout_ref, explain
-        # each key in it.
-        unknown = below if any(remedy_for_foreign(each, known) for each in below) else [key]
-        return "\n".join(
-            f"{each}: there is no such key. {remedy_for_unknown(each, known)}" for each in unknown
-        )
-    if detail["type"] == "missing":
-        return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
-    message = detail["msg"].removeprefix("Value error, ")
-    if not key or isinstance(detail["input"], Mapping):
-        return message  # the message of a rule between keys names the keys
-    return f"{key} ({detail['input']!r}): {message}"
-
-
-def _rule(detail: Any) -> str:
-    if detail["type"] in ("model_type", "model_attributes_type"):
-        return "must be a section with keys and values"
-    message = detail["msg"].replace("Input should", "must").replace("should", "must")
-    return message[0].lower() + message[1:]
-
-
-def _remedy(key: str, found: Sequence[Any]) -> str:
-    (detail,) = found
-    if detail["type"] in ("model_type", "model_attributes_type"):
-        return f"Write its keys below {key}."
-    for name, words in _BOUNDS.items():
-        if name in detail.get("ctx", {}) and isinstance(detail["input"], int | float):
-            return f"Set {key} {words} {detail['ctx'][name]}."
-    return f"Set {key} to an allowed value."
-
-
-_BOUNDS = {"ge": "to at least", "gt": "above", "le": "to at most", "lt": "below"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+from collections.abc import Mapping
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
@@ -65,3 +66,26 @@ def yaml_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1e}".replace("e-0", "e-") if 0 < value < 1e-3 else f"{value:g}"
     return json.dumps(value)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return `{"a": {"b": 1}}` as `{"a.b": 1}`; empty mappings stay as values."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `flatten`."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        section = tree
+        for above in sections:
+            section = section.setdefault(above, {})
+        section[name] = value
+    return tree

@@ -17,8 +17,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from raypo.config.base import ConfigError, remedy_for_unknown
+from raypo.config.base import ConfigError
 from raypo.config.fields import known_keys, section_of, yaml_text
+from raypo.config.messages import remedy_for_unknown
 from raypo.config.only_if import declarations
 from raypo.config.presets import PRESETS
 from raypo.config.sweep_config import Constraint
@@ -68,7 +69,7 @@ def keys_of(root: type[BaseModel], section: type[BaseModel], path: str = "") -> 
             full = f"{path}.{name}" if path else name
             default = None if field.is_required() else default_text(field)
             values = values_text(field.annotation, field.metadata)
-            declared = " and ".join(each.words for each in conditions.get(full, ()))
+            declared = " and ".join(rule.words for rule in conditions.get(full, ()))
             condition = f"Used only if {declared}." if declared else ""
             meaning = " ".join(filter(None, (texts.get(name), condition)))
             yield Key(full, values, default, meaning)
@@ -90,21 +91,18 @@ def explain(key: str, root: type[BaseModel]) -> list[Key]:
         ConfigError: there is no such key.
     """
     above = key.rpartition(".")[0]
-    found: list[Key] = []
+    keys: list[Key] = []
     if (owner := find_section(root, above)) is not None:
-        found = [each for each in keys_of(root, owner, above) if each.name == key]
+        keys = [entry for entry in keys_of(root, owner, above) if entry.name == key]
     if (section := find_section(root, key)) is not None:
-        found += keys_of(root, section, key)
-    if not found and section is None:
+        keys += keys_of(root, section, key)
+    if not keys and section is None:
         remedy = remedy_for_unknown(key, known_keys(root))
         if remedy == "Remove it.":  # this would be advice for a run file, not for a question
-            parts = key.split(".")
-            above = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-            near = next((each for each in above if each in known_keys(root)), "")
-            shown = near or "the most important keys and the sections"
-            remedy = f"`{f'raypo config {near}'.strip()}` prints {shown}."
+            command = f"raypo config {above}" if owner and above else "raypo config"
+            remedy = f"`{command}` prints the keys and sections that there are."
         raise ConfigError(f"KEY ({key}): there is no such key. {remedy}")
-    return found
+    return keys
 
 
 def sections_below(root: type[BaseModel], key: str) -> list[str]:
@@ -135,10 +133,9 @@ def default_of(root: type[BaseModel], key: str) -> str | None:
 
     None means that the key is required, is null by default, or is a section.
     """
-    *sections, name = key.split(".")
-    section: Any = root
-    for each in sections:
-        section = section_of(section.model_fields[each].annotation)
+    above, _, name = key.rpartition(".")
+    section = find_section(root, above)
+    assert section is not None
     field = section.model_fields[name]
     is_shown = is_value(field) and not field.is_required() and field.default is not None
     return default_text(field) if is_shown else None
@@ -159,10 +156,10 @@ def is_value(field: FieldInfo) -> bool:
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
     """Return the docstring of each field of a class and its base classes, by field name."""
     texts: dict[str, str] = {}
-    for each in reversed(section.__mro__):
-        if not issubclass(each, BaseModel) or each is BaseModel:
+    for base in reversed(section.__mro__):
+        if not issubclass(base, BaseModel) or base is BaseModel:
             continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(tree, ast.ClassDef)
         for pair in itertools.pairwise(tree.body):
             match pair:
@@ -181,15 +178,15 @@ def values_text(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Annotated:
         inner, *rest = get_args(annotation)
         return values_text(inner, [*metadata, *rest])
-    metadata = [each for m in metadata for each in (getattr(m, "metadata", None) or [m])]
+    metadata = [part for mark in metadata for part in (getattr(mark, "metadata", None) or [mark])]
     if get_origin(annotation) in (Union, types.UnionType):
-        kinds = [values_text(each, metadata) for each in get_args(annotation)]
+        kinds = [values_text(part, metadata) for part in get_args(annotation)]
         return ", or ".join(dict.fromkeys(kinds))
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{yaml_text(value)}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
         item = values_text(get_args(annotation)[0], [])
-        is_either = any(isinstance(each, BeforeValidator) for each in metadata)
+        is_either = any(isinstance(mark, BeforeValidator) for mark in metadata)
         return f"{item}, or a list of such" if is_either else f"list: {item}"
     if annotation is type(None):
         return "`null`"
@@ -199,10 +196,10 @@ def values_text(annotation: Any, metadata: list[Any]) -> str:
         kind = "integer" if annotation is int else "number"
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         bounds = [
-            f"{sign} {getattr(each, name):g}"
-            for each in metadata
+            f"{sign} {getattr(mark, name):g}"
+            for mark in metadata
             for name, sign in signs.items()
-            if getattr(each, name, None) is not None
+            if getattr(mark, name, None) is not None
         ]
         return f"{kind} {', '.join(bounds)}".strip()
     words = {str: "text", bool: "`true`, `false`", dict: "mapping", Constraint: "text"}

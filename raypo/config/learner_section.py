@@ -131,13 +131,13 @@ class WorkersSection(Config):
             yield from self._muon_problems()
 
     def _problems_of_own_keys(self) -> Iterator[str]:
-        for name, own in DEEPSPEED_KEYS.items():
+        for name, keys in DEEPSPEED_KEYS.items():
             value = self.deepspeed.get(name)
             is_off = isinstance(value, Mapping) and value.get("enabled") is False
             if name in self.deepspeed and not is_off:
                 yield (
                     f"learner.deepspeed.{name} ({self.deepspeed[name]}): raypo sets this itself. "
-                    f"Remove it, and set {own}."
+                    f"Remove it, and set {keys}."
                 )
 
     def _deepspeed_problems(self) -> Iterator[str]:

@@ -110,7 +110,7 @@ class OnlyIf:
 
     def holds(self, config: BaseModel) -> bool:
         """Return whether a condition holds in a run file."""
-        return any(each.holds(value_at(config, each.key)) for each in self.conditions)
+        return any(c.holds(value_at(config, c.key)) for c in self.conditions)
 
     def in_section(self, prefix: str) -> OnlyIf:
         """Return the declaration with full keys, for a field below `prefix`."""
@@ -136,7 +136,7 @@ def declarations(root: type[BaseModel]) -> dict[str, tuple[OnlyIf, ...]]:
     """Return the declarations of each key of a run file that has any, with full keys."""
     keys = {*known_keys(root)}
     applying = {
-        key: tuple(d for d in declared if all(each.key in keys for each in d.conditions))
+        key: tuple(d for d in declared if all(c.key in keys for c in d.conditions))
         for key, declared in _declared(root)
     }
     return {key: declared for key, declared in applying.items() if declared}

@@ -122,16 +122,16 @@ class PlacementSection(Config):
         key = "placement.label_selector"
         roles: tuple[RoleKind, ...] = get_args(RoleKind)
         groups = {role: self.group_of(role) for role in roles}
-        for name, each in self.label_selector.items():
-            if isinstance(each, str):
-                yield from _refused_labels(key, {name: each})
+        for name, selector in self.label_selector.items():
+            if isinstance(selector, str):
+                yield from _refused_labels(key, {name: selector})
                 continue
-            yield from _refused_labels(f"{key}.{name}", each)
+            yield from _refused_labels(f"{key}.{name}", selector)
             if name not in ("learner", *roles):
                 yield f"{key}.{name}: must be one of learner, {', '.join(roles)}. Correct the role."
             elif groups.get(name) == "colocated":
                 yield (
-                    f"{key}.{name} ({each}): has no effect, because a colocated role uses the "
+                    f"{key}.{name} ({selector}): has no effect, because a colocated role uses the "
                     f"learner workers' bundles. Remove it, or set placement.mode to {{{name}: "
                     "dedicated}."
                 )
@@ -142,9 +142,9 @@ class PlacementSection(Config):
 
     def labels_of(self, role: Literal["learner"] | RoleKind) -> dict[str, str]:
         """Return the label selector of a role's bundles."""
-        is_by_role = any(isinstance(each, dict) for each in self.label_selector.values())
-        found: Any = self.label_selector.get(role, {}) if is_by_role else self.label_selector
-        return dict(found)
+        is_by_role = any(isinstance(value, dict) for value in self.label_selector.values())
+        selector: Any = self.label_selector.get(role, {}) if is_by_role else self.label_selector
+        return dict(selector)
 
     @property
     def is_dedicated(self) -> bool:

@@ -70,7 +70,7 @@ ESTIMATORS = {
 """Properties of each estimator, by value of `ppo.advantage`. For a user's function all properties
 are False."""
 GROUP_ADVANTAGES = tuple(
-    kind for kind, each in ESTIMATORS.items() if each.needs_group and kind not in ("gdpo", "gigpo")
+    kind for kind, has in ESTIMATORS.items() if has.needs_group and kind not in ("gdpo", "gigpo")
 )
 """Estimators that compare only the total scores of a group. gdpo is not among them because it
 compares parts of the score, and gigpo because it compares turns as well."""

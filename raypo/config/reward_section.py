@@ -119,7 +119,7 @@ class JudgeSection(Config):
     def columns(self) -> list[str]:
         """Names of the columns that the template refers to."""
         names = re.findall(r"\{(\w+)\}", self.template)
-        return [each for each in dict.fromkeys(names) if each not in _JUDGE_FIELDS]
+        return [name for name in dict.fromkeys(names) if name not in _JUDGE_FIELDS]
 
     def _problems(self) -> Iterator[str]:
         key = "reward.judge"

@@ -366,8 +366,8 @@ class OnlineConfig(RecipeConfig):
             "reward": ("placement.frozen.reward", frozen.reward),
             "judge": ("placement.frozen.judge", frozen.judge),
         }
-        for role, (where, asked) in sections.items():
-            key, size = f"{where}.tensor_parallel", asked.tensor_parallel
+        for role, (where, replica) in sections.items():
+            key, size = f"{where}.tensor_parallel", replica.tensor_parallel
             is_colocated = self.placement.group_of(role) == "colocated"
             if size > 1 and is_colocated and strategy == "STRICT_SPREAD":
                 yield (
@@ -383,14 +383,14 @@ class OnlineConfig(RecipeConfig):
                     f"memory for the CUDA runtime. Set it below {share:g}, like "
                     f"{0.9 * share:.2g}."
                 )
-            if size > 1 and share < 1.0 and (not is_colocated or asked is engine):
+            if size > 1 and share < 1.0 and (not is_colocated or replica is engine):
                 yield (
                     f"placement.gpus.{role} ({share:g}): a replica on several GPUs ({key} = "
                     f"{size}) uses whole GPUs. Set it to 1."
                 )
-            if isinstance(asked, EngineSection) or not is_colocated:
+            if isinstance(replica, EngineSection) or not is_colocated:
                 continue
-            replicas = 1 if asked.num_replicas == "auto" else asked.num_replicas
+            replicas = 1 if replica.num_replicas == "auto" else replica.num_replicas
             if replicas * size > num_workers:
                 yield (
                     f"placement.frozen.{role}.tensor_parallel ({size}): each colocated replica "

@@ -99,8 +99,8 @@ class ExamplesConfig(RecipeConfig):
         sources = {"data.prompts": data.prompts, "eval.pairs": getattr(self.eval, "pairs", None)}
         if not isinstance(self.eval, EvalSection):
             sources["eval.prompts"] = self.eval.prompts
-        for key, given in sources.items():
-            if functions := functions_of(given):
+        for key, entries in sources.items():
+            if functions := functions_of(entries):
                 yield (
                     f"{key}.function ({next(iter(functions.values()))}): has no effect, because "
                     f"the recipe {self.recipe} trains on these rows without sampling responses. "

@@ -22,9 +22,9 @@ from raypo.config.base import (
     flatten,
     nested,
     read_yaml,
-    remedy_for_unknown,
 )
 from raypo.config.fields import known_keys
+from raypo.config.messages import remedy_for_unknown
 from raypo.config.only_if import only_if
 from raypo.config.recipe_config import AnyConfig, parse_run_config
 from raypo.config.run_config import OnlineConfig, PPOConfig
@@ -136,7 +136,7 @@ class Constraint:
 
 AnyConstraint = Annotated[
     Constraint,
-    BeforeValidator(lambda each: Constraint.parse(each) if isinstance(each, str) else each),
+    BeforeValidator(lambda value: Constraint.parse(value) if isinstance(value, str) else value),
     PlainSerializer(str),
 ]
 
@@ -305,7 +305,7 @@ def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:
     if key not in keys:
         hint = remedy_for_unknown(key, keys)
         raise ConfigError(f"{space}.{key}: the run config has no such key. {hint}")
-    below = [known for known in keys if known.startswith(f"{key}.")]
+    below = [other for other in keys if other.startswith(f"{key}.")]
     if below:
         raise ConfigError(
             f"{space}.{key}: is a section of the run config. Name one of its keys, like "
@@ -328,7 +328,7 @@ def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
 
 
 def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
-    for metric in (*sweep.metric, *(each.metric for each in sweep.constraint)):
+    for metric in (*sweep.metric, *(constraint.metric for constraint in sweep.constraint)):
         if metric.startswith("eval/") and not trial.measures_held_out:
             raise ConfigError(
                 f"metric ({metric}): the base config has no evaluation. Set eval.prompts in "
@@ -413,15 +413,15 @@ def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:
             "the copied trial. Search ppo.kl.target instead, or set overrides.ppo.kl.controller "
             "to fixed."
         )
-    every, kept = sweep.perturb_every(base), base.checkpoint.every
+    every, saved_every = sweep.perturb_every(base), base.checkpoint.every
     if any(metric.startswith("eval/") for metric in sweep.metric) and every % base.eval.every:
         raise ConfigError(
             f"scheduler.perturb_every ({every}): trials are judged by {sweep.metric[0]}, which is "
             f"measured every {base.eval.every} steps (eval.every). Set it to a multiple of that."
         )
-    if every != kept:
+    if every != saved_every:
         raise ConfigError(
-            f"checkpoint.every ({kept}): pbt copies checkpoints every {every} steps "
+            f"checkpoint.every ({saved_every}): pbt copies checkpoints every {every} steps "
             "(scheduler.perturb_every, else eval.every of the base), but newer checkpoints "
             "would replace them before they are copied. Set overrides.checkpoint.every to "
             f"{every}."
