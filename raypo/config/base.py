@@ -53,8 +53,10 @@ def is_import_path(value: str) -> bool:
 class Config(BaseModel):
     """A frozen section of a run file. Unknown keys are errors.
 
-    A subclass overrides `_problems` to check rules between keys: it yields one message per broken
-    rule, in the form `key (value): rule. remedy.` All messages are reported together.
+    A key that has no effect unless another key has certain values declares it on its field
+    (`raypo.config.only_if`). A subclass overrides `_problems` to check other rules between keys: it
+    yields one message per broken rule, in the form `key (value): rule. remedy.` All messages are
+    reported together.
     """
 
     model_config = ConfigDict(
