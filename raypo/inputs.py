@@ -69,7 +69,7 @@ def inputs_of(
 
 def functions_of_user(config: AnyConfig | RecipeConfig) -> Iterator[tuple[str, str]]:
     """Yield the config key and the import path of each function and class that the config names."""
-    for key in ("callbacks", *config.functions):
+    for key in config.functions:
         for spec in values_at(config, key):
             if is_import_path(spec):
                 yield key, spec

@@ -22,6 +22,7 @@ from raypo.config import (
     RewardModelConfig,
     SFTConfig,
 )
+from raypo.config.fields import section_of
 from raypo.config.key_reference import (
     FIRST_KEYS,
     Key,
@@ -30,7 +31,6 @@ from raypo.config.key_reference import (
     is_value,
     keys_of,
     preset_text,
-    section_of,
     section_text,
 )
 from raypo.config.presets import PRESETS
@@ -72,6 +72,8 @@ FILES: dict[str, type[BaseModel]] = {
     "Sweep files": SweepConfig,
 }
 """Heading -> the class of that file."""
+PRESETS_NOTE = """Keys that a file sets override those of its preset. Keys that the preset does not
+name have their defaults."""
 COMMON = tuple(RecipeConfig.model_fields)
 
 
@@ -80,7 +82,7 @@ def page() -> str:
     parts = [
         INTRODUCTION,
         f"## The keys that matter first\n\n{_first_keys()}",
-        f"## Presets\n\nKeys that a file sets override those of its preset.\n\n{_presets()}",
+        f"## Presets\n\n{PRESETS_NOTE}\n\n{_presets()}",
     ]
     known: dict[str, type[BaseModel]] = {}
     for title, root in FILES.items():
@@ -94,7 +96,7 @@ def page() -> str:
             known.setdefault(path, section)
             if path:
                 parts.append(f"### `{path}`\n\n{_cell(meaning)}\n")
-            parts.append(_table(path, section))
+            parts.append(_table(root, path, section))
         if same:
             named = ", ".join(f"`{path}`" for path in same)
             parts.append(f"As in a PPO run, with all below them: {named}.\n")
@@ -122,9 +124,9 @@ def _sections(
 HEAD = "| key | values | default | meaning |\n|---|---|---|---|\n"
 
 
-def _table(path: str, section: type[BaseModel]) -> str:
+def _table(root: type[BaseModel], path: str, section: type[BaseModel]) -> str:
     """Return the keys of a section that have values of their own."""
-    lines = "".join(map(_line, keys_of(section, path)))
+    lines = "".join(map(_line, keys_of(root, section, path)))
     return HEAD + lines if lines else ""
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
-from raypo.config.base import known_keys
+from raypo.config.fields import known_keys
 from raypo.config.key_reference import default_of
 from raypo.config.migration import PROJECTS, Counterpart, rows_of
 from raypo.translation.foreign_arguments import defaults_of

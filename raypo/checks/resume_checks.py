@@ -108,7 +108,7 @@ def check_outside(config: RecipeConfig, files: RunFiles, **others: str) -> None:
     Raises:
         ConfigError: such a file would be removed.
     """
-    keys = ("from_checkpoint", "callbacks", *config.paths, *config.functions)
+    keys = ("from_checkpoint", *config.paths, *config.functions)
     absolute = config.with_absolute_paths()
     named = [(key, path_of(each)) for key in keys for each in values_at(absolute, key)]
     for key, path in [*named, *others.items()]:

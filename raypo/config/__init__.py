@@ -56,6 +56,7 @@ from raypo.config.sections import (
     PolicyLoraSection,
     SampledModelSection,
     StopSection,
+    TrainedModelSection,
     WandbSection,
 )
 from raypo.config.sources import PromptSource, SourceEntry, functions_of, source_name
@@ -67,5 +68,4 @@ from raypo.config.supervised_config import (
     ResponsesSection,
     RewardModelConfig,
     SFTConfig,
-    TrainedModelSection,
 )

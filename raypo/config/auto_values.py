@@ -29,7 +29,7 @@ def candidates(config: AnyConfig) -> list[Any]:
     choices: list[Any] = [config]
     if sleep_is_open(config):
         choices = [with_value(config, SLEEP, sleeps) for sleeps in (False, True)]
-    return [with_value(each, MICROBATCH, count) for each in choices for count in counts]
+    return [with_value(choice, MICROBATCH, count) for choice in choices for count in counts]
 
 
 def sleep_is_open(config: AnyConfig) -> bool:

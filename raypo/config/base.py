@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Self
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -18,13 +17,14 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 from yaml import YAMLError
 
-from raypo.config.migration import remedy_for_foreign
+from raypo.config import only_if
+from raypo.config.fields import FUNCTION, PATH, flatten, marked_keys, nested
+from raypo.config.messages import mistakes
 from raypo.config.paths import is_uri, make_absolute
 
 RECORDED_BASE = "base_config"
@@ -41,7 +41,7 @@ class ConfigError(ValueError):
     """Invalid input: a key, a value, a file or a combination. The message says what to change."""
 
 
-ImportPath = Annotated[str, Field(pattern=r"^.+:[^\W\d]\w*$")]
+ImportPath = Annotated[str, Field(pattern=r"^.+:[^\W\d]\w*$"), FUNCTION]
 """Import path: `file.py:name` or `package.module:name`."""
 
 
@@ -53,39 +53,28 @@ def is_import_path(value: str) -> bool:
 class Config(BaseModel):
     """A frozen section of a run file. Unknown keys are errors.
 
-    A subclass overrides `_problems` to check rules between keys: it yields one message per broken
-    rule, in the form `key (value): rule. remedy.` All messages are reported together.
+    A key that has no effect unless another key has certain values declares it on its field
+    (`raypo.config.only_if`). A subclass overrides `_problems` to check other rules between keys: it
+    yields one message per broken rule, in the form `key (value): rule. remedy.` All messages are
+    reported together.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
-    section: ClassVar[str] = ""
-    """Dotted key of the section with a trailing dot, for messages about its keys."""
-    gone: ClassVar[Mapping[str, str]] = {}
-    """Reason and remedy for each removed key, by key, for messages."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ignore_nulls_of_older_runs(cls, values: Any) -> Any:
-        # The recorded config of an older run contains every key of its time. Keys that have been
-        # removed since are ignored if they are null.
-        if isinstance(values, Mapping) and cls.gone:
-            return {k: v for k, v in values.items() if v is not None or k not in cls.gone}
-        return values
 
     def _problems(self) -> Iterator[str]:
         yield from ()
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _numbers_are_not_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+    def _numbers_are_not_booleans(cls, value: Any, handler: Any) -> Any:
         # Pydantic converts true to 1. Its strict mode would also refuse lists for tuples, and 1e-5,
         # which YAML reads as text.
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        if _has_boolean(value) and _wants_number(annotation):
+        validated = handler(value)
+        if _became_number(value, validated):
             raise ValueError("must be a number, not true or false. Write the number.")
-        return value
+        return validated
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
@@ -93,43 +82,27 @@ class Config(BaseModel):
             raise ValueError("\n".join(problems))
         return self
 
-    def _usual(self, key: str) -> Any:
+    def usual(self, key: str) -> Any:
         """Return the value that a dotted key below this section has if a file does not set it."""
-        *sections, name = key.split(".")
-        owner = type(functools.reduce(getattr, sections, self))
-        return owner.model_fields[name].get_default(call_default_factory=True)
+        name, _, below = key.partition(".")
+        if below:
+            return getattr(self, name).usual(below)
+        return type(self).model_fields[name].get_default(call_default_factory=True)
 
     def set_keys(self, *keys: str) -> Iterator[tuple[str, Any]]:
-        """Yield the full dotted key and the value of each given key that a file sets.
+        """Yield each of the dotted keys below this section that a file sets, with its value.
 
         A resolved file contains every key, so a key counts as set only if its value is neither null
         nor the default.
         """
         for key in keys:
-            value = functools.reduce(getattr, key.split("."), self)
-            if value is not None and value != self._usual(key):
-                yield f"{self.section}{key}", value
-
-    def _idle(self, keys: str, why: str, remedy: str) -> Iterator[str]:
-        """Yield a problem for each key that is set but has no effect.
-
-        Args:
-            keys: Keys below this section, separated by spaces: `a b.c`.
-            why: Reason why the keys have no effect.
-            remedy: Alternative to removing the key.
-        """
-        for key, value in self.set_keys(*keys.split()):
-            said = f"{value:g}" if isinstance(value, float) else value
-            yield f"{key} ({said}): has no effect, because {why}. Remove {key}, or {remedy}."
+            value = only_if.value_at(self, key)
+            if value is not None and value != self.usual(key):
+                yield key, value
 
 
 class RunFile(Config):
     """A run file that can be loaded from YAML."""
-
-    paths: ClassVar[tuple[str, ...]] = ()
-    """Dotted keys whose values are paths or hub ids, except storage_path."""
-    functions: ClassVar[tuple[str, ...]] = ()
-    """Dotted keys whose values are import paths of functions and classes."""
 
     storage_path: str = "runs"
     """Folder or URI (s3://...) that runs are written to. A relative path is resolved against the
@@ -153,8 +126,21 @@ class RunFile(Config):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            lines = _mistakes(type(self), error.errors())
+            lines = mistakes(type(self), error.errors())
             raise ConfigError("\n".join(f"{origin}: {line}" for line in lines)) from None
+
+    def _problems(self) -> Iterator[str]:
+        yield from only_if.problems(self)
+
+    @property
+    def paths(self) -> list[str]:
+        """Dotted keys whose values are paths or hub ids, except storage_path."""
+        return marked_keys(type(self), PATH)
+
+    @property
+    def functions(self) -> list[str]:
+        """Dotted keys whose values are import paths of functions and classes."""
+        return marked_keys(type(self), FUNCTION)
 
     @property
     def absolute_storage_path(self) -> str:
@@ -198,7 +184,13 @@ class RunFile(Config):
         Args:
             shown: Keys that are written even if their values are the defaults.
         """
-        flat = dict(_values_set(self, shown))
+        plain = self.model_dump(mode="json")
+        flat = {
+            key: functools.reduce(dict.__getitem__, key.split("."), plain)
+            for key in _leaves(self)
+            if only_if.value_at(self, key) != ("ppo" if key == "recipe" else self.usual(key))
+            or key in shown
+        }
         return OmegaConf.to_yaml(OmegaConf.create(nested(escaped(flat))))
 
     def with_absolute_paths(self, base: str | Path | None = None) -> Self:
@@ -210,8 +202,8 @@ class RunFile(Config):
             base: Folder that paths are relative to. None means the current folder.
         """
         values, folder = self.model_dump(), Path(base or Path.cwd())
-        paths, functions = ("from_checkpoint", *self.paths), ("callbacks", *self.functions)
-        make_absolute(values, folder, paths=paths, functions=functions)
+        paths = ("from_checkpoint", *self.paths)
+        make_absolute(values, folder, paths=paths, functions=self.functions)
         return type(self).parse(values)
 
     def differences(self, other: RunFile, *, ignore: Sequence[str] = ()) -> list[str]:
@@ -314,128 +306,13 @@ def _with_texts(values: Any, old: str, new: str) -> Any:
     return values.replace(old, new) if isinstance(values, str) else values
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return `{"a": {"b": 1}}` as `{"a.b": 1}`; empty mappings stay as values."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `flatten`."""
-    nested: dict[str, Any] = {}
-    for key, value in flat.items():
-        *sections, name = key.split(".")
-        functools.reduce(lambda below, each: below.setdefault(each, {}), sections, nested)[name] = (
-            value
-        )
-    return nested
-
-
-def _values_set(config: RunFile, shown: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the plain value of each key that is in `shown` or whose value is not
-    its default.
-    """
-    plain = config.model_dump(mode="json")
-    for name, field in type(config).model_fields.items():
-        section = getattr(config, name)
-        if not isinstance(section, Config):
-            default = field.get_default(call_default_factory=True)
-            if name == "recipe":
-                default = "ppo"  # the recipe of a file without the key
-            if section != default or field.is_required() or name in shown:
-                yield name, plain[name]
-            continue
-        for key in _leaves(section):
-            value = functools.reduce(getattr, key.split("."), section)
-            if value != section._usual(key) or f"{name}.{key}" in shown:
-                yield (
-                    f"{name}.{key}",
-                    functools.reduce(dict.__getitem__, key.split("."), plain[name]),
-                )
-
-
 def _leaves(section: Config) -> Iterator[str]:
     """Yield the dotted keys below a section. A section that can be null counts as one value."""
     for name, field in type(section).model_fields.items():
-        below = getattr(section, name)
-        if isinstance(below, Config) and isinstance(field.default, Config):
-            yield from (f"{name}.{key}" for key in _leaves(below))
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+            yield from (f"{name}.{key}" for key in _leaves(getattr(section, name)))
         else:
             yield name
-
-
-def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return every dotted key below a config class, including the keys that are sections."""
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(f"{prefix}{name}")
-        for section in _sections_of(field.annotation):
-            keys += known_keys(section, f"{prefix}{name}.")
-    return keys
-
-
-def remedy_in(model: type[BaseModel], key: str) -> str:
-    """Return the remedy for an unknown dotted key of a config class.
-
-    A removed key has its remedy in `Config.gone`. For others see `remedy_for_unknown`.
-    """
-    *sections, name = key.split(".")
-    owners: list[Any] = [model]
-    for section in sections:
-        fields = [each.model_fields[section] for each in owners if section in each.model_fields]
-        owners = [owner for field in fields for owner in _sections_of(field.annotation)]
-    gone = next((owner.gone[name] for owner in owners if name in getattr(owner, "gone", {})), None)
-    return gone or remedy_for_unknown(key, known_keys(model))
-
-
-def remedy_for_unknown(key: str, known: Sequence[str]) -> str:
-    """Return `Did you mean ppo.kl.coef?` if a similar key is known, else `Remove it.`
-
-    The candidates are tried in this order:
-    1. a key below the same section with the same ending (ppo.kl.coef for ppo.kl_coef);
-    2. the counterpart of a key of TRL, verl, OpenRLHF or peft, whose remedy is then returned;
-    3. a key of the same section that is spelled similarly, that ends in the unknown name
-       (learner.policy_lr for learner.lr), or that contains all words of the unknown name;
-    4. a key of any section with the same or a similar ending.
-
-    Only the last parts of keys are compared by spelling, because whole keys of one section are all
-    similar.
-    """
-    section, _, name = key.rpartition(".")
-    own = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == section}
-    words = set(name.split("_"))
-    below = [k for k in known if k.startswith(f"{section}.") and name in _endings(k)]
-    if not below and (foreign := remedy_for_foreign(key, known)):
-        return foreign
-    near = (
-        below
-        or [own[like] for like in difflib.get_close_matches(name, own, n=1, cutoff=0.75)]
-        or [k for longer, k in own.items() if longer.endswith(f"_{name}")]
-        or [k for longer, k in own.items() if words <= set(longer.split("_"))]
-        or [k for k in known if name in _endings(k)]
-        or [k for k in known if difflib.get_close_matches(name, [k.rpartition(".")[2]], 1, 0.85)]
-    )
-    return f"Did you mean {' or '.join(near[:2])}?" if near else "Remove it."
-
-
-def _endings(key: str) -> list[str]:
-    """Return all endings of a key, like coef, kl_coef and ppo_kl_coef for `ppo.kl.coef`."""
-    parts = key.split(".")
-    return ["_".join(parts[first:]) for first in range(len(parts))]
-
-
-def _sections_of(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
-    """Return the section classes that a field may hold; with `items`, also those of list items."""
-    if get_origin(annotation) is None:
-        return [annotation] if _is_section(annotation) else []
-    if get_origin(annotation) is tuple and not items:
-        return []
-    return [s for each in get_args(annotation) for s in _sections_of(each, items=items)]
 
 
 def _entries(value: Any) -> Sequence[Any]:
@@ -443,38 +320,15 @@ def _entries(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _has_boolean(value: Any) -> bool:
-    """Return whether a value is a boolean, or a list or mapping that contains one."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(map(_has_boolean, value))
-    return isinstance(value, bool)
-
-
-def _wants_number(annotation: Any) -> bool:
-    """Return whether a field accepts numbers, but neither booleans nor sections.
-
-    A section checks its own fields.
-    """
-    kinds = set(_kinds(annotation))
-    has_others = any(kind in (bool, Any, object) or _is_section(kind) for kind in kinds)
-    return bool(kinds & {int, float}) and not has_others
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    origin = get_origin(annotation)
-    if origin is Literal:
-        yield from map(type, get_args(annotation))
-    elif origin is None:
-        yield annotation
-    else:
-        for each in get_args(annotation)[: 1 if origin is Annotated else None]:
-            yield from _kinds(each)
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def _became_number(value: Any, validated: Any) -> bool:
+    """Return whether validation has converted a boolean, or one in a list or mapping."""
+    if isinstance(value, bool):
+        return isinstance(validated, int | float) and not isinstance(validated, bool)
+    if isinstance(value, Mapping) and isinstance(validated, dict):
+        return any(_became_number(value[key], validated.get(key)) for key in value)
+    if isinstance(value, list | tuple) and isinstance(validated, tuple):
+        return any(map(_became_number, value, validated))
+    return False
 
 
 def _given(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -496,81 +350,3 @@ def parsed(text: str) -> Any:
     read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     assert isinstance(read, dict)
     return read["value"]
-
-
-def _mistakes(model: type[BaseModel], details: Iterable[Any]) -> list[str]:
-    """Return the messages of the mistakes that Pydantic found, line by line.
-
-    Errors of several members of a union count as one mistake.
-    """
-    by_key: dict[str, list[Any]] = {}
-    for detail in details:
-        if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
-            continue  # pydantic counted only valid entries; the others have errors
-        by_key.setdefault(_key_of(model, detail), []).append(detail)
-    lines = []
-    for key, found in by_key.items():
-        apart = [d for d in found if d["type"] in _SENTENCES or not key]
-        lines += [line for detail in apart for line in _explain(model, key, detail).split("\n")]
-        rules = [_rule(detail) for detail in found if detail not in apart]
-        if rules:
-            remedy = _remedy(key, found) if len(rules) == 1 else f"Set {key} to one of them."
-            lines.append(f"{key} ({found[0]['input']!r}): {', or '.join(rules)}. {remedy}")
-    return lines
-
-
-_SENTENCES = ("extra_forbidden", "missing", "value_error")
-
-
-def _key_of(model: type[BaseModel], detail: Any) -> str:
-    """Return the dotted key of a mistake, without pydantic's names of union members."""
-    parts: list[str] = []
-    sections: list[type[BaseModel]] = [model]
-    is_unknown = detail["type"] == "extra_forbidden"
-    for place, part in enumerate(detail["loc"], start=1):
-        fields = {name: f for section in sections for name, f in section.model_fields.items()}
-        if part in fields:
-            sections = _sections_of(fields[part].annotation, items=True)
-        elif not isinstance(part, int) and not (is_unknown and place == len(detail["loc"])):
-            continue
-        parts.append(str(part))
-    return ".".join(parts)
-
-
-def _explain(model: type[BaseModel], key: str, detail: Any) -> str:
-    """Return the message of an unknown key, a missing key or a broken rule."""
-    if detail["type"] == "extra_forbidden":
-        known, value = known_keys(model), detail["input"]
-        below = flatten({key: value}) if isinstance(value, Mapping) else {}
-        # If the key is a whole section of another project, like verl's actor_rollout_ref, explain
-        # each key in it.
-        unknown = below if any(remedy_for_foreign(each, known) for each in below) else [key]
-        return "\n".join(
-            f"{each}: there is no such key. {remedy_in(model, each)}" for each in unknown
-        )
-    if detail["type"] == "missing":
-        return f"{key}: this key is required. Set it in the file or as {key}=VALUE."
-    message = detail["msg"].removeprefix("Value error, ")
-    if not key or isinstance(detail["input"], Mapping):
-        return message  # the message of a rule between keys names the keys
-    return f"{key} ({detail['input']!r}): {message}"
-
-
-def _rule(detail: Any) -> str:
-    if detail["type"] in ("model_type", "model_attributes_type"):
-        return "must be a section with keys and values"
-    message = detail["msg"].replace("Input should", "must").replace("should", "must")
-    return message[0].lower() + message[1:]
-
-
-def _remedy(key: str, found: Sequence[Any]) -> str:
-    (detail,) = found
-    if detail["type"] in ("model_type", "model_attributes_type"):
-        return f"Write its keys below {key}."
-    for name, words in _BOUNDS.items():
-        if name in detail.get("ctx", {}) and isinstance(detail["input"], int | float):
-            return f"Set {key} {words} {detail['ctx'][name]}."
-    return f"Set {key} to an allowed value."
-
-
-_BOUNDS = {"ge": "to at least", "gt": "above", "le": "to at most", "lt": "below"}

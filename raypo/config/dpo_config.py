@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from raypo.config.base import Config
-from raypo.config.sections import EvalSection
+from raypo.config.fields import FUNCTION, PATH
+from raypo.config.only_if import SET, only_if, unless
+from raypo.config.sections import EvalSection, TrainedModelSection
 from raypo.config.sources import HeldOutSources, path_of
 from raypo.config.supervised_config import (
     ExamplesLearnerSection,
     PairsSection,
     PolicyExamplesConfig,
-    TrainedModelSection,
 )
 
-SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "simpo")
-"""Losses that support label smoothing."""
+PAIR_LOSSES = ("sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo")
+"""Losses of pairs of responses."""
 
 
 class DPOModelSection(TrainedModelSection):
     """The policy and its reference model."""
 
-    reference: str | None = None
+    reference: Annotated[
+        str | None, PATH, unless("dpo.loss", "simpo"), only_if("data.ref_chosen_key", None)
+    ] = None
     """Reference model of the log-ratios: a Hugging Face folder or a hub id, with the policy's
     tokenizer. Its log-probs are computed once, before the first update. null means the initial
     policy."""
@@ -33,13 +36,13 @@ class DPOModelSection(TrainedModelSection):
 class PreferencesSection(PairsSection):
     """Prompts with pairs of responses, or with single responses and a verdict."""
 
-    desirable_key: str | None = None
-    """Column of the verdict for the loss kto: true or 1 if the response in `response_key` is
+    desirable_key: Annotated[str | None, only_if("dpo.loss", "kto")] = None
+    """Column of the verdict: true or 1 if the response in `response_key` is
     desirable, else false or 0. null means that rows are pairs. Each pair then counts as two
     verdicts."""
-    response_key: str = "response"
-    """Column of the response, if there is a `desirable_key`."""
-    ref_chosen_key: str | None = None
+    response_key: Annotated[str, only_if("desirable_key", SET)] = "response"
+    """Column of the response."""
+    ref_chosen_key: Annotated[str | None, unless("dpo.loss", "kto", "simpo")] = None
     """Column of the reference model's log-prob of the chosen response, in nats: the sum over its
     tokens, including the end of sequence. null means that the run computes it."""
     ref_rejected_key: str | None = None
@@ -57,8 +60,6 @@ class PreferencesSection(PairsSection):
 class DPOSection(Config):
     """Preference loss."""
 
-    section = "dpo."
-
     loss: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "kto"] = "sigmoid"
     """Preference loss. sigmoid: DPO (arXiv:2305.18290); sigmoid_norm: DPO with rewards per token
     (arXiv:2411.15124); robust: DPO for data in which a fraction `label_smoothing` of the pairs is
@@ -68,38 +69,25 @@ class DPOSection(Config):
     beta: float = Field(default=0.1, gt=0.0)
     """Factor on the log-ratio in the implicit reward. A larger factor keeps the policy closer to
     the reference. The SimPO paper uses 2 to 10."""
-    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Assumed fraction of pairs with swapped responses. It is used by sigmoid (conservative DPO),
-    sigmoid_norm, robust and simpo."""
-    simpo_gamma: float = Field(default=0.5, ge=0.0)
-    """simpo: target margin between the rewards of the chosen and the rejected response."""
-    sft_coef: float = Field(default=0.0, ge=0.0)
+    label_smoothing: Annotated[
+        float, only_if("loss", "sigmoid", "sigmoid_norm", "robust", "simpo")
+    ] = Field(default=0.0, ge=0.0, lt=0.5)
+    """Assumed fraction of pairs with swapped responses. With sigmoid this is conservative DPO."""
+    simpo_gamma: Annotated[float, only_if("loss", "simpo")] = Field(default=0.5, ge=0.0)
+    """Target margin between the rewards of the chosen and the rejected response."""
+    sft_coef: Annotated[float, only_if("loss", *PAIR_LOSSES)] = Field(default=0.0, ge=0.0)
     """Coefficient of an SFT term: the negative log-likelihood of each chosen response, averaged
-    over its tokens (arXiv:2404.19733, which uses 1). kto does not support it. 0 means no such term.
-    """
-    desirable_weight: float = Field(default=1.0, ge=0.0)
-    """kto: loss weight of desirable responses."""
-    undesirable_weight: float = Field(default=1.0, ge=0.0)
-    """kto: loss weight of undesirable responses. The paper keeps (desirable_weight * number of
+    over its tokens (arXiv:2404.19733, which uses 1). 0 means no such term."""
+    desirable_weight: Annotated[float, only_if("loss", "kto")] = Field(default=1.0, ge=0.0)
+    """Loss weight of desirable responses."""
+    undesirable_weight: Annotated[float, only_if("loss", "kto")] = Field(default=1.0, ge=0.0)
+    """Loss weight of undesirable responses. The paper keeps (desirable_weight * number of
     desirable) / (undesirable_weight * number of undesirable) between 1 and 4/3."""
 
     @property
     def needs_reference(self) -> bool:
         """True if the loss compares the policy with a reference."""
         return self.loss != "simpo"
-
-    def _problems(self) -> Iterator[str]:
-        reads = {
-            "label_smoothing": SMOOTHED,
-            "simpo_gamma": ("simpo",),
-            "sft_coef": (*SMOOTHED, "hinge", "ipo"),
-            "desirable_weight": ("kto",),
-            "undesirable_weight": ("kto",),
-        }
-        for key, losses in reads.items():
-            if self.loss not in losses:
-                remedy = f"set dpo.loss to {' or '.join(losses)}"
-                yield from self._idle(key, f"dpo.loss is {self.loss}", remedy)
 
 
 class DPOLearnerSection(ExamplesLearnerSection):
@@ -112,7 +100,7 @@ class DPOLearnerSection(ExamplesLearnerSection):
 class DPOEvalSection(EvalSection):
     """Evaluation on held-out prompts, whose responses are scored, and on held-out pairs."""
 
-    function: str | None = None
+    function: Annotated[str | None, FUNCTION] = None
     """Reward function for the responses to held-out prompts. `eval/score_mean` is the mean of its
     scores. `eval.prompts` needs it, here or beside each source."""
     pairs: HeldOutSources | None = None
@@ -122,14 +110,6 @@ class DPOEvalSection(EvalSection):
 
 class DPOConfig(PolicyExamplesConfig):
     """Run file of the `dpo` recipe: train a policy on preferences, without a reward model."""
-
-    paths: ClassVar[tuple[str, ...]] = (
-        "model.policy",
-        "model.reference",
-        "data.prompts",
-        "eval.prompts",
-        "eval.pairs",
-    )
 
     recipe: Literal["dpo"] = "dpo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: DPOModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -145,22 +125,9 @@ class DPOConfig(PolicyExamplesConfig):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        loss, other = self.dpo.loss, "choose another dpo.loss"
-        for key, refused in (
-            ("data.desirable_key", loss != "kto"),
-            ("data.margin_key", loss in ("ipo", "kto")),
-            ("data.ref_chosen_key", loss in ("kto", "simpo")),
-        ):
-            if refused:
-                yield from self._idle(key, f"dpo.loss is {loss}", other)
         if self.eval.prompts and not self.needs_engine:
             sources = ", ".join(map(path_of, self.eval.prompts))
             yield (
                 f"eval.prompts ({sources}): no function scores the answers. Set eval.function, or "
                 "set eval.pairs instead if these are held-out pairs."
             )
-        if not self.dpo.needs_reference:
-            yield from self._idle("model.reference", f"dpo.loss {loss} has no reference", other)
-        if self.data.ref_chosen_key is not None:
-            why = "data.ref_chosen_key gives the reference's log-probs"
-            yield from self._idle("model.reference", why, "remove data.ref_chosen_key")

@@ -9,7 +9,6 @@ import ast
 import functools
 import inspect
 import itertools
-import json
 import textwrap
 import types
 from collections.abc import Iterator
@@ -18,7 +17,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from raypo.config.base import ConfigError, known_keys, remedy_in
+from raypo.config.base import ConfigError
+from raypo.config.fields import known_keys, section_of, yaml_text
+from raypo.config.messages import remedy_for_unknown
+from raypo.config.only_if import declarations
 from raypo.config.presets import PRESETS
 from raypo.config.sweep_config import Constraint
 
@@ -59,15 +61,18 @@ class Key(NamedTuple):
     meaning: str
 
 
-def keys_of(section: type[BaseModel], path: str = "") -> Iterator[Key]:
-    """Yield the keys of a section, except those of its subsections."""
-    texts = docstrings(section)
+def keys_of(root: type[BaseModel], section: type[BaseModel], path: str = "") -> Iterator[Key]:
+    """Yield the keys of a section of a run file, except those of its subsections."""
+    texts, conditions = docstrings(section), declarations(root)
     for name, field in section.model_fields.items():
         if is_value(field):
             full = f"{path}.{name}" if path else name
             default = None if field.is_required() else default_text(field)
             values = values_text(field.annotation, field.metadata)
-            yield Key(full, values, default, texts.get(name, ""))
+            declared = " and ".join(rule.words for rule in conditions.get(full, ()))
+            condition = f"Used only if {declared}." if declared else ""
+            meaning = " ".join(filter(None, (texts.get(name), condition)))
+            yield Key(full, values, default, meaning)
 
 
 def find_section(root: type[BaseModel], key: str) -> type[BaseModel] | None:
@@ -86,21 +91,18 @@ def explain(key: str, root: type[BaseModel]) -> list[Key]:
         ConfigError: there is no such key.
     """
     above = key.rpartition(".")[0]
-    found: list[Key] = []
+    keys: list[Key] = []
     if (owner := find_section(root, above)) is not None:
-        found = [each for each in keys_of(owner, above) if each.name == key]
+        keys = [entry for entry in keys_of(root, owner, above) if entry.name == key]
     if (section := find_section(root, key)) is not None:
-        found += keys_of(section, key)
-    if not found and section is None:
-        remedy = remedy_in(root, key)
+        keys += keys_of(root, section, key)
+    if not keys and section is None:
+        remedy = remedy_for_unknown(key, known_keys(root))
         if remedy == "Remove it.":  # this would be advice for a run file, not for a question
-            parts = key.split(".")
-            above = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-            near = next((each for each in above if each in known_keys(root)), "")
-            shown = near or "the most important keys and the sections"
-            remedy = f"`{f'raypo config {near}'.strip()}` prints {shown}."
+            command = f"raypo config {above}" if owner and above else "raypo config"
+            remedy = f"`{command}` prints the keys and sections that there are."
         raise ConfigError(f"KEY ({key}): there is no such key. {remedy}")
-    return found
+    return keys
 
 
 def sections_below(root: type[BaseModel], key: str) -> list[str]:
@@ -131,10 +133,9 @@ def default_of(root: type[BaseModel], key: str) -> str | None:
 
     None means that the key is required, is null by default, or is a section.
     """
-    *sections, name = key.split(".")
-    section: Any = root
-    for each in sections:
-        section = section_of(section.model_fields[each].annotation)
+    above, _, name = key.rpartition(".")
+    section = find_section(root, above)
+    assert section is not None
     field = section.model_fields[name]
     is_shown = is_value(field) and not field.is_required() and field.default is not None
     return default_text(field) if is_shown else None
@@ -151,25 +152,14 @@ def is_value(field: FieldInfo) -> bool:
     return not is_section
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section class in a type, a list of it, or a union of it with null.
-
-    None means that the type contains no section.
-    """
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
-        return annotation
-    found = (section_of(each) for each in get_args(annotation))
-    return next((each for each in found if each is not None), None)
-
-
 @functools.cache
 def docstrings(section: type[BaseModel]) -> dict[str, str]:
     """Return the docstring of each field of a class and its base classes, by field name."""
     texts: dict[str, str] = {}
-    for each in reversed(section.__mro__):
-        if not issubclass(each, BaseModel) or each is BaseModel:
+    for base in reversed(section.__mro__):
+        if not issubclass(base, BaseModel) or base is BaseModel:
             continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         assert isinstance(tree, ast.ClassDef)
         for pair in itertools.pairwise(tree.body):
             match pair:
@@ -188,15 +178,15 @@ def values_text(annotation: Any, metadata: list[Any]) -> str:
     if get_origin(annotation) is Annotated:
         inner, *rest = get_args(annotation)
         return values_text(inner, [*metadata, *rest])
-    metadata = [each for m in metadata for each in (getattr(m, "metadata", None) or [m])]
+    metadata = [part for mark in metadata for part in (getattr(mark, "metadata", None) or [mark])]
     if get_origin(annotation) in (Union, types.UnionType):
-        kinds = [values_text(each, metadata) for each in get_args(annotation)]
+        kinds = [values_text(part, metadata) for part in get_args(annotation)]
         return ", or ".join(dict.fromkeys(kinds))
     if get_origin(annotation) is Literal:
         return ", ".join(f"`{yaml_text(value)}`" for value in get_args(annotation))
     if get_origin(annotation) is tuple:
         item = values_text(get_args(annotation)[0], [])
-        is_either = any(isinstance(each, BeforeValidator) for each in metadata)
+        is_either = any(isinstance(mark, BeforeValidator) for mark in metadata)
         return f"{item}, or a list of such" if is_either else f"list: {item}"
     if annotation is type(None):
         return "`null`"
@@ -206,20 +196,11 @@ def values_text(annotation: Any, metadata: list[Any]) -> str:
         kind = "integer" if annotation is int else "number"
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
         bounds = [
-            f"{sign} {getattr(each, name):g}"
-            for each in metadata
+            f"{sign} {getattr(mark, name):g}"
+            for mark in metadata
             for name, sign in signs.items()
-            if getattr(each, name, None) is not None
+            if getattr(mark, name, None) is not None
         ]
         return f"{kind} {', '.join(bounds)}".strip()
     words = {str: "text", bool: "`true`, `false`", dict: "mapping", Constraint: "text"}
     return words.get(get_origin(annotation) or annotation, str(annotation))
-
-
-def yaml_text(value: Any) -> str:
-    """Return a value as it is written in a run file."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float):
-        return f"{value:.1e}".replace("e-0", "e-") if 0 < value < 1e-3 else f"{value:g}"
-    return json.dumps(value)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from raypo.config.base import Config
+from raypo.config.only_if import only_if
 
 OVERLAPPED_STAGE = 2
 """Lowest ZeRO stage at which DeepSpeed reduces gradients during the backward pass. This holds for
@@ -29,8 +30,6 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 class WorkersSection(Config):
     """Learner workers and DeepSpeed, for every recipe."""
 
-    section = "learner."
-
     num_workers: int = Field(default=1, ge=1)
     """Number of Ray Train workers. `[low, high]` makes the run elastic: it sets `min_workers` to
     low and this key to high."""
@@ -49,7 +48,9 @@ class WorkersSection(Config):
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Number of steps of linear learning-rate warm-up from zero. It must be below the number of
     steps of the run. The learning-rate warm-up of a policy begins after ppo.critic_warmup_steps."""
-    lr_floor: float = Field(default=0.0, ge=0.0, le=1.0)
+    lr_floor: Annotated[float, only_if("lr_schedule", "linear", "cosine")] = Field(
+        default=0.0, ge=0.0, le=1.0
+    )
     """Final learning rate of a schedule, as a fraction of the highest."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Optimizer. adamw: arXiv:1711.05101; muon: Muon, with a momentum of 0.95, for the layers'
@@ -63,7 +64,7 @@ class WorkersSection(Config):
     weight_decay: float = Field(default=0.0, ge=0.0)
     """AdamW's decoupled weight decay. It applies to all weights, norms and biases included, which
     Hugging Face's trainers leave out."""
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    max_grad_norm: Annotated[float, only_if("optimizer", "adamw")] = Field(default=1.0, gt=0.0)
     """Global norm to which gradients are clipped."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """ZeRO stage of DeepSpeed. 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3
@@ -124,22 +125,19 @@ class WorkersSection(Config):
                 f"learner.min_workers ({self.min_workers}): must be at most learner.num_workers "
                 f"({self.num_workers}). Set it lower."
             )
-        if self.lr_schedule == "constant":
-            why = "learner.lr_schedule is constant"
-            yield from self._idle("lr_floor", why, "set learner.lr_schedule to linear or cosine")
         yield from self._problems_of_own_keys()
         yield from self._deepspeed_problems()
         if self.optimizer == "muon":
             yield from self._muon_problems()
 
     def _problems_of_own_keys(self) -> Iterator[str]:
-        for name, own in DEEPSPEED_KEYS.items():
+        for name, keys in DEEPSPEED_KEYS.items():
             value = self.deepspeed.get(name)
             is_off = isinstance(value, Mapping) and value.get("enabled") is False
             if name in self.deepspeed and not is_off:
                 yield (
                     f"learner.deepspeed.{name} ({self.deepspeed[name]}): raypo sets this itself. "
-                    f"Remove it, and set {own}."
+                    f"Remove it, and set {keys}."
                 )
 
     def _deepspeed_problems(self) -> Iterator[str]:
@@ -181,8 +179,6 @@ class WorkersSection(Config):
                 )
 
     def _muon_problems(self) -> Iterator[str]:
-        why = "learner.optimizer is muon, whose updates do not depend on the norm"
-        yield from self._idle("max_grad_norm", why, "set learner.optimizer to adamw")
         key = "learner.deepspeed.zero_optimization"
         zero = self.deepspeed.get("zero_optimization")
         zero = zero if isinstance(zero, dict) else {}
@@ -232,7 +228,7 @@ class WorkersSection(Config):
 class LearnerSection(WorkersSection):
     """Learner workers that train policy and critic with DeepSpeed."""
 
-    critic_workers: int = Field(default=0, ge=0)
+    critic_workers: Annotated[int, only_if("ppo.advantage", "gae")] = Field(default=0, ge=0)
     """Number of additional Ray Train workers that hold only the critic. The `num_workers` then hold
     only the policy, and policy and critic are updated at the same time. 0 means that the
     `num_workers` hold both models. The results of a step are the same in either case."""
@@ -240,7 +236,7 @@ class LearnerSection(WorkersSection):
     """Highest learning rate of the policy."""
     critic_lr: float = Field(default=1e-5, ge=0.0)
     """Highest learning rate of the critic."""
-    save_critic: bool = False
+    save_critic: Annotated[bool, only_if("ppo.advantage", "gae")] = False
     """Save the critic too, in the folder `critic/` of the run. `model.critic` accepts this folder.
     """
     peak_tflops: float | None = Field(default=None, gt=0.0)

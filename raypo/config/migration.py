@@ -29,9 +29,14 @@ class Counterpart(NamedTuple):
     is_minor: bool
     """True if it concerns memory, speed or files, and not what is learned."""
 
-    def keys_in(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Return the first group of `keys` whose keys are all in `known`, or () if there is none."""
-        return next((keys for keys in self.keys if set(keys) <= set(known)), ())
+    def keys_in(self, accepted: Sequence[str]) -> tuple[str, ...]:
+        """Return the first group of `keys` whose keys are all in `accepted`, or () if there is none."""
+        return next((keys for keys in self.keys if set(keys) <= set(accepted)), ())
+
+    @property
+    def last_parts(self) -> set[str]:
+        """Last parts of `keys`."""
+        return {key.rpartition(".")[2] for keys in self.keys for key in keys}
 
     def matches(self, key: str) -> int:
         """Return how well a key matches a name of the counterpart.
@@ -477,24 +482,18 @@ def counterparts() -> tuple[Counterpart, ...]:
         for line in table.strip().splitlines():
             names, keys, note = (cell.strip() for cell in line.split("|"))
             mark, keys = keys[:1], keys.lstrip("=~- ")
-            alternatives = tuple(
-                tuple(each.strip().split(" + ")) for each in keys.split(",") if keys
-            )
-            named = tuple(names.split(", "))
-            rows.append(
-                Counterpart(
-                    project, named, alternatives, note, mark == "=", mark == "~", mark == "-"
-                )
-            )
+            groups = tuple(tuple(group.split(" + ")) for group in keys.split(", ") if group)
+            marks = (mark == "=", mark == "~", mark == "-")
+            rows.append(Counterpart(project, tuple(names.split(", ")), groups, note, *marks))
     return tuple(rows)
 
 
-def remedy_for_foreign(key: str, known: Sequence[str]) -> str | None:
+def remedy_for_foreign(key: str, accepted: Sequence[str]) -> str | None:
     """Return the remedy for a key of another project. None means that no project has such a key.
 
     Args:
         key: An unknown dotted key of a run file.
-        known: The keys that the run file may have.
+        accepted: The keys that the run file may have.
     """
     last = key.rpartition(".")[2]
     # If a key matches only by its last part, and raypo's keys end in it too, the general hint of
@@ -502,24 +501,15 @@ def remedy_for_foreign(key: str, known: Sequence[str]) -> str | None:
     fitting = [
         row
         for row in counterparts()
-        if row.matches(key) > (last in _own_names(row)) and _applies(row, known)
+        if row.matches(key) > (last in row.last_parts) and (not row.keys or row.keys_in(accepted))
     ]
     if not fitting:
         return None
     best = max(fitting, key=lambda row: row.matches(key))
-    if keys := best.keys_in(known):
+    if keys := best.keys_in(accepted):
         words = f"Set {' and '.join(keys)} instead ({best.names[0]} of {best.project})."
         return f"{words} {best.note}".rstrip()
     return f"Remove it ({best.names[0]} of {best.project}). {best.note}"
-
-
-def _own_names(row: Counterpart) -> set[str]:
-    """Return the last parts of the row's raypo keys."""
-    return {key.rpartition(".")[2] for keys in row.keys for key in keys}
-
-
-def _applies(row: Counterpart, known: Sequence[str]) -> bool:
-    return not row.keys or bool(row.keys_in(known))
 
 
 def rows_of(project: str) -> Iterator[Counterpart]:

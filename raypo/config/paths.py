@@ -44,17 +44,17 @@ def is_uri(path: str) -> bool:
 def _change(values: dict[str, Any], key: list[str], change: Callable[[str], str]) -> None:
     """Apply `change` to the string at a dotted key, or to every item of a list at that key."""
     first, *rest = key
-    found = values.get(first)
-    if found is None:
+    value = values.get(first)
+    if value is None:
         return
     if rest:
-        for section in found if isinstance(found, list | tuple) else [found]:
+        for section in value if isinstance(value, list | tuple) else [value]:
             if isinstance(section, dict):  # a source may be a plain path
                 _change(section, rest, change)
-    elif isinstance(found, list | tuple):
-        values[first] = [_changed(entry, change) for entry in found]
+    elif isinstance(value, list | tuple):
+        values[first] = [_changed(entry, change) for entry in value]
     else:
-        values[first] = _changed(found, change)
+        values[first] = _changed(value, change)
 
 
 def _changed(entry: str | dict[str, Any], change: Callable[[str], str]) -> str | dict[str, Any]:

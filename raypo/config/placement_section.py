@@ -6,21 +6,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from raypo.config.base import Config
+from raypo.config.only_if import only_if
 
 
 class DeploymentSection(Config):
     """Time limits, health checks and restarts of the replicas of engines and frozen models. The
     keys are named as in Ray Serve.
     """
-
-    gone: ClassVar[Mapping[str, str]] = {
-        "max_queued_requests": "Queues of replicas no longer have a limit. Remove it."
-    }
 
     request_timeout_s: float | None = Field(default=None, gt=0.0)
     """Seconds that a worker waits for a reply before the run stops. null means no timeout."""
@@ -68,12 +65,14 @@ class FrozenSection(Config):
     num_replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Number of replicas. Each serves the learner workers near it. auto: one per `tensor_parallel`
     workers if colocated on GPUs, one per node if colocated on CPUs, a single one if dedicated."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """vllm: number of GPUs of one node that a replica is sharded over. A colocated replica spans
+    tensor_parallel: Annotated[int, only_if("backend", "vllm")] = Field(default=1, ge=1)
+    """Number of GPUs of one node that a replica is sharded over. A colocated replica spans
     the bundles of this many workers. A dedicated replica has one bundle. On CPUs: number of
     processes."""
-    gpu_memory_fraction: float = Field(default=0.4, gt=0.0, le=1.0)
-    """vllm: fraction of a GPU's memory that a replica may use, weights included."""
+    gpu_memory_fraction: Annotated[float, only_if("backend", "vllm")] = Field(
+        default=0.4, gt=0.0, le=1.0
+    )
+    """Fraction of a GPU's memory that a replica may use, weights included."""
 
 
 class JudgeModelSection(FrozenSection):
@@ -91,15 +90,6 @@ class FrozenSections(Config):
     """Settings of every reward model."""
     judge: JudgeModelSection = JudgeModelSection()
     """Settings of the judge of `reward.judge.path`."""
-
-    def _problems(self) -> Iterator[str]:
-        for role, section in (("reference", self.reference), ("reward", self.reward)):
-            if section.tensor_parallel > 1 and section.backend == "torch":
-                key = f"placement.frozen.{role}"
-                yield (
-                    f"{key}.tensor_parallel ({section.tensor_parallel}): backend torch uses a "
-                    f"single device. Set {key}.backend to vllm, or {key}.tensor_parallel to 1."
-                )
 
 
 class PlacementSection(Config):
@@ -132,16 +122,16 @@ class PlacementSection(Config):
         key = "placement.label_selector"
         roles: tuple[RoleKind, ...] = get_args(RoleKind)
         groups = {role: self.group_of(role) for role in roles}
-        for name, each in self.label_selector.items():
-            if isinstance(each, str):
-                yield from _refused_labels(key, {name: each})
+        for name, selector in self.label_selector.items():
+            if isinstance(selector, str):
+                yield from _refused_labels(key, {name: selector})
                 continue
-            yield from _refused_labels(f"{key}.{name}", each)
+            yield from _refused_labels(f"{key}.{name}", selector)
             if name not in ("learner", *roles):
                 yield f"{key}.{name}: must be one of learner, {', '.join(roles)}. Correct the role."
             elif groups.get(name) == "colocated":
                 yield (
-                    f"{key}.{name} ({each}): has no effect, because a colocated role uses the "
+                    f"{key}.{name} ({selector}): has no effect, because a colocated role uses the "
                     f"learner workers' bundles. Remove it, or set placement.mode to {{{name}: "
                     "dedicated}."
                 )
@@ -152,9 +142,9 @@ class PlacementSection(Config):
 
     def labels_of(self, role: Literal["learner"] | RoleKind) -> dict[str, str]:
         """Return the label selector of a role's bundles."""
-        is_by_role = any(isinstance(each, dict) for each in self.label_selector.values())
-        found: Any = self.label_selector.get(role, {}) if is_by_role else self.label_selector
-        return dict(found)
+        is_by_role = any(isinstance(value, dict) for value in self.label_selector.values())
+        selector: Any = self.label_selector.get(role, {}) if is_by_role else self.label_selector
+        return dict(selector)
 
     @property
     def is_dedicated(self) -> bool:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from raypo.config.base import Config, ImportPath, flatten, is_import_path
+from raypo.config.base import Config, ImportPath, flatten
+from raypo.config.only_if import SET, above, only_if, unless
 from raypo.config.ppo_subsections import (
     CorrectionSection,
     CovarianceSection,
@@ -69,16 +70,24 @@ ESTIMATORS = {
 """Properties of each estimator, by value of `ppo.advantage`. For a user's function all properties
 are False."""
 GROUP_ADVANTAGES = tuple(
-    kind for kind, each in ESTIMATORS.items() if each.needs_group and kind not in ("gdpo", "gigpo")
+    kind for kind, has in ESTIMATORS.items() if has.needs_group and kind not in ("gdpo", "gigpo")
 )
 """Estimators that compare only the total scores of a group. gdpo is not among them because it
 compares parts of the score, and gigpo because it compares turns as well."""
 
 
+_MAXRL = "ppo.advantage: maxrl divides by a group's mean score, so scores must be at least 0"
+_NO_REWARD_KL = {
+    "maxrl": f"may lower a score below 0, but {_MAXRL}",
+    "gdpo": "would change the score, but ppo.advantage: gdpo trains on the parts of the score",
+    "gigpo": "would enter the scores of episodes but not the returns of turns, which "
+    "ppo.advantage: gigpo also uses",
+}
+"""Estimators that allow no KL in the reward, and the reason."""
+
+
 class PPOSection(Config):
     """The algorithm that turns scores into updates."""
-
-    section = "ppo."
 
     preset: Preset | None = None
     """Published combination of settings (raypo.config.presets). Keys that the file sets override
@@ -107,11 +116,14 @@ class PPOSection(Config):
     group's other turns that follow the same observation of the environment (arXiv:2505.10978). Or a
     function of your own, `file.py:name`, with the signature
     (`raypo.ppo.custom_functions.StepRewards`) -> advantages."""
-    pass_k: int = Field(default=4, ge=1)
-    """pass_at_k: number k of samples of which only the best one counts, at most
+    pass_k: Annotated[int, only_if("advantage", "pass_at_k")] = Field(default=4, ge=1)
+    """Number k of samples of which only the best one counts, at most
     rollout.samples_per_prompt. k = 1 is grpo with the population standard deviation."""
-    part_weights: dict[str, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] | None = None
-    """gdpo: weights of the parts of the score, by name, such as {correct: 1, format: 0.5}. A part
+    part_weights: Annotated[
+        dict[str, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]] | None,
+        only_if("advantage", "gdpo"),
+    ] = None
+    """Weights of the parts of the score, by name, such as {correct: 1, format: 0.5}. A part
     is one of three things: a number that the reward function returns beside `score`; the score of
     one of several reward functions given in Python; or a source of the score, like `judge`. The
     total score is not trained on."""
@@ -145,21 +157,33 @@ class PPOSection(Config):
     gamma: float = Field(default=1.0, ge=0.0, le=1.0)
     """Discount factor per sampled token, or per turn with `discount_by: turn`. gigpo always
     discounts per turn, to compute the returns of turns (0.95 in its paper)."""
-    discount_by: Literal["token", "turn"] = "token"
+    discount_by: Annotated[
+        Literal["token", "turn"],
+        only_if("advantage", *(name for name in ESTIMATORS if name != "gigpo")),
+        only_if("rollout.environment", SET) | only_if("rollout.agent", SET),
+    ] = "token"
     """Unit of discounting. token: gamma and the lambdas of gae apply from token to token; turn:
     they apply from one turn of an episode to the next, and are 1 within a turn. A turn is the
     policy's response to one call."""
-    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = 0.95
+    gae_lambda: Annotated[
+        Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"], only_if("advantage", "gae")
+    ] = 0.95
     """Lambda of GAE, which trades bias against variance. adaptive: 1 - 1 / (lambda_alpha * length)
     for each response, with its length in sampled tokens (VAPO, arXiv:2504.05118)."""
-    lambda_alpha: float = Field(default=0.05, gt=0.0)
-    """Scale of `gae_lambda: adaptive`. Responses of up to 1 / lambda_alpha tokens get lambda 0."""
-    critic_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
+    lambda_alpha: Annotated[
+        float, only_if("gae_lambda", "adaptive"), only_if("advantage", "gae")
+    ] = Field(default=0.05, gt=0.0)
+    """Scale of the adaptive lambda. Responses of up to 1 / lambda_alpha tokens get lambda 0."""
+    critic_lambda: Annotated[float | None, only_if("advantage", "gae")] = Field(
+        default=None, ge=0.0, le=1.0
+    )
     """Lambda of the critic's targets (1 in VC-PPO, arXiv:2503.01491). null means 1 in the first
     `critic_warmup_steps`, and `gae_lambda` afterwards. With a smaller lambda in the warm-up the
     score of a long response would not reach the values of its first tokens."""
-    bootstrap_truncated: bool = False
-    """gae: use the critic's value of the last state as the future return of a truncated response,
+    bootstrap_truncated: Annotated[
+        bool, only_if("advantage", "gae"), only_if("mask_truncated", False)
+    ] = False
+    """Use the critic's value of the last state as the future return of a truncated response,
     instead of 0."""
     advantage_clip: float | None = Field(default=None, gt=0.0)
     """Clip advantages to +- this value, after any whitening by the estimator. null means no clip.
@@ -168,26 +192,34 @@ class PPOSection(Config):
     """Leave responses that reached rollout.max_new_tokens out of all losses, their denominators
     (including that of `aggregation: constant`), and the mean and variance for whitening. Their
     scores still count in the group's baseline (overlong filtering, arXiv:2503.14476)."""
-    clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
+    clip_low: Annotated[float, unless("policy_loss", "cispo", "sapo", "kl_cov", "vespo")] = Field(
+        default=0.2, gt=0.0, le=1.0
+    )
     """Lower clip range, for ppo, gspo, gmpo and clip_cov: a token with a negative advantage and a
     ratio below 1 - clip_low gets no gradient that would lower the ratio further. dppo_tv: largest
     decrease of a token's probability; dppo_kl: largest KL of such a decrease, in nats."""
-    clip_high: float = Field(default=0.2, gt=0.0)
+    clip_high: Annotated[float, unless("policy_loss", "sapo", "kl_cov", "vespo")] = Field(
+        default=0.2, gt=0.0
+    )
     """Upper clip range: a token with a positive advantage and a ratio above 1 + clip_high gets no
     gradient that would raise the ratio further. cispo: truncate the weight of a token at 1 +
     clip_high. dppo_tv, dppo_kl: like clip_low, for an increase."""
-    dual_clip: float | None = Field(default=None, gt=1.0)
-    """Dual-clip bound on the loss of negative advantages (arXiv:1912.09729), for ppo, gspo and
-    clip_cov. null means no bound."""
-    cispo_low: float | None = Field(default=None, gt=0.0, le=1.0)
-    """cispo: lower bound 1 - cispo_low on the weight of a token (arXiv:2506.13585, eq. 5). null
+    dual_clip: Annotated[float | None, only_if("policy_loss", "ppo", "gspo", "clip_cov")] = Field(
+        default=None, gt=1.0
+    )
+    """Dual-clip bound on the loss of negative advantages (arXiv:1912.09729). null means no bound.
+    """
+    cispo_low: Annotated[float | None, only_if("policy_loss", "cispo")] = Field(
+        default=None, gt=0.0, le=1.0
+    )
+    """Lower bound 1 - cispo_low on the weight of a token (arXiv:2506.13585, eq. 5). null
     means no bound, as in the paper's runs."""
     nll_coef: float = Field(default=0.0, ge=0.0)
     """Coefficient of the mean negative log-likelihood of positive examples (VAPO,
     arXiv:2504.05118). 0 means no such term."""
-    nll_min_score: float = 1.0
+    nll_min_score: Annotated[float, only_if("nll_coef", above(0))] = 1.0
     """Minimum score, before KL and shaping, of a positive example."""
-    value_clip: float | None = Field(default=0.2, gt=0.0)
+    value_clip: Annotated[float | None, only_if("advantage", "gae")] = Field(default=0.2, gt=0.0)
     """Clip range of the critic's value around the value before the update. null means plain squared
     error."""
     num_epochs: int = Field(default=1, ge=1)
@@ -205,11 +237,11 @@ class PPOSection(Config):
     entropy at or below the target the coefficient grows by `entropy_delta`, and the bonus is on.
     After any other step the coefficient shrinks by `entropy_delta`, and the bonus is off. null
     means a fixed coefficient."""
-    entropy_delta: float = Field(default=0.005, gt=0.0)
+    entropy_delta: Annotated[float, only_if("entropy_target", SET)] = Field(default=0.005, gt=0.0)
     """Step size of the entropy coefficient controller."""
     kl: KLSection = KLSection()
     covariance: CovarianceSection = CovarianceSection()
-    shaping: ShapingSection = ShapingSection()
+    shaping: Annotated[ShapingSection, unless("advantage", "gdpo")] = ShapingSection()
     filter: FilterSection = FilterSection()
     old_log_probs: Literal["learner", "engine"] = "learner"
     """Source of the old log-probs in the ratio. learner: the learner computes them before the
@@ -223,9 +255,9 @@ class PPOSection(Config):
     def _start_from_the_preset(cls, values: Any) -> Any:
         return with_preset(values) if isinstance(values, Mapping) else values
 
-    def _usual(self, key: str) -> Any:
+    def usual(self, key: str) -> Any:
         """Return the preset's value of a key if the preset sets it, else the default."""
-        return flatten(PRESETS.get(self.preset or "", {})).get(key, super()._usual(key))
+        return flatten(PRESETS.get(self.preset or "", {})).get(key, super().usual(key))
 
     def _problems(self) -> Iterator[str]:
         section = self.correction
@@ -237,133 +269,44 @@ class PPOSection(Config):
                 "engine they are not computed, because the ratio in the loss corrects the "
                 f"difference. Set ppo.old_log_probs to learner, or ppo.correction.{key} to {off}."
             )
-        yield from self._problems_of_maxrl()
-        yield from self._problems_of_gdpo()
-        yield from self._problems_of_gigpo()
-        yield from self._problems_of_the_critic()
-        yield from self._problems_of_the_loss()
-        yield from self._problems_of_what_is_off()
-
-    def _problems_of_maxrl(self) -> Iterator[str]:
-        if self.advantage != "maxrl":
-            return
-        why = "ppo.advantage: maxrl divides by a group's mean score, so scores must be at least 0"
-        if self.has_kl_in_reward:
+        if self.has_kl_in_reward and self.advantage in _NO_REWARD_KL:
             yield (
-                f"ppo.kl.placement (reward): the KL may lower a score below 0, but {why}. Set "
+                f"ppo.kl.placement (reward): the KL {_NO_REWARD_KL[self.advantage]}. Set "
                 "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
             )
-        if self.shaping.clip_low is None or self.shaping.clip_low < 0.0:
-            for key, value in self.shaping.set_keys("normalize", "overlong_buffer_tokens"):
-                yield (
-                    f"{key} ({value}): may lower a score below 0, but {why}. Remove {key}, or "
-                    "set ppo.shaping.clip_low to 0."
-                )
-
-    def _problems_of_gdpo(self) -> Iterator[str]:
-        if self.advantage != "gdpo":
-            why, remedy = f"ppo.advantage is {self.advantage}", "set ppo.advantage to gdpo"
-            yield from self._idle("part_weights", why, remedy)
-            return
-        why = "ppo.advantage: gdpo trains on the parts of the score"
-        if not self.part_weights:
+        shaping = self.shaping
+        if self.advantage == "maxrl" and (shaping.clip_low is None or shaping.clip_low < 0.0):
+            for key in ("normalize", "overlong_buffer_tokens"):
+                if value := getattr(shaping, key):
+                    yield (
+                        f"ppo.shaping.{key} ({value}): may lower a score below 0, but {_MAXRL}. "
+                        f"Remove ppo.shaping.{key}, or set ppo.shaping.clip_low to 0."
+                    )
+        if self.advantage == "gdpo" and not self.part_weights:
             yield (
-                f"ppo.part_weights ({self.part_weights}): {why}. Set it to their names and "
-                "weights, such as {correct: 1, format: 0.5}."
+                f"ppo.part_weights ({self.part_weights}): ppo.advantage: gdpo trains on the parts "
+                "of the score. Set it to their names and weights, such as {correct: 1, format: "
+                "0.5}."
             )
-        if self.has_kl_in_reward:
+        lambdas = (self.gae_lambda, self.critic_lambda) if self.needs_critic else ()
+        if self.discount_by == "turn" and {self.gamma, *lambdas} <= {1.0, None}:
+            others = ", and so are the lambdas" if lambdas else ""
             yield (
-                f"ppo.kl.placement (reward): the KL would change the score, but {why}. Set "
-                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+                f"ppo.discount_by (turn): has no effect, because ppo.gamma is 1{others}. Remove "
+                "ppo.discount_by, or set ppo.gamma below 1."
             )
-        for key, value in self.shaping.set_keys(*type(self.shaping).model_fields):
-            yield f"{key} ({value}): changes the score, but {why}. Remove {key}."
-
-    def _problems_of_gigpo(self) -> Iterator[str]:
-        if self.advantage != "gigpo":
-            return
-        if self.has_kl_in_reward:
+        if self.critic_warmup_steps and not self.needs_critic:  # also if a preset sets it
             yield (
-                "ppo.kl.placement (reward): the KL would enter the scores of episodes but not "
-                "the returns of turns, which ppo.advantage: gigpo also uses. Set "
-                "ppo.kl.placement to loss and ppo.kl.estimator to k3, or ppo.kl.coef to 0."
+                f"ppo.critic_warmup_steps ({self.critic_warmup_steps}): ppo.advantage: "
+                f"{self.advantage} has no critic. Set ppo.critic_warmup_steps to 0, or "
+                "ppo.advantage to gae."
             )
-        why, remedy = "ppo.advantage: gigpo discounts by turn", "set ppo.advantage to another"
-        yield from self._idle("discount_by", why, remedy)
-
-    def _problems_of_the_critic(self) -> Iterator[str]:
-        needed = ("bootstrap_truncated", "critic_warmup_steps")
-        for key in () if self.needs_critic else needed:
-            if value := getattr(self, key):
-                yield (
-                    f"ppo.{key} ({value}): ppo.advantage: {self.advantage} has no critic. "
-                    f"Set ppo.{key} to {type(self).model_fields[key].default}, or ppo.advantage to "
-                    "gae."
-                )
-        if not self.needs_critic:
-            keys = "gae_lambda critic_lambda value_clip"
-            why = f"ppo.advantage: {self.advantage} has no critic"
-            yield from self._idle(keys, why, "set ppo.advantage to gae")
-        is_adaptive = self.needs_critic and self.gae_lambda == "adaptive"
-        if not is_adaptive:
-            why, remedy = "ppo.gae_lambda is not adaptive", "set ppo.gae_lambda to adaptive"
-            yield from self._idle("lambda_alpha", why, remedy)
-        if self.mask_truncated:
-            why = "ppo.mask_truncated keeps truncated responses out of the critic's loss"
-            yield from self._idle("bootstrap_truncated", why, "set ppo.mask_truncated to false")
-        if is_adaptive and self.discount_by == "turn":
+        if self.needs_critic and self.gae_lambda == "adaptive" and self.discount_by == "turn":
             yield (
                 "ppo.gae_lambda (adaptive): depends on the number of tokens of a response, but "
                 "ppo.discount_by: turn applies it to turns. Set ppo.gae_lambda to a number, or "
                 "ppo.discount_by to token."
             )
-
-    def _problems_of_the_loss(self) -> Iterator[str]:
-        loss = self.policy_loss
-        own_bound = f"ppo.policy_loss: {loss} bounds the loss of negative advantages in its own way"
-        both = dict.fromkeys(("sapo", "kl_cov", "vespo"), "clip_low clip_high")
-        clips = {"cispo": "clip_low", **both}
-        for keys, losses, why in (
-            (clips.get(loss, ""), ("ppo", "gspo"), f"ppo.policy_loss: {loss} has no such clip"),
-            ("dual_clip", ("ppo", "gspo", "clip_cov"), own_bound),
-            ("cispo_low", ("cispo",), f"ppo.policy_loss: {loss} has no such clip"),
-            ("covariance.fraction", ("clip_cov", "kl_cov"), f"ppo.policy_loss is {loss}"),
-            ("covariance.low covariance.high", ("clip_cov",), f"ppo.policy_loss is {loss}"),
-            ("covariance.penalty", ("kl_cov",), f"ppo.policy_loss is {loss}"),
-        ):
-            if loss not in losses:
-                yield from self._idle(keys, why, f"set ppo.policy_loss to {' or '.join(losses)}")
-
-    def _problems_of_what_is_off(self) -> Iterator[str]:
-        lambdas = (self.gae_lambda, self.critic_lambda) if self.needs_critic else ()
-        if self.entropy_target is None:
-            yield from self._idle(
-                "entropy_delta", "ppo.entropy_target is null", "set ppo.entropy_target"
-            )
-        if self.kl.placement == "reward":
-            why, remedy = "ppo.kl.placement is reward", "set ppo.kl.placement to loss"
-            yield from self._idle("kl.importance_weights", why, remedy)
-        if self.kl.coef == 0.0:
-            why, remedy = "ppo.kl.coef is 0", "set ppo.kl.coef above 0"
-            yield from self._idle("kl.importance_weights", why, remedy)
-        if is_import_path(self.advantage):
-            why = f"ppo.advantage: {self.advantage} discounts by itself"
-            yield from self._idle("discount_by", why, "set ppo.advantage to one of raypo's")
-        if self.gamma == 1.0 and all(each in (1.0, None) for each in lambdas):
-            why = "ppo.gamma is 1" + (", and so are the lambdas" if lambdas else "")
-            yield from self._idle("discount_by", why, "set ppo.gamma below 1")
-        if self.advantage != "pass_at_k":
-            why, remedy = f"ppo.advantage is {self.advantage}", "set ppo.advantage to pass_at_k"
-            yield from self._idle("pass_k", why, remedy)
-        if self.nll_coef == 0.0:
-            yield from self._idle("nll_min_score", "ppo.nll_coef is 0", "set ppo.nll_coef")
-        if not self.filter.enabled:
-            keys = "filter.min_std filter.low filter.high filter.max_refills"
-            why, remedy = "ppo.filter.enabled is false", "set ppo.filter.enabled to true"
-            yield from self._idle(keys, why, remedy)
-        if self.shaping.overlong_buffer_tokens is None:
-            key = "ppo.shaping.overlong_buffer_tokens"
-            yield from self._idle("shaping.overlong_factor", f"{key} is null", f"set {key}")
 
     def critic_lambda_at(self, step: int) -> float | None:
         """Return the lambda of the critic's targets in a step, counted from 1.

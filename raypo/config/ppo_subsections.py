@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from raypo.config.base import Config, ImportPath
+from raypo.config.only_if import SET, above, only_if
 
 MAX_KL_ERROR = 0.2
 """Bound on the relative error of the KL in the adaptive KL controller."""
@@ -28,8 +29,6 @@ def _crossed(key: str, low: float | None, high_name: str, high: float | None) ->
 class KLSection(Config):
     """KL penalty towards the reference model."""
 
-    section = "ppo.kl."
-
     coef: float = Field(default=0.01, ge=0.0)
     """Initial coefficient of the KL penalty, in score per nat. 0 means no penalty, and no reference
     model is started."""
@@ -40,17 +39,21 @@ class KLSection(Config):
     placement: Literal["reward", "loss"] = "reward"
     """Place of the penalty. reward: in the token rewards, or in the score of the response if
     ppo.advantage compares the samples of a prompt; loss: a term of the policy loss."""
-    importance_weights: bool = False
+    importance_weights: Annotated[bool, only_if("placement", "loss"), only_if("coef", above(0))] = (
+        False
+    )
     """Multiply the KL term of each token by the token's ratio of new to old probability and by its
-    weight from ppo.correction, for `placement: loss`. The term is then unbiased even after the
+    weight from ppo.correction. The term is then unbiased even after the
     policy has changed, and k3 has the gradient of the KL itself (DeepSeek-V3.2, arXiv:2512.02556).
     """
     controller: Literal["fixed", "adaptive"] = "fixed"
     """Controller of the coefficient. fixed: constant; adaptive: adjusted so that the KL approaches
     `target` (arXiv:1909.08593, section 2.2)."""
-    target: float | None = Field(default=None, gt=0.0)
+    target: Annotated[float | None, only_if("controller", "adaptive")] = Field(default=None, gt=0.0)
     """Target KL of the adaptive controller, in nats per response."""
-    horizon: float | None = Field(default=None, gt=0.0)
+    horizon: Annotated[float | None, only_if("controller", "adaptive")] = Field(
+        default=None, gt=0.0
+    )
     """Number of responses over which the adaptive controller spreads a full correction."""
 
     def _problems(self) -> Iterator[str]:
@@ -66,8 +69,6 @@ class KLSection(Config):
                 "Set ppo.kl.estimator to k1, or ppo.kl.placement to loss."
             )
         if self.controller == "fixed":
-            why, remedy = "ppo.kl.controller is fixed", "set ppo.kl.controller to adaptive"
-            yield from self._idle("target horizon", why, remedy)
             return
         for key in ("target", "horizon"):
             if getattr(self, key) is None:
@@ -89,25 +90,27 @@ class CorrectionSection(Config):
     dropped get weight 0 and still count in the denominator of the loss.
     """
 
-    section = "ppo.correction."
-
     kind: Literal["none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis"] = "none"
     """Kind of correction. none: all weights are 1. tis, sequence_tis, geometric_tis: the weight is
     the token's ratio, the product of the response's ratios, or their geometric mean, truncated at
     `cap`. icepop: the weight is the token's ratio, and tokens outside [low, high] are dropped. mis:
     weights as in tis, and responses whose `mask_ratio` is outside [low, high] are dropped."""
-    cap: float | None = Field(default=None, ge=1.0)
-    """Largest weight of tis, sequence_tis, geometric_tis and mis. null means 2, or 1.001 for
+    cap: Annotated[float | None, only_if("kind", "tis", "sequence_tis", "geometric_tis", "mis")] = (
+        Field(default=None, ge=1.0)
+    )
+    """Largest weight. null means 2, or 1.001 for
     geometric_tis."""
-    low: float | None = Field(default=None, ge=0.0, le=1.0)
+    low: Annotated[float | None, only_if("kind", "icepop", "mis")] = Field(
+        default=None, ge=0.0, le=1.0
+    )
     """Smallest ratio that is kept, of a token (icepop) or of a response (mis). null means 0.5 for
     icepop (arXiv:2510.18855), 0.999 for mis with the geometric mean, and 0.5 for mis with the
     product."""
-    high: float | None = Field(default=None, ge=1.0)
+    high: Annotated[float | None, only_if("kind", "icepop", "mis")] = Field(default=None, ge=1.0)
     """Largest ratio that is kept, of a token (icepop) or of a response (mis). null means 5 for
     icepop, 1.001 for mis with the geometric mean, and 2 for mis with the product."""
-    mask_ratio: Literal["geometric", "product"] = "geometric"
-    """Ratio of a response for mis. geometric: the geometric mean of its tokens' ratios; product:
+    mask_ratio: Annotated[Literal["geometric", "product"], only_if("kind", "mis")] = "geometric"
+    """Ratio of a response. geometric: the geometric mean of its tokens' ratios; product:
     their product. The default bounds of geometric are near 1. They suit responses of thousands of
     tokens, and short responses need wider bounds."""
     token_veto: float | None = Field(default=None, gt=0.0, lt=1.0)
@@ -117,22 +120,6 @@ class CorrectionSection(Config):
     """Drop every token whose staleness is above this value. Staleness is the weight version at the
     start of the update minus the version that sampled the token. This works with every `kind`,
     including none. null means that no token is dropped."""
-
-    def _problems(self) -> Iterator[str]:
-        users = {
-            "cap": ("tis", "sequence_tis", "geometric_tis", "mis"),
-            "low": ("icepop", "mis"),
-            "high": ("icepop", "mis"),
-            "mask_ratio": ("mis",),
-        }
-        for name, kinds in users.items():
-            swap = name == "high" and self.kind in users["cap"]
-            remedy = "Set ppo.correction.cap instead" if swap else "Remove it"
-            for key, value in self.set_keys(name) if self.kind not in kinds else ():
-                yield (
-                    f"{key} ({value}): is used by {', '.join(kinds)}, not by "
-                    f"ppo.correction.kind: {self.kind}. {remedy}, or choose a kind that uses it."
-                )
 
     @property
     def acts(self) -> bool:
@@ -147,16 +134,18 @@ class CovarianceSection(Config):
     step's updates.
     """
 
-    fraction: float = Field(default=2e-4, gt=0.0, le=1.0)
+    fraction: Annotated[float, only_if("ppo.policy_loss", "clip_cov", "kl_cov")] = Field(
+        default=2e-4, gt=0.0, le=1.0
+    )
     """Fraction of the step's tokens that is held back, at least one token. clip_cov: drawn at
     random from those with a product between `low` and `high`; kl_cov: those with the largest
     product."""
-    low: float = 1.0
-    """clip_cov: lower bound on the product of the tokens that are held back."""
-    high: float = 5.0
-    """clip_cov: upper bound on the product of the tokens that are held back."""
-    penalty: float = Field(default=1.0, ge=0.0)
-    """kl_cov: weight of a loss term for the tokens that are held back. The term is the absolute
+    low: Annotated[float, only_if("ppo.policy_loss", "clip_cov")] = 1.0
+    """Lower bound on the product of the tokens that are held back."""
+    high: Annotated[float, only_if("ppo.policy_loss", "clip_cov")] = 5.0
+    """Upper bound on the product of the tokens that are held back."""
+    penalty: Annotated[float, only_if("ppo.policy_loss", "kl_cov")] = Field(default=1.0, ge=0.0)
+    """Weight of a loss term for the tokens that are held back. The term is the absolute
     change of their log-probs, in nats."""
 
     def _problems(self) -> Iterator[str]:
@@ -166,20 +155,22 @@ class CovarianceSection(Config):
 class ShapingSection(Config):
     """Shaping of the raw score before training, in the order of the keys below."""
 
-    section = "ppo.shaping."
-
     function: ImportPath | None = None
     """Shaping function, `file.py:name`, with the signature
     (`raypo.ppo.custom_functions.StepScores`) -> scores. null means none."""
     overlong_buffer_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Number of tokens before rollout.max_new_tokens over which the overlong penalty grows
     (arXiv:2503.14476, eq. 13). auto: a fifth of rollout.max_new_tokens. null means no penalty."""
-    overlong_factor: float = Field(default=1.0, ge=0.0)
+    overlong_factor: Annotated[float, only_if("overlong_buffer_tokens", SET)] = Field(
+        default=1.0, ge=0.0
+    )
     """Overlong penalty at the limit, in units of the score."""
     truncated_score: float | None = None
     """Score of every response that reached rollout.max_new_tokens. null means that it keeps its own
     score."""
-    truncated_scale: float | None = Field(default=None, ge=0.0, le=1.0)
+    truncated_scale: Annotated[float | None, only_if("truncated_score", None)] = Field(
+        default=None, ge=0.0, le=1.0
+    )
     """Factor c for truncated responses, whose score becomes score - (1 - c) * abs(score). null
     means no change."""
     normalize: bool = False
@@ -190,12 +181,6 @@ class ShapingSection(Config):
     """Upper bound on the shaped score. null means no bound."""
 
     def _problems(self) -> Iterator[str]:
-        if self.truncated_score is not None and self.truncated_scale is not None:
-            yield (
-                f"ppo.shaping.truncated_score ({self.truncated_score:g}): replaces what "
-                f"ppo.shaping.truncated_scale ({self.truncated_scale:g}) would lower. "
-                "Set one of them to null."
-            )
         yield from _crossed("ppo.shaping.clip_low", self.clip_low, "clip_high", self.clip_high)
 
     def overlong_tokens(self, max_new_tokens: int) -> int | None:
@@ -211,13 +196,13 @@ class FilterSection(Config):
     enabled: bool = False
     """Train only on groups that pass the filter, and sample further prompts to replace the others.
     """
-    min_std: float = Field(default=1e-6, ge=0.0)
+    min_std: Annotated[float, only_if("enabled", True)] = Field(default=1e-6, ge=0.0)
     """Exclusive lower bound on the standard deviation of a kept group's scores."""
-    low: float | None = None
+    low: Annotated[float | None, only_if("enabled", True)] = None
     """Exclusive lower bound on the mean score of a kept group. null means no bound."""
-    high: float | None = None
+    high: Annotated[float | None, only_if("enabled", True)] = None
     """Exclusive upper bound on the mean score of a kept group. null means no bound."""
-    max_refills: int = Field(default=10, ge=0)
+    max_refills: Annotated[int, only_if("enabled", True)] = Field(default=10, ge=0)
     """Maximum number of times that a step samples further prompts. After that it trains on the
     groups that passed, and reports it."""
 

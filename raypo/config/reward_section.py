@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
 from raypo.config.base import Config
+from raypo.config.fields import FUNCTION, PATH
+from raypo.config.only_if import SET, only_if, unless
 from raypo.config.sections import Paths
 
 
@@ -62,19 +64,17 @@ class JudgeSection(Config):
     A rubric of weighted criteria is the explicit aggregation of arXiv:2507.17746.
     """
 
-    section = "reward.judge."
-
-    path: str | None = None
+    path: Annotated[str | None, PATH] = None
     """Model that the run deploys in vLLM: a Hugging Face folder or a hub id. Where it runs:
     placement.mode.judge and placement.frozen.judge. null means that a server is asked."""
-    max_model_len: int = Field(default=8192, ge=1)
-    """path: maximum number of tokens of the judge's prompt and answer together. The model's number
+    max_model_len: Annotated[int, only_if("path", SET)] = Field(default=8192, ge=1)
+    """Maximum number of tokens of the judge's prompt and answer together. The model's number
     of positions also limits them. A longer prompt gets no grade."""
-    url: Paths | None = None
+    url: Annotated[Paths | None, only_if("path", None)] = None
     """Base address of a server with OpenAI's protocol, like `http://127.0.0.1:8000/v1`, or a list
     of servers that share the load. null means that the run deploys the judge."""
-    model: str | None = None
-    """url: name of the model at the server."""
+    model: Annotated[str | None, only_if("path", None)] = None
+    """Name of the model at the server."""
     template: str
     """Prompt of the judge. `{prompt}`, `{response}`, `{label}`, `{criterion}` and names of columns
     in braces are replaced. Other braces are kept."""
@@ -100,7 +100,7 @@ class JudgeSection(Config):
     """Score of a response if the judge's answer has no grade. With a temperature above 0, the
     request is first sent up to `reward.request.max_attempts` times. null means no score: the sample
     counts as failed (`reward.max_failed_fraction`), like a sample whose requests failed."""
-    api_key_variable: str = "RAYPO_API_KEY"
+    api_key_variable: Annotated[str, only_if("path", None)] = "RAYPO_API_KEY"
     """Environment variable with the API key of the server, which is read on every node. If the
     variable is unset or empty, no key is sent."""
 
@@ -119,21 +119,15 @@ class JudgeSection(Config):
     def columns(self) -> list[str]:
         """Names of the columns that the template refers to."""
         names = re.findall(r"\{(\w+)\}", self.template)
-        return [each for each in dict.fromkeys(names) if each not in _JUDGE_FIELDS]
+        return [name for name in dict.fromkeys(names) if name not in _JUDGE_FIELDS]
 
     def _problems(self) -> Iterator[str]:
         key = "reward.judge"
-        if self.path is None:
-            why, remedy = f"{key}.path is null", f"set {key}.path"
-            yield from self._idle("max_model_len", why, remedy)
-            if self.url is None or self.model is None:
-                yield (
-                    f"{key}.path (None): no judge is named. Set it to a model that the run deploys,"
-                    f" or {key}.url and {key}.model to a server and its model."
-                )
-        else:
-            why, remedy = f"{key}.path is deployed", f"remove {key}.path"
-            yield from self._idle("url model api_key_variable", why, remedy)
+        if self.path is None and (self.url is None or self.model is None):
+            yield (
+                f"{key}.path (None): no judge is named. Set it to a model that the run deploys,"
+                f" or {key}.url and {key}.model to a server and its model."
+            )
         yield from _url_problems(f"{key}.url", self.url or (), "http://127.0.0.1:8000/v1")
         yield from self._problems_of_grades(key)
 
@@ -187,7 +181,7 @@ def _url_problems(key: str, urls: Iterable[str], example: str) -> Iterator[str]:
 class RewardSection(Config):
     """Scoring of the responses."""
 
-    function: str | None = None
+    function: Annotated[str | None, FUNCTION] = None
     """Reward function, `file.py:name` or `package.module:name`, with the signature (list[Rollout])
     -> list[float], or with that of TRL, f(prompts, completions, **columns). null means none."""
     processes: int = Field(default=0, ge=0)
@@ -203,8 +197,10 @@ class RewardSection(Config):
     the load. null means no server."""
     judge: JudgeSection | None = None
     """Language model that grades each response (docs/rewards.md). null means none."""
-    request: RewardRequestSection = RewardRequestSection()
-    weights: RewardWeights = RewardWeights()
+    request: Annotated[RewardRequestSection, only_if("url", SET) | only_if("judge", SET)] = (
+        RewardRequestSection()
+    )
+    weights: Annotated[RewardWeights, unless("ppo.advantage", "gdpo")] = RewardWeights()
     max_failed_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Fraction of a step's samples that may have no score (None, NaN) before the run stops."""
 
@@ -219,9 +215,4 @@ class RewardSection(Config):
         return value
 
     def _problems(self) -> Iterator[str]:
-        if self.request != RewardRequestSection() and self.url is None and self.judge is None:
-            yield (
-                "reward.request: has no effect, because reward.url and reward.judge are null. "
-                "Set one of them, or remove it."
-            )
         yield from _url_problems("reward.url", self.url or (), "http://127.0.0.1:8000/score")

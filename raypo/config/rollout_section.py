@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from raypo.config.base import Config, ConfigError
+from raypo.config.fields import FUNCTION
+from raypo.config.only_if import SET, above, only_if, prefixed, unless
 from raypo.config.paths import VERIFIERS
 from raypo.config.sources import one_or_many
 
@@ -18,12 +20,8 @@ InFlight = Literal["keep", "recompute", "restart"]
 the old weights; recompute: their tokens stay and the KV cache is recomputed; restart: they return
 to the queue and are sampled again from their first token."""
 
-_OF_EPISODES = "max_turns max_episode_tokens step_timeout_s max_concurrent_steps turns"
-_OF_ENVIRONMENTS = "environment_args environment_processes"
-_OF_AGENTS = "agent_args limit_score endpoint_host"
-_OF_VERIFIERS = "endpoint_host"
-"""Keys of agents that also apply to an environment of the package verifiers. `limit_score` does
-not: such an environment scores all episodes by its rubric, even those that end at a limit."""
+EPISODES = only_if("environment", SET) | only_if("agent", SET)
+"""Declaration of keys that apply to episodes only."""
 
 
 class EngineSection(Config):
@@ -46,8 +44,10 @@ class EngineSection(Config):
     """Transport of new weights to the engines. object: Ray's object store, which works anywhere;
     ipc: CUDA IPC, for engines on the learner workers' GPUs; nccl: broadcast, for engines on
     dedicated GPUs; auto: ipc or nccl if possible, else object."""
-    push_timeout_s: float = Field(default=300.0, gt=0.0)
-    """nccl: timeout of the broadcast of one bucket (256 MB), in seconds."""
+    push_timeout_s: Annotated[float, only_if("transport", "auto", "nccl")] = Field(
+        default=300.0, gt=0.0
+    )
+    """Timeout of the broadcast of one bucket (256 MB) over NCCL, in seconds."""
     sleep: bool | Literal["auto"] = "auto"
     """Free the GPU memory of colocated models while they are idle. true: engine, frozen models and
     learner use the memory in turns, and idle models are offloaded to the host. false: all stay on
@@ -173,8 +173,6 @@ class SamplingSection(Config):
 class RolloutSection(SamplingSection):
     """Sampling of responses."""
 
-    section = "rollout."
-
     prompts_per_step: int = Field(default=32, ge=1)
     """Prompts per step, over all workers."""
     samples_per_prompt: int = Field(default=4, ge=1)
@@ -184,57 +182,69 @@ class RolloutSection(SamplingSection):
     step's batch while the learner updates, one weight version behind; runs repeat bit for bit.
     async: sample as far ahead as the learner needs, within `max_staleness`. one_step_off and async
     need dedicated engines (placement.mode)."""
-    max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """async: maximum number of weight versions between the first token of a response and the update
+    max_staleness: Annotated[
+        Annotated[int, Field(ge=0)] | Literal["auto"], only_if("mode", "async")
+    ] = "auto"
+    """Maximum number of weight versions between the first token of a response and the update
     that trains it. auto: 1. The other modes have a fixed staleness: sync 0, one_step_off 1."""
-    in_flight: InFlight = "recompute"
-    """async: treatment of responses in flight when new weights arrive. recompute: they continue,
+    in_flight: Annotated[
+        InFlight, only_if("mode", "async"), only_if("max_staleness", "auto", above(0))
+    ] = "recompute"
+    """Treatment of responses in flight when new weights arrive. recompute: they continue,
     with the KV cache of their tokens recomputed; keep: they continue with the KV cache of the older
     weights, at no cost (arXiv:2509.19128); restart: they are sampled again from their first token,
     under one version."""
 
-    environment: str | None = None
+    environment: Annotated[str | None, FUNCTION] = None
     """Environment that answers each turn of the policy: a class, `file.py:Class` or
     `package.module:Class`; or `verifiers:NAME`, an environment of the package verifiers. A response
     is then an episode of several turns (docs/environments.md). null means responses of a single
     turn."""
-    environment_args: dict[str, Any] = Field(default_factory=dict)
+    environment_args: Annotated[dict[str, Any], only_if("environment", SET)] = Field(
+        default_factory=dict
+    )
     """Keyword arguments for the environment of each episode."""
-    environment_processes: int = Field(default=0, ge=0)
+    environment_processes: Annotated[
+        int, only_if("environment", SET), unless("environment", prefixed(VERIFIERS))
+    ] = Field(default=0, ge=0)
     """Number of processes for environments, beside the first learner worker. If a call hangs, its
     process is killed. Environments are pickled between their turns. 0 runs environments in the
     first learner worker itself; environments with blocking methods then run in threads."""
-    agent: str | None = None
+    agent: Annotated[str | None, FUNCTION] = None
     """Agent class, `file.py:Class` or `package.module:Class`, as an alternative to an environment.
     An agent calls the policy as often as it likes, and returns the score of the episode. null means
     no agent."""
-    agent_args: dict[str, Any] = Field(default_factory=dict)
+    agent_args: Annotated[dict[str, Any], only_if("agent", SET)] = Field(default_factory=dict)
     """Keyword arguments for the agent of each episode."""
-    limit_score: float | None = Field(default=None, allow_inf_nan=False)
+    limit_score: Annotated[float | None, only_if("agent", SET)] = Field(
+        default=None, allow_inf_nan=False
+    )
     """Score of an agent's episode that ends because it would exceed `max_turns` or
     `max_episode_tokens`. The episode then counts as truncated. null means that it counts as failed
     instead. An environment's episode keeps its rewards."""
-    endpoint_host: str = "127.0.0.1"
+    endpoint_host: Annotated[
+        str, only_if("agent", SET) | only_if("environment", prefixed(VERIFIERS))
+    ] = "127.0.0.1"
     """Address that the endpoint for agents listens on, and the host in `policy.base_url`. 0.0.0.0
     is for agents in containers or on other machines: the endpoint listens on all addresses of the
     node, and `policy.base_url` has the address that other machines can reach."""
-    turns: Literal["auto", "in_step", "continuous"] = "auto"
+    turns: Annotated[Literal["auto", "in_step", "continuous"], EPISODES] = "auto"
     """Scheduling of the turns of episodes. in_step: the next turns of all unfinished episodes are
     sampled as one batch, once all of these turns are ready; such runs can repeat bit for bit.
     continuous: each turn is sampled as soon as it is requested, by one engine per episode, so that
     no episode waits for another. auto: continuous if requests are in flight when weights are pushed
     (mode async), else in_step."""
-    max_turns: int = Field(default=8, ge=1)
+    max_turns: Annotated[int, EPISODES] = Field(default=8, ge=1)
     """Maximum number of policy turns in an episode. `max_new_tokens` is then the limit of a single
     turn."""
-    max_episode_tokens: int | None = Field(default=None, ge=1)
+    max_episode_tokens: Annotated[int | None, EPISODES] = Field(default=None, ge=1)
     """Maximum number of tokens of an episode after its prompt: all turns of the policy and the
     environment's observations between them. Episodes require it."""
-    step_timeout_s: float | None = Field(default=60.0, gt=0.0)
+    step_timeout_s: Annotated[float | None, EPISODES] = Field(default=60.0, gt=0.0)
     """Time limit, in seconds, of one turn of an environment, or of an agent between two calls of
     the policy. An episode that exceeds it counts as failed. null means no limit. A coroutine that
     blocks the event loop of all episodes for this long ends the run."""
-    max_concurrent_steps: int = Field(default=256, ge=1)
+    max_concurrent_steps: Annotated[int, EPISODES] = Field(default=256, ge=1)
     """Maximum number of environment calls in flight. For agents: maximum number of agents that run
     at the same time, not counting agents that wait for the policy's response."""
 
@@ -288,18 +298,6 @@ class RolloutSection(SamplingSection):
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         yield from self._problems_of_episodes()
-        usual = {"sync": 0, "one_step_off": 1}.get(self.mode, self.staleness)
-        if self.staleness != usual:
-            yield (
-                f"rollout.max_staleness ({self.max_staleness}): mode {self.mode} has a staleness "
-                f"of {usual}. Set max_staleness to auto, or mode to async."
-            )
-        if self.in_flight != "recompute" and not self.has_requests_in_flight:
-            yield (
-                f"rollout.in_flight ({self.in_flight}): mode {self.mode} with a staleness of "
-                f"{self.staleness} has no request in flight when weights arrive. Remove "
-                "in_flight, or set mode to async and max_staleness to 1 or more."
-            )
 
     def _problems_of_episodes(self) -> Iterator[str]:
         if self.environment is not None and self.agent is not None:
@@ -307,20 +305,6 @@ class RolloutSection(SamplingSection):
                 f"rollout.agent ({self.agent}): replaces rollout.environment "
                 f"({self.environment}). Remove one of the two."
             )
-        of_verifiers = _OF_VERIFIERS if self.verifiers else ""
-        of_agents = [each for each in _OF_AGENTS.split() if each not in of_verifiers.split()]
-        if self.verifiers is not None and self.environment_processes:
-            yield (
-                f"rollout.environment_processes ({self.environment_processes}): has no effect, "
-                f"because an environment of verifiers ({self.environment}) is not pickled. "
-                "Remove it."
-            )
-        for missing, keys in (
-            ("agent", " ".join(of_agents) if self.agent is None else ""),
-            ("environment", _OF_ENVIRONMENTS if self.environment is None else ""),
-            ("environment", _OF_EPISODES if not self.is_episodic else ""),
-        ):
-            yield from self._idle(keys, f"rollout.{missing} is null", f"set rollout.{missing}")
         if self.is_episodic and self.max_episode_tokens is None:
             yield (
                 "rollout.max_episode_tokens (None): an episode needs a limit, because engine "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from raypo.config.base import Config, ImportPath, is_import_path
+from raypo.config.base import Config, ImportPath
 from raypo.config.dpo_config import DPOSection
+from raypo.config.fields import PATH
+from raypo.config.only_if import SET, below, only_if, unless
 from raypo.config.run_config import OnlineConfig
 from raypo.config.sections import DataSection, ReferenceModelSection, SampledModelSection
 from raypo.config.sources import source_name
@@ -53,19 +55,13 @@ class RoundsConfig(OnlineConfig):
             )
         if lora is not None and lora.push == "adapter":
             yield f"model.lora.push (adapter): {recipe} pushes whole weights. Set it to merged."
-        workers, prompts = self.learner.num_workers, rollout.prompts_per_step
-        if workers > prompts:
-            yield (
-                f"learner.num_workers ({workers}): every worker needs a prompt of each round "
-                f"(rollout.prompts_per_step = {prompts}). Set learner.num_workers to at most "
-                f"{prompts}."
-            )
+        yield from self._idle_workers({"rollout.prompts_per_step": rollout.prompts_per_step})
 
 
 class TeacherModelSection(SampledModelSection):
     """The models of a distillation."""
 
-    teacher: str | dict[str, str] | None = None
+    teacher: Annotated[str | dict[str, str] | None, PATH] = None
     """Teacher model with the policy's vocabulary, or one teacher per source of data.prompts by
     name: {sums: PATH, products: PATH}. Teachers are deployed like a reference model, as set by
     placement.frozen.reference, placement.gpus.reference and placement.mode.reference. null means
@@ -76,10 +72,10 @@ class TeacherModelSection(SampledModelSection):
 class DistilledDataSection(DataSection):
     """Prompts, and responses written by a teacher."""
 
-    response_key: str | None = None
+    response_key: Annotated[str | None, only_if("distillation.on_policy_fraction", below(1))] = None
     """Column of the responses for off-policy distillation: a string, or one chat message of the
     assistant. null means no such responses."""
-    max_response_tokens: int = Field(default=1024, ge=1)
+    max_response_tokens: Annotated[int, only_if("response_key", SET)] = Field(default=1024, ge=1)
     """Maximum length in tokens of a response of `response_key`, including its end of sequence.
     `too_long` applies to longer responses."""
 
@@ -87,15 +83,13 @@ class DistilledDataSection(DataSection):
 class DistillationSection(Config):
     """Distillation loss, at temperature 1."""
 
-    section = "distillation."
-
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "reverse_kl"
     """Divergence that is minimised at every token (arXiv:2306.13649). forward_kl: KL(teacher ||
     policy), which makes the policy cover all modes of the teacher; reverse_kl: KL(policy ||
     teacher), which keeps the policy to the teacher's main modes; jsd: generalized Jensen-Shannon
     divergence, which lies between these two."""
-    beta: float = Field(default=0.5, gt=0.0, lt=1.0)
-    """jsd: the teacher's weight in the mixture. Near 0 the gradient of jsd is that of forward_kl,
+    beta: Annotated[float, only_if("divergence", "jsd")] = Field(default=0.5, gt=0.0, lt=1.0)
+    """The teacher's weight in the mixture. Near 0 the gradient of jsd is that of forward_kl,
     near 1 that of reverse_kl."""
     top_k: Annotated[int, Field(ge=1)] | None = 64
     """Number of most likely tokens per position for which the teacher returns probabilities. All
@@ -111,17 +105,11 @@ class DistillationSection(Config):
     more (SDPO, arXiv:2601.20802). Or a function of your own, `file.py:name`, that takes the samples
     of a prompt (list[Rollout]) and returns the teacher's prompt for each sample: a string,
     chat messages, or None for a sample that is not trained on. null means the policy's prompt."""
-    max_teacher_prompt_tokens: int = Field(default=1024, ge=1)
+    max_teacher_prompt_tokens: Annotated[int, only_if("teacher_prompt", SET)] = Field(
+        default=1024, ge=1
+    )
     """Maximum length of the teacher's prompt in tokens. Samples with a longer teacher prompt are
     not trained on, and are counted in selection/prompts_too_long."""
-
-    def _problems(self) -> Iterator[str]:
-        if self.divergence != "jsd":
-            why = f"distillation.divergence is {self.divergence}"
-            yield from self._idle("beta", why, "set distillation.divergence to jsd")
-        if self.teacher_prompt is None:
-            why, remedy = "distillation.teacher_prompt is null", "set it"
-            yield from self._idle("max_teacher_prompt_tokens", why, remedy)
 
 
 class DistillationConfig(RoundsConfig):
@@ -132,9 +120,6 @@ class DistillationConfig(RoundsConfig):
 
     Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649.
     """
-
-    paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.teacher")
-    functions: ClassVar[tuple[str, ...]] = (*OnlineConfig.functions, "distillation.teacher_prompt")
 
     recipe: Literal["distillation"] = "distillation"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: TeacherModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -173,12 +158,6 @@ class DistillationConfig(RoundsConfig):
     def max_reference_len(self) -> int:
         """Maximum sequence length of a teacher, in tokens."""
         return self.max_teacher_len if self.distillation.teacher_prompt else self.max_model_len
-
-    @property
-    def own_functions(self) -> dict[str, str]:
-        """Import path of the user's teacher-prompt function, by config key."""
-        shown = self.distillation.teacher_prompt or ""
-        return {"distillation.teacher_prompt": shown} if is_import_path(shown) else {}
 
     @property
     def prompts_answered(self) -> int:
@@ -264,11 +243,6 @@ class DistillationConfig(RoundsConfig):
                 "need a teacher's texts. Set data.response_key to the column of these texts, or "
                 "distillation.on_policy_fraction to 1."
             )
-        if fraction == 1.0:
-            why = "distillation.on_policy_fraction is 1"
-            yield from self._idle(
-                "data.response_key", why, "set distillation.on_policy_fraction below 1"
-            )
         if column is not None:
             longest = self.data.max_prompt_tokens + self.data.max_response_tokens
             keys = "data.max_prompt_tokens + data.max_response_tokens"
@@ -323,7 +297,7 @@ class PairingSection(Config):
 
     min_gap: float = Field(default=0.0, ge=0.0)
     """Minimum score difference of a pair. Equal scores are a tie and are always skipped."""
-    reference: Literal["round", "start"] = "round"
+    reference: Annotated[Literal["round", "start"], unless("dpo.loss", "simpo")] = "round"
     """Reference model of the DPO loss. round: the policy at the start of the round; start:
     model.reference, which is deployed as in PPO; if model.reference is null, the policy at the
     start of the run."""
@@ -334,8 +308,6 @@ class IterativeDPOConfig(RoundsConfig):
 
     Paper: Xiong et al. 2023, arXiv:2312.11456, algorithm 2.
     """
-
-    paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.reference")
 
     recipe: Literal["iterative_dpo"] = "iterative_dpo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ReferenceModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -369,16 +341,6 @@ class IterativeDPOConfig(RoundsConfig):
             yield (
                 "dpo.loss (kto): learns from single verdicts, but iterative_dpo makes pairs. "
                 "Set dpo.loss to sigmoid or another loss of pairs."
-            )
-        if not self.dpo.needs_reference:
-            why = f"dpo.loss {loss} has no reference"
-            keys = "model.reference iterative_dpo.reference"
-            yield from self._idle(keys, why, "choose another dpo.loss")
-        elif self.iterative_dpo.reference == "round":
-            yield from self._idle(
-                "model.reference",
-                "iterative_dpo.reference is round",
-                "set iterative_dpo.reference to start",
             )
         longest = self.data.max_prompt_tokens + 2 * self.rollout.max_new_tokens
         keys = "data.max_prompt_tokens + 2 x rollout.max_new_tokens"

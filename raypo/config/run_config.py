@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -13,6 +13,7 @@ from raypo.config.learner_section import (
     LearnerSection,
     WorkersSection,
 )
+from raypo.config.only_if import value_at
 from raypo.config.paths import is_uri
 from raypo.config.placement_section import FrozenSection, PlacementSection, RoleKind
 from raypo.config.ppo_section import PPOSection
@@ -27,12 +28,14 @@ from raypo.config.sections import (
     CurriculumSection,
     DataSection,
     EvalSection,
+    HeldOutSection,
     LoggingSection,
     ModelSection,
     RatedDataSection,
     RewardModelEntry,
     SampledModelSection,
     StopSection,
+    TrainedModelSection,
 )
 from raypo.config.sources import functions_of, one_or_many
 
@@ -88,16 +91,20 @@ class RecipeConfig(RunFile):
     placement: PlacementSection = PlacementSection()
     cluster: ClusterSection = ClusterSection()
     logging: LoggingSection = LoggingSection()
+    if TYPE_CHECKING:  # each subclass has these sections, in a class of its own
+        model: TrainedModelSection
+        learner: WorkersSection
+        eval: HeldOutSection
 
     @property
     def may_change_length(self) -> bool:
         """True if `num_steps` may change during the run, because no learning rate depends on it."""
-        return getattr(getattr(self, "learner", None), "lr_schedule", "constant") == "constant"
+        return self.learner.lr_schedule == "constant"
 
     @property
     def measures_held_out(self) -> bool:
         """True if there are `eval/*` metrics."""
-        return bool(getattr(getattr(self, "eval", None), "prompts", None))
+        return bool(self.eval.prompts)
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:
@@ -108,11 +115,10 @@ class RecipeConfig(RunFile):
         return self.num_steps, "num_steps"
 
     def _problems(self) -> Iterator[str]:
-        learner, steps = getattr(self, "learner", None), self.scheduled_steps
-        if isinstance(learner, WorkersSection) and steps:
-            yield from learner.endless_warmup(*steps)
-        has_lora = getattr(getattr(self, "model", None), "lora", None) is not None
-        if has_lora and isinstance(learner, WorkersSection) and learner.optimizer == "muon":
+        yield from super()._problems()
+        if steps := self.scheduled_steps:
+            yield from self.learner.endless_warmup(*steps)
+        if self.model.lora is not None and self.learner.optimizer == "muon":
             yield (
                 "learner.optimizer (muon): updates whole matrices, but model.lora trains two "
                 "low-rank factors of each. Remove model.lora, or set learner.optimizer to adamw."
@@ -132,6 +138,20 @@ class RecipeConfig(RunFile):
                 "have a dedicated group. Set placement.mode to colocated."
             )
 
+    def _idle_workers(self, rows: Mapping[str, int]) -> Iterator[str]:
+        """Yield a problem if a worker would have no row in a step.
+
+        Args:
+            rows: Numbers of rows that the workers share, by config key.
+        """
+        count, most = self.learner.num_workers, min(rows.values())
+        if count > most:
+            limits = ", ".join(f"{key} = {number}" for key, number in rows.items())
+            yield (
+                f"learner.num_workers ({count}): every worker needs a row of each step ({limits}). "
+                f"Set learner.num_workers to at most {most}."
+            )
+
     def with_workers(self, count: int) -> Self:
         """Return the config of an elastic run for the time that it has `count` workers.
 
@@ -149,31 +169,14 @@ class RecipeConfig(RunFile):
 
         On GPUs float32 is slower, and vLLM rounds it to TF32 there anyway.
         """
-        model: Any = vars(self)["model"]
-        if model.dtype != "auto":
+        if self.model.dtype != "auto":
             return self
-        decided = {"dtype": "bfloat16" if use_gpu else "float32"}
-        return self.model_copy(update={"model": model.model_copy(update=decided)})
+        dtype = "bfloat16" if use_gpu else "float32"
+        return self.model_copy(update={"model": self.model.model_copy(update={"dtype": dtype})})
 
 
 class OnlineConfig(RecipeConfig):
     """Base class of the run files of recipes that train on responses sampled by engines."""
-
-    paths: ClassVar[tuple[str, ...]] = (
-        "model.policy",
-        "model.reward.path",
-        "reward.judge.path",
-        "data.prompts",
-        "eval.prompts",
-    )
-    functions: ClassVar[tuple[str, ...]] = (
-        "reward.function",
-        "data.prompts.function",
-        "eval.function",
-        "eval.prompts.function",
-        "rollout.environment",
-        "rollout.agent",
-    )
 
     model: SampledModelSection
     data: DataSection
@@ -205,7 +208,9 @@ class OnlineConfig(RecipeConfig):
     @property
     def own_functions(self) -> dict[str, str]:
         """Import path of each user function that replaces one of raypo's, by config key."""
-        return {}
+        keys = (key for key in self.functions if key.startswith(f"{self.recipe}."))
+        specs = {key: value_at(self, key) or "" for key in keys}
+        return {key: spec for key, spec in specs.items() if is_import_path(spec)}
 
     @property
     def reference(self) -> str | None:
@@ -366,8 +371,8 @@ class OnlineConfig(RecipeConfig):
             "reward": ("placement.frozen.reward", frozen.reward),
             "judge": ("placement.frozen.judge", frozen.judge),
         }
-        for role, (where, asked) in sections.items():
-            key, size = f"{where}.tensor_parallel", asked.tensor_parallel
+        for role, (where, replica) in sections.items():
+            key, size = f"{where}.tensor_parallel", replica.tensor_parallel
             is_colocated = self.placement.group_of(role) == "colocated"
             if size > 1 and is_colocated and strategy == "STRICT_SPREAD":
                 yield (
@@ -383,14 +388,14 @@ class OnlineConfig(RecipeConfig):
                     f"memory for the CUDA runtime. Set it below {share:g}, like "
                     f"{0.9 * share:.2g}."
                 )
-            if size > 1 and share < 1.0 and (not is_colocated or asked is engine):
+            if size > 1 and share < 1.0 and (not is_colocated or replica is engine):
                 yield (
                     f"placement.gpus.{role} ({share:g}): a replica on several GPUs ({key} = "
                     f"{size}) uses whole GPUs. Set it to 1."
                 )
-            if isinstance(asked, EngineSection) or not is_colocated:
+            if isinstance(replica, EngineSection) or not is_colocated:
                 continue
-            replicas = 1 if asked.num_replicas == "auto" else asked.num_replicas
+            replicas = 1 if replica.num_replicas == "auto" else replica.num_replicas
             if replicas * size > num_workers:
                 yield (
                     f"placement.frozen.{role}.tensor_parallel ({size}): each colocated replica "
@@ -404,29 +409,11 @@ class OnlineConfig(RecipeConfig):
 class PPOConfig(OnlineConfig):
     """Run file of the `ppo` recipe."""
 
-    paths: ClassVar[tuple[str, ...]] = (*OnlineConfig.paths, "model.critic", "model.reference")
-    functions: ClassVar[tuple[str, ...]] = (
-        *OnlineConfig.functions,
-        "ppo.policy_loss",
-        "ppo.advantage",
-        "ppo.shaping.function",
-    )
-
     recipe: Literal["ppo"] = "ppo"  # pyright: ignore[reportIncompatibleVariableOverride]
     model: ModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
     data: RatedDataSection  # pyright: ignore[reportIncompatibleVariableOverride]
     ppo: PPOSection = PPOSection()
     learner: LearnerSection = LearnerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    @property
-    def own_functions(self) -> dict[str, str]:
-        """Import path of the user's loss, advantage and shaping functions, by config key."""
-        named = {
-            "ppo.policy_loss": self.ppo.policy_loss,
-            "ppo.advantage": self.ppo.advantage,
-            "ppo.shaping.function": self.ppo.shaping.function or "",
-        }
-        return {key: name for key, name in named.items() if is_import_path(name)}
 
     @property
     def reference(self) -> str | None:
@@ -498,7 +485,7 @@ class PPOConfig(OnlineConfig):
                 "changed. Set ppo.minibatch_size lower, ppo.num_epochs to 2 or more, or "
                 "ppo.policy_loss to clip_cov."
             )
-        prompts, count = self.rollout.prompts_per_step, self.learner.num_workers
+        prompts = self.rollout.prompts_per_step
         apart, in_all = self.learner.critic_workers, self.learner.total_workers
         if apart and (in_all > prompts or apart > size):
             yield (
@@ -507,13 +494,8 @@ class PPOConfig(OnlineConfig):
                 f"rollout.prompts_per_step = {prompts}) and a response of each minibatch "
                 f"(ppo.minibatch_size = {size}). Lower it, or set it to 0."
             )
-        if count > min(prompts, size):
-            yield (
-                f"learner.num_workers ({count}): every worker needs a prompt of "
-                f"each step (rollout.prompts_per_step = {prompts}) and a "
-                f"response of each minibatch (ppo.minibatch_size = {size}). "
-                f"Set learner.num_workers to at most {min(prompts, size)}."
-            )
+        rows = {"rollout.prompts_per_step": prompts, "ppo.minibatch_size": size}
+        yield from self._idle_workers(rows)
 
     def _problems_of_the_critic(self) -> Iterator[str]:
         warmup, apart = self.ppo.critic_warmup_steps, self.learner.critic_workers
@@ -524,11 +506,6 @@ class PPOConfig(OnlineConfig):
                 f"ppo.critic_warmup_steps lower, or learner.save_critic to true for a run that "
                 f"trains only its critic."
             )
-        if apart and not self.ppo.needs_critic:
-            yield (
-                f"learner.critic_workers ({apart}): ppo.advantage: {self.ppo.advantage} has no "
-                f"critic. Set learner.critic_workers to 0, or ppo.advantage to gae."
-            )
         is_kept_elsewhere = is_uri(self.storage_path) and self.learner.save_critic
         if apart and is_kept_elsewhere and self.checkpoint.best_by:
             yield (
@@ -537,40 +514,26 @@ class PPOConfig(OnlineConfig):
                 f"{self.storage_path}). Set checkpoint.best_by to null, learner.save_critic to "
                 "false, or storage_path to a folder that all nodes see."
             )
-        if self.learner.save_critic and not self.ppo.needs_critic:
-            yield (
-                f"learner.save_critic (true): ppo.advantage: {self.ppo.advantage} has no critic. "
-                f"Set learner.save_critic to false, or ppo.advantage to gae."
-            )
 
     def _problems_of_episodes(self) -> Iterator[str]:
         shaping, limit = self.ppo.shaping, self.rollout.max_response_tokens
         if self.rollout.has_agent:
             yield from self._problems_of_agents()
-        of_the_total = ("normalize", "clip_low", "clip_high", "function")
+        names = ("normalize", "clip_low", "clip_high", "function")
+        of_the_total = [f"ppo.shaping.{name}" for name in names]
         answers_turns = self.rollout.is_episodic and not self.rollout.has_agent
         credits_turns = not self.ppo.needs_group or self.ppo.advantage == "gigpo"
         is_credited_by_turn = answers_turns and credits_turns
-        for key, value in shaping.set_keys(*of_the_total) if is_credited_by_turn else ():
+        for key, value in self.set_keys(*of_the_total) if is_credited_by_turn else ():
             yield (
                 f"{key} ({value}): changes the score of a whole episode, but ppo.advantage: "
                 f"{self.ppo.advantage} assigns credit by the rewards of its turns. Remove it, "
                 "and scale the environment's rewards."
             )
-        if self.data.tools_key and self.rollout.is_episodic:
-            yield (
-                f"data.tools_key ({self.data.tools_key}): has no effect, because environments "
-                "and agents name the tools that the chat template describes. Remove it."
-            )
         if self.ppo.advantage == "gigpo" and not answers_turns:
             yield (
                 "ppo.advantage (gigpo): compares the turns of episodes with an environment. Set "
                 "rollout.environment to a class whose turns have rewards, or ppo.advantage to grpo."
-            )
-        if self.ppo.discount_by == "turn" and not self.rollout.is_episodic:
-            yield (
-                "ppo.discount_by (turn): a response is a single turn if there is no environment "
-                "and no agent. Remove it, or set rollout.environment."
             )
         buffer, key = shaping.overlong_tokens(limit), "ppo.shaping.overlong_buffer_tokens"
         if buffer is not None and self.rollout.is_episodic:
@@ -605,8 +568,8 @@ class PPOConfig(OnlineConfig):
                 f"but an episode of {agent} may have several responses with one score. Set "
                 "ppo.kl.placement to loss."
             )
-        of_a_response = ("overlong_buffer_tokens", "truncated_score", "truncated_scale", "function")
-        for key, value in self.ppo.shaping.set_keys(*of_a_response):
+        names = ("truncated_score", "truncated_scale", "function")
+        for key, value in self.set_keys(*(f"ppo.shaping.{name}" for name in names)):
             yield (
                 f"{key} ({value}): changes the score of a single response, but an episode of "
                 f"{agent} may have several with one score. Remove it, and apply it in the "
@@ -614,8 +577,13 @@ class PPOConfig(OnlineConfig):
             )
 
     def _problems_of_scores(self) -> Iterator[str]:
-        if self.ppo.advantage == "gdpo":
-            yield from self._problems_of_weights()
+        for index, entry in enumerate(self.model.reward or ()):
+            if self.ppo.advantage == "gdpo" and entry.weight != 1.0:
+                yield (
+                    f"model.reward.{index}.weight ({entry.weight:g}): weights the score, but "
+                    "ppo.advantage: gdpo trains on the parts of the score. Remove it, and set "
+                    "ppo.part_weights."
+                )
         samples, horizon = self.rollout.samples_per_prompt, self.ppo.kl.horizon
         comparing = f"ppo.advantage: {self.ppo.advantage}" if self.ppo.needs_group else None
         comparing = comparing or ("ppo.filter.enabled" if self.ppo.filter.enabled else None)
@@ -635,17 +603,6 @@ class PPOConfig(OnlineConfig):
                 f"step ({self.responses_per_step}), or the coefficient could turn negative. "
                 f"Set ppo.kl.horizon to {self.responses_per_step} or more."
             )
-
-    def _problems_of_weights(self) -> Iterator[str]:
-        weights = {f"reward.weights.{name}": weight for name, weight in self.reward.weights}
-        for place, each in enumerate(self.model.reward or ()):
-            weights[f"model.reward.{place}.weight"] = each.weight
-        for key, weight in weights.items():
-            if weight != 1.0:
-                yield (
-                    f"{key} ({weight}): weights the score, but ppo.advantage: gdpo trains on the "
-                    "parts of the score. Remove it, and set ppo.part_weights."
-                )
 
     def _problems_of_corrections(self) -> Iterator[str]:
         section, truncation = self.ppo.correction, self.rollout.truncation

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from raypo.config.base import Config
+from raypo.config.fields import FUNCTION, PATH
+from raypo.config.only_if import SET, only_if, unless
 from raypo.config.sources import HeldOutSources, TrainedSources, one_or_many
 
 Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
@@ -16,7 +18,7 @@ Paths = Annotated[tuple[str, ...], BeforeValidator(one_or_many)]
 class RewardModelEntry(Config):
     """A reward model and its weight."""
 
-    path: str
+    path: Annotated[str, PATH]
     """Sequence classifier with one label and a trained head: a Hugging Face folder or a hub id."""
     weight: float = 1.0
     """Factor on the model's score in the sum over all reward models."""
@@ -74,18 +76,11 @@ Attention = Literal[
 ]
 
 
-class SampledModelSection(Config):
-    """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
+class TrainedModelSection(Config):
+    """The trained model."""
 
-    gone: ClassVar[Mapping[str, str]] = {
-        "critic": "This recipe trains no critic. Remove it.",
-        "reference": "This recipe has no reference model. Remove it.",
-    }
-
-    policy: str
-    """Model to train."""
-    reward: RewardModels = None
-    """Reward model, or a list of them; each is a path or {path, weight}."""
+    policy: Annotated[str, PATH]
+    """Model to train: a Hugging Face folder or a hub id."""
     dtype: Dtype = "auto"
     """Data type of the policy, the engine and the frozen models. auto: bfloat16 if the learner
     workers have GPUs, else float32; the run's config.yaml records which. float32 is exact on CPUs;
@@ -97,6 +92,16 @@ class SampledModelSection(Config):
     no padding. If the model does not support packed rows, auto is transformers' default. Any other
     value: the implementation of that name in transformers, with one padded row per response.
     flash_attention_2 and flash_attention_3 need GPUs and extra packages."""
+    lora: LoraSection | None = None
+    """Train a LoRA adapter (and a reward model's score head). {} means the default adapter, null
+    means that all weights are trained."""
+
+
+class SampledModelSection(TrainedModelSection):
+    """The models of a run that samples. Every path is a Hugging Face folder or a hub id."""
+
+    reward: RewardModels = None
+    """Reward model, or a list of them; each is a path or {path, weight}."""
     lora: PolicyLoraSection | None = None
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
     """
@@ -105,7 +110,9 @@ class SampledModelSection(Config):
 class ReferenceModelSection(SampledModelSection):
     """The models of a run with a reference. Every path is a Hugging Face folder or a hub id."""
 
-    reference: str | None = None
+    reference: Annotated[
+        str | None, PATH, unless("dpo.loss", "simpo"), only_if("iterative_dpo.reference", "start")
+    ] = None
     """Reference model of the KL penalty or of the DPO loss. It needs the policy's tokenizer. null
     means the initial policy. With model.lora that is the policy with its adapter off, and no second
     model is loaded."""
@@ -119,7 +126,7 @@ class ReferenceModelSection(SampledModelSection):
 class ModelSection(ReferenceModelSection):
     """The models of a run. Every path is a Hugging Face folder or a hub id."""
 
-    critic: str | None = None
+    critic: Annotated[str | None, PATH] = None
     """Backbone of the critic. null means the first reward model that has the policy's vocabulary.
     The value head is then the score head of this reward model, times its weight and
     reward.weights.model. If there is no such reward model, null means the policy with a value head
@@ -149,7 +156,9 @@ class DataSection(Config):
     as_chat: bool = False
     """Make a prompt that is plain text the user message of a chat, to which the chat template is
     applied. Models that are tuned for chats need it. Chat messages are unchanged."""
-    tools_key: str | None = None
+    tools_key: Annotated[
+        str | None, only_if("rollout.environment", None), only_if("rollout.agent", None)
+    ] = None
     """Column of the tools that the chat template describes: a list of JSON schemas, or that list as
     JSON text. null means the column `tools`, if it holds JSON schemas. Environments and agents
     define their own tools."""
@@ -228,21 +237,27 @@ class Periodic(Config):
         return step % self.every == 0 or step == last_step
 
 
-class EvalSection(Periodic):
-    """Evaluation on held-out prompts during the run."""
+class HeldOutSection(Periodic):
+    """Evaluation on held-out pairs."""
 
     prompts: HeldOutSources | None = None
     """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
-    function: str | None = None
+    every: Annotated[int, Field(ge=1)] = 50
+    """Steps between evaluations. There is always one before the first update and one after the
+    last."""
+
+
+class EvalSection(HeldOutSection):
+    """Evaluation on held-out prompts during the run."""
+
+    every: int = Field(default=10, ge=1)
+    function: Annotated[str | None, FUNCTION] = None
     """Reward function for the responses to held-out prompts. `eval/score_mean` is the mean of its
     scores. null means reward.function. If that is null too, responses are scored as in training. An
     agent's episodes always have the agent's own scores."""
     timeout_s: float | None = Field(default=1800.0, gt=0.0)
     """Timeout of one call of an evaluation function, in seconds, after which the run stops. null
     means no timeout."""
-    every: int = Field(default=10, ge=1)
-    """Steps between evaluations. There is always one before the first update and one after the
-    last."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Responses sampled for each held-out prompt."""
     temperature: float | None = Field(default=None, ge=0.0)
@@ -263,8 +278,6 @@ class EvalSection(Periodic):
 class CheckpointSection(Periodic):
     """Checkpoints of the whole training state."""
 
-    section = "checkpoint."
-
     every: int = Field(default=10, ge=1)
     """Steps between checkpoints. The last step always has one."""
     keep: int = Field(default=2, ge=1)
@@ -274,7 +287,7 @@ class CheckpointSection(Periodic):
     """Metric that selects the best checkpoint, like eval/score_mean. A checkpoint is saved at each
     step that improves on all earlier steps, and `best/` holds the models of the best one. null
     means that only the newest checkpoints are kept."""
-    best_mode: Literal["max", "min"] = "max"
+    best_mode: Annotated[Literal["max", "min"], only_if("best_by", SET)] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
     background: Literal["auto"] | bool = "auto"
     """Write checkpoints and models from a copy in RAM (12 bytes a trained weight, and the models
@@ -286,20 +299,13 @@ class CheckpointSection(Periodic):
     since the run began. refuse: stop; accept: continue, and record in `summary.json` what has
     changed and after which step."""
 
-    def _problems(self) -> Iterator[str]:
-        if self.best_by is None:
-            why, remedy = "checkpoint.best_by is null", "set checkpoint.best_by to a metric"
-            yield from self._idle("best_mode", why, remedy)
-
 
 class StopSection(Config):
     """Early stopping. Each rule that is set can end the run, with a checkpoint."""
 
-    section = "stop."
-
-    metric: str = "eval/score_mean"
+    metric: Annotated[str, only_if("at", SET) | only_if("patience", SET)] = "eval/score_mean"
     """Metric that `at` and `patience` check each time it is measured."""
-    mode: Literal["max", "min"] = "max"
+    mode: Annotated[Literal["max", "min"], only_if("at", SET) | only_if("patience", SET)] = "max"
     """Direction of the metric. max: larger is better; min: smaller is better."""
     at: float | None = None
     """Threshold of the metric. The run ends when the metric is at least this value (with mode min:
@@ -307,8 +313,8 @@ class StopSection(Config):
     patience: int | None = Field(default=None, ge=1)
     """Number of consecutive measurements without improvement on the best measurement, after which
     the run ends. null means no such rule."""
-    min_change: float = Field(default=0.0, ge=0.0)
-    """Minimum improvement for `patience`: a measurement must beat the best one by more than this
+    min_change: Annotated[float, only_if("patience", SET)] = Field(default=0.0, ge=0.0)
+    """Minimum improvement: a measurement must beat the best one by more than this
     value."""
     after_s: float | None = Field(default=None, gt=0.0)
     """Time limit in seconds, counted from the start of the command. The command ends after the step
@@ -319,13 +325,6 @@ class StopSection(Config):
     def watches(self) -> bool:
         """True if a metric can end the run."""
         return self.at is not None or self.patience is not None
-
-    def _problems(self) -> Iterator[str]:
-        if self.patience is None:
-            yield from self._idle("min_change", "stop.patience is null", "set stop.patience")
-        if not self.watches:
-            why = "neither stop.at nor stop.patience is set"
-            yield from self._idle("metric mode", why, "set one of them")
 
 
 class ClusterSection(Config):

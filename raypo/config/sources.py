@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from raypo.config.base import Config
+from raypo.config.fields import FUNCTION, PATH
 
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 """Suffixes of the files that raypo can read rows from."""
@@ -49,7 +50,7 @@ class SourceEntry(Config):
     """Sampling weight relative to the other sources. Either every source has a weight, or no source
     has. Held-out sources cannot have weights. null means that the rows of all sources are drawn as
     one data set, each row once per epoch."""
-    function: str | None = None
+    function: Annotated[str | None, FUNCTION] = None
     """Reward function for the responses to this source, instead of `reward.function` (for held-out
     prompts: instead of `eval.function`). null means no such function."""
 
@@ -147,9 +148,9 @@ def _not_weighted(sources: tuple[PromptSource, ...]) -> tuple[PromptSource, ...]
 
 
 TrainedSources = Annotated[
-    _Sources, AfterValidator(_distinct), AfterValidator(_all_weighted_or_none)
+    _Sources, PATH, AfterValidator(_distinct), AfterValidator(_all_weighted_or_none)
 ]
-HeldOutSources = Annotated[_Sources, AfterValidator(_distinct), AfterValidator(_not_weighted)]
+HeldOutSources = Annotated[_Sources, PATH, AfterValidator(_distinct), AfterValidator(_not_weighted)]
 
 
 def functions_of(sources: Sequence[PromptSource] | None) -> dict[str, str]:

@@ -82,7 +82,7 @@ class Domain:
             return range(*self.values)
         low, high, step = self.values
         count = 1 + math.floor((high - low) / step * (1 + 1e-9))
-        return [round(low + place * step, 12) for place in range(count)]
+        return [round(low + index * step, 12) for index in range(count)]
 
     def nearest(self, value: Any) -> Any:
         """Return the value of a range that is nearest to `value`. For a list, return `value`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -11,31 +11,16 @@ from raypo.config.base import Config
 from raypo.config.learner_section import (
     WorkersSection,
 )
+from raypo.config.only_if import unless
 from raypo.config.rollout_section import SamplingSection
 from raypo.config.run_config import RecipeConfig
 from raypo.config.sections import (
-    Attention,
     DataSection,
-    Dtype,
     EvalSection,
-    LoraSection,
-    Periodic,
+    HeldOutSection,
+    TrainedModelSection,
 )
-from raypo.config.sources import HeldOutSources, functions_of
-
-
-class TrainedModelSection(Config):
-    """The trained model."""
-
-    policy: str
-    """Model to start from: a Hugging Face folder or a hub id."""
-    dtype: Dtype = "auto"
-    """Data type, like PPO's `model.dtype`. auto: bfloat16 on GPUs, float32 on CPUs."""
-    attention: Attention = "auto"
-    """Attention implementation of all passes, like PPO's `model.attention`."""
-    lora: LoraSection | None = None
-    """Train a LoRA adapter (and a reward model's score head). {} means the default adapter, null
-    means that all weights are trained."""
+from raypo.config.sources import functions_of
 
 
 class ExamplesLearnerSection(WorkersSection):
@@ -44,8 +29,6 @@ class ExamplesLearnerSection(WorkersSection):
     lr: float = Field(default=1e-5, ge=0.0)
     """Highest learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """Learning rate after the warm-up. constant: it does not change; linear, cosine: it decays to
-    `lr_floor` at num_steps, along a line or half a cosine."""
     batch_size: int = Field(default=32, ge=1)
     """Examples per optimizer step, over all workers."""
 
@@ -73,22 +56,12 @@ class PairsSection(DataSection):
     """Column of the better response: a string, or one chat message of the assistant."""
     rejected_key: str = "rejected"
     """Column of the worse response."""
-    margin_key: str | None = None
+    margin_key: Annotated[str | None, unless("dpo.loss", "ipo", "kto")] = None
     """Column of the margin by which the chosen response is better (arXiv:2307.09288, eq. 2). null
     means margin 0."""
     max_response_tokens: int = Field(default=1024, ge=1)
     """Maximum response length in tokens, including the end of sequence. `too_long` applies to
     longer responses."""
-
-
-class PairsEvalSection(Periodic):
-    """Evaluation on held-out pairs."""
-
-    prompts: HeldOutSources | None = None
-    """Held-out sources, as in data.prompts, with the same columns. null means no evaluation."""
-    every: Annotated[int, Field(ge=1)] = 50
-    """Steps between evaluations. There is always one before the first update and one after the
-    last."""
 
 
 class RewardModelSection(Config):
@@ -101,8 +74,6 @@ class RewardModelSection(Config):
 
 class ExamplesConfig(RecipeConfig):
     """Base class of the run files of recipes that learn from examples."""
-
-    paths: ClassVar[tuple[str, ...]] = ("model.policy", "data.prompts", "eval.prompts")
 
     num_epochs: float | None = Field(default=None, gt=0.0)
     """Passes over the examples, as an alternative to `num_steps`. `num_steps` is then computed when
@@ -123,18 +94,13 @@ class ExamplesConfig(RecipeConfig):
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
-        learner, data, evaluation = self.learner, self.data, vars(self)["eval"]
-        if learner.num_workers > learner.batch_size:
-            yield (
-                f"learner.num_workers ({learner.num_workers}): every worker needs an example of "
-                f"each step (learner.batch_size = {learner.batch_size}). Set learner.num_workers "
-                f"to at most {learner.batch_size}."
-            )
-        sources = {"data.prompts": data.prompts, "eval.pairs": getattr(evaluation, "pairs", None)}
-        if not isinstance(evaluation, EvalSection):
-            sources["eval.prompts"] = evaluation.prompts
-        for key, given in sources.items():
-            if functions := functions_of(given):
+        learner, data = self.learner, self.data
+        yield from self._idle_workers({"learner.batch_size": learner.batch_size})
+        sources = {"data.prompts": data.prompts, "eval.pairs": getattr(self.eval, "pairs", None)}
+        if not isinstance(self.eval, EvalSection):
+            sources["eval.prompts"] = self.eval.prompts
+        for key, entries in sources.items():
+            if functions := functions_of(entries):
                 yield (
                     f"{key}.function ({next(iter(functions.values()))}): has no effect, because "
                     f"the recipe {self.recipe} trains on these rows without sampling responses. "
@@ -150,8 +116,6 @@ class ExamplesConfig(RecipeConfig):
 
 class PolicyExamplesConfig(ExamplesConfig):
     """Base class of the run files of recipes that train a policy on examples."""
-
-    functions: ClassVar[tuple[str, ...]] = ("eval.function", "eval.prompts.function")
 
     rollout: SamplingSection = SamplingSection()
     eval: EvalSection = EvalSection()
@@ -181,4 +145,4 @@ class RewardModelConfig(ExamplesConfig):
     recipe: Literal["reward_model"] = "reward_model"  # pyright: ignore[reportIncompatibleVariableOverride]
     data: PairsSection  # pyright: ignore[reportIncompatibleVariableOverride]
     reward_model: RewardModelSection = RewardModelSection()
-    eval: PairsEvalSection = PairsEvalSection()
+    eval: HeldOutSection = HeldOutSection()

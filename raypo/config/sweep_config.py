@@ -4,7 +4,6 @@ trials.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import random
@@ -21,10 +20,12 @@ from raypo.config.base import (
     ConfigError,
     RunFile,
     flatten,
-    known_keys,
+    nested,
     read_yaml,
-    remedy_in,
 )
+from raypo.config.fields import known_keys
+from raypo.config.messages import remedy_for_unknown
+from raypo.config.only_if import only_if
 from raypo.config.recipe_config import AnyConfig, parse_run_config
 from raypo.config.run_config import OnlineConfig, PPOConfig
 from raypo.config.sources import one_or_many
@@ -64,39 +65,26 @@ def _as_section(value: Any) -> Any:
 class SchedulerSection(Config):
     """Trial scheduler. `scheduler: asha` is short for `scheduler: {kind: asha}`."""
 
-    section = "scheduler."
-
     kind: Literal["none", "asha", "median", "pbt"] = "none"
     """Scheduling algorithm. none: every trial runs to its end; asha: only the best fraction
     continues at each rung (arXiv:1810.05934); median: a trial that is worse than the median of the
     others is stopped; pbt: the worst trials copy the best and perturb its values
     (arXiv:1711.09846)."""
-    grace_steps: int | None = Field(default=None, ge=1)
-    """asha, median: steps before a trial may be stopped. null means `eval.every` of the base. A
+    grace_steps: Annotated[int | None, only_if("kind", "asha", "median")] = Field(
+        default=None, ge=1
+    )
+    """Steps before a trial may be stopped. null means `eval.every` of the base. A
     trial is never stopped before it has a score from after the first update."""
-    reduction_factor: float = Field(default=3.0, gt=1.0)
-    """asha: one in this many trials continues at each rung."""
-    perturb_every: int | None = Field(default=None, ge=1)
-    """pbt: steps between comparisons, at which trials wait for each other. null means `eval.every`
+    reduction_factor: Annotated[float, only_if("kind", "asha")] = Field(default=3.0, gt=1.0)
+    """One in this many trials continues at each rung."""
+    perturb_every: Annotated[int | None, only_if("kind", "pbt")] = Field(default=None, ge=1)
+    """Steps between comparisons, at which trials wait for each other. null means `eval.every`
     of the base."""
-    quantile: float = Field(default=0.25, gt=0.0, le=0.5)
-    """pbt: fraction of the trials that is replaced by copies of the best."""
-    resample: float = Field(default=0.25, ge=0.0, le=1.0)
-    """pbt: probability that the value of a key is drawn again instead of multiplied by 0.8 or 1.2.
+    quantile: Annotated[float, only_if("kind", "pbt")] = Field(default=0.25, gt=0.0, le=0.5)
+    """Fraction of the trials that is replaced by copies of the best."""
+    resample: Annotated[float, only_if("kind", "pbt")] = Field(default=0.25, ge=0.0, le=1.0)
+    """Probability that the value of a key is drawn again instead of multiplied by 0.8 or 1.2.
     """
-
-    def _problems(self) -> Iterator[str]:
-        users = {
-            "grace_steps": ("asha", "median"),
-            "reduction_factor": ("asha",),
-            "perturb_every": ("pbt",),
-            "quantile": ("pbt",),
-            "resample": ("pbt",),
-        }
-        for key, kinds in users.items():
-            if self.kind not in kinds:
-                remedy = f"set scheduler.kind to {' or '.join(kinds)}"
-                yield from self._idle(key, f"scheduler.kind is {self.kind}", remedy)
 
 
 class SweepResources(Config):
@@ -148,7 +136,7 @@ class Constraint:
 
 AnyConstraint = Annotated[
     Constraint,
-    BeforeValidator(lambda each: Constraint.parse(each) if isinstance(each, str) else each),
+    BeforeValidator(lambda value: Constraint.parse(value) if isinstance(value, str) else value),
     PlainSerializer(str),
 ]
 
@@ -210,6 +198,7 @@ class SweepConfig(RunFile):
         return {key: Domain.parse(key, value) for key, value in flat.items()}
 
     def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if len(self.mode) != len(self.metric) or not self.metric:
             yield (
                 f"mode ({list(self.mode)}): there must be one mode for each metric "
@@ -290,16 +279,14 @@ class SweepConfig(RunFile):
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of nested values in which each dotted key of `point` has the point's value."""
-    tree = copy.deepcopy(dict(values))
-    for key, value in point.items():
-        *sections, last = key.split(".")
-        section = tree
-        for name in sections:
-            if not isinstance(section.get(name), dict):
-                section[name] = {}
-            section = section[name]
-        section[last] = value
-    return tree
+    below = {
+        key: value
+        for key, value in flatten(values).items()
+        if not any(
+            f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in point
+        )
+    }
+    return nested(below | dict(point))
 
 
 def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:
@@ -316,9 +303,9 @@ def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:
     """
     keys = known_keys(kind)
     if key not in keys:
-        hint = remedy_in(kind, key)
+        hint = remedy_for_unknown(key, keys)
         raise ConfigError(f"{space}.{key}: the run config has no such key. {hint}")
-    below = [known for known in keys if known.startswith(f"{key}.")]
+    below = [other for other in keys if other.startswith(f"{key}.")]
     if below:
         raise ConfigError(
             f"{space}.{key}: is a section of the run config. Name one of its keys, like "
@@ -341,7 +328,7 @@ def _test_points(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
 
 
 def _check_metrics(sweep: SweepConfig, trial: AnyConfig, words: str) -> None:
-    for metric in (*sweep.metric, *(each.metric for each in sweep.constraint)):
+    for metric in (*sweep.metric, *(constraint.metric for constraint in sweep.constraint)):
         if metric.startswith("eval/") and not trial.measures_held_out:
             raise ConfigError(
                 f"metric ({metric}): the base config has no evaluation. Set eval.prompts in "
@@ -426,15 +413,15 @@ def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:
             "the copied trial. Search ppo.kl.target instead, or set overrides.ppo.kl.controller "
             "to fixed."
         )
-    every, kept = sweep.perturb_every(base), base.checkpoint.every
+    every, saved_every = sweep.perturb_every(base), base.checkpoint.every
     if any(metric.startswith("eval/") for metric in sweep.metric) and every % base.eval.every:
         raise ConfigError(
             f"scheduler.perturb_every ({every}): trials are judged by {sweep.metric[0]}, which is "
             f"measured every {base.eval.every} steps (eval.every). Set it to a multiple of that."
         )
-    if every != kept:
+    if every != saved_every:
         raise ConfigError(
-            f"checkpoint.every ({kept}): pbt copies checkpoints every {every} steps "
+            f"checkpoint.every ({saved_every}): pbt copies checkpoints every {every} steps "
             "(scheduler.perturb_every, else eval.every of the base), but newer checkpoints "
             "would replace them before they are copied. Set overrides.checkpoint.every to "
             f"{every}."

@@ -21,7 +21,8 @@ import xxhash
 from pydantic import BaseModel
 
 from raypo.config import ConfigError, OnlineConfig, PPOConfig, RecipeConfig, is_import_path
-from raypo.config.base import TODO, flatten, known_keys, nested, read_yaml
+from raypo.config.base import TODO, read_yaml
+from raypo.config.fields import flatten, known_keys, nested
 from raypo.config.paths import absolute_function, is_uri
 from raypo.custom.loader import check_callable, check_function, function_name
 from raypo.data.rows import read_rows

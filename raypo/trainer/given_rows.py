@@ -18,6 +18,7 @@ import xxhash
 
 from raypo.cluster.connect import connect
 from raypo.config import ConfigError, RecipeConfig
+from raypo.config.fields import PATH, marked_keys
 from raypo.storage.folder import TEMPORARY, below
 from raypo.storage.run_files import GIVEN_ROWS, RunFiles
 
@@ -61,7 +62,7 @@ def check_rows(kind: type[RecipeConfig], given: Mapping[str, Rows]) -> None:
     Raises:
         ConfigError: a key or its rows are refused.
     """
-    known = [key for key in kind.paths if key.startswith(("data.", "eval."))]
+    known = [key for key in marked_keys(kind, PATH) if key.startswith(("data.", "eval."))]
     for key, rows in given.items():
         if key not in known:
             raise ConfigError(

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from raypo.config.base import TODO, ConfigError, flatten, known_keys, nested
+from raypo.config.base import TODO, ConfigError
+from raypo.config.fields import flatten, known_keys, nested
 from raypo.config.migration import rows_of
 from raypo.config.recipe_config import RECIPES, AnyConfig
 from raypo.translation.foreign_arguments import DEFAULT, ForeignArguments, Settings

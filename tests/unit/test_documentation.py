@@ -16,7 +16,8 @@ from typer.core import TyperGroup
 import raypo.cli
 from raypo import Rollout
 from raypo.config import RECIPES, parse_run_config
-from raypo.config.base import known_keys, read_yaml
+from raypo.config.base import read_yaml
+from raypo.config.fields import known_keys
 from raypo.config.migration import counterparts
 from raypo.config.sweep_config import SweepConfig
 from scripts import metrics_table, migration_tables

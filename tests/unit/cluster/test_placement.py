@@ -385,11 +385,6 @@ def test_a_frozen_model_in_vllm_may_span_the_gpus_of_a_bundle():
     ("mode", "placement", "message"),
     [
         (
-            "dedicated",
-            {"frozen": {"reward": {"tensor_parallel": 2}}},
-            r"placement\.frozen\.reward\.tensor_parallel \(2\): backend torch",
-        ),
-        (
             "colocated",
             {"frozen": {"reward": {"backend": "vllm", "tensor_parallel": 2}}},
             r"reward\.tensor_parallel \(2\): .* of 2 learner workers, but there are 1 .* or "

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from raypo.config import ConfigError, DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
-from raypo.config.base import known_keys
+from raypo.config.fields import known_keys
 from raypo.config.migration import PROJECTS, counterparts, rows_of
 
 ROOTS = (PPOConfig, SFTConfig, DPOConfig, RewardModelConfig)

@@ -19,10 +19,6 @@ def test_one_address_or_several():
         ({"function": {"a.py:f": 0.5}}, "must be one function. Write one that calls the others"),
         ({"url": "localhost:8000"}, "reward.url (localhost:8000): must begin with http://"),
         ({"url": ["http://a/", "http:///score"]}, "reward.url (http:///score): must begin"),
-        (
-            {"request": {"batch_size": 2}},
-            "reward.request: has no effect, because reward.url and reward",
-        ),
     ],
 )
 def test_what_cannot_act_is_refused(values: dict, text: str):

@@ -21,21 +21,10 @@ def test_engines_that_take_turns_with_the_learner_cannot_sample_beside_it():
     assert_refused("rollout.mode", "one_step_off")
 
 
-def test_a_staleness_that_the_mode_cannot_have():
-    assert_refused("max_staleness", 2, rollout__max_staleness=2)
-    keys = {"rollout__mode": "one_step_off", "rollout__max_staleness": 0}
-    assert_refused("max_staleness", 0, **keys, **DEDICATED)
-
-
 def test_an_episode_needs_a_limit():
     keys = {"rollout__environment": "guess.py:Guess"}
     assert_refused("rollout.max_episode_tokens", None, **keys)
     assert_refused("rollout.max_episode_tokens", 3, **keys, rollout__max_episode_tokens=3)
-
-
-def test_episodes_name_their_own_tools():
-    assert_refused("data.tools_key", "tools", **ENVIRONMENT, data__tools_key="tools")
-    assert PPOConfig.parse(with_keys(data__tools_key="tools")).data.tools_key == "tools"
 
 
 VERIFIERS = ENVIRONMENT | {"rollout__environment": "verifiers:my-env"}
@@ -51,24 +40,6 @@ def test_an_environment_of_verifiers_is_an_agent_that_keeps_its_arguments():
     assert_refused("reward.function", function, **VERIFIERS, reward__function=function)
     kl = {"ppo__kl__placement": "loss", "ppo__kl__estimator": "k3"}
     assert_refused("ppo.advantage", "gigpo", **VERIFIERS, ppo__advantage="gigpo", **kl)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "others"),
-    [
-        ("rollout.environment_processes", 2, VERIFIERS),
-        ("rollout.limit_score", 0.5, VERIFIERS),
-        ("rollout.agent_args", {"n": 2}, VERIFIERS),
-        ("rollout.max_turns", 3, {}),
-        ("rollout.environment_processes", 2, AGENT),
-        ("rollout.agent_args", {"n": 2}, {}),
-        ("rollout.turns", "continuous", {}),
-        ("rollout.limit_score", 0.5, ENVIRONMENT),
-        ("rollout.endpoint_host", "0.0.0.0", ENVIRONMENT),
-    ],
-)
-def test_keys_of_episodes_act_only_where_there_are_any(key, value, others):
-    assert_refused(key, value, **others, **{key.replace(".", "__"): value})
 
 
 @pytest.mark.parametrize(
@@ -113,7 +84,6 @@ def test_what_is_credited_by_turns_is_not_shaped_as_a_whole():
     assert_refused("ppo.shaping.clip_high", 1.0, **ENVIRONMENT, **shaping, **gigpo)
     grpo = with_keys(**ENVIRONMENT, ppo__advantage="grpo", **shaping)
     assert PPOConfig.parse(grpo).ppo.shaping.clip_high == 1.0
-    assert_refused("ppo.discount_by", "turn")
 
 
 @pytest.mark.parametrize("player", [ENVIRONMENT, AGENT])
@@ -126,14 +96,6 @@ def test_an_episode_must_fit_a_microbatch():
     keys = ENVIRONMENT | {"rollout__max_episode_tokens": 100_000}
     key = "learner.max_tokens_per_microbatch"
     assert_refused(key, 4096, **keys, learner__max_tokens_per_microbatch=4096)
-
-
-def test_nothing_is_in_flight_when_weights_arrive_where_every_batch_is_waited_for():
-    keep = {"rollout__in_flight": "keep", **DEDICATED}
-    assert_refused("in_flight", "keep", **keep, rollout__mode="one_step_off")
-    keep |= {"rollout__mode": "async"}
-    assert PPOConfig.parse(with_keys(**keep)).rollout.has_requests_in_flight
-    assert_refused("in_flight", "keep", **keep, rollout__max_staleness=0)
 
 
 def test_a_mask_of_stale_tokens_that_none_can_meet():

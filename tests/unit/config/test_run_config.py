@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from raypo.config import (
     NUMBERS_DO_NOT_DEPEND_ON,
@@ -17,7 +16,7 @@ from raypo.config import (
     flatten,
     load_run_config,
 )
-from raypo.config.base import remedy_for_unknown
+from raypo.config.messages import remedy_for_unknown
 
 MINIMAL = {
     "name": "quick",
@@ -74,7 +73,7 @@ def test_a_boolean_is_no_number(key):
 
 
 def test_a_boolean_in_a_list_or_an_entry_is_no_number():
-    assert_refused("learner.adam_betas", [True, 0.9])
+    assert_refused("eval.pass_at", [True])
     entry = [{"path": "a.jsonl", "weight": True}]
     assert_refused("model.reward.0.weight", True, model__reward=entry)
     assert_refused("data.prompts.0.weight", True, data__prompts=entry)
@@ -115,15 +114,6 @@ def test_an_unknown_key_names_the_nearest(key, nearest):
 @pytest.mark.parametrize("key", ["zzz", "learner__use_fsdp", "ppo__kl__warm"])
 def test_an_unknown_key_without_a_near_one_is_to_be_removed(key):
     assert refused(**{key: 1}).endswith("Remove it.")
-
-
-def test_a_key_that_is_gone_says_why_and_its_null_of_an_older_run_is_ignored():
-    assert refused(placement__deployment__max_queued_requests=64) == (
-        "run.yaml: placement.deployment.max_queued_requests: there is no such key. Queues of "
-        "replicas no longer have a limit. Remove it."
-    )
-    older = with_keys(placement__deployment__max_queued_requests=None)
-    assert PPOConfig.parse(older) == PPOConfig.parse(MINIMAL)
 
 
 def test_what_a_key_begins_with_makes_no_other_key_of_its_section_near():
@@ -359,16 +349,6 @@ def test_a_wrong_zero_optimization_is_refused():
 # Files and overrides
 
 
-def test_defaults_are_those_of_the_design():
-    config = PPOConfig.parse(MINIMAL)
-
-    assert config.data.prompts == ("prompts.jsonl",)
-    assert config.responses_per_step == 32 * 4
-    assert (config.ppo.clip_low, config.ppo.gae_lambda, config.ppo.kl.coef) == (0.2, 0.95, 0.01)
-    assert (config.learner.policy_lr, config.learner.critic_lr) == (1e-6, 1e-5)
-    assert (config.storage_path, config.num_steps) == ("runs", 40)
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -389,25 +369,10 @@ def test_overrides_by_mapping_and_by_text_win_over_the_file(file, overrides):
     assert config.model.policy == "tiny"
 
 
-def test_small_numbers_are_numbers_however_they_are_written(file):
-    config = PPOConfig.load(file, ["learner.policy_lr=3e-6", "learner.critic_lr=1.0e-05"])
-    assert (config.learner.policy_lr, config.learner.critic_lr) == (3e-6, 1e-5)
-
-
-def test_null_is_none(file):
-    assert PPOConfig.load(file, ["ppo.value_clip=null"]).ppo.value_clip is None
-
-
 @pytest.mark.parametrize("text", ["ppo.kl.coef", "=3", "--fresh"])
 def test_an_override_without_key_and_value(file, text):
     with pytest.raises(ConfigError, match=f"{text!r} is not an override"):
         PPOConfig.load(file, [text])
-
-
-@pytest.mark.parametrize("overrides", [{"ppo.kl.coeff": 1}, ["ppo.kl.coeff=1"]])
-def test_a_mistake_in_an_override_is_told_like_one_in_the_file(file, overrides):
-    with pytest.raises(ConfigError, match=f"{file}: ppo.kl.coeff: "):
-        PPOConfig.load(file, overrides)
 
 
 def test_paths_may_begin_with_the_folder_of_the_file(tmp_path, monkeypatch):
@@ -463,12 +428,6 @@ def test_a_key_that_is_given_twice_is_told_with_both_lines(tmp_path, text, told)
 # Frozen, comparable, light
 
 
-def test_a_config_is_frozen():
-    config = PPOConfig.parse(MINIMAL)
-    with pytest.raises(ValidationError, match="frozen"):
-        config.ppo.gamma = 0.5  # type: ignore[misc]
-
-
 def test_a_config_survives_its_dump():
     config = PPOConfig.parse(with_keys(ppo__kl__coef=0.5, data__label_key="answer"))
     assert PPOConfig.parse(config.model_dump()) == config
@@ -506,15 +465,9 @@ def test_importing_the_config_imports_nothing_heavy():
     assert done.stdout == "[]\n"
 
 
-def test_a_critic_is_kept_only_where_there_is_one():
-    text = refused(learner__save_critic=True, ppo__advantage="reinforce")
-    assert "learner.save_critic (true): " in text
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"ppo__advantage": "reinforce"}, "ppo.advantage: reinforce"),
         ({"learner__num_workers": 31}, "learner.num_workers + learner.critic_workers = 33"),
         (
             {
@@ -538,17 +491,11 @@ def test_failures_are_counted_as_ray_counts_them_and_may_change_when_a_run_goes_
     unlimited = PPOConfig.parse(with_keys(max_failures=-1))
     earlier = PPOConfig.parse(with_keys())
     assert unlimited.differences(earlier, ignore=NUMBERS_DO_NOT_DEPEND_ON) == []
-    assert "max_failures (-2): must be greater than or equal to -1" in refused(max_failures=-2)
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"learner__lr_floor": 0.1}, "learner.lr_floor (0.1): "),
-        ({"learner__lr_floor": 1.5}, "learner.lr_floor (1.5): "),
-        ({"learner__adam_betas": [0.9, 1.0]}, "learner.adam_betas"),
-        ({"learner__adam_eps": 0.0}, "learner.adam_eps (0.0): "),
-        ({"learner__lr_warmup_steps": -1}, "learner.lr_warmup_steps (-1): "),
         ({"learner__lr_warmup_steps": 40}, "Set learner.lr_warmup_steps to at most 39"),
         ({"learner__lr_warmup_steps": 10, "ppo__critic_warmup_steps": 30}, "in 10 steps"),
     ],
@@ -582,7 +529,6 @@ def test_a_curriculum_waits_for_the_steps_that_may_still_be_sampled(keys: dict, 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"learner__max_grad_norm": 0.5}, "learner.max_grad_norm (0.5): has no effect"),
         ({"model__lora": {}}, "learner.optimizer (muon): updates whole matrices"),
         ({"learner__critic_workers": 1}, "learner.critic_workers (1): is not supported"),
         (
@@ -600,10 +546,8 @@ def test_what_muon_cannot_have_is_refused(keys: dict, words: str):
     assert words in refused(learner__optimizer="muon", **keys)
 
 
-def test_a_curriculum_is_off_has_bounds_and_is_a_key_of_ppo():
+def test_a_curriculum_is_off_and_is_a_key_of_ppo():
     assert PPOConfig.parse(with_keys()).curriculum is None
-    assert_refused("data.curriculum.target", 1.0)
-    assert_refused("data.curriculum.memory", 1.5)
     sft = with_keys(data__curriculum={}, data__response_key="answer")
     with pytest.raises(ConfigError, match=r"data\.curriculum"):
         SFTConfig.parse(sft)

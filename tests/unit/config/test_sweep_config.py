@@ -198,13 +198,6 @@ def test_grid_and_searcher_belong_together(base: Path):
     assert "is a range" in refused(base, searcher="grid")
 
 
-def test_a_scheduler_has_only_its_own_settings(base: Path):
-    assert sweep_of(base, scheduler="asha").scheduler.reduction_factor == 3.0
-    message = refused(base, scheduler={"kind": "median", "reduction_factor": 2})
-    assert "scheduler.reduction_factor (2)" in message
-    assert "scheduler.kind to asha" in message
-
-
 def test_every_metric_has_its_mode(base: Path):
     two = ["eval/score_mean", "kl/ref_response_mean"]
     assert sweep_of(base, metric=two, mode=["max", "min"]).mode == ("max", "min")

@@ -8,7 +8,7 @@ import torch
 
 from raypo.collectives import Workers
 from raypo.config import PPOSection, flatten
-from raypo.config.base import known_keys
+from raypo.config.fields import known_keys
 from raypo.ppo.controllers import UpdateState
 from raypo.ppo.kl import KLController
 from tests.unit.learner.plain import Outcome, on_workers, one_step, plain_learner, plain_models

@@ -86,16 +86,3 @@ def test_a_metric_that_is_not_there_is_refused_where_it_could_be_known():
     text = check_measured("stop.metric", "ppo/kl", ["ppo/value_loss"])
     assert text is not None
     assert check_measured("stop.metric", "ppo/value_loss", ["ppo/value_loss"]) is None
-
-
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        ({"min_change": 0.1}, "stop.min_change"),
-        ({"metric": "eval/loss"}, "stop.metric"),
-        ({"mode": "min"}, "stop.mode"),
-    ],
-)
-def test_what_could_not_act_is_refused(values: dict, told: str):
-    with pytest.raises(ValueError, match=f"{told} .* has no effect"):
-        StopSection(**values)

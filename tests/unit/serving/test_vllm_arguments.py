@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from raypo.config import ConfigError, EngineSection, PPOConfig
-from raypo.config.base import known_keys
+from raypo.config.fields import known_keys
 from raypo.serving import vllm_arguments
 from raypo.serving.vllm_arguments import (
     FIXED,
