@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raypo.rollout.engines import Engines
 from raypo.serving.client import Completions, OnCompletion
+from raypo.serving.engine import Engine as VllmEngine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from raypo.weights.buckets import Bucket, as_bytes, grouped, specs_of
@@ -72,6 +73,11 @@ class Lossy:
 
     def batch_decode(self, ids: list[np.ndarray], /, *, skip_special_tokens: bool) -> list[str]:
         return ["?"] * len(ids)
+
+
+def generate(engine: VllmEngine, requests: Sequence[SamplingRequest]) -> list[Completion]:
+    """Sample an exclusive batch on an engine of this process, and wait for it."""
+    return [future.result() for future in engine.submit(requests, alone=True)]
 
 
 def pack(named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[Bucket]:

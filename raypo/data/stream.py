@@ -9,13 +9,10 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from raypo.seeds import SeedWord
+
 Item = TypeVar("Item")
 Other = TypeVar("Other")
-
-_SEED_WORD = 1
-"""First seed word of permutations here. Sharding uses 2, the learner 3, requests 4."""
-_MIX_SEED_WORD = 6
-"""First seed word of the order of sources; `ppo.covariance` uses 5."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,9 @@ class _Source:
         """Return the index, among all items, of the item that this source's draw `turn` takes."""
         epoch, offset = divmod(turn, self._size)
         if epoch != self._epoch:
-            words = [_SEED_WORD, self._seed, epoch] + ([self._number] if self._number else [])
+            words = [SeedWord.PROMPT_ORDER, self._seed, epoch] + (
+                [self._number] if self._number else []
+            )
             self._epoch, self._order = epoch, np.random.default_rng(words).permutation(self._size)
         return self._begin + int(self._order[offset])
 
@@ -115,7 +114,7 @@ class _Turns:
             for source in self._due(counts, self._mix.block):
                 drawn.append((source, counts[source]))
                 counts[source] += 1
-            order = np.random.default_rng([_MIX_SEED_WORD, self._seed, number])
+            order = np.random.default_rng([SeedWord.SOURCE_ORDER, self._seed, number])
             self._block = [drawn[place] for place in order.permutation(len(drawn))]
             self._number = number
         return self._block[offset]

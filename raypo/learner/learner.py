@@ -37,16 +37,15 @@ from raypo.models.networks import Policy
 from raypo.models.warm_up import warm_up
 from raypo.ppo.custom_functions import surrogate_of
 from raypo.ppo.objective import StepCounts, policy_objective, value_objective, values_of
+from raypo.seeds import SeedWord
 from raypo.types import Experience, to_device
 from raypo.weights.adapter import AdapterPush
-
-_SEED_WORD = 3
-"""First number of the seed of the minibatch order. Other parts of a run use other first numbers."""
 
 
 def minibatch_order(seed: int, step: int, epoch: int, count: int) -> list[int]:
     """Return the order of the minibatches in an epoch of a step."""
-    return np.random.default_rng((_SEED_WORD, seed, step, epoch)).permutation(count).tolist()
+    words = (SeedWord.MINIBATCH_ORDER, seed, step, epoch)
+    return np.random.default_rng(words).permutation(count).tolist()
 
 
 class Learner:

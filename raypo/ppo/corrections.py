@@ -7,8 +7,6 @@ update, divided by its probability under the engine that sampled it.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -16,18 +14,15 @@ from raypo.collectives import Workers
 from raypo.config import CorrectionSection, PPOSection
 from raypo.metrics.reduce import WeightedMeans
 from raypo.ppo.kl import k3, log_ratio
-from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, masked_sum
+from raypo.ppo.masked import check_same_shape, exact_sum, masked_sum
 from raypo.types import Experience
 
-CORRECTION_KINDS = ("none", "tis", "sequence_tis", "geometric_tis", "icepop", "mis")
-MASK_RATIOS = ("geometric", "product")
-"""Ratio of a response that `mis` bounds: geometric mean or product of its tokens' ratios."""
 DEFAULT_CAPS = {"tis": 2.0, "sequence_tis": 2.0, "geometric_tis": 1.001, "mis": 2.0}
 """Default cap of the weights, by kind."""
 DEFAULT_MASKS = {"icepop": (0.5, 5.0), "geometric": (0.999, 1.001), "product": (0.5, 2.0)}
 """Default bounds of the ratios whose tokens keep their weight. `icepop` bounds the ratio of each
-token. `geometric` and `product` (`MASK_RATIOS`) are for mis, which bounds the ratio of each
-response."""
+token. `geometric` and `product` (`mask_ratio`) are for mis, which bounds the ratio of each
+response: the geometric mean or the product of its tokens' ratios."""
 MAX_LAG = 8
 """Largest staleness, in weight versions, that gets separate metrics. Older tokens count as having
 this staleness."""
@@ -68,7 +63,7 @@ def mismatch_metrics(
     mask = experience.response_mask
     weights, clipped = _weights(experience, ppo.correction, version)
     means = WeightedMeans()
-    stats = mismatch_statistics(*pair, mask, clipped=clipped)
+    stats = mismatch_statistics(*pair, mask, clipped)
     knows_gap = ppo.old_log_probs == "learner"
     if knows_gap:
         _add_mismatch(means, stats, suffix="")
@@ -85,7 +80,7 @@ def mismatch_metrics(
     longest = int(workers.max(torch.cat([sampled, lag.new_zeros(1)]).max()))
     for number in range(min(longest, MAX_LAG) + 1 if longest > 0 else 0):
         lagging = mask & (lag.clamp(max=MAX_LAG) == number)
-        stats = mismatch_statistics(*pair, lagging, clipped=clipped)
+        stats = mismatch_statistics(*pair, lagging, clipped)
         if knows_gap:
             _add_mismatch(means, stats, suffix=f"_lag_{number}")
         means.add(f"rollout/staleness_share_{number}", stats["tokens"], len(sampled))
@@ -117,19 +112,13 @@ def _add_mismatch(means: WeightedMeans, stats: dict[str, Tensor], *, suffix: str
     means.add(f"mismatch/clip_fraction{suffix}", stats["clipped"], tokens)
 
 
-def importance_weights(
+def bounded_weights(
     old_log_probs: Tensor,  # [B, T], learner, before the update
     rollout_log_probs: Tensor,  # [B, T], as the engine reported them
     mask: Tensor,  # [B, T] bool
-    *,
-    kind: str,
-    low: float | None = None,
-    high: float | None = None,
-    cap: float | None = None,
-    mask_ratio: str = "geometric",
-    token_veto: float | None = None,
-) -> Tensor:
-    """Return the weights of the token losses, detached and bounded.
+    section: CorrectionSection,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the token losses, detached and bounded, and the tokens they bound.
 
     - none: 1.
     - tis: min(w, cap).
@@ -138,31 +127,24 @@ def importance_weights(
     - icepop: w if it is inside [low, high], else 0.
     - mis: as tis, but 0 for a whole response whose ratio is outside [low, high].
 
-    Tokens with weight 0 stay in the loss's denominator.
+    With `token_veto` and any kind, a whole response gets weight 0 if one of its tokens has a
+    smaller w. Tokens with weight 0 stay in the loss's denominator.
 
     Args:
         old_log_probs: Log-probs of the learner before the update, in nats.
         rollout_log_probs: Log-probs that the engine reported.
         mask: True on sampled tokens.
-        kind: Kind of the correction.
-        low, high: Bounds of the ratio, for icepop and mis. None means `DEFAULT_MASKS`. For tis,
-            sequence_tis and geometric_tis, `high` is another name for `cap`.
-        cap: The largest weight, for all kinds but none and icepop. None means `DEFAULT_CAPS`.
-        mask_ratio: How mis computes the ratio of a response: `product` of its tokens' ratios, or
-            their `geometric` mean. The product of a longer response is more often out of bounds.
-            The geometric mean measures the average drift per token: bounds close to 1 suit
-            responses of thousands of tokens, and short responses need wider bounds.
-        token_veto: Smallest w, such as 1e-4. With any kind, a whole response gets weight 0 if one
-            of its tokens has a smaller w. None means no veto.
+        section: The section `ppo.correction` of the config. A bound that is None has its value from
+            `DEFAULT_CAPS` or `DEFAULT_MASKS`.
 
     Returns:
         weights: [B, T], 0 where masked. A token with a NaN log-prob gets weight 0, except for the
             kind none. For kinds that use the response's ratio, all tokens of that response then get
             weight 0.
+        clipped: [B, T] bool, sampled tokens whose weight was cut to `cap` or dropped.
 
     Raises:
-        ValueError: `kind` or `mask_ratio` is unknown, the shapes differ, or a bound is out of
-            range.
+        ValueError: the shapes differ.
 
     Paper: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
         (tis); Liu et al. 2025, "When Speed Kills Stability" (sequence_tis, mis by the product,
@@ -170,34 +152,7 @@ def importance_weights(
         geometric mean); Zheng et al. 2025, arXiv:2507.18071, eq. 7 (geometric mean as a weight);
         Ling Team 2025, arXiv:2510.18855 (icepop).
     """
-    if cap is None and kind != "mis":
-        cap = high
-    # Skip Pydantic's validation: `bounded_weights` checks the bounds.
-    section = CorrectionSection.model_construct(
-        kind=kind, low=low, high=high, cap=cap, mask_ratio=mask_ratio, token_veto=token_veto
-    )
-    return bounded_weights(old_log_probs, rollout_log_probs, mask, section)[0]
-
-
-def bounded_weights(
-    old_log_probs: Tensor,  # [B, T]
-    rollout_log_probs: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool
-    section: CorrectionSection,
-) -> tuple[Tensor, Tensor]:
-    """Return `importance_weights` as `ppo.correction` sets them, and a mask of bounded tokens.
-
-    Returns:
-        weights: [B, T], see `importance_weights`.
-        clipped: [B, T] bool, sampled tokens whose weight was cut to `cap` or dropped.
-
-    Raises:
-        ValueError: see `importance_weights`.
-    """
-    kind, mask_ratio, token_veto = section.kind, section.mask_ratio, section.token_veto
-    check_choice("kind", kind, CORRECTION_KINDS)
-    check_choice("mask_ratio", mask_ratio, MASK_RATIOS)
-    mask = mask.bool()
+    kind, mask_ratio = section.kind, section.mask_ratio
     with torch.no_grad():
         by_token = log_ratio(old_log_probs, rollout_log_probs, mask)
         product = by_token.sum(1, keepdim=True)  # [B, 1]
@@ -208,48 +163,28 @@ def bounded_weights(
             "sequence_tis": product,
             "geometric_tis": mean,
         }.get(kind, by_token).exp()
-        weights, kept = ratio, mask & ~ratio.isnan()
+        weights, is_kept = ratio, mask & ~ratio.isnan()
         if kind in DEFAULT_CAPS:
-            weights = ratio.clamp(max=_cap(kind, section.cap))
+            weights = ratio.clamp(max=DEFAULT_CAPS[kind] if section.cap is None else section.cap)
         if kind in ("icepop", "mis"):
             of_response = mean if mask_ratio == "geometric" else product
-            judged = ratio if kind == "icepop" else of_response.exp()
-            name = mask_ratio if kind == "mis" else kind
-            low, high = _mask_bounds(name, section.low, section.high)
-            kept = kept & (judged >= low) & (judged <= high)
-        if token_veto is not None:
-            if not 0.0 < token_veto < 1.0:
-                raise ValueError(f"token_veto ({token_veto}) must lie between 0 and 1.")
-            kept = kept & (by_token.exp() >= token_veto).all(1, keepdim=True)
+            bounded = ratio if kind == "icepop" else of_response.exp()
+            low, high = DEFAULT_MASKS[mask_ratio if kind == "mis" else kind]
+            low = low if section.low is None else section.low
+            high = high if section.high is None else section.high
+            is_kept = is_kept & (bounded >= low) & (bounded <= high)
+        if section.token_veto is not None:
+            is_kept = is_kept & (by_token.exp() >= section.token_veto).all(1, keepdim=True)
         # Select instead of multiplying: dropped weights may be infinite or NaN.
-        weights = torch.where(kept, weights, 0.0)
+        weights = torch.where(is_kept, weights, 0.0)
         return weights, mask & (weights != ratio)
-
-
-def _cap(kind: str, cap: float | None) -> float:
-    cap = DEFAULT_CAPS[kind] if cap is None else cap
-    if not 0.0 < cap < math.inf:
-        raise ValueError(f"cap ({cap}), the largest weight, must be a number above 0.")
-    return cap
-
-
-def _mask_bounds(name: str, low: float | None, high: float | None) -> tuple[float, float]:
-    usual_low, usual_high = DEFAULT_MASKS[name]
-    low = usual_low if low is None else low
-    high = usual_high if high is None else high
-    if not 0.0 <= low <= high < math.inf or high == 0.0:
-        raise ValueError(
-            f"low ({low}) and high ({high}) must be bounds of a ratio: 0 <= low <= high, high > 0."
-        )
-    return low, high
 
 
 def mismatch_statistics(
     old_log_probs: Tensor,  # [B, T]
     rollout_log_probs: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
-    *,
-    clipped: Tensor | None = None,  # [B, T] bool
+    clipped: Tensor,  # [B, T] bool
 ) -> dict[str, Tensor]:
     """Return statistics of the mismatch between learner and engine on the sampled tokens.
 
@@ -257,7 +192,7 @@ def mismatch_statistics(
         old_log_probs: Log-probs of the learner before the update, in nats.
         rollout_log_probs: Log-probs that the engine reported.
         mask: True on sampled tokens.
-        clipped: Mask from `bounded_weights`. None means that nothing was corrected.
+        clipped: Mask from `bounded_weights`.
 
     Returns:
         stats: float64 scalars. All are sums, to add over micro-batches and workers, except
@@ -280,13 +215,12 @@ def mismatch_statistics(
         unknown = difference.isnan()
         difference = torch.where(unknown, 0.0, difference)
         zero = torch.zeros((), dtype=torch.float64, device=difference.device)
-        if clipped is not None:
-            check_same_shape(clipped=clipped, mask=mask)
+        check_same_shape(clipped=clipped, mask=mask)
         return {
             "tokens": mask.sum().double(),
             "abs_difference": exact_sum(difference.abs()),
             "abs_difference_max": difference.abs().amax().double() if mask.numel() else zero,
             "kl": exact_sum(k3(-difference)),
-            "clipped": zero if clipped is None else (clipped & mask).sum().double(),
+            "clipped": (clipped & mask).sum().double(),
             "unknown": unknown.sum().double(),
         }

@@ -17,10 +17,8 @@ from raypo.collectives import Workers
 from raypo.config import PPOSection
 from raypo.ppo.kl import MIN_LOG_PROB
 from raypo.ppo.masked import keep, masked_moments
+from raypo.seeds import SeedWord
 from raypo.types import Experience
-
-_SEED_WORD = 5
-"""First number of the seed for selecting tokens. Other parts of a run use other first numbers."""
 
 
 def with_covariant_tokens(
@@ -32,7 +30,8 @@ def with_covariant_tokens(
     """
     if not ppo.needs_covariance:
         return experience
-    chosen = covariant_tokens(experience, ppo, workers, seed=(_SEED_WORD, seed, step))
+    words = (SeedWord.COVARIANCE, seed, step)
+    chosen = covariant_tokens(experience, ppo, workers, seed=words)
     return experience.with_(covariant=chosen)
 
 

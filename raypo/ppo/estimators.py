@@ -26,7 +26,7 @@ from raypo.ppo.controllers import UpdateState
 from raypo.ppo.custom_functions import advantages_by
 from raypo.ppo.groups import baseline_over_workers, parts_over_workers
 from raypo.ppo.kl import kl_reward_terms
-from raypo.ppo.losses import explained_variance, value_loss
+from raypo.ppo.losses import explained_variance, value_losses
 from raypo.ppo.masked import keep, masked_moments, masked_sum, masked_whiten
 from raypo.ppo.shaping import RunningMoments, shape_scores
 from raypo.ppo.turn_advantages import turn_advantages
@@ -244,7 +244,8 @@ def _metrics(
     if experience.values is None:
         return means.reduce(workers)
     means.add("ppo/value_mean", masked_sum(experience.values, mask), mask.sum())
-    stats = value_loss(experience.values, experience.values, experience.returns, mask)[1]
+    values, returns = experience.values, experience.returns
+    _, stats = value_losses(values, values, returns, mask, value_clip=None)
     names = sorted(stats)
     totals = workers.sum(torch.stack([stats[name] for name in names])).unbind()
     explained = explained_variance(dict(zip(names, totals, strict=True)))

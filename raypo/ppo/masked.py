@@ -81,23 +81,6 @@ def masked_sum(
     return exact_sum(keep(x, mask))
 
 
-def masked_mean(
-    x: Tensor,  # any shape
-    mask: Tensor,  # same shape, bool
-) -> Tensor:
-    """Return the mean of `x` over kept positions.
-
-    Returns:
-        mean: Scalar of at least float32, 0 if nothing is kept.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    check_same_shape(x=x, mask=mask)
-    kept = keep(x, mask)
-    return (exact_sum(kept) / mask.sum().clamp(min=1)).to(kept.dtype)
-
-
 def masked_moments(
     x: Tensor,  # [B, ...]
     mask: Tensor,  # same shape, bool

@@ -47,13 +47,12 @@ class StepCounts:
         return cls(*workers.sum(as_tensor(*map(float, counts))).tolist())
 
     def normalizer(self, aggregation: str) -> float:
-        """Return the divisor of an aggregation (`raypo.ppo.losses.aggregate`), at least 1."""
-        count = {
+        """Return the count by which an aggregation (`raypo.ppo.losses.aggregate`) divides."""
+        return {
             "token_mean": self.tokens,
             "sequence_mean": self.sequences,
             "constant": self.responses,
         }[aggregation]
-        return max(count, 1.0)
 
 
 @dataclass(frozen=True)
@@ -149,9 +148,11 @@ def policy_objective(
         loss, kl_loss = loss + kl_coef * divergence, divergence.detach()
     nll_loss = None
     if ppo.nll_coef > 0.0:
-        positive, normalizer = positive_mask(batch, ppo), counts.positive_tokens
         likelihood = losses.aggregate(
-            log_probs, positive, aggregation="token_mean", normalizer=normalizer
+            log_probs,
+            positive_mask(batch, ppo),
+            aggregation="token_mean",
+            normalizer=counts.positive_tokens,
         )
         loss, nll_loss = loss - ppo.nll_coef * likelihood, -likelihood.detach()
     statistics["entropy"] = masked_sum(entropy.detach(), mask)
@@ -182,15 +183,13 @@ def value_objective(
     batch: Experience,
     ppo: PPOSection,
     counts: StepCounts,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, losses.Stats]:
     """Compute the critic's loss of one microbatch, a mean over tokens, and sums for metrics."""
     assert batch.values is not None
     assert batch.returns is not None
-    return losses.value_loss(
-        values,
-        batch.values,
-        batch.returns,
-        batch.counted,
-        value_clip=ppo.value_clip,
-        normalizer=counts.normalizer("token_mean"),
+    mask = batch.counted
+    by_token, stats = losses.value_losses(
+        values, batch.values, batch.returns, mask, value_clip=ppo.value_clip
     )
+    loss = losses.aggregate(by_token, mask, aggregation="token_mean", normalizer=counts.tokens)
+    return loss, stats

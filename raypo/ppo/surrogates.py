@@ -29,8 +29,7 @@ negative advantages."""
 class Tokens:
     """Arguments of a surrogate. All tensors are 0 where masked, and log-ratios are finite.
 
-    Raises:
-        ValueError: a bound of the clip is out of range.
+    The bounds are those of the section `ppo` of the config, which checks them.
     """
 
     log_probs: Tensor  # [B, T], with gradient
@@ -43,19 +42,6 @@ class Tokens:
     cispo_low: float | None = None
     covariant: Tensor | None = None  # [B, T] bool, from `covariance.covariant_tokens`
     covariance_kl: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.clip_low <= 1.0 or self.clip_high < 0.0:
-            raise ValueError(
-                f"clip_low ({self.clip_low}) must lie in [0, 1] and clip_high ({self.clip_high}) "
-                "be at least 0."
-            )
-        if self.dual_clip is not None and self.dual_clip <= 1.0:
-            raise ValueError(f"dual_clip ({self.dual_clip}) must be above 1; None switches it off.")
-        if self.cispo_low is not None and not 0.0 <= self.cispo_low <= 1.0:
-            raise ValueError(
-                f"cispo_low ({self.cispo_low}) must lie in [0, 1]; None means no bound."
-            )
 
 
 @dataclass(frozen=True)
@@ -114,13 +100,9 @@ def gmpo(tokens: Tokens) -> TokenLoss:
     token uses its own advantage. If all advantages of a response are equal, value and gradient
     under `sequence_mean` are those of the paper.
 
-    Raises:
-        ValueError: `dual_clip` is set.
-
     Paper: Zhao et al. 2025, arXiv:2507.20673, eq. 4 (clip at e ** +-0.4: clip_low 0.33, clip_high
         0.49).
     """
-    _refuse_dual_clip("gmpo", tokens)
     low = math.log1p(-tokens.clip_low) if tokens.clip_low < 1.0 else -math.inf
     change = tokens.log_ratio
     at_most, at_least = change.clamp(max=math.log1p(tokens.clip_high)), change.clamp(min=low)
@@ -138,12 +120,8 @@ def cispo(tokens: Tokens) -> TokenLoss:
     Clipping bounds the weight of a token, and does not remove its gradient. With `cispo_low` the
     weight is at least 1 - cispo_low; the paper has no lower bound. `clip_low` is not used.
 
-    Raises:
-        ValueError: `dual_clip` is set.
-
     Paper: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
     """
-    _refuse_dual_clip("cispo", tokens)
     ratio = _clamped_exp(tokens.log_ratio.detach())
     low = None if tokens.cispo_low is None else 1.0 - tokens.cispo_low
     weight = ratio.clamp(min=low, max=1.0 + tokens.clip_high)
@@ -159,12 +137,8 @@ def sapo(tokens: Tokens) -> TokenLoss:
     and the value differs by a constant. tau is larger for negative advantages. clip_low and
     clip_high are not used.
 
-    Raises:
-        ValueError: `dual_clip` is set.
-
     Paper: Gao et al. 2025, arXiv:2511.20347 (soft gate and asymmetric temperatures).
     """
-    _refuse_dual_clip("sapo", tokens)
     ratio = _clamped_exp(tokens.log_ratio)
     up, down = SAPO_TEMPERATURES
     tau = torch.full_like(ratio, down).masked_fill(tokens.advantages > 0, up)
@@ -176,14 +150,11 @@ def sapo(tokens: Tokens) -> TokenLoss:
 def clip_cov(tokens: Tokens) -> TokenLoss:
     """Compute `ppo`, with zero loss and gradient for tokens of high covariance.
 
-    Raises:
-        ValueError: `covariant` is missing.
-
     Paper: Cui et al. 2025, arXiv:2505.22617, section 4.2 (Clip-Cov).
     """
-    held, chosen = _covariant("clip_cov", tokens), ppo(tokens)
-    loss = torch.where(held, 0.0, chosen.loss)
-    return replace(chosen, loss=loss, clipped=chosen.clipped | held)
+    assert tokens.covariant is not None
+    result, held = ppo(tokens), tokens.covariant
+    return replace(result, loss=torch.where(held, 0.0, result.loss), clipped=result.clipped | held)
 
 
 def kl_cov(tokens: Tokens) -> TokenLoss:
@@ -191,13 +162,10 @@ def kl_cov(tokens: Tokens) -> TokenLoss:
 
     There is no clip, so clip_low and clip_high are not used.
 
-    Raises:
-        ValueError: `dual_clip` is set, or `covariant` is missing.
-
     Paper: Cui et al. 2025, arXiv:2505.22617, section 4.2 (KL-Cov; the penalty as in its code).
     """
-    _refuse_dual_clip("kl_cov", tokens)
-    held, ratio = _covariant("kl_cov", tokens), _clamped_exp(tokens.log_ratio)
+    assert tokens.covariant is not None
+    held, ratio = tokens.covariant, _clamped_exp(tokens.log_ratio)
     penalty = torch.where(held, tokens.covariance_kl * tokens.log_ratio.abs(), 0.0)
     never = torch.zeros_like(held)
     return TokenLoss(penalty - ratio * tokens.advantages, ratio, never, never)
@@ -213,12 +181,8 @@ def dppo_tv(tokens: Tokens) -> TokenLoss:
     a clipped ratio, this bound restricts likely tokens, whose ratio hardly changes, and leaves
     unlikely tokens free.
 
-    Raises:
-        ValueError: `dual_clip` is set.
-
     Paper: Qi et al. 2026, arXiv:2602.04879, eq. 13 (binary TV).
     """
-    _refuse_dual_clip("dppo_tv", tokens)
     old, new = _probabilities(tokens)
     return _masked_surrogate(tokens, (new - old).abs())
 
@@ -229,12 +193,8 @@ def dppo_kl(tokens: Tokens) -> TokenLoss:
     The measure is KL(old || new) of the distributions over two events: this token, or any other
     token. clip_low and clip_high bound it, so they are in nats too.
 
-    Raises:
-        ValueError: `dual_clip` is set.
-
     Paper: Qi et al. 2026, arXiv:2602.04879, eq. 14 (binary KL).
     """
-    _refuse_dual_clip("dppo_kl", tokens)
     old, new = _probabilities(tokens)
     others = torch.log((1.0 - old).clamp(min=TINY)) - torch.log((1.0 - new).clamp(min=TINY))
     return _masked_surrogate(tokens, (1.0 - old) * others - old * tokens.log_ratio.detach())
@@ -247,12 +207,8 @@ def vespo(tokens: Tokens) -> TokenLoss:
     W = 1 and fades towards 0 for small and large W. So no clip is needed, and clip_low and
     clip_high are not used. c1 and c2 depend on the sign of the advantage.
 
-    Raises:
-        ValueError: `dual_clip` is set.
-
     Paper: Shen et al. 2026, arXiv:2602.10693, eq. 20, appendix I.
     """
-    _refuse_dual_clip("vespo", tokens)
     log_weight = tokens.log_ratio.detach().sum(1, keepdim=True)  # [B, 1]
     weight = log_weight.clamp(max=MAX_LOG_RATIO).exp()
     kernels = [(power * log_weight + decay * (1.0 - weight)).exp() for power, decay in VESPO_SHAPES]
@@ -300,19 +256,3 @@ def _masked_surrogate(tokens: Tokens, distance: Tensor) -> TokenLoss:
     held = risen | fallen
     loss = torch.where(held, 0.0, -ratio * tokens.advantages)
     return TokenLoss(loss, ratio, held, torch.zeros_like(held))
-
-
-def _covariant(kind: str, tokens: Tokens) -> Tensor:
-    if tokens.covariant is None:
-        raise ValueError(
-            f"kind ({kind!r}) needs the mask of tokens with high covariance; pass `covariant`."
-        )
-    return tokens.covariant & tokens.mask
-
-
-def _refuse_dual_clip(kind: str, tokens: Tokens) -> None:
-    if tokens.dual_clip is not None:
-        raise ValueError(
-            f"dual_clip ({tokens.dual_clip}) cannot be used with {kind!r}, which bounds the loss "
-            "of negative advantages in its own way. Set it to null."
-        )

@@ -19,6 +19,7 @@ from raypo.config import RewardSection, SamplingSection
 from raypo.data.stop_tokens import without_end
 from raypo.rewards.scoring import first_reason, too_many_failures
 from raypo.rollout.engines import Engines
+from raypo.seeds import SeedWord
 from raypo.serving.client import Completions
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Prompt, Rollout
@@ -48,10 +49,6 @@ class Plays(Protocol):
     def close(self) -> None:
         """End the processes and threads that this runner has started."""
         ...
-
-
-_SEED_WORD = 4
-"""First number of a request's seed sequence. The prompt stream, sharding and learner use 1 to 3."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +270,7 @@ def request_of(
 
 def request_seed(sampling: Sampling, group_index: int, sample_index: int, turn: int = 0) -> int:
     """Return a 31-bit seed that differs between runs, draws, samples and turns."""
-    parts = (_SEED_WORD, sampling.seed, sampling.stream, group_index, sample_index)
+    parts = (SeedWord.REQUEST, sampling.seed, sampling.stream, group_index, sample_index)
     state = np.random.SeedSequence(parts + ((turn,) if turn else ())).generate_state(1)
     return int(state[0] >> 1)
 

@@ -24,10 +24,9 @@ import numpy as np
 from raypo.config import CurriculumSection
 from raypo.data.stream import Mix, ShuffledStream
 from raypo.rollout.collect import samples_of
+from raypo.seeds import SeedWord
 from raypo.types import Prompt, Rollout
 
-_SEED_WORD = 8
-"""First seed word of the rates drawn here; other modules use 1 to 7."""
 _PRIOR = 1.0
 """Both parameters of the Beta prior, which is uniform."""
 _QUANTILES = (0.1, 0.5, 0.9)
@@ -225,7 +224,7 @@ class CurriculumStream(ShuffledStream[Prompt]):
 
     def _choice(self, first: int) -> list[int]:
         """Choose the prompts of the block that begins at draw `first`, and return their indices."""
-        rates = np.random.default_rng([_SEED_WORD, self._seed, first]).beta(
+        rates = np.random.default_rng([SeedWord.CURRICULUM, self._seed, first]).beta(
             *self._counts_before(first - self._lag)
         )
         distances = np.abs(rates - self._section.target)

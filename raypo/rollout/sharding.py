@@ -17,10 +17,9 @@ import torch
 
 from raypo.data.padding import pad_left, pad_right
 from raypo.rollout.batch_scoring import reward_parts
+from raypo.seeds import SeedWord
 from raypo.types import Experience, Rollout
 
-_SEED_WORD = 2
-"""First number of the split's seed. The prompt stream uses 1, the learner 3, requests 4."""
 MAX_LOAD = 1.1
 """Split a group across workers when one worker exceeds 1.1x the mean token count."""
 
@@ -51,7 +50,7 @@ def deal(
     for index, rollout in enumerate(ordered):
         by_group.setdefault(rollout.group_index, []).append(index)
     groups = list(by_group.values())
-    order = np.random.default_rng((_SEED_WORD, *seed)).permutation(len(groups))
+    order = np.random.default_rng((SeedWord.SHARDING, *seed)).permutation(len(groups))
     in_order = [index for group in order for index in groups[group]]
     samples = [list(r) for _, r in groupby(in_order, key=lambda index: ordered[index].key[:2])]
     num_minibatches = max(math.ceil(len(samples) / minibatch_size), 1)

@@ -5,9 +5,9 @@ a replica (`raypo.deployment.replica`), `replica` for requests and `replica-cont
 
 - `raypo-vllm` (`VllmLoop`) steps vLLM. Methods decorated with `_between_steps` run in it: the
   caller waits until the current step, and any exclusive batch, has ended.
-- `generate` and `submit` validate requests in the caller's thread and queue them.
-  `generate` waits for the completions; `submit` waits only while the queue is full.
-- `check_health`, `load`, `stalled_s` and `weight_version` read state without waiting.
+- `submit` validates requests in the caller's thread and queues them. It waits only while the queue
+  is full.
+- `check_health`, `load` and `stalled_s` read state without waiting.
 - `raypo-gauges` exports the load to Ray's metrics.
 - With tensor parallelism each GPU has a vLLM worker process. `raypo-vllm` calls them and
   waits until all have replied (`VllmProcesses`).
@@ -94,8 +94,7 @@ class Engine:
 
     It starts with dummy weights, or with the model's own weights if `reads_weights` is set. It
     samples only while it holds a complete weight version. Requests either form an exclusive batch
-    (`generate`) or join the running batch at any step (`submit`). Weights and memory change only
-    between two steps.
+    or join the running batch at any step. Weights and memory change only between two steps.
 
     An exception from vLLM during sampling breaks the engine: all pending requests fail, later calls
     raise, and the owner has to start a new engine. A process can hold only one engine, because vLLM
@@ -210,10 +209,6 @@ class Engine:
             state = "no weights" if self._was_pushed_to else "started"
         return f"Engine({self._name}, {state})"
 
-    def weight_version(self) -> int | None:
-        """Return the weight version, or None if the engine holds no complete weights."""
-        return self._serving.version
-
     def check_health(self) -> None:
         """Raise if the engine can never sample again; its replica is then replaced.
 
@@ -242,27 +237,6 @@ class Engine:
         stretch = self._loop.stretch()
         return self._loop.load, stretch
 
-    def generate(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        """Sample an exclusive batch and wait for it.
-
-        The batch starts when nothing else is sampled, and no other request joins it, so its results
-        do not depend on other callers.
-
-        Returns:
-            One completion for each request, in the order given.
-
-        Raises:
-            ValueError: a request is invalid. Nothing was sampled; the engine stays usable.
-            RuntimeError: the engine has no complete weight version, is asleep, or is broken.
-        """
-        answers = self.submit(requests, alone=True)
-        try:
-            return [each.result() for each in answers]
-        except BaseException:  # a request failed, or the caller was interrupted: free the engine
-            for each in answers:
-                each.cancel()
-            raise
-
     def submit(
         self, requests: Sequence[SamplingRequest], *, alone: bool = False
     ) -> list[Future[Completion]]:
@@ -275,14 +249,16 @@ class Engine:
 
         Args:
             requests: The requests.
-            alone: Whether they form an exclusive batch, as in `generate`. Such a batch bypasses
-                the queue limit.
+            alone: Whether they form an exclusive batch. It starts when nothing else is sampled, and
+                no other request joins it, so its results do not depend on other callers. Such a
+                batch bypasses the queue limit.
 
         Returns:
             A future for each completion, in the order given.
 
         Raises:
-            ValueError, RuntimeError: see `generate`.
+            ValueError: a request is invalid. Nothing was sampled; the engine stays usable.
+            RuntimeError: the engine has no complete weight version, is asleep, or is broken.
         """
         self._require_unbroken()
         refusal = self._serving.refusal()

@@ -27,7 +27,7 @@ from raypo.types import Experience, Rollout
 from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import as_bytes, grouped
 from raypo.weights.manifest import checksums
-from tests.stand_ins import pack
+from tests.stand_ins import generate, pack
 
 SMALL_BUCKET = 16 * 1024**2
 """Of a push to one process: what lies in the object store is not the engine's."""
@@ -217,7 +217,7 @@ def engine(config: PPOConfig) -> dict[str, int]:
 
     found = {"start": peak()}
     push(1)
-    _, found["generate"] = peak_of(lambda: built.generate(requests))
+    _, found["generate"] = peak_of(lambda: generate(built, requests))
     _, found["push"] = peak_of(lambda: push(2))
     return found
 

@@ -21,7 +21,7 @@ from raypo.config import EngineSection
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_requests import sampling_params
-from tests.stand_ins import local_push, pack
+from tests.stand_ins import generate, local_push, pack
 from tests.tiny import tiny_policy
 
 CLIENTS, EACH = 8, 8
@@ -59,7 +59,7 @@ def as_vllm_itself(engine: Engine) -> None:
 
 
 def as_a_batch(engine: Engine) -> None:
-    engine.generate(requests())
+    generate(engine, requests())
 
 
 def by_clients(engine: Engine) -> None:

@@ -35,7 +35,7 @@ from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 from raypo.types import Prompt, Rollout
 from tests import stand_ins
-from tests.stand_ins import local_push, pack
+from tests.stand_ins import generate, local_push, pack
 from tests.tiny import tiny_policy
 
 EPISODES, TURNS, NEW_TOKENS = 256, 3, 24
@@ -155,7 +155,7 @@ def test_the_cost_of_episodes(engine: Engine, folder: str, name: str):
 
     def recording(requests: list[SamplingRequest]) -> Any:
         rounds.append(requests)
-        return engine.generate(requests)
+        return generate(engine, requests)
 
     def as_episodes() -> None:
         rounds.clear()
@@ -167,11 +167,11 @@ def test_the_cost_of_episodes(engine: Engine, folder: str, name: str):
 
     def by_the_engine_alone() -> None:
         for requests in rounds:
-            engine.generate(requests)
+            generate(engine, requests)
 
     def in_one_turn() -> None:
         sampling = Sampling(EPISODES, TURNS * NEW_TOKENS, 1.0, 1.0, (), next(seeds))
-        engine.generate([request_of(PROMPT, n, sampling) for n in range(EPISODES)])
+        generate(engine, [request_of(PROMPT, n, sampling) for n in range(EPISODES)])
 
     ways: dict[str, Callable[[], None]] = {
         "episodes": as_episodes,

@@ -606,6 +606,7 @@ def _engine(dtype: str, *, kind: str, layers: int, device: Any) -> tuple[Figures
     from raypo.serving.engine import Engine
     from raypo.weights.bucket_size import BUCKET_BYTES
     from tests.integration.test_engine import PROMPTS, Pair, disturb, gaps, probes
+    from tests.stand_ins import generate
 
     found: Figures = {}
     told: dict[str, float] = {}
@@ -628,7 +629,7 @@ def _engine(dtype: str, *, kind: str, layers: int, device: Any) -> tuple[Figures
             sampler.load_weights(pair.push())
             found["push_s"] = time.perf_counter() - begin
             sampler.wake_up("kv_cache")
-            told["gap"] = float(gaps(learner, sampler.generate(probes(PROMPTS, 40))).mean())
+            told["gap"] = float(gaps(learner, generate(sampler, probes(PROMPTS, 40))).mean())
             note(**found, **told)
         for how in ("keep", "recompute"):
             told |= _pushed_in_between(pair, how, found)

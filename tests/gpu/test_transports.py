@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.needs import needs_gpus
 from tests.integration.task import read_metrics, write_task
-from tests.stand_ins import local_push, pack
+from tests.stand_ins import generate, local_push, pack
 from tests.tiny import tiny_policy
 
 MAX_GAP = 0.15
@@ -117,9 +117,9 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes_with_its_weights(tmp_
     engine.sleep()
     assert torch.cuda.mem_get_info()[0] - free > 0.2 * total
     with pytest.raises(RuntimeError, match="asleep"):
-        engine.generate(probes(PROMPTS, 4))
+        generate(engine, probes(PROMPTS, 4))
     engine.wake_up()
-    assert gaps(learner, engine.generate(probes(PROMPTS, 40))).mean() < MAX_GAP
+    assert gaps(learner, generate(engine, probes(PROMPTS, 40))).mean() < MAX_GAP
     engine.shutdown()
 
 

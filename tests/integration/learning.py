@@ -86,6 +86,16 @@ def with_targets(evaluated: Experience) -> Experience:
     )
 
 
+def plain_ppo_loss(log_probs: Tensor, batch: Experience) -> Tensor:
+    """The mean over tokens of -min(ratio * A, clip(ratio) * A), as one writes it on paper."""
+    assert batch.old_log_probs is not None
+    assert batch.advantages is not None
+    mask = batch.response_mask
+    ratio = (log_probs - batch.old_log_probs)[mask].exp()
+    advantages = batch.advantages[mask]
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
 def weights(of: Learner) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in of.named_weights()}
 

@@ -19,7 +19,7 @@ from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weights.buckets import Bucket
 from raypo.weights.manifest import WeightError
 from raypo.weights.messages import WeightPush
-from tests.stand_ins import local_push, pack
+from tests.stand_ins import generate, local_push, pack
 from tests.tiny import tiny_policy
 
 AGREES = 1e-3
@@ -149,7 +149,7 @@ def test_engine_and_learner_agree_after_every_push(pair: Pair) -> None:
         push = pair.push()
         received = pair.engine.load_weights(push)
 
-        completions = pair.engine.generate(probes(PROMPTS, 40))
+        completions = generate(pair.engine, probes(PROMPTS, 40))
 
         assert received == push.manifest
         assert repr(pair.engine).endswith(f", v{push.version}, ready)")
@@ -167,7 +167,7 @@ def test_a_tied_head_that_is_not_sent_follows_its_embedding(pair: Pair) -> None:
 
     pair.engine.load_weights(pair.push(named_once))
 
-    assert pair.gap(pair.engine.generate(probes(PROMPTS, 40))) < AGREES
+    assert pair.gap(generate(pair.engine, probes(PROMPTS, 40))) < AGREES
 
 
 def corrupted(push: WeightPush) -> WeightPush:
@@ -215,9 +215,9 @@ def test_a_bad_push_is_refused_and_the_next_good_one_serves(pair: Pair, case: in
 
     assert repr(pair.engine).endswith(", no weights)")
     with pytest.raises(RuntimeError, match=f"push of version {push.version} failed half-way"):
-        pair.engine.generate(requests(1))
+        generate(pair.engine, requests(1))
     pair.engine.load_weights(pair.push())
-    assert pair.gap(pair.engine.generate(probes(PROMPTS, 40))) < AGREES
+    assert pair.gap(generate(pair.engine, probes(PROMPTS, 40))) < AGREES
 
 
 def test_vllm_itself_is_asked_what_it_loaded(served: Pair, monkeypatch) -> None:
@@ -230,9 +230,9 @@ def test_vllm_itself_is_asked_what_it_loaded(served: Pair, monkeypatch) -> None:
 
 
 def test_a_seed_gives_its_response_in_any_batch(served: Pair) -> None:
-    together = served.engine.generate(requests())
-    reversed_ = served.engine.generate(requests()[::-1])[::-1]
-    alone = [served.engine.generate([request])[0] for request in requests()]
+    together = generate(served.engine, requests())
+    reversed_ = generate(served.engine, requests()[::-1])[::-1]
+    alone = [generate(served.engine, [request])[0] for request in requests()]
 
     assert len({tuple(completion.token_ids) for completion in together}) > 8
     for others in (reversed_, alone):
@@ -243,7 +243,7 @@ def test_a_seed_gives_its_response_in_any_batch(served: Pair) -> None:
 
 def test_without_seeds_samples_of_one_prompt_differ_and_do_not_repeat(served: Pair) -> None:
     same = [replace(requests(1)[0], seed=None)] * 4
-    first, second = served.engine.generate(same), served.engine.generate(same)
+    first, second = generate(served.engine, same), generate(served.engine, same)
     assert len({tuple(each.token_ids) for each in first + second}) == 8
 
 
@@ -253,14 +253,14 @@ def test_seeded_prompts_may_have_more_tokens_than_a_step_of_vllm_takes(served: P
         SamplingRequest(prompt, max_new_tokens=4, temperature=1.0, seed=number)
         for number, prompt in enumerate(prompts)
     ]
-    together = served.engine.generate(many)
-    (alone,) = served.engine.generate(many[-1:])
+    together = generate(served.engine, many)
+    (alone,) = generate(served.engine, many[-1:])
     assert np.array_equal(together[-1].token_ids, alone.token_ids)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
 def test_log_probs_are_of_the_tempered_distribution(served: Pair, temperature: float) -> None:
-    completions = served.engine.generate(requests(4, temperature=temperature))
+    completions = generate(served.engine, requests(4, temperature=temperature))
     assert served.gap(completions, temperature=temperature) < AGREES
     assert served.gap(completions, temperature=1.0) > 30 * AGREES
 
@@ -268,7 +268,7 @@ def test_log_probs_are_of_the_tempered_distribution(served: Pair, temperature: f
 def test_greedy_takes_the_likeliest_and_reports_temperature_one(served: Pair) -> None:
     mixed = requests(4, temperature=0.0) + requests(4, temperature=0.7)
     for batch in (mixed[:4], mixed):
-        greedy = served.engine.generate(batch)[:4]
+        greedy = generate(served.engine, batch)[:4]
 
         assert served.gap(greedy) < AGREES
         ids = torch.from_numpy(np.concatenate([PROMPTS[0], greedy[0].token_ids])).long()
@@ -277,7 +277,7 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_one(served: Pair) ->
 
 
 def test_nucleus_log_probs_are_renormalised(served: Pair) -> None:
-    nucleus = served.engine.generate(requests(4, top_p=0.3))
+    nucleus = generate(served.engine, requests(4, top_p=0.3))
     assert served.gap(nucleus) > AGREES
     assert all((completion.log_probs <= 0).all() for completion in nucleus)
 
@@ -288,7 +288,7 @@ def test_nucleus_log_probs_are_renormalised(served: Pair) -> None:
 def test_log_probs_are_of_what_truncation_leaves_of_the_distribution(
     served: Pair, cut: dict[str, Any]
 ) -> None:
-    for asked, answer in zip(PROMPTS, served.engine.generate(requests(4, **cut)), strict=True):
+    for asked, answer in zip(PROMPTS, generate(served.engine, requests(4, **cut)), strict=True):
         ids = torch.from_numpy(np.concatenate([asked, answer.token_ids])).long()
         p = served.learner(ids[None]).logits[0, len(asked) - 1 : -1].double().softmax(-1)
         ranked = p.sort(descending=True).values
@@ -308,9 +308,9 @@ def test_log_probs_are_of_what_truncation_leaves_of_the_distribution(
 def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(served: Pair) -> None:
     """The tokens before it, and all log-probs, are those of a response that went on."""
     tokenizer = AutoTokenizer.from_pretrained(served.folder)
-    for asked, free in zip(requests(4), served.engine.generate(requests(4)), strict=True):
+    for asked, free in zip(requests(4), generate(served.engine, requests(4)), strict=True):
         stop = tokenizer.decode(free.token_ids[4:6], skip_special_tokens=True)
-        (ended,) = served.engine.generate([replace(asked, stop=(stop, "never said"))])
+        (ended,) = generate(served.engine, [replace(asked, stop=(stop, "never said"))])
 
         number = len(ended.token_ids)
         assert ended.finish_reason == "stop"
@@ -326,7 +326,7 @@ def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(served
 
 def test_a_stop_token_ends_the_response_and_is_part_of_it(served: Pair) -> None:
     stops = tuple(range(40, 100))
-    for completion in served.engine.generate(requests(stop_token_ids=stops)):
+    for completion in generate(served.engine, requests(stop_token_ids=stops)):
         *before, last = completion.token_ids.tolist()
         assert completion.token_ids.dtype == np.int32
         assert completion.log_probs.shape == completion.token_ids.shape
@@ -337,7 +337,7 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(served: Pair) -> None:
 
 def test_only_the_stop_tokens_asked_for_end_a_response(served: Pair) -> None:
     """The model's end of sequence is in its generation config; it is no default here."""
-    completions = served.engine.generate(requests(max_new_tokens=300)[:2])
+    completions = generate(served.engine, requests(max_new_tokens=300)[:2])
     assert [c.finish_reason for c in completions] == ["length", "length"]
     assert [len(c.token_ids) for c in completions] == [300, 300]
     assert any(EOS in c.token_ids for c in completions)
@@ -346,17 +346,17 @@ def test_only_the_stop_tokens_asked_for_end_a_response(served: Pair) -> None:
 def test_no_key_or_value_of_old_weights_is_used(served: Pair, monkeypatch) -> None:
     prompts = [np.arange(300, dtype=np.int32) % 90 + 3]  # more than two blocks of 128 tokens
     torch.manual_seed(4)
-    assert served.gap(served.engine.generate(probes(prompts, 20)), prompts) < AGREES
+    assert served.gap(generate(served.engine, probes(prompts, 20)), prompts) < AGREES
     served.disturb()
     with monkeypatch.context() as forgetting_off:
         forgetting_off.setattr(served.engine._llm, "reset_prefix_cache", lambda **how: True)
         served.engine.load_weights(served.push())
-        stale = served.gap(served.engine.generate(probes(prompts, 20)), prompts)
+        stale = served.gap(generate(served.engine, probes(prompts, 20)), prompts)
     assert stale > 3 * AGREES, "the prefix cache was not used: this test shows nothing"
 
     served.engine.load_weights(served.push())
 
-    assert served.gap(served.engine.generate(probes(prompts, 20)), prompts) < AGREES
+    assert served.gap(generate(served.engine, probes(prompts, 20)), prompts) < AGREES
 
 
 def test_an_engine_that_failed_while_sampling_is_broken(served: Pair, monkeypatch) -> None:
@@ -368,17 +368,17 @@ def test_an_engine_that_failed_while_sampling_is_broken(served: Pair, monkeypatc
     monkeypatch.setattr(engine._llm.llm_engine, "step", fail)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"IndexError: index 7 .* Start another one"):
-            engine.generate(requests(2))
+            generate(engine, requests(2))
     with pytest.raises(RuntimeError, match="Start another one"):
         engine.load_weights(served.push())
     assert repr(engine).endswith(", broken)")
 
     served.restart()
     served.engine.load_weights(served.push())
-    assert served.gap(served.engine.generate(probes(PROMPTS, 40))) < AGREES
+    assert served.gap(generate(served.engine, probes(PROMPTS, 40))) < AGREES
 
 
 def test_there_is_one_engine_a_process(served: Pair) -> None:
     with pytest.raises(RuntimeError, match=r"has Engine\(.*, v\d+, ready\) already"):
         start(served.folder)
-    assert len(served.engine.generate(requests(2))) == 2
+    assert len(generate(served.engine, requests(2))) == 2

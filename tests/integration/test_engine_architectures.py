@@ -22,7 +22,7 @@ from raypo.config import EngineSection
 from raypo.models.checkpoint import stored_tensors
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
-from tests.stand_ins import local_push, pack
+from tests.stand_ins import generate, local_push, pack
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
@@ -79,7 +79,7 @@ def test_engine_and_learner_agree_after_a_large_change(tmp_path, config: Pretrai
             buckets = pack(stored_tensors(learner), bucket_bytes=1 << 20)
             engine.load_weights(local_push(buckets, version=version))
             requests = [SamplingRequest(ids, 30, temperature=1.0) for ids in PROMPTS]
-            completions = engine.generate(requests)
+            completions = generate(engine, requests)
             for prompt, completion in zip(PROMPTS, completions, strict=True):
                 ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids])).long()
                 with torch.no_grad():

@@ -14,7 +14,6 @@ from raypo.learner.state import NonFiniteUpdateError
 from raypo.models.critic import Critic, CriticStart
 from raypo.models.loading import load_causal_lm
 from raypo.models.networks import Policy
-from raypo.ppo.losses import policy_loss
 from raypo.types import Experience
 from tests.integration.learning import (
     LR,
@@ -25,6 +24,7 @@ from tests.integration.learning import (
     experience,
     largest_difference,
     learner,
+    plain_ppo_loss,
     save_state,
     weights,
     with_targets,
@@ -40,9 +40,7 @@ def plain_pytorch(model: str, batch: Experience, order: list[int]) -> dict[str, 
     for minibatch in order:
         piece = batch.select(torch.nonzero(batch.minibatch == minibatch).flatten())
         log_probs, _ = policy(piece)
-        assert piece.old_log_probs is not None
-        assert piece.advantages is not None
-        loss, _ = policy_loss(log_probs, piece.old_log_probs, piece.advantages, piece.response_mask)
+        loss = plain_ppo_loss(log_probs, piece)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)

@@ -12,7 +12,6 @@ from raypo.models.loading import load_causal_lm
 from raypo.models.model_shape import ITEMSIZE, ModelShape
 from raypo.models.networks import Policy
 from raypo.plan.memory import trained as plan_of
-from raypo.ppo.losses import policy_loss
 from raypo.types import Experience
 from tests.integration.learning import (
     LR,
@@ -22,6 +21,7 @@ from tests.integration.learning import (
     experience,
     largest_difference,
     learner,
+    plain_ppo_loss,
     save_state,
     weights,
     with_targets,
@@ -58,9 +58,7 @@ def plain_pytorch(model: str, batch: Experience, order: list[int]) -> dict[str, 
     for minibatch in order:
         piece = batch.select(torch.nonzero(batch.minibatch == minibatch).flatten())
         log_probs, _ = policy(piece)
-        assert piece.old_log_probs is not None
-        assert piece.advantages is not None
-        loss, _ = policy_loss(log_probs, piece.old_log_probs, piece.advantages, piece.response_mask)
+        loss = plain_ppo_loss(log_probs, piece)
         policy.zero_grad()
         loss.backward()
         adamw.step()

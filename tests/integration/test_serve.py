@@ -23,6 +23,7 @@ from raypo.rewards.scoring import FailedScore, score, texts_of
 from raypo.serving.engine import Engine
 from raypo.serving.requests import SamplingRequest
 from tests.integration.task import raypo
+from tests.stand_ins import generate
 from tests.tiny import tiny_policy
 
 MESSAGES: Any = [{"role": "user", "content": "Say something."}]
@@ -96,7 +97,7 @@ def test_what_is_told_is_what_an_engine_in_training_samples(client: Any, policy:
     )
     stops = stop_token_ids(policy, tokenizer)
     request = SamplingRequest(np.array(prompt_ids), 24, 0.7, 0.9, seed=5, stop_token_ids=stops)
-    (sampled,) = engine.generate([request])
+    (sampled,) = generate(engine, [request])
     engine.shutdown()
     (choice,) = answer.choices
     assert answer.prompt_token_ids == prompt_ids

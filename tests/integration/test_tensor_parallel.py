@@ -21,7 +21,7 @@ from raypo.weights.buckets import Bucket
 from raypo.weights.manifest import WeightError
 from raypo.weights.messages import PushStart
 from tests.integration.test_engine import AGREES, MAX_MODEL_LEN, PROMPTS, Pair, requests
-from tests.stand_ins import pack
+from tests.stand_ins import generate, pack
 from tests.tiny import tiny_policy
 
 SIZE = 2
@@ -59,7 +59,7 @@ def assert_every_push_arrives(pair: Pair) -> None:
         push = pair.push()
         received = pair.engine.load_weights(push)
         assert received == push.manifest
-        completions = pair.engine.generate(requests())
+        completions = generate(pair.engine, requests())
         prompts = [each.prompt_ids for each in requests()]
         assert pair.gap(completions, prompts) < AGREES
         pair.disturb()
@@ -77,10 +77,10 @@ def test_a_push_that_dies_half_way_leaves_an_engine_that_refuses(pair: Pair):
     with pytest.raises(WeightError, match="checksum"):
         engine.load_bucket(Bucket(first.arrays, wrong))
     with pytest.raises(RuntimeError, match="refuses to sample"):
-        engine.generate(requests(1))
+        generate(engine, requests(1))
 
     engine.load_weights(pair.push())
-    assert pair.gap(engine.generate(requests(4)), PROMPTS) < AGREES
+    assert pair.gap(generate(engine, requests(4)), PROMPTS) < AGREES
 
 
 def test_it_leaves_no_shared_memory_behind_however_it_ends(pair: Pair):

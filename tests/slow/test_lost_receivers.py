@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import ray
 import torch
+from raypo.rollout.in_flight import EnginesInFlight, Pushes
 
 from raypo.cluster.actors import DeploymentError, ReplicaLost
 from raypo.collectives import Workers
 from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
 from raypo.rollout.collect import PushAgain, Sampler, Sampling
-from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving.client import EngineClient
 from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.broadcast import BroadcastTransport

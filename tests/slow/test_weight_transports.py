@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from raypo.collectives import Workers
 from raypo.serving.engine import Engine
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.weight_sync.broadcast import BroadcastTransport
 from raypo.weight_sync.transport import NamedTensors, ObjectTransport, Transport
 from raypo.weights.manifest import WeightError
@@ -32,6 +33,7 @@ from tests.integration.test_engine import (
     weights,
 )
 from tests.slow.test_deployment import until
+from tests.stand_ins import generate
 from tests.tiny import tiny_policy
 
 BUCKET_BYTES = 100_000
@@ -60,6 +62,9 @@ class Replica(Engine):
 
     def pid(self) -> int:
         return os.getpid()
+
+    def generate(self, requests: list[SamplingRequest]) -> list[Completion]:
+        return generate(self, requests)
 
 
 def start(folder: str) -> Any:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from raypo.rollout.in_flight import EnginesInFlight, Pushes
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
 from raypo.deployment.handle import DeploymentHandle, ReplicaClient
 from raypo.deployment.spec import Call, Deployment, Lost, Prerequisite, Unprepared
-from raypo.rollout.in_flight import EnginesInFlight, Pushes
 from raypo.serving.client import Completions, EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest

@@ -13,9 +13,9 @@ from raypo.config import PPOSection
 from raypo.learner import learner as learner_module
 from raypo.learner.statistics import UpdateSums
 from raypo.models.packing import Packed
-from raypo.ppo.losses import AGGREGATIONS, aggregate
-from raypo.ppo.masked import exact_sum
+from raypo.ppo.losses import aggregate
 from tests.unit.learner.plain import PlainModel, one_step, plain_models
+from tests.unit.ppo.steps import AGGREGATIONS
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_backward")
 """Operations that wait for a GPU, because their result is a number or has a shape that it finds."""
@@ -87,15 +87,6 @@ def test_the_count_of_a_step_is_not_copied_to_the_device(aggregation: str) -> No
             torch.as_tensor(7.0, device="cuda")
         with RefusesCopies():
             aggregate(x, mask, aggregation=aggregation, max_new_tokens=4, normalizer=7.0)
-
-
-@pytest.mark.parametrize("normalizer", [7.0, 0.5, torch.tensor(7.0)])
-def test_a_count_that_is_a_number_divides_as_a_tensor_does(normalizer: Any) -> None:
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    mask = x > -0.5
-    found = aggregate(x, mask, aggregation="token_mean", normalizer=normalizer)
-    count = torch.as_tensor(normalizer, dtype=torch.float64).clamp(min=1.0)
-    assert torch.equal(found, (exact_sum(x.where(mask, 0.0)) / count).float())
 
 
 def test_it_would_see_one_that_waits() -> None:

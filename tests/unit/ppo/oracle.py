@@ -300,11 +300,9 @@ def value_loss(
     mask: Mask,
     *,
     value_clip: float | None,
-    aggregation: str,
-    max_new_tokens: int,
 ) -> tuple[float, Table]:
-    """The loss, and its gradient by the values."""
-    share = shares(mask, aggregation=aggregation, max_new_tokens=max_new_tokens)
+    """The mean over tokens, and its gradient by the values."""
+    share = shares(mask, aggregation="token_mean", max_new_tokens=0)
     total, gradient = 0.0, zeros(mask)
     for i, row in enumerate(mask):
         for t in sampled(row):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from hypothesis import settings
@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.config import KLSection, PPOSection
+from raypo.config import CorrectionSection, KLSection, PPOSection
+from raypo.config.ppo_subsections import CovarianceSection
 from raypo.ppo.estimators import estimate_advantages
+from raypo.ppo.objective import StepCounts, policy_objective, value_objective
+from raypo.ppo.surrogates import SURROGATES, Surrogate
 from raypo.types import Experience
 
 few = settings(max_examples=10, deadline=None, derandomize=True)
@@ -20,6 +23,9 @@ few = settings(max_examples=10, deadline=None, derandomize=True)
 fewer = settings(few, max_examples=3)
 """For a test that runs once a loss."""
 seeds = st.integers(0, 10_000)
+AGGREGATIONS = get_args(PPOSection.model_fields["aggregation"].annotation)
+CORRECTIONS = get_args(CorrectionSection.model_fields["kind"].annotation)
+MASK_RATIOS = get_args(CorrectionSection.model_fields["mask_ratio"].annotation)
 NAN = float("nan")
 INF = float("inf")
 
@@ -140,6 +146,59 @@ def estimate(
     ppo = PPOSection.model_construct(advantage=kind, kl=section, **keys)
     rows = experience(mask, scores=scores, **given)
     return estimate_advantages(rows, scores, ppo, workers or Workers(), kl_coef=kl_coef, step=1)
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    kind: str | Surrogate = "ppo",
+    weights: Tensor | None = None,
+    covariant: Tensor | None = None,
+    covariance_kl: float = 1.0,
+    max_new_tokens: int = 9,
+    counts: StepCounts | None = None,
+    workers: Workers | None = None,
+    **keys: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and statistics of `policy_objective` with the given keys of `ppo` and no other term."""
+    covariance = CovarianceSection.model_construct(penalty=covariance_kl)
+    ppo = PPOSection.model_construct(covariance=covariance, **keys)
+    rows = experience(
+        mask,
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        weights=weights,
+        covariant=covariant,
+    )
+    output = policy_objective(
+        log_probs,
+        torch.zeros_like(log_probs),
+        rows,
+        ppo=ppo,
+        counts=counts or StepCounts.of(rows, ppo, workers or Workers()),
+        max_new_tokens=max_new_tokens,
+        surrogate=SURROGATES[kind] if isinstance(kind, str) else kind,
+    )
+    del output.statistics["entropy"]
+    return output.loss, output.statistics
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    value_clip: float | None = None,
+    workers: Workers | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and statistics of `value_objective`."""
+    ppo = PPOSection.model_construct(value_clip=value_clip)
+    rows = experience(mask, values=old_values, returns=returns)
+    return value_objective(values, rows, ppo, StepCounts.of(rows, ppo, workers or Workers()))
 
 
 def add(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -15,10 +15,9 @@ from raypo.ppo.custom_functions import (
     custom_scores,
     custom_surrogate,
 )
-from raypo.ppo.losses import policy_loss
 from raypo.ppo.surrogates import TokenLoss, Tokens
 from raypo.ppo.surrogates import ppo as ppo_surrogate
-from tests.unit.ppo.steps import random_step
+from tests.unit.ppo.steps import policy_loss, random_step
 
 LABEL = "ppo.policy_loss (mine.py:loss)"
 STEP = random_step(0, rows=6)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from raypo.ppo.advantages import discounted_returns, generalized_advantages, token_rewards
 from raypo.ppo.kl import kl_estimate, kl_loss_terms, kl_reward_terms
-from raypo.ppo.losses import aggregate, policy_loss
-from tests.unit.ppo.steps import NAN, estimate
+from raypo.ppo.losses import aggregate
+from raypo.ppo.objective import StepCounts
+from tests.unit.ppo.steps import NAN, estimate, policy_loss
 
 V, END = 5, 4
 RESPONSES = [(END, END)] + [(first, second) for first in range(END) for second in range(V)]
@@ -80,7 +81,7 @@ def expected_gradient(policy: Tensor, advantages: Tensor, *, rows: Tensor, odds:
         weights=odds.unsqueeze(1).expand(MASK[rows].shape),
         aggregation="constant",
         max_new_tokens=1,
-        normalizer=1,
+        counts=StepCounts(tokens=1, sequences=1, responses=1),
     )
     return torch.autograd.grad(loss, policy)[0]
 

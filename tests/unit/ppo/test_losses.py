@@ -6,16 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from raypo.ppo.losses import (
-    AGGREGATIONS,
-    aggregate,
-    count_for,
-    explained_variance,
-    policy_loss,
-    value_loss,
-)
+from raypo.ppo.losses import aggregate, explained_variance
 from raypo.ppo.surrogates import SURROGATES
-from tests.unit.ppo.steps import INF, NAN, random_step
+from tests.unit.ppo.steps import AGGREGATIONS, INF, NAN, policy_loss, random_step, value_loss
 
 MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
 X = torch.tensor([[1.0, 3.0, NAN], [8.0, INF, NAN], [NAN, NAN, NAN]])
@@ -23,27 +16,21 @@ ONE = torch.ones(1, 1, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "expected"),
+    ("aggregation", "count", "expected"),
     [
-        ("token_mean", 4.0),  # (1 + 3 + 8) / 3 tokens
-        ("sequence_mean", 5.0),  # ((1 + 3) / 2 + 8) / 2 responses with a token
-        ("constant", 1.0),  # (1 + 3 + 8) / (3 responses * 4 tokens)
+        ("token_mean", 3, 4.0),  # (1 + 3 + 8) / 3 tokens
+        ("sequence_mean", 2, 5.0),  # ((1 + 3) / 2 + 8) / 2 responses with a token
+        ("constant", 3, 1.0),  # (1 + 3 + 8) / (3 responses * 4 tokens)
     ],
 )
-def test_aggregations_by_hand(aggregation, expected):
-    assert aggregate(X, MASK, aggregation=aggregation, max_new_tokens=4).item() == expected
+def test_aggregations_by_hand(aggregation, count, expected):
+    def loss(normalizer: float) -> float:
+        knobs = {"aggregation": aggregation, "max_new_tokens": 4}
+        return aggregate(X, MASK, normalizer=normalizer, **knobs).item()
 
-
-@pytest.mark.parametrize(
-    ("aggregation", "count"), [("token_mean", 3.0), ("sequence_mean", 2.0), ("constant", 3.0)]
-)
-def test_normalizer_defaults_to_what_count_for_counts(aggregation, count):
-    assert count_for(MASK, aggregation=aggregation).item() == count
-    own = aggregate(X, MASK, aggregation=aggregation, max_new_tokens=4)
-
-    for twice in (2 * count, torch.tensor(2 * count), torch.tensor(int(2 * count))):
-        half = aggregate(X, MASK, aggregation=aggregation, max_new_tokens=4, normalizer=twice)
-        assert half.item() == own.item() / 2
+    assert loss(count) == expected
+    assert loss(2.0 * count) == expected / 2  # as many lie on another worker
+    assert loss(0.5) == loss(0.0) == loss(1.0)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -51,21 +38,12 @@ def test_a_batch_without_sampled_tokens_has_loss_and_gradient_zero(aggregation):
     x = torch.full((2, 3), NAN, requires_grad=True)
     nothing = torch.zeros(2, 3, dtype=torch.bool)
 
-    loss = aggregate(x.exp(), nothing, aggregation=aggregation, max_new_tokens=3)
-    policy, stats = policy_loss(x, x, x, nothing, aggregation=aggregation, max_new_tokens=3)
-    (loss + policy).backward()
+    loss, stats = policy_loss(x, x.detach(), x.detach(), nothing, aggregation=aggregation)
+    loss.backward()
 
-    assert loss.item() == policy.item() == stats["tokens"].item() == 0.0
-    assert policy.requires_grad
-
-
-def test_wrong_aggregation_and_kind_name_the_allowed_ones():
-    with pytest.raises(ValueError, match=r"'mean'.*token_mean, sequence_mean, constant"):
-        aggregate(X, MASK, aggregation="mean")
-    with pytest.raises(ValueError, match=r"'trpo'.*ppo, gspo, gmpo, cispo"):
-        policy_loss(X, X, X, MASK, kind="trpo")
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        aggregate(X, MASK, aggregation="constant")
+    assert loss.item() == stats["tokens"].item() == 0.0
+    assert x.grad is not None
+    assert x.grad.abs().sum() == 0.0
 
 
 def one_token(log_ratio: float, advantage: float, **knobs) -> tuple[float, float, dict[str, float]]:
@@ -117,8 +95,6 @@ def test_cispo_by_hand():
     # there is no lower bound, but where one is given
     assert one_token(LOG_HALF, -3.0, kind="cispo")[1] == pytest.approx(1.5)
     assert one_token(LOG_HALF, -3.0, kind="cispo", cispo_low=0.3)[1] == pytest.approx(2.1)
-    with pytest.raises(ValueError, match=r"cispo_low \(1.5\) must lie in \[0, 1\]"):
-        one_token(LOG_HALF, -3.0, kind="cispo", cispo_low=1.5)
 
 
 def test_sapo_by_hand():
@@ -231,8 +207,6 @@ def test_gmpo_is_the_geometric_mean_of_ratios_that_are_clipped_first():
 
 
 def test_what_clip_cov_and_kl_cov_do_to_the_tokens_that_they_hold():
-    with pytest.raises(ValueError, match=r"'clip_cov'.*pass `covariant`"):
-        one_token(0.1, 1.0, kind="clip_cov")
     held = {"covariant": ONE, "covariance_kl": 0.5}
     loss, gradient, stats = one_token(0.1, 1.0, kind="clip_cov", **held)
     assert (loss, gradient, stats["clipped"]) == (0.0, 0.0, 1.0)
@@ -262,11 +236,17 @@ def test_gspo_is_the_sequence_form_where_a_response_has_one_advantage(aggregatio
         advantages=step.advantages[:, :1].expand(step.mask.shape),
         old_log_probs=step.old_log_probs - drift,
     )
-    clip = {"clip_low": 0.1, "clip_high": 0.2}
-    knobs = {"aggregation": aggregation, "max_new_tokens": 9}
+    clip: dict[str, Any] = {"clip_low": 0.1, "clip_high": 0.2}
 
-    loss, _ = policy_loss(*step.policy(), kind="gspo", **clip, **knobs)
-    expected = aggregate(sequence_gspo(step, **clip), step.mask, **knobs)
+    loss, _ = policy_loss(*step.policy(), kind="gspo", aggregation=aggregation, **clip)
+    counts = {"token_mean": step.mask.sum(), "sequence_mean": step.mask.any(1).sum()}
+    expected = aggregate(
+        sequence_gspo(step, **clip),
+        step.mask,
+        aggregation=aggregation,
+        max_new_tokens=9,
+        normalizer=float(counts.get(aggregation, 9)),
+    )
 
     exact: dict[str, Any] = {"rtol": 1e-13, "atol": 1e-15}
     torch.testing.assert_close(loss, expected, **exact)
@@ -334,39 +314,6 @@ def test_a_diverged_policy_is_not_hidden():
     assert loss.isnan()
 
 
-def test_only_the_current_log_probs_get_a_gradient():
-    step = random_step(5)
-    old, advantages = step.old_log_probs.clone(), step.advantages.clone()
-    for tensor in (old, advantages):
-        tensor.requires_grad_()
-
-    policy_loss(step.log_probs, old, advantages, step.mask)[0].backward()
-    values, returns = old, advantages
-    value_loss(step.values, values, returns, step.mask, value_clip=0.2)[0].backward()
-
-    assert old.grad is None
-    assert advantages.grad is None
-
-
-@pytest.mark.parametrize(
-    "knobs",
-    [
-        {"clip_low": -0.1},
-        {"clip_low": 1.5},
-        {"clip_high": -0.1},
-        {"dual_clip": 1.0},
-        {"kind": "cispo", "dual_clip": 3.0},
-        {"kind": "sapo", "dual_clip": 3.0},
-        {"kind": "dppo_tv", "dual_clip": 3.0},
-        {"kind": "dppo_kl", "dual_clip": 3.0},
-        {"kind": "vespo", "dual_clip": 3.0},
-    ],
-)
-def test_bounds_out_of_range_are_refused(knobs):
-    with pytest.raises(ValueError, match=next(reversed(knobs))):
-        one_token(0.0, 1.0, **knobs)
-
-
 @pytest.mark.parametrize(
     ("value", "value_clip", "loss", "gradient", "clipped"),
     [
@@ -390,11 +337,6 @@ def test_value_loss_by_hand(value, value_clip, loss, gradient, clipped, shift):
     assert values.grad.item() == pytest.approx(gradient)
     assert stats["clipped"].item() == clipped
     assert stats["squared_error"].item() == pytest.approx((value - 1.0) ** 2)
-
-
-def test_value_clip_must_be_positive():
-    with pytest.raises(ValueError, match=r"value_clip \(0.0\)"):
-        value_loss(X, X, X, MASK, value_clip=0.0)
 
 
 def test_explained_variance_by_hand():

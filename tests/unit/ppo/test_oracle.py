@@ -9,15 +9,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from raypo.collectives import Workers
-from raypo.config import PPOSection
+from raypo.config import CorrectionSection, PPOSection
 from raypo.config.ppo_section import ESTIMATORS
-from raypo.ppo.corrections import CORRECTION_KINDS, MASK_RATIOS, importance_weights
+from raypo.ppo.corrections import bounded_weights
 from raypo.ppo.covariance import covariant_tokens
 from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS, kl_estimate, kl_loss_terms
-from raypo.ppo.losses import AGGREGATIONS, policy_loss, value_loss
 from raypo.ppo.surrogates import SURROGATES
 from tests.unit.ppo import oracle
-from tests.unit.ppo.steps import INF, NAN, Step, estimate, experience, few, random_step, seeds
+from tests.unit.ppo.steps import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    INF,
+    MASK_RATIOS,
+    NAN,
+    Step,
+    estimate,
+    experience,
+    few,
+    policy_loss,
+    random_step,
+    seeds,
+    value_loss,
+)
 
 RUBBISH = st.sampled_from([0.0, 1e30, INF, -INF, NAN])
 
@@ -142,15 +155,13 @@ def test_policy_loss_and_gradient(kind, aggregation, step, weighted, dual):
     assert_close(gradient, expected[1])
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @given(step=steps(), value_clip=st.sampled_from([None, 0.2]))
 @few
-def test_value_loss_and_gradient(aggregation, step, value_clip):
-    knobs = {"value_clip": value_clip, "aggregation": aggregation, "max_new_tokens": 13}
+def test_value_loss_and_gradient(step, value_clip):
+    loss, _ = value_loss(*step.critic(), value_clip=value_clip)
 
-    loss, _ = value_loss(*step.critic(), **knobs)
-
-    expected = oracle.value_loss(*(each.tolist() for each in step.critic()), **knobs)
+    tables = [tensor.tolist() for tensor in step.critic()]
+    expected = oracle.value_loss(*tables, value_clip=value_clip)
     (gradient,) = torch.autograd.grad(loss, step.values)
     assert_close(loss, expected[0])
     assert_close(gradient, expected[1])
@@ -200,7 +211,7 @@ def test_the_tokens_of_high_covariance(step, fraction):
 
 
 @pytest.mark.parametrize("mask_ratio", MASK_RATIOS)
-@pytest.mark.parametrize("kind", CORRECTION_KINDS)
+@pytest.mark.parametrize("kind", CORRECTIONS)
 @given(
     step=steps(),
     low=st.sampled_from([0.0, 0.7, 0.95]),
@@ -212,7 +223,8 @@ def test_correction_weights(kind, mask_ratio, step, low, high, token_veto):
     bounds: dict[str, Any] = {"low": low, "high": high, "cap": 1.1, "mask_ratio": mask_ratio}
     bounds |= {"kind": kind, "token_veto": token_veto}
 
-    weights = importance_weights(step.log_probs, step.old_log_probs, step.mask, **bounds)
+    section = CorrectionSection.model_construct(**bounds)
+    weights, _ = bounded_weights(step.log_probs, step.old_log_probs, step.mask, section)
 
     tables = [each.tolist() for each in (step.log_probs, step.old_log_probs, step.mask)]
     assert_close(weights, oracle.weights(*tables, **bounds))

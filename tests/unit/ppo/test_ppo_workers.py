@@ -10,11 +10,10 @@ import torch.multiprocessing as mp
 
 from raypo.collectives import Workers
 from raypo.config.ppo_section import ESTIMATORS
-from raypo.ppo.losses import AGGREGATIONS, count_for, policy_loss, value_loss
 from raypo.ppo.masked import masked_moments, masked_whiten
 from raypo.ppo.shaping import RunningMoments
 from raypo.ppo.surrogates import SURROGATES
-from tests.unit.ppo.steps import estimate, random_step
+from tests.unit.ppo.steps import AGGREGATIONS, estimate, policy_loss, random_step, value_loss
 
 ROWS = 7
 
@@ -27,11 +26,7 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
     whitened = masked_whiten(mine.advantages, mine.mask, moments=moments)
     results = [moments, workers.sum((whitened * mine.returns).sum())]
     for aggregation in AGGREGATIONS:
-        knobs: dict[str, Any] = {
-            "aggregation": aggregation,
-            "max_new_tokens": 9,
-            "normalizer": workers.sum(count_for(mine.mask, aggregation=aggregation)),
-        }
+        knobs: dict[str, Any] = {"aggregation": aggregation, "workers": workers}
         outcomes = [
             (
                 policy_loss(*mine.policy(), kind=kind, covariant=mine.covariant, **knobs),
@@ -39,7 +34,8 @@ def reduced_step(workers: Workers) -> list[torch.Tensor]:
             )
             for kind in SURROGATES
         ]
-        outcomes.append((value_loss(*mine.critic(), value_clip=0.2, **knobs), step.values))
+        critic = value_loss(*mine.critic(), value_clip=0.2, workers=workers)
+        outcomes.append((critic, step.values))
         for (loss, stats), leaf in outcomes:
             (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
             mine_of_all = loss.detach(), gradient, torch.stack(list(stats.values()))

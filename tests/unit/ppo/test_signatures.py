@@ -4,10 +4,9 @@ import inspect
 
 import pytest
 
-from raypo.ppo import advantages, corrections, kl, losses, masked
+from raypo.ppo import advantages, kl, masked
 
 PROMISED = {
-    masked.masked_mean: "x, mask",
     masked.masked_whiten: "x, mask, *, moments=None",
     kl.kl_estimate: "log_probs, ref_log_probs, *, kind",
     advantages.token_rewards: "scores, kl, mask, *, kl_coef",
@@ -16,18 +15,6 @@ PROMISED = {
     ),
     advantages.discounted_returns: "rewards, mask, *, gamma",
     advantages.group_baseline: "scores, *, kind, valid=None",
-    losses.policy_loss: (
-        "log_probs, old_log_probs, advantages, mask, *, kind='ppo', clip_low=0.2, clip_high=0.2, "
-        "dual_clip=None, aggregation='token_mean', weights=None, max_new_tokens=None, "
-        "normalizer=None"
-    ),
-    losses.value_loss: (
-        "values, old_values, returns, mask, *, value_clip=None, aggregation='token_mean', "
-        "max_new_tokens=None, normalizer=None"
-    ),
-    corrections.importance_weights: (
-        "old_log_probs, rollout_log_probs, mask, *, kind, low=None, high=None"
-    ),
 }
 
 
