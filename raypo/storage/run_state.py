@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypo.config import ConfigError
-from raypo.custom.loader import check_function
+from raypo.custom.loader import source_files
 from raypo.metrics.catalogue import HEADLINES, reference
 from raypo.metrics.clock import duration
 from raypo.storage.run_files import RunFiles
@@ -204,22 +204,11 @@ def _command(config: Mapping[str, Any], location: str, status: str) -> str:
     if status == "finished":
         return f"raypo report {location}"
     function = str((config.get("reward") or {}).get("function") or "")
-    if function and not _is_importable(function):
+    if function and not source_files(function):  # it was given in Python
         return "the same Python script; its reward function exists only there"
     if "://" in location:
         return "the same raypo train command"
     return f"raypo train {location}"
-
-
-def _is_importable(function: str) -> bool:
-    """Return True if a command started here finds the function."""
-    if function.startswith("__main__:"):
-        return False
-    try:
-        check_function(function)
-    except ConfigError:
-        return False
-    return True
 
 
 def _notes(status: str, done: int, silent_s: float | None) -> tuple[str, ...]:

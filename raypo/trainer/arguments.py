@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from raypo.config import ConfigError, OnlineConfig, PPOConfig, RecipeConfig, is_import_path
 from raypo.config.base import TODO, flatten, known_keys, nested, read_yaml
 from raypo.config.paths import absolute_function, is_uri
-from raypo.custom.loader import check_callable, check_function, function_name
+from raypo.custom.loader import check_callable, function_name
 from raypo.data.rows import read_rows
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.folder import TEMPORARY
@@ -439,11 +439,9 @@ def _set_rewards(
 
 
 def _checked(function: Any) -> Any:
-    """Check a reward function. Return it, an import path with the absolute path of its file."""
+    """Check a reward function, and return it. An import path gets the absolute path of its file."""
     if isinstance(function, str):
-        function = absolute_function(function, Path.cwd())
-        check_function(function, key="reward_funcs")
-        return function
+        return absolute_function(function, Path.cwd())
     if hasattr(function, "save_pretrained"):
         raise ConfigError(
             f"reward_funcs ({type(function).__name__}): is a model, and not a function. Give the "
