@@ -1,4 +1,4 @@
-"""Futures for daemon threads and coroutines, and processes that are not forked from this one.
+"""Futures for daemon threads and coroutines.
 
 Concurrency. `background_future` runs coroutines on event loops that live as long as the process,
 each in a daemon thread with the loop's name. raypo's own coroutines share `raypo-loop`: they must
@@ -9,13 +9,11 @@ a loop of their own.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import cache
-from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -74,16 +72,3 @@ def _background_loop(name: str) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop
-
-
-def fork_context(module: str) -> ForkServerContext:
-    """Return a multiprocessing context whose processes are forked from a server process.
-
-    The server has neither threads nor Ray, which do not survive a fork.
-
-    Args:
-        module: Module of the processes' functions. The server imports it once.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
-    return context

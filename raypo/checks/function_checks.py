@@ -1,4 +1,7 @@
-"""Checks that the user's functions and classes exist, and that each response gets a score."""
+"""Checks that the user's functions and classes can be used, and that each response gets a score.
+
+They import the user's files. `raypo.checks.input_checks` runs them in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,9 @@ from raypo.config import (
     functions_of,
     source_name,
 )
-from raypo.custom.loader import check_class, check_function, function_name, source_files
-from raypo.data.verifiers_environment import check_verifiers
+from raypo.custom.loader import function_name, load_class, load_function
+from raypo.data.verifiers_environment import verifiers_factory
 from raypo.extras import require
-from raypo.rewards.scoring import WeightedSum
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.types import Rollout
 
@@ -45,14 +47,14 @@ def check_scoring(config: OnlineConfig, *, has_reward_fn: bool) -> None:
     for key in filter(serving.get, serving):
         require("serve", f"{key} ({serving[key]})")
     for key, spec in config.own_functions.items():
-        check_function(spec, key=key)
+        load_function(spec, key=key)
     if rollout.verifiers is not None:
         key = "rollout.environment"
-        check_verifiers(rollout.verifiers, rollout.environment_args, key=key)
+        verifiers_factory(rollout.verifiers, rollout.environment_args, key=key)
     for key, methods in (("environment", ENVIRONMENT), ("agent", AGENT)):
         if (spec := getattr(rollout, key)) is not None and rollout.verifiers is None:
             arguments = getattr(rollout, f"{key}_args")
-            check_class(spec, methods, arguments, optional=OPTIONAL, key=f"rollout.{key}")
+            load_class(spec, methods, arguments, optional=OPTIONAL, key=f"rollout.{key}")
 
 
 def _check_judged(config: OnlineConfig) -> None:
@@ -129,25 +131,20 @@ def _require_functions(
 
 
 def check_reward_function(function: Any, *, key: str = "reward.function") -> None:
-    """Check that a reward function exists, and that rollouts have the attributes that it reads.
+    """Import a reward function, and check that rollouts have the attributes that it reads.
 
-    The function's source is read, not executed. Without this check a wrong attribute would be found
-    only after the engines have started.
+    Its source is read, not executed. Without this check a wrong attribute would be found only after
+    the engines have started.
 
     Args:
-        function: Import path, function, or a weighted sum of these.
+        function: The function, or its import path.
         key: Config key or argument that the function comes from.
 
     Raises:
-        ConfigError: as `check_function`, or a rollout lacks an attribute.
+        ConfigError: as `load_function`, or a rollout lacks an attribute.
     """
-    if isinstance(function, WeightedSum):
-        for each in function.functions:
-            check_reward_function(each, key=key)
-        return
-    if isinstance(function, str):
-        check_function(function, key=key)
-    for line, name, attribute in _unknown_attributes(_definition(function)):
+    loaded = load_function(function, key=key) if isinstance(function, str) else function
+    for line, name, attribute in _unknown_attributes(_definition(loaded)):
         raise ConfigError(
             f"{key} ({function_name(function)}): line {line} reads {name}.{attribute}, but a "
             f"rollout has no {attribute}. A rollout has {', '.join(_FIELDS)}."
@@ -155,22 +152,16 @@ def check_reward_function(function: Any, *, key: str = "reward.function") -> Non
 
 
 def _definition(function: Any) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the syntax tree of a function or import path, or None if its source is not found.
+    """Return the syntax tree of a function, or None if its source is not found.
 
     The result is None for a decorated function too, because a decorator may pass other arguments.
     """
     with suppress(OSError, TypeError, SyntaxError, ValueError, IndexError, AttributeError):
-        if isinstance(function, str):
-            name = function.rpartition(":")[2]
-            tree = ast.parse(source_files(function)[0].read_bytes())
-        else:
-            name = function.__name__
-            lines, first = inspect.getsourcelines(function)
-            tree = ast.parse(textwrap.dedent("".join(lines)))
-            ast.increment_lineno(tree, first - 1)
-        for each in tree.body:
-            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and each.name == name:
-                return None if each.decorator_list else each
+        lines, first = inspect.getsourcelines(function)
+        (definition,) = ast.parse(textwrap.dedent("".join(lines))).body
+        if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
+            ast.increment_lineno(definition, first - 1)
+            return None if definition.decorator_list else definition
     return None
 
 
@@ -185,30 +176,32 @@ def _unknown_attributes(
     if function is None or len(arguments) != 1:
         return
     nodes = list(ast.walk(function))
-    loops = [
-        each.target
-        for each in nodes
-        if isinstance(each, ast.For | ast.comprehension)
-        and isinstance(each.iter, ast.Name)
-        and each.iter.id == arguments[0].arg
+    loop_variables = [
+        node.target
+        for node in nodes
+        if isinstance(node, ast.For | ast.comprehension)
+        and isinstance(node.iter, ast.Name)
+        and node.iter.id == arguments[0].arg
     ]
-    others = {
-        each.id
-        for each in nodes
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each not in loops
+    assigned = {
+        node.id
+        for node in nodes
+        if isinstance(node, ast.Name)
+        and isinstance(node.ctx, ast.Store)
+        and node not in loop_variables
     }
-    if arguments[0].arg in others:
+    if arguments[0].arg in assigned:
         return
-    names = {each.id for each in loops if isinstance(each, ast.Name)} - others
+    names = {node.id for node in loop_variables if isinstance(node, ast.Name)} - assigned
     # An attribute whose name is also a string constant may be guarded: hasattr(rollout, "name").
-    texts = {each.value for each in nodes if isinstance(each, ast.Constant)}
-    known = {*_FIELDS, *dir(Rollout)}.difference(_SET_LATER)
-    for each in nodes:
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    attributes = {*_FIELDS, *dir(Rollout)}.difference(_SET_LATER)
+    for node in nodes:
         if (
-            isinstance(each, ast.Attribute)
-            and isinstance(each.value, ast.Name)
-            and each.value.id in names
-            and each.attr not in known
-            and each.attr not in texts
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in names
+            and node.attr not in attributes
+            and node.attr not in texts
         ):
-            yield each.lineno, each.value.id, each.attr
+            yield node.lineno, node.value.id, node.attr

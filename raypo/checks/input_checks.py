@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from raypo.checks.function_checks import check_functions, check_scoring
+from raypo.checks.function_checks import (
+    check_functions,
+    check_reward_function,
+    check_scoring,
+)
 from raypo.checks.model_checks import (
     check_model,
     check_positions,
@@ -30,20 +35,23 @@ from raypo.config import (
     PolicyExamplesConfig,
     PPOConfig,
 )
-from raypo.custom.loader import check_function
+from raypo.custom.in_subprocess import call_in_subprocess
+from raypo.custom.loader import load_function
 from raypo.data.mixing import repetition_note
+from raypo.inputs import functions_of_user
+from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.serving.vllm_arguments import check_extra
 from raypo.tracking.sinks import check_installed
 
 
 def check_inputs(
-    config: AnyConfig, *, has_reward_fn: bool = False, on_this_machine: bool = True
+    config: AnyConfig, *, reward_fn: RewardFunction | None = None, on_this_machine: bool = True
 ) -> list[str]:
     """Refuse missing or wrong files, and runs that are too large for this machine.
 
     Args:
         config: The whole run config.
-        has_reward_fn: True if a reward function was passed in Python. The config then needs none.
+        reward_fn: Reward function that was passed in Python. The config then needs none.
         on_this_machine: True if the run would start on this machine, which must then have enough
             CPU cores.
 
@@ -54,8 +62,6 @@ def check_inputs(
         ConfigError: the first problem, as key (value), rule and remedy.
     """
     check_installed(config.logging)
-    for spec in config.callbacks:
-        check_function(spec, key="callbacks")
     for key, path in models_of(config):
         check_model(key, path, is_trained=key in ("model.policy", "model.critic"))
     if isinstance(config, OnlineConfig | PolicyExamplesConfig):
@@ -65,16 +71,13 @@ def check_inputs(
         check_positions(config)
     num_prompts = check_rows(config)
     notes: list[str] = []
+    _check_user_code(config, reward_fn)
     if isinstance(config, OnlineConfig):
-        check_scoring(config, has_reward_fn=has_reward_fn)
-        check_labels(config, has_reward_fn=has_reward_fn)
-        if config.reward.function and not has_reward_fn:
-            check_columns(config, config.reward.function)
+        check_labels(config, has_reward_fn=reward_fn is not None)
         check_judge_columns(config)
         note = num_prompts and repetition_note(num_prompts, config.rollout.prompts_per_step)
         notes += [note] if note else []
     elif isinstance(config, PolicyExamplesConfig):
-        check_functions(config, common=None)
         check_labels(config)
     if isinstance(config, PPOConfig):
         notes += _notes_on_ppo(config)
@@ -82,6 +85,53 @@ def check_inputs(
     if on_this_machine:
         _check_cpus(config)
     return notes
+
+
+def _check_user_code(config: AnyConfig, reward_fn: RewardFunction | None) -> None:
+    """Check the functions and classes that the config names, and a function given in Python.
+
+    One subprocess imports all files of the user. If the config names only raypo's own functions,
+    this process imports them.
+    """
+    summands = reward_fn.functions if isinstance(reward_fn, WeightedSum) else [reward_fn]
+    paths = [function for function in summands if isinstance(function, str)]
+    specs = [
+        spec
+        for key, spec in functions_of_user(config)
+        if key != "reward.function" or reward_fn is None
+    ]
+    if all(spec.startswith("raypo.") for spec in (*specs, *paths)):
+        check_named_functions(config, paths, reward_fn is not None)
+    else:
+        call_in_subprocess(check_named_functions, config, paths, reward_fn is not None)
+    for function in summands:
+        if isinstance(config, OnlineConfig) and callable(function):
+            _check_trained_reward(config, function, "reward_funcs")
+
+
+def check_named_functions(config: AnyConfig, paths: Sequence[str], has_reward_fn: bool) -> None:
+    """Import and check the functions and classes that a config names.
+
+    Args:
+        config: The whole run config.
+        paths: Import paths among the reward functions that were passed in Python.
+        has_reward_fn: True if a reward function was passed in Python.
+    """
+    for spec in config.callbacks:
+        load_function(spec, key="callbacks")
+    if isinstance(config, OnlineConfig):
+        check_scoring(config, has_reward_fn=has_reward_fn)
+        for spec in paths:
+            _check_trained_reward(config, spec, "reward_funcs")
+        if config.reward.function and not has_reward_fn:
+            check_columns(config, config.reward.function)
+    elif isinstance(config, PolicyExamplesConfig):
+        check_functions(config, common=None)
+
+
+def _check_trained_reward(config: OnlineConfig, function: Any, key: str) -> None:
+    check_reward_function(function, key=key)
+    check_columns(config, function, key=key)
 
 
 def _notes_on_elastic(config: AnyConfig) -> list[str]:

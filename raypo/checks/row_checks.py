@@ -25,12 +25,17 @@ from raypo.config import (
     functions_of,
     source_name,
 )
-from raypo.custom.loader import function_name, required_columns, takes_ground_truth
+from raypo.custom.loader import (
+    function_name,
+    load_function,
+    required_columns,
+    takes_ground_truth,
+)
 from raypo.data.prepared_rows import check_label
 from raypo.data.prompts import peek
 from raypo.data.rows import BadRows, is_data_set, read_rows
 from raypo.rewards.labels import scorers_of
-from raypo.rewards.scoring import WeightedSum, has_ground_truth
+from raypo.rewards.scoring import has_ground_truth
 from raypo.rewards.verifiers import LABEL_CHECKS
 
 Run = TypeVar("Run", bound=RecipeConfig)
@@ -196,35 +201,35 @@ def check_columns(config: OnlineConfig, function: Any, *, key: str = "reward.fun
 
     Args:
         config: The whole run config.
-        function: The function, its import path, or a weighted sum of these.
+        function: The function, or its import path.
         key: Name of the argument or key that the function comes from.
     """
-    own = functions_of(config.data.prompts)
-    sources = [each for each in config.data.prompts if source_name(each) not in own]
-    each_function = function.functions if isinstance(function, WeightedSum) else [function]
-    needed = [(name, each) for each in each_function for name in required_columns(each)]
-    graded = [each for each in each_function if takes_ground_truth(each)]
-    if not (needed or graded) or not sources or any(map(is_data_set, sources)):
+    of_sources = functions_of(config.data.prompts)
+    sources = [source for source in config.data.prompts if source_name(source) not in of_sources]
+    name = function_name(function)
+    loaded = load_function(function, key=key) if isinstance(function, str) else function
+    required, is_graded = required_columns(loaded), takes_ground_truth(loaded)
+    if not (required or is_graded) or not sources or any(map(is_data_set, sources)):
         return
-    there: dict[str, None] = {}
+    columns: dict[str, None] = {}
     has_truth = config.data.label_key is not None
     for source in sources:
         bad = BadRows(config.data.on_error)
         for row in islice(read_rows(source, key="data.prompts", bad=bad), COLUMN_ROWS):
-            there |= dict.fromkeys(row.values)
+            columns |= dict.fromkeys(row.values)
             has_truth = has_truth or has_ground_truth(row.values)
-    if graded and not has_truth:
+    if is_graded and not has_truth:
         raise ConfigError(
-            f"data.label_key (None): {function_name(graded[0])} takes a ground_truth, but rows of "
+            f"data.label_key (None): {name} takes a ground_truth, but rows of "
             'data.prompts have no reward_model["ground_truth"] as rows of verl do. Set '
             "data.label_key to the column of the answers."
         )
-    there.pop("prompt", None)  # passed under the name `prompts`
-    for name, each in needed:
-        if name not in there:
+    columns.pop("prompt", None)  # passed under the name `prompts`
+    for column in required:
+        if column not in columns:
             raise ConfigError(
-                f"{key} ({function_name(each)}): has the argument {name}, but data.prompts has no "
-                f"such column. It has {', '.join(there) or 'none besides the prompt'}. Add the "
+                f"{key} ({name}): has the argument {column}, but data.prompts has no such "
+                f"column. It has {', '.join(columns) or 'none besides the prompt'}. Add the "
                 "column, rename the argument, or give it a default."
             )
 

@@ -37,14 +37,13 @@ def serve_reward(
 
     require("serve", "raypo serve-reward")
     from raypo.checks.model_checks import check_model
-    from raypo.custom.loader import check_function, load_function
+    from raypo.custom.loader import load_function
     from raypo.rewards.wire import TOKEN_VARIABLE
 
     token = token_for(host, TOKEN_VARIABLE, " for server and runs")
     is_function = ":" in target and not Path(target).is_dir()
     function: RewardFunction
     if is_function:
-        check_function(target, key="TARGET")
         function = load_function(target, key="TARGET")
     else:
         check_model("TARGET", target)

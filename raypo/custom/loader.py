@@ -14,9 +14,10 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -37,27 +38,10 @@ TAKES = {
 rollouts."""
 GROUND_TRUTH = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Arguments of a reward function of verl's form. The last one is optional."""
+_VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _importing: list[str] = []
 _MODULE_OF_FILE = "raypo_function_file"
 """Prefix of the names of modules that are loaded from a `file.py:name`."""
-
-
-def check_function(spec: str, *, key: str = "reward.function") -> None:
-    """Check in the source that a function exists and takes one argument, without importing it.
-
-    The check takes milliseconds even if the file would load a model on import, and it works on
-    machines without the packages that the file needs.
-
-    Args:
-        spec: Import path.
-        key: Config key that it comes from.
-
-    Raises:
-        ConfigError: `spec` is malformed, the file or module is missing or not Python, the name is
-            not defined in it, or it cannot be called with one argument.
-    """
-    if (outline := _outline(spec, key)) is not None:
-        check_callable(outline, name=spec, key=key)
 
 
 def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., Any]:
@@ -73,7 +57,8 @@ def load_function(spec: str, *, key: str = "reward.function") -> Callable[..., A
         The function, checked by `check_callable`.
 
     Raises:
-        ConfigError: as `check_function`, or the import fails.
+        ConfigError: `spec` is malformed, the file or module is missing or its import fails, it does
+            not define the name, or the function cannot be called with one argument.
     """
     function = _imported(spec, key)
     check_callable(function, name=spec, key=key)
@@ -137,12 +122,7 @@ def takes_columns(function: Any) -> bool:
 def takes_ground_truth(function: Any) -> bool:
     """Return whether a reward function has the form of verl, which is called once per response:
     `compute_score(data_source, solution_str, ground_truth, extra_info)`.
-
-    Args:
-        function: The function, or its import path, whose source is read and not imported.
     """
-    if isinstance(function, str):
-        function = _outline(function, "reward.function")
     return _parameters(function) >= set(GROUND_TRUTH[:3])
 
 
@@ -164,57 +144,19 @@ def keyword_parameters(function: Any) -> dict[str, inspect.Parameter]:
         TypeError, ValueError: the function has no signature.
     """
     own = dict(inspect.signature(function, follow_wrapped=False).parameters)
-    if any(each.kind is each.VAR_KEYWORD for each in own.values()):
-        inner = inspect.signature(function).parameters
-        variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        own = {name: each for name, each in own.items() if each.kind not in variable} | dict(inner)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
+        own = {name: p for name, p in own.items() if p.kind not in _VARIABLE}
+        own |= inspect.signature(function).parameters
     return own
 
 
-def required_columns(function: Callable[..., Any] | str) -> list[str]:
-    """Return the columns that a TRL-style reward function requires as arguments.
-
-    Args:
-        function: The function or its import path, whose source is read without importing it.
-
-    Raises:
-        ConfigError: as `check_function`.
-    """
-    outline = _outline(function, "reward.function") if isinstance(function, str) else function
-    if outline is None or not takes_columns(outline):
+def required_columns(function: Callable[..., Any]) -> list[str]:
+    """Return the columns that a reward function of TRL's form requires as arguments."""
+    if not takes_columns(function):
         return []
-    parameters = inspect.signature(outline, follow_wrapped=False).parameters.values()
-    named = [
-        each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-    ]
-    given = ("prompts", "completions", "completion_ids")
-    return [each.name for each in named if each.default is each.empty and each.name not in given]
-
-
-def check_class(
-    spec: str,
-    methods: Methods,
-    arguments: Mapping[str, Any],
-    *,
-    key: str,
-    optional: Methods = NONE,
-) -> None:
-    """Check in the source that `load_class` can use a class, without importing the class.
-
-    Args:
-        spec: Import path.
-        methods: Required methods and their parameters.
-        arguments: Keyword arguments of the constructor, from `{key}_args`.
-        key: Config key that the import path comes from.
-        optional: Optional methods and their parameters.
-
-    Raises:
-        ConfigError: as `check_function`, a method is missing or has other parameters, or the class
-            does not take the arguments. `load_class` checks methods that a base class may define.
-    """
-    if (outline := _outline(spec, key)) is not None:
-        _check_methods(outline, methods, optional, spec, key)
-        _check_arguments(outline, arguments, spec, key)
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    required = [p.name for p in parameters if p.kind not in _VARIABLE and p.default is p.empty]
+    return [name for name in required if name not in ("prompts", "completions", "completion_ids")]
 
 
 def load_class(
@@ -238,7 +180,8 @@ def load_class(
         A partial that creates an object when called.
 
     Raises:
-        ConfigError: as `check_class`, or the import fails.
+        ConfigError: as `load_function`, a method is missing or has other parameters, or the class
+            does not take the arguments.
     """
     cls = _imported(spec, key)
     _check_methods(cls, methods, optional, spec, key)
@@ -246,8 +189,8 @@ def load_class(
     return partial(cls, **arguments)
 
 
-def check_factory(spec: str, arguments: Mapping[str, Any], *, key: str) -> None:
-    """Check in the source that a function takes keyword arguments, without importing it.
+def load_factory(spec: str, arguments: Mapping[str, Any], *, key: str) -> Callable[..., Any]:
+    """Import a function that is called with keyword arguments.
 
     Args:
         spec: Import path.
@@ -255,19 +198,12 @@ def check_factory(spec: str, arguments: Mapping[str, Any], *, key: str) -> None:
         key: Config key that they come from.
 
     Raises:
-        ConfigError: as `check_function`, or the function does not take the arguments.
+        ConfigError: the import fails, the module has no such name, or the function does not take
+            the arguments.
     """
-    if (outline := _outline(spec, key)) is not None:
-        _check_arguments(outline, arguments, spec, key)
-
-
-def load_factory(spec: str, *, key: str) -> Callable[..., Any]:
-    """Import a function, whatever its parameters.
-
-    Raises:
-        ConfigError: the import fails, or the module has no such name.
-    """
-    return _imported(spec, key)
+    factory = _imported(spec, key)
+    _check_arguments(factory, arguments, spec, key)
+    return factory
 
 
 def source_files(spec: str) -> list[Path]:
@@ -277,16 +213,28 @@ def source_files(spec: str) -> list[Path]:
     to the whole package. The list is empty if there is no such file, or only a compiled one.
     """
     try:
-        place, _ = _parts(spec, "")  # a lambda or closure of Python has no import path
-        found = _module_source(place, spec, "") if place[-3:] != ".py" else Path(place).expanduser()
+        location, _ = _parts(spec, "")  # a lambda or closure of Python has no import path
     except ConfigError:
         return []
-    if found is None or not found.is_file():
+    is_file = location.endswith(".py")
+    file = Path(location).expanduser() if is_file else _file_of_module(location)
+    if file is None or not file.is_file():
         return []
-    files = [found.absolute()]
-    for file in files if place.endswith(".py") else ():  # the list grows during the loop
-        files += [each for each in _neighbours(file) if each not in files]
+    files = [file.absolute()]
+    for file in files if is_file else ():  # the list grows during the loop
+        files += [neighbour for neighbour in _neighbours(file) if neighbour not in files]
     return files
+
+
+def _file_of_module(module: str) -> Path | None:
+    """Return a module's source file without importing its packages, or None if it has none."""
+    first, *rest = module.split(".")
+    spec = None
+    with suppress(ValueError):  # a module without a spec, like __main__
+        spec = importlib.util.find_spec(first)
+    for name in rest:
+        spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations or ())
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
 
 
 def _neighbours(file: Path) -> list[Path]:
@@ -298,7 +246,7 @@ def _neighbours(file: Path) -> list[Path]:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return []
-    found: list[Path] = []
+    files: list[Path] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             level, names = 0, [alias.name for alias in node.names]
@@ -312,8 +260,8 @@ def _neighbours(file: Path) -> list[Path]:
             parts = name.split(".")
             for end in range(1, len(parts) + 1):
                 path = folder.joinpath(*parts[:end])
-                found += filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
-    return list(dict.fromkeys(found))
+                files += filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
+    return list(dict.fromkeys(files))
 
 
 def imported_now() -> str | None:
@@ -343,7 +291,7 @@ def function_name(function: Callable[..., Any] | str) -> str:
 
 def _check_methods(cls: Any, methods: Methods, optional: Methods, spec: str, key: str) -> None:
     def refused(problem: str) -> ConfigError:
-        wanted = ", ".join(f"{method}({', '.join(given)})" for method, given in methods.items())
+        wanted = ", ".join(f"{method}({', '.join(names)})" for method, names in methods.items())
         return ConfigError(f"{key} ({spec}): must be a class with {wanted}, but {problem}.")
 
     if not isinstance(cls, type):
@@ -356,8 +304,8 @@ def _check_methods(cls: Any, methods: Methods, optional: Methods, spec: str, key
         try:
             inspect.signature(method).bind(None, *parameters)
         except TypeError:
-            given = inspect.signature(method)
-            raise refused(f"its {name} has the parameters {given}") from None
+            signature = inspect.signature(method)
+            raise refused(f"its {name} has the parameters {signature}") from None
 
 
 def _check_arguments(cls: Any, arguments: Mapping[str, Any], spec: str, key: str) -> None:
@@ -373,116 +321,33 @@ def _check_arguments(cls: Any, arguments: Mapping[str, Any], spec: str, key: str
 
 def _imported(spec: str, key: str) -> Any:
     """Import the module and return the named object."""
-    place, name = _parts(spec, key)
+    location, name = _parts(spec, key)
     _importing.append(spec)
     try:
-        if place.endswith(".py"):
-            module = _module_of_file(_existing(place, spec, key))
+        if location.endswith(".py"):
+            module = _module_of_file(_existing_file(location, spec, key))
         else:
-            module = importlib.import_module(place)
+            module = importlib.import_module(location)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{location}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"{key} ({spec}): there is no module {location}. Install it, put its folder on "
+                f"PYTHONPATH, or give the file: path/to/{location.rpartition('.')[2]}.py:name."
+            ) from None
         raise ConfigError(
-            f"{key} ({spec}): {place} cannot be imported: {located_text(error)}. "
+            f"{key} ({spec}): {location} cannot be imported: {located_text(error)}. "
             "Correct it, or install what it needs on every node."
         ) from error
     finally:
         _importing.pop()
-    found = getattr(module, name, None)
-    if found is None:
-        raise _no_such_name(name, [n for n in vars(module) if n[0] != "_"], spec, place, key)
-    return found
-
-
-def _outline(spec: str, key: str) -> Any:
-    """Return a stub of a function or class, with the same parameters and no code.
-
-    A stub of a class has stubs of its methods. None means that only an import can show the
-    parameters.
-    """
-    place, name = _parts(spec, key)
-    if place.endswith(".py"):
-        source = _existing(place, spec, key)
-    elif (source := _module_source(place, spec, key)) is None:
-        return None  # a compiled module
-    try:
-        tree = ast.parse(source.read_bytes(), filename=str(source))
-    except (SyntaxError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise ConfigError(
-            f"{key} ({spec}): {source}{line} is not Python: {error.args[0]}. Correct the file."
-        ) from None
-    defined = dict(_defined(tree))
-    if name not in defined and not {"*", "__getattr__"} & defined.keys():
-        raise _no_such_name(name, list(defined), spec, str(source), key)
-    match defined.get(name):
-        case ast.FunctionDef() | ast.AsyncFunctionDef() as function:
-            return _outline_of_function(function)
-        case ast.ClassDef() as cls:
-            kind = _WithAnyMethod if cls.bases else type
-            methods = {
-                each.name: _outline_of_function(each)
-                for each in cls.body
-                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-            }
-            if cls.decorator_list or cls.keywords:  # a dataclass, say, generates its __init__
-                methods["__init__"] = _takes_anything
-            elif cls.bases or {"__init__", "__new__"} & dict(_defined(cls)).keys():
-                methods.setdefault("__init__", _takes_anything)
-            return kind(name, (), methods)
-    return None
-
-
-class _WithAnyMethod(type):
-    """Metaclass for the stub of a class that may inherit any method from its base classes."""
-
-    def __getattr__(cls, name: str) -> Callable[..., None]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _takes_anything
-
-
-def _takes_anything(*args: Any, **kwargs: Any) -> None:
-    """Stand in for a function whose parameters only an import can show."""
-
-
-def _outline_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
-    """Return a function with the same parameters, without evaluating any user code."""
-    if node.decorator_list:  # a decorator may change the parameters
-        return _takes_anything
-    given = node.args
-    for each in ast.walk(given):
-        if isinstance(each, ast.arg):
-            each.annotation = None
-    defaults = tuple(map(_SourceText, map(ast.unparse, given.defaults)))
-    of_keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    keyword_defaults = {a.arg: _SourceText(ast.unparse(d)) for a, d in of_keywords if d}
-    given.defaults = [ast.Constant(None) for _ in given.defaults]
-    given.kw_defaults = [each and ast.Constant(None) for each in given.kw_defaults]
-    outline = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, ast.Constant(None))))
-    function = eval(compile(outline, "<outline>", "eval"))
-    function.__defaults__, function.__kwdefaults__ = defaults or None, keyword_defaults or None
-    return function
-
-
-class _SourceText(str):
-    """Default of a parameter as the source has it, which messages show without quotes."""
-
-    __repr__ = str.__str__
-
-
-def _defined(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the names that a module's statements define, in all branches, with their nodes."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield child.name, child
-        elif isinstance(child, ast.alias):
-            yield child.asname or child.name.split(".")[0], child
-        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-            yield child.id, child
-        else:
-            yield from _defined(child)
+    if (value := getattr(module, name, None)) is not None:
+        return value
+    near = difflib.get_close_matches(name, [n for n in vars(module) if n[0] != "_"], n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"Define it there, or correct {key}."
+    raise ConfigError(f"{key} ({spec}): {location} defines no {name}. {hint}")
 
 
 def _parts(spec: str, key: str) -> tuple[str, str]:
@@ -491,55 +356,24 @@ def _parts(spec: str, key: str) -> tuple[str, str]:
             f"{key} ({spec}): this function exists only in a Python script. Start the script "
             f"again, or set {key} to file.py:name."
         )
-    place, _, name = spec.rpartition(":")
-    parts = [name] if place.endswith(".py") else [name, *place.split(".")]
-    if place and all(part.isidentifier() for part in parts):
-        return place, name
+    location, _, name = spec.rpartition(":")
+    parts = [name] if location.endswith(".py") else [name, *location.split(".")]
+    if location and all(part.isidentifier() for part in parts):
+        return location, name
     raise ConfigError(
         f"{key} ({spec}): a function is named file.py:name or package.module:name. Write it like "
         "rewards.py:score."
     )
 
 
-def _existing(place: str, spec: str, key: str) -> Path:
-    path = Path(place).expanduser().absolute()
+def _existing_file(name: str, spec: str, key: str) -> Path:
+    path = Path(name).expanduser().absolute()
     if path.is_file():
         return path
     raise ConfigError(
         f"{key} ({spec}): there is no file {path}. Correct the path; a relative path starts at "
         "the folder in which raypo is started."
     )
-
-
-def _module_source(module: str, spec: str, key: str) -> Path | None:
-    """Return a module's source file without importing its parents.
-
-    The result is None if the module is compiled.
-    """
-    first, *rest = module.split(".")
-    found = None
-    with suppress(ValueError):  # a module without a spec, like __main__
-        found = importlib.util.find_spec(first)
-    if found and not rest:
-        is_source = found.origin is not None and found.origin.endswith(".py")
-        return Path(found.origin) if is_source and found.origin else None
-    for folder in (found.submodule_search_locations or ()) if found else ():
-        path = Path(folder, *rest)
-        for source in (path.with_suffix(".py"), path / "__init__.py"):
-            if source.is_file():
-                return source
-        if any(path.parent.glob(f"{path.name}.*")):
-            return None
-    raise ConfigError(
-        f"{key} ({spec}): there is no module {module}. Install it, put its folder on "
-        f"PYTHONPATH, or give the file: path/to/{module.rpartition('.')[2]}.py:name."
-    )
-
-
-def _no_such_name(name: str, defined: list[str], spec: str, place: str, key: str) -> ConfigError:
-    near = difflib.get_close_matches(name, defined, n=1, cutoff=0.6)
-    hint = f"Did you mean {near[0]}?" if near else f"Define it there, or correct {key}."
-    return ConfigError(f"{key} ({spec}): {place} defines no {name}. {hint}")
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Check environments of the package `verifiers` without importing them, and load them.
+"""Load environments of the package `verifiers`.
 
 Versions 0.1.14 to 0.3 are supported. Their environments run in the worker's process. Version 0.4
 has only environments that start a program for each episode, in a container or in the cloud.
@@ -7,22 +7,22 @@ has only environments that start a program for each episode, in a container or i
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 from unittest.mock import patch
 
 from raypo.config import ConfigError
-from raypo.custom.loader import check_factory, load_factory
+from raypo.custom.loader import load_factory
 from raypo.extras import require
 
 OLDEST, TOO_NEW = (0, 1, 14), (0, 4)
 """Oldest supported version, and the first newer version that is not supported."""
 
 
-def check_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> None:
-    """Refuse an environment that is not installed, without importing it.
+def verifiers_factory(name: str, arguments: Mapping[str, Any], *, key: str) -> Callable[..., Any]:
+    """Import an environment's `load_environment`.
 
     Args:
         name: Name of the environment, or a Python file.
@@ -34,16 +34,14 @@ def check_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Non
             environment, or the environment does not take the arguments.
     """
     _check_version(name, key)
-    check_factory(factory_of(name), arguments, key=key)
+    return load_factory(factory_of(name), arguments, key=key)
 
 
 def load_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
     """Import an environment and call its `load_environment`, like the package itself.
 
     Args:
-        name: Name of the environment, or a Python file.
-        arguments: Keyword arguments of its `load_environment`.
-        key: Config key of the name.
+        name, arguments, key: as for `verifiers_factory`.
 
     Returns:
         A `verifiers.Environment`.
@@ -52,10 +50,9 @@ def load_verifiers(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
         ConfigError: the package or environment is missing or not supported, or `load_environment`
             raises an error or returns something else.
     """
-    _check_version(name, key)
+    factory = verifiers_factory(name, arguments, key=key)
     import verifiers  # pyright: ignore[reportMissingImports]
 
-    factory = load_factory(factory_of(name), key=key)
     try:
         with _signals_kept(verifiers):
             environment = factory(**arguments)
@@ -81,7 +78,7 @@ def factory_of(name: str) -> str:
 def _check_version(name: str, key: str) -> None:
     require("verifiers", f"{key} (verifiers:{name})")
     installed = version("verifiers")
-    numbers = tuple(int(each) for each in installed.split(".")[:3] if each.isdigit())
+    numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdigit())
     if not OLDEST <= numbers < TOO_NEW:
         raise ConfigError(
             f"{key} (verifiers:{name}): verifiers {installed} is installed, but only 0.1.14 to "

@@ -52,17 +52,17 @@ class RewardBySource:
         Raises:
             RewardError: a function raises an error, or does not return one score per rollout.
         """
-        places: dict[str | None, list[int]] = {}
-        for place, rollout in enumerate(rollouts):
-            known = rollout.data_source in self._functions
-            places.setdefault(rollout.data_source if known else None, []).append(place)
+        indices_of: dict[str | None, list[int]] = {}
+        for index, rollout in enumerate(rollouts):
+            has_own = rollout.data_source in self._functions
+            indices_of.setdefault(rollout.data_source if has_own else None, []).append(index)
         answers: list[Any] = [None] * len(rollouts)
-        for source, own in places.items():
+        for source, indices in indices_of.items():
             function = self._function(source)
             assert function is not None, f"{source} has no judge, which raypo.checks refuses"
-            given = answers_of(function, [rollouts[place] for place in own])
-            for place, answer in zip(own, given, strict=True):
-                answers[place] = answer
+            scores = answers_of(function, [rollouts[index] for index in indices])
+            for index, answer in zip(indices, scores, strict=True):
+                answers[index] = answer
         return answers
 
     def _function(self, source: str | None) -> RewardFunction | None:

@@ -75,7 +75,7 @@ class TimedReward:
 
 def open_function(
     section: RewardSection,
-    given: RewardFunction | None,
+    reward_fn: RewardFunction | None,
     by_source: Mapping[str, str],
     *,
     log: Path | None = None,
@@ -84,7 +84,7 @@ def open_function(
 
     Args:
         section: Section of the config that names the function and its limits.
-        given: A function passed in Python. It takes precedence over `section.function`.
+        reward_fn: A function passed in Python. It takes precedence over `section.function`.
         by_source: Import paths of the functions of single sources, by the source's name. For its
             source, such a function takes precedence over both.
         log: File to which the worker processes append what the function prints.
@@ -92,7 +92,7 @@ def open_function(
     Returns:
         The function, or None if none is configured.
     """
-    function = given or section.function
+    function = reward_fn or section.function
     if by_source:
         function = RewardBySource(by_source, function)
         if not section.processes:

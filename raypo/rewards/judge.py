@@ -66,7 +66,7 @@ class DeployedJudge:
         begin = time.monotonic()
         answers = await asyncio.wrap_future(self.judge.answers(prompts))
         took = time.monotonic() - begin
-        return [(each, took) if isinstance(each, str) else each for each in answers]
+        return [(answer, took) if isinstance(answer, str) else answer for answer in answers]
 
 
 class Judge:
@@ -106,7 +106,7 @@ class Judge:
         """
         for rollout in rollouts:
             self._refuse_missing_columns(rollout)
-        texts = [each.text for each in self._criteria.values()]
+        texts = [criterion.text for criterion in self._criteria.values()]
         graded = await self._grades([self._prompt(r, text) for r in rollouts for text in texts])
         size = len(texts)
         return [self._score(graded[row * size :][:size]) for row in range(len(rollouts))]
@@ -117,21 +117,21 @@ class Judge:
         names = {name: f"judge/{name}" if name else "judge" for name in grades}
         scores = {
             name: self._section.ungraded_score
-            if each.score is None and isinstance(each.error, NoGrade)
-            else each.score
-            for name, each in grades.items()
+            if grade.score is None and isinstance(grade.error, NoGrade)
+            else grade.score
+            for name, grade in grades.items()
         }
         missing = next(
             (grades[name].error for name, score in scores.items() if score is None), None
         )
         total = math.fsum(criteria[name].weight * (score or 0.0) for name, score in scores.items())
-        weights = math.fsum(each.weight for each in criteria.values())
-        ungraded = sum(isinstance(each.error, NoGrade) for each in graded)
+        weights = math.fsum(criterion.weight for criterion in criteria.values())
+        ungraded = sum(isinstance(grade.error, NoGrade) for grade in graded)
         return {
             **{name: score for name, score in scores.items() if name},
-            **{names[name]: each.text for name, each in grades.items()},
+            **{names[name]: grade.text for name, grade in grades.items()},
             "judge_ungraded": ungraded / len(grades),
-            "judge_s": math.fsum(each.seconds for each in graded) / len(grades),
+            "judge_s": math.fsum(grade.seconds for grade in graded) / len(grades),
             SCORE: missing or total / weights,
         }
 
@@ -140,10 +140,10 @@ class Judge:
         grades = [_Grade(None, "", 0.0)] * len(prompts)
         left = list(range(len(prompts)))
         for _ in range(self._attempts):
-            answers = await self._ask([prompts[place] for place in left])
-            for place, answer in zip(left, answers, strict=True):
-                grades[place] = self._grade(answer, grades[place])
-            left = [place for place in left if isinstance(grades[place].error, NoGrade)]
+            answers = await self._ask([prompts[index] for index in left])
+            for index, answer in zip(left, answers, strict=True):
+                grades[index] = self._grade(answer, grades[index])
+            left = [index for index in left if isinstance(grades[index].error, NoGrade)]
             if not left:
                 break
         return grades
@@ -164,15 +164,15 @@ class Judge:
         """
         section = self._section
         if section.pattern is not None:
-            *_, place = [None, *re.finditer(section.pattern, text)]
-            if place is None:
+            *_, match = [None, *re.finditer(section.pattern, text)]
+            if match is None:
                 return None
-            text = (place[1] if place.re.groups else place[0]) or ""
+            text = (match[1] if match.re.groups else match[0]) or ""
         if isinstance(section.grades, dict):
             by_word = {word.strip().casefold(): score for word, score in section.grades.items()}
             words = "|".join(map(re.escape, sorted(by_word, key=len, reverse=True)))
-            found = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text.casefold())
-            return by_word[found[-1]] if found else None
+            mentioned = re.findall(rf"(?<!\w)(?:{words})(?!\w)", text.casefold())
+            return by_word[mentioned[-1]] if mentioned else None
         lowest, highest = section.grades
         # With 5 as the highest grade, read 4/5 and 4.0 of 5.0 as 4.
         text = re.sub(
@@ -193,12 +193,12 @@ class Judge:
         # In one pass, so that braces in a response are not replaced.
         return re.sub(
             r"\{(\w+)\}",
-            lambda found: str(fields[found[1]]) if found[1] in fields else found[0],
+            lambda match: str(fields[match[1]]) if match[1] in fields else match[0],
             self._section.template,
         )
 
     def _refuse_missing_columns(self, rollout: Rollout) -> None:
-        if missing := [each for each in self._section.columns if each not in rollout.row]:
+        if missing := [column for column in self._section.columns if column not in rollout.row]:
             raise RewardError(
                 f"reward.judge.template: names {{{missing[0]}}}, but row {rollout.prompt_index} "
                 f"has no such column. It has {', '.join(rollout.row) or 'none'}. Add the column, "
@@ -212,4 +212,4 @@ def _conversation(rollout: Rollout) -> str:
         return rollout.prompt
     if len(rollout.messages) == 1:
         return str(rollout.messages[0]["content"])
-    return "\n\n".join(f"{each['role']}: {each['content']}" for each in rollout.messages)
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in rollout.messages)

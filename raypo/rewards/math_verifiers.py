@@ -63,20 +63,20 @@ def graded_math_answer(rollouts: Sequence[Rollout]) -> list[float]:
 
 def _is_right(rollout: Rollout) -> bool:
     label = formula_of(rollout.label, f"row {rollout.prompt_index}")
-    given = final_answer(rollout.response)
+    final = final_answer(rollout.response)
     words = plain_words(label)
-    answer = plain_words(rollout.response if given is None else given)
+    answer = plain_words(rollout.response if final is None else final)
     if words == answer:
         return True
     wanted = _parsed(_boxed(label))
-    if not wanted or _is_text(words) or (given is not None and _is_text(answer)):
+    if not wanted or _is_text(words) or (final is not None and _is_text(answer)):
         return False
-    found = _parsed(rollout.response if given is None else _boxed(given))
-    if wanted and found and _is_number(wanted[0]) and _is_number(found[0]):
-        return _is_same_number(_evaluated(wanted[0]), _evaluated(found[0]))
+    parsed = _parsed(rollout.response if final is None else _boxed(final))
+    if wanted and parsed and _is_number(wanted[0]) and _is_number(parsed[0]):
+        return _is_same_number(_evaluated(wanted[0]), _evaluated(parsed[0]))
     return math_verify.verify(
         wanted,
-        found,
+        parsed,
         float_rounding=12,
         numeric_precision=_PRECISION,
         timeout_seconds=None,
@@ -105,16 +105,16 @@ def _evaluated(number: Any) -> Any:
     return number.doit() if 1e-50 < size < 1e50 else number
 
 
-def _is_same_number(wanted: Any, found: Any) -> bool:
-    are_fractions = wanted.is_Rational and found.is_Rational
-    if wanted == found or (are_fractions and _is_decimal(wanted) == _is_decimal(found)):
-        return wanted == found and wanted.is_finite is not False
+def _is_same_number(wanted: Any, answer: Any) -> bool:
+    are_fractions = wanted.is_Rational and answer.is_Rational
+    if wanted == answer or (are_fractions and _is_decimal(wanted) == _is_decimal(answer)):
+        return wanted == answer and wanted.is_finite is not False
     # Evaluate first: sympy may expand a power without bound in a symbolic difference.
-    values = [each.evalf(_PRECISION) for each in (wanted, found)]
+    values = [number.evalf(_PRECISION) for number in (wanted, answer)]
     size, error = abs(values[0]), abs(values[0] - values[1])
     if not (size.is_finite and error.is_finite):  # 1/0 is no number
         return False
-    is_rounded = any(_is_decimal(each) and not each.is_Integer for each in (wanted, found))
+    is_rounded = any(_is_decimal(number) and not number.is_Integer for number in (wanted, answer))
     allowed = _ROUNDING if is_rounded else sympy.Float(f"1e-{_PRECISION - 10}", _PRECISION)
     return bool(error <= allowed * size)
 

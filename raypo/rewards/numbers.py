@@ -102,26 +102,26 @@ def parse_number(text: str) -> Fraction | None:
     for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if len(text) > len(opening) and text.startswith(opening) and text.endswith(closing):
             text = text[len(opening) : -len(closing)].strip()
-    found = _NUMBER.fullmatch(text)
-    return _value(found) if found else None
+    match = _NUMBER.fullmatch(text)
+    return _value(match) if match else None
 
 
 def numbers_in(text: str) -> Iterator[Number]:
     """Yield the numbers that stand alone in a text, the last one first."""
     text = _plain(text)
-    for found in reversed(list(_NUMBER.finditer(text))):
-        if _follows_operand(text, found.start()) or _OPERAND_BEHIND.match(text, found.end()):
+    for match in reversed(list(_NUMBER.finditer(text))):
+        if _follows_operand(text, match.start()) or _OPERAND_BEHIND.match(text, match.end()):
             continue
-        if (value := _value(found)) is not None:
-            sign = "-" if "-" in (found["sign"], found["inner_sign"]) else ""
-            yield Number(sign + found["digits"], value)
+        if (value := _value(match)) is not None:
+            sign = "-" if "-" in (match["sign"], match["inner_sign"]) else ""
+            yield Number(sign + match["digits"], value)
 
 
-def _follows_operand(text: str, place: int) -> bool:
-    if text[place - 1 : place] in (" ", "\t"):
-        before = text[max(0, place - _CONTEXT) : place]
+def _follows_operand(text: str, start: int) -> bool:
+    if text[start - 1 : start] in (" ", "\t"):
+        before = text[max(0, start - _CONTEXT) : start]
         return _OPERAND_BEFORE_SPACE.search(before) is not None
-    return _OPERAND_BEFORE.search(text[max(0, place - 5) : place]) is not None
+    return _OPERAND_BEFORE.search(text[max(0, start - 5) : start]) is not None
 
 
 def _plain(text: str) -> str:
@@ -143,15 +143,15 @@ def _unwrapped(wrapped: re.Match[str]) -> str:
     return f" {inner} " if is_word else inner
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
-    signs = found["sign"] + found["inner_sign"]
-    if len(signs) > 1 or len(found[0]) > MAX_DIGITS:
+def _value(match: re.Match[str]) -> Fraction | None:
+    signs = match["sign"] + match["inner_sign"]
+    if len(signs) > 1 or len(match[0]) > MAX_DIGITS:
         return None
-    if found["top"] is not None:
-        top, bottom = found["top"], found["bottom"] or "1"
+    if match["top"] is not None:
+        top, bottom = match["top"], match["bottom"] or "1"
     else:
-        top, bottom = (part for part in found.groups()[4:8] if part is not None)
-    parts = [_decimal(part) for part in (found["whole"] or "0", top, bottom)]
+        top, bottom = (part for part in match.groups()[4:8] if part is not None)
+    parts = [_decimal(part) for part in (match["whole"] or "0", top, bottom)]
     if None in parts or not parts[2]:
         return None
     whole, numerator, denominator = (part or Fraction(0) for part in parts)

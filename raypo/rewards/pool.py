@@ -1,38 +1,26 @@
-"""Run a slow reward function in a pool of worker processes, with a timeout on every call.
-
-Only bytes and texts leave the processes: an object of a class that the calling process cannot
-import would break the pool.
-"""
+"""Run a slow reward function in a pool of worker processes, with a timeout on every call."""
 
 from __future__ import annotations
 
-import pickle
-import sys
-import traceback
 from collections.abc import Mapping
-from concurrent.futures import TimeoutError as PoolTimeoutError
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-from pebble import ProcessExpired, ProcessPool
-
-from raypo.concurrency import fork_context
-from raypo.custom.errors import text_of, user_frames
+from raypo.custom.errors import text_of
 from raypo.custom.loader import function_name, load_function
+from raypo.custom.pool import CallTimeout, ProcessDied, UserCodePool
 from raypo.rewards.by_source import RewardBySource
 from raypo.rewards.scoring import RewardError, RewardFunction, call
 from raypo.types import Rollout
-
-_function: RewardFunction | None = None
 
 
 class PooledReward:
     """Reward function that runs in worker processes. Each call gets the samples of a few prompts.
 
-    If a call times out or its process dies, its samples have no score and the process is
-    replaced. An exception of the function is raised in the calling process, by its name and text.
+    If a call times out or its process dies, its samples have no score. An exception of the function
+    is raised in the calling process, by its name and text.
     """
 
     def __init__(
@@ -51,16 +39,13 @@ class PooledReward:
             timeout_s: Time limit of one call, in seconds. None means no limit.
             log: File to which the function's prints are appended.
         """
-        self._processes, self._timeout_s = processes, timeout_s
-        self._name = function_name(function)
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-        spec = function if isinstance(function, str) else cloudpickle.dumps(function)
-        self._pool = ProcessPool(
-            max_workers=processes,
-            initializer=_open,
-            initargs=(spec, log),
-            context=fork_context(__name__),
+        self._processes, self._name = processes, function_name(function)
+        self._pool = UserCodePool(
+            partial(_load, function),
+            module=__name__,
+            processes=processes,
+            timeout_s=timeout_s,
+            log=log,
         )
 
     def __str__(self) -> str:
@@ -71,46 +56,28 @@ class PooledReward:
 
         A rollout has an exception in place of a score if its call timed out or its process died.
         """
-        cut = list(_pieces(rollouts, self._processes))
-        pending = [
-            self._pool.schedule(_score, args=(piece,), timeout=self._timeout_s) for piece in cut
-        ]
-        answers: list[Any] = []
+        pieces = list(_pieces(rollouts, self._processes))
+        futures = [self._pool.submit(_scores, piece) for piece in pieces]
+        scores: list[Any] = []
         try:
-            for piece, future in zip(cut, pending, strict=True):
-                answers += self._answer(piece, future)
+            for piece, future in zip(pieces, futures, strict=True):
+                try:
+                    answer = self._pool.result(future)
+                except (CallTimeout, ProcessDied) as error:
+                    message = f"{self._name}: {error} for {len(piece)} rollouts"
+                    answer = [type(error)(message)] * len(piece)
+                if isinstance(answer, RewardError):
+                    raise answer
+                scores += answer
         except BaseException:
-            for future in pending:
+            for future in futures:
                 future.cancel()
             raise
-        return answers
+        return scores
 
     def close(self) -> None:
         """Kill the processes and wait for them."""
-        self._pool.stop()
-        self._pool.join()
-
-    def _answer(self, piece: list[Rollout], future: Any) -> list[Any]:
-        try:
-            answers, failure = future.result()
-        except PoolTimeoutError:
-            error: Exception = TimeoutError(
-                f"{self._name}: no answer in {self._timeout_s:g} s for {len(piece)} rollouts"
-            )
-        except ProcessExpired as expired:
-            error = RuntimeError(
-                f"{self._name}: its process died with status {expired.exitcode} over "
-                f"{len(piece)} rollouts"
-            )
-        else:
-            if failure is None:
-                return pickle.loads(answers)
-            name, text, frames, trace = failure
-            kind = RewardError if name == RewardError.__name__ else type(name, (Exception,), {})
-            raised = kind(text)
-            raised.user_frames = frames
-            raise raised from RuntimeError(trace)
-        return [error] * len(piece)
+        self._pool.close()
 
 
 def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:
@@ -123,29 +90,18 @@ def _pieces(rollouts: list[Rollout], processes: int) -> list[list[Rollout]]:
     ]
 
 
-def _open(spec: str | bytes, log: Path | None) -> None:
-    """Load the function in a process of the pool."""
-    global _function
-    if log is not None:
-        sys.stdout = log.open("a", buffering=1, encoding="utf-8")  # line by line
-    _function = load_function(spec) if isinstance(spec, str) else cloudpickle.loads(spec)
-    if isinstance(_function, RewardBySource):
-        _function.load()  # import before the first call's timeout starts
+def _load(function: str | RewardFunction) -> RewardFunction:
+    if isinstance(function, RewardBySource):
+        function.load()  # import before the first call's timeout starts
+    return load_function(function) if isinstance(function, str) else function
 
 
-def _score(rollouts: list[Rollout]) -> tuple[bytes, tuple[str, str, str, str] | None]:
-    """Call the function in a process of the pool.
-
-    Returns:
-        The pickled scores; and the name, text, user's frames and whole traceback of the function's
-        exception, or None.
-    """
-    assert _function is not None
+def _scores(function: RewardFunction, rollouts: list[Rollout]) -> list[Any] | RewardError:
+    """Call the function. An error of raypo's own class is returned, so that it keeps its class."""
     try:
-        return cloudpickle.dumps(list(map(_plain, call(_function, rollouts)))), None
-    except Exception as error:
-        frames, trace = user_frames(error), traceback.format_exc()
-        return b"", (type(error).__name__, text_of(error), frames, trace)
+        return list(map(_plain, call(function, rollouts)))
+    except RewardError as error:
+        return error
 
 
 def _plain(answer: Any) -> Any:

@@ -177,8 +177,8 @@ class JsonServers:
     def _wait(self, state: RetryCallState) -> float:
         wait = wait_random_exponential(self._first_wait_s, self._longest_wait_s)(state)
         error = state.outcome.exception() if state.outcome else None
-        asked = error.retry_after_s if isinstance(error, _Retryable) else 0.0
-        return max(wait, min(asked, self._longest_wait_s))
+        retry_after = error.retry_after_s if isinstance(error, _Retryable) else 0.0
+        return max(wait, min(retry_after, self._longest_wait_s))
 
 
 class RemoteReward:

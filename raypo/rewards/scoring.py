@@ -114,7 +114,7 @@ def score(function: RewardFunction, rollouts: Sequence[Rollout]) -> list[float]:
         return []
     name = f"the reward function {function_name(function)}"
     answers = answers_of(function, list(rollouts))
-    return [_number(answer, place, name) for place, answer in enumerate(answers)]
+    return [_number(answer, index, name) for index, answer in enumerate(answers)]
 
 
 def answers_of(function: RewardFunction, rollouts: list[Rollout]) -> list[Any]:
@@ -166,7 +166,7 @@ def _columns(function: RewardFunction, rollouts: list[Rollout]) -> dict[str, lis
     values["completion_ids"] = [rollout.response_ids.tolist() for rollout in rollouts]
     values.pop("prompt", None)  # it is passed as `prompts`; TRL does not pass it twice either
     parameters = keyword_parameters(function)
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return values
     return {name: value for name, value in values.items() if name in parameters}
 
@@ -179,7 +179,7 @@ def _one_by_one(function: RewardFunction, rollouts: list[Rollout]) -> Any:
     `reward_model["ground_truth"]`.
     """
     parameters = keyword_parameters(function)
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     passed = [name for name in GROUND_TRUTH if takes_all or name in parameters]
     answers = []
     for rollout in rollouts:
@@ -236,29 +236,29 @@ class WeightedSum:
         Equal names get a number. So does a function named `score`, because the sum has that name.
         """
         plain = [
-            each.rpartition(":")[2]
-            if isinstance(each, str)
-            else getattr(each, "__name__", type(each).__name__)
-            for each in self.functions
+            function.rpartition(":")[2]
+            if isinstance(function, str)
+            else getattr(function, "__name__", type(function).__name__)
+            for function in self.functions
         ]
         return [
-            f"{name}_{place}" if name == SCORE or plain.count(name) > 1 else name
-            for place, name in enumerate(plain, start=1)
+            f"{name}_{number}" if name == SCORE or plain.count(name) > 1 else name
+            for number, name in enumerate(plain, start=1)
         ]
 
     def __call__(self, rollouts: list[Rollout]) -> list[Any]:
         """Return a score with named parts per rollout."""
         names = self.names
         by_function = [
-            score(load_function(each) if isinstance(each, str) else each, rollouts)
-            for each in self.functions
+            score(load_function(function) if isinstance(function, str) else function, rollouts)
+            for function in self.functions
         ]
         answers: list[Any] = []
         for scores in zip(*by_function, strict=True):
             parts: dict[str, Any] = {}
             for name, value in zip(names, scores, strict=True):
                 named = {**parts_of(value), **texts_of(value)}
-                parts |= {f"{name}/{part}": each for part, each in named.items()}
+                parts |= {f"{name}/{part}": entry for part, entry in named.items()}
                 parts |= {name: float(value)} if math.isfinite(value) else {}
             total = sum(
                 w * s for w, s in zip(self.weights, scores, strict=True) if math.isfinite(s)
@@ -331,25 +331,25 @@ def _as_list(answer: Any, expected: int, name: str) -> list[Any]:
     return list(answer)
 
 
-def _number(answer: Any, place: int, name: str) -> float:
+def _number(answer: Any, index: int, name: str) -> float:
     """Return a score as a float, NaN if it failed."""
     if answer is None:
         return math.nan
     if isinstance(answer, Exception):
         return FailedScore(text_of(answer) or type(answer).__name__)
     if isinstance(answer, Mapping):
-        return score_of_parts(answer, place, name)
+        return score_of_parts(answer, index, name)
     if hasattr(answer, "item"):  # numpy, torch; item() raises if there is more than one number
         with suppress(ValueError, RuntimeError):
             answer = answer.item()
     if not isinstance(answer, Real):
         raise RewardError(
-            f"{name} returned {_short(answer)} ({type(answer).__name__}) as score {place}. "
+            f"{name} returned {_short(answer)} ({type(answer).__name__}) as score {index}. "
             "Return a number, or None if there is no score."
         )
     if is_too_large(answer):
         raise RewardError(
-            f"{name} returned {_short(answer)} as score {place}. Scores are at most "
+            f"{name} returned {_short(answer)} as score {index}. Scores are at most "
             f"{LARGEST:.2g}, the largest number of float32. Return smaller numbers, or None if "
             "there is no score."
         )
@@ -362,12 +362,12 @@ def is_too_large(score: Real) -> bool:
     return LARGEST < abs(score) != math.inf  # pyright: ignore[reportOperatorIssue]
 
 
-def score_of_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
+def score_of_parts(answer: Mapping[Any, Any], index: int, name: str) -> float:
     """Return the score of a mapping of named parts. Parts that are None or not finite are dropped.
 
     Args:
         answer: The mapping. String values become the score's `texts`.
-        place: Index of the rollout, for messages.
+        index: Index of the rollout, for messages.
         name: Name of the function that returned the mapping, for messages.
 
     Raises:
@@ -375,20 +375,20 @@ def score_of_parts(answer: Mapping[Any, Any], place: int, name: str) -> float:
     """
     if SCORE not in answer or not all(isinstance(key, str) for key in answer):
         raise RewardError(
-            f"{name} returned {_short(answer)} as score {place}. The names of parts must be "
+            f"{name} returned {_short(answer)} as score {index}. The names of parts must be "
             f"texts, and the part {SCORE!r}, which is trained on, is required."
         )
     texts = {key: part for key, part in answer.items() if isinstance(part, str) and key != SCORE}
     parts = {
-        key: _number(part, place, f"{name}, part {key!r},")
+        key: _number(part, index, f"{name}, part {key!r},")
         for key, part in answer.items()
         if key not in texts
     }
     value = parts.pop(SCORE)
-    kept = {key: float(part) for key, part in parts.items() if math.isfinite(part)}
+    finite_parts = {key: float(part) for key, part in parts.items() if math.isfinite(part)}
     if isinstance(value, FailedScore):
-        return FailedScore(value.reason, kept, texts)
-    return ScoreOfParts(value, kept, texts)
+        return FailedScore(value.reason, finite_parts, texts)
+    return ScoreOfParts(value, finite_parts, texts)
 
 
 def _short(value: Any) -> str:

@@ -200,7 +200,7 @@ def _stands_in(label: str, response: str) -> bool:
     if parse_number(label) is not None:
         wanted, *_ = [*numbers_in(label), None]
         return wanted is not None and any(
-            each.text.lower() == wanted.text.lower() for each in numbers_in(response)
+            number.text.lower() == wanted.text.lower() for number in numbers_in(response)
         )
     by_itself = rf"(?<!{WORD})(?<!\d[.,]){re.escape(label)}(?!{WORD})(?![.,]\d)"
     return re.search(by_itself, response, re.IGNORECASE) is not None
@@ -215,10 +215,10 @@ def _balanced(text: str) -> str | None:
     The result is None if the open brace is never closed.
     """
     depth = 1
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character == "{") - (character == "}")
         if not depth:
-            return text[:place].strip()
+            return text[:index].strip()
     return None
 
 
@@ -235,9 +235,9 @@ def _thinks_first(rollout: Rollout) -> bool:
 
 def _is_number(rollout: Rollout) -> bool:
     wanted = _number_of(rollout.label, f"row {rollout.prompt_index}")
-    given = final_answer(rollout.response)
-    if given is not None:
-        return {each.value for each in numbers_in(given)} == {wanted}
+    final = final_answer(rollout.response)
+    if final is not None:
+        return {number.value for number in numbers_in(final)} == {wanted}
     prose = re.sub(r"!(?!\S)", ".", rollout.response)  # a sentence's "!" is no factorial
     last = next(numbers_in(prose), None)
     return last is not None and last.value == wanted

@@ -89,8 +89,8 @@ def from_answer(body: Any, count: int) -> list[float | dict[str, Any] | None]:
     """
     scores = body.get("scores") if isinstance(body, dict) else None
     if not isinstance(scores, list) or len(scores) != count:
-        found = f"{len(scores)} scores" if isinstance(scores, list) else f"{body!r:.200}"
-        raise WireError(f'the answer must be {{"scores": [{count} numbers]}}, but it is {found}')
+        problem = f"{len(scores)} scores" if isinstance(scores, list) else f"{body!r:.200}"
+        raise WireError(f'the answer must be {{"scores": [{count} numbers]}}, but it is {problem}')
     for score in scores:
         if isinstance(score, dict) and SCORE in score:
             continue
@@ -150,9 +150,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(entry) for entry in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     raise ValueError(f"{value!r:.80} ({type(value).__name__})")
 
 

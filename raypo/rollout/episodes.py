@@ -6,7 +6,7 @@
     (one for each             episode:  reset, then turn by turn
      batch; several                       session.generate  --waits->  TurnSampler --waits-> vLLM
      at a time with                       environment.step  --waits->  a thread, or a process of
-     mode async)                                                       the EnvironmentPool
+     mode async)                                                       the UserCodePool
                               agent:    one call of `run`, a coroutine or a thread
                                           policy.generate, or requests to the AgentEndpoint,
                                           whose thread waits for the same session

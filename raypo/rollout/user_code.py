@@ -1,24 +1,36 @@
 """Load the user's environment or agent class, and call its objects with a quota and a time limit.
 
 Coroutines run in the event loop of the episodes, and plain methods in threads. With
-`rollout.environment_processes` all methods run in the processes of a pool.
+`rollout.environment_processes` all methods run in the processes of a pool. The object is pickled
+after each call, so that any process can run its next call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+import pickle
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from numbers import Real
 from typing import Any
 
+import cloudpickle
+
 from raypo.config import ConfigError, RolloutSection
 from raypo.custom.loader import load_class
+from raypo.custom.pool import CallTimeout, ProcessDied, Raised, UserCodePool
 from raypo.rewards.scoring import LARGEST
-from raypo.rollout.environment_pool import EnvironmentPool, Pickled
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
-from raypo.rollout.work_time import WorkTime
+from raypo.rollout.work_time import WorkTime, too_slow
+from raypo.tools.calls import heard
+from raypo.types import ToolUse
+
+_runner = asyncio.Runner()
+"""Event loop of a process of the pool. All calls share it, because a client that the user's module
+keeps works only in the loop of its first use."""
 
 
 class WrongAnswer(Exception):
@@ -54,10 +66,13 @@ class UserClass:
             )
         self.quota = asyncio.Semaphore(section.max_concurrent_steps)
         self.limit_s = section.step_timeout_s
-        self.pool: EnvironmentPool | None = None
+        self.pool: UserCodePool | None = None
         if section.environment_processes:
-            self.pool = EnvironmentPool(
-                load, processes=section.environment_processes, timeout_s=self.limit_s
+            self.pool = UserCodePool(
+                load,
+                module=__name__,
+                processes=section.environment_processes,
+                timeout_s=self.limit_s,
             )
 
     def close(self) -> None:
@@ -72,7 +87,8 @@ class UserObject:
     def __init__(self, cls: UserClass) -> None:
         self._class, self._pool = cls, cls.pool
         self._object: Any = None
-        self._pickled = Pickled()
+        self._state: bytes | None = None  # with a pool: the pickled object after its last call
+        self._metrics: Any = None  # with a pool: the object's attribute `metrics`
 
     def metrics(self) -> dict[str, float]:
         """Return the object's attribute `metrics`, or an empty mapping if it has none.
@@ -80,7 +96,7 @@ class UserObject:
         Raises:
             WrongAnswer: the attribute is not a mapping of names to finite numbers.
         """
-        metrics = self._pickled.metrics if self._pool else getattr(self._object, "metrics", None)
+        metrics = self._metrics if self._pool else getattr(self._object, "metrics", None)
         if metrics is None:
             return {}
         if not isinstance(metrics, Mapping) or not all(map(is_finite, metrics.values())):
@@ -108,12 +124,12 @@ class UserObject:
         """
         limits = work_time or self.work_time(method)
         if self._pool:
-            return await limits.run(partial(self._pool.call, self._pickled, method, *arguments))
+            return await limits.run(partial(self._call_in_pool, self._pool, method, *arguments))
         return await limits.run(partial(self._call, method, *arguments))
 
     async def close(self) -> None:
         """Call the object's `close`, if it was created and has one."""
-        is_made = self._object is not None or self._pickled.state is not None
+        is_made = self._object is not None or self._state is not None
         if is_made and hasattr(self._class.make.func, "close"):
             await self.call("close")
 
@@ -126,6 +142,65 @@ class UserObject:
         is_coroutine = inspect.iscoroutinefunction(getattr(self._class.make.func, method))
         answer = call() if is_coroutine else await asyncio.to_thread(call)
         return await answer if inspect.isawaitable(answer) else answer
+
+    async def _call_in_pool(self, pool: UserCodePool, method: str, *arguments: Any) -> Any:
+        try:
+            self._state, answer, raised, uses = await pool.call(
+                _call_pickled, self._state, method, *arguments
+            )
+        except CallTimeout:
+            raise too_slow(method, self._class.limit_s) from None
+        except ProcessDied as died:
+            raise RuntimeError(f"{method}: {died}") from None
+        for use in uses:
+            heard.get()(use)
+        if raised is not None:
+            raise raised.exception()
+        returned, self._metrics = pickle.loads(answer)
+        return returned
+
+
+def _call_pickled(
+    make: Callable[[], Any], state: bytes | None, method: str, *arguments: Any
+) -> tuple[bytes | None, bytes, Raised | None, list[ToolUse]]:
+    """Call a method in a process of the pool.
+
+    Returns:
+        The pickled object after the call; the pickled pair of the result and the metrics; the error
+        or None; and the tools that were called.
+    """
+    uses: list[ToolUse] = []
+    heard.set(uses.append)
+    user_object = None
+    try:
+        user_object = make() if state is None else pickle.loads(state)
+        answer = getattr(user_object, method)(*arguments)
+        if inspect.isawaitable(answer):
+            answer = _runner.run(_result_of(answer), context=copy_context())
+        returned = answer, getattr(user_object, "metrics", None)
+        afterwards = _pickled(user_object, "an environment")
+        return afterwards, _pickled(returned, "what it returns"), None, uses
+    except BaseException as error:
+        # `close` will still be called: return the new state, or the old one if pickling fails.
+        if user_object is not None:
+            with suppress(Exception):
+                state = _pickled(user_object, "an environment")
+        return state, b"", Raised.of(error), uses
+
+
+def _pickled(value: Any, what: str) -> bytes:
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"with rollout.environment_processes {what} is pickled, but this failed: {error}. "
+            "Create objects that cannot be pickled anew in each step, or set "
+            "rollout.environment_processes to 0."
+        ) from error
+
+
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def is_finite(value: Any) -> bool:

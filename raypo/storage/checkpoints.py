@@ -27,17 +27,17 @@ SEGMENT = "segment.json"
 """File of a pbt trial that names its last checkpoint (see `raypo.tuning.population`)."""
 
 
-def find_checkpoint(place: str) -> str:
+def find_checkpoint(location: str) -> str:
     """Return the path or URI of the checkpoint that a user names.
 
     Args:
-        place: Location of a run, of its `best/`, or of a checkpoint. A run stands for its newest
+        location: Location of a run, of its `best/`, or of a checkpoint. A run stands for its newest
             checkpoint.
 
     Raises:
         ConfigError: there is no checkpoint, or the run's list of checkpoints is cut short.
     """
-    files = RunFiles.at(place)
+    files = RunFiles.at(location)
     if files.read(STATE) is not None:
         return files.location
     run, step = files, None
@@ -50,17 +50,17 @@ def find_checkpoint(place: str) -> str:
         snapshot = {} if content is None else json.loads(content)
     except ValueError:
         raise ConfigError(
-            f"from_checkpoint ({place}): its {CHECKPOINTS} is truncated. Name one of its "
+            f"from_checkpoint ({location}): its {CHECKPOINTS} is truncated. Name one of its "
             f"folders: {', '.join(sorted(_folders(run)))}."
         ) from None
     listed: list[dict[str, Any]] = snapshot.get("checkpoint_results", [])
     wanted = [snapshot.get("latest_checkpoint_result")]
     if step is not None:
-        wanted = [each for each in listed if each["metrics"].get("step") == step]
+        wanted = [result for result in listed if result["metrics"].get("step") == step]
     if not wanted or wanted[-1] is None:
         what = f"the checkpoint of step {step} is gone" if step else "there is no checkpoint"
         raise ConfigError(
-            f"from_checkpoint ({place}): {what}. Give the folder of a run that has written a "
+            f"from_checkpoint ({location}): {what}. Give the folder of a run that has written a "
             f"checkpoint, its {BEST}/, or a checkpoint_* folder."
         )
     return below(run.location, wanted[-1]["checkpoint_dir_name"])
@@ -185,17 +185,17 @@ def damages(directory: Path, *, rank: int = 0, count: int = 1) -> list[str]:
             manifest |= json.loads((directory / name).read_bytes())
         except (OSError, ValueError):
             return [f"{name} is missing or truncated"]
-    found: list[str] = []
+    problems: list[str] = []
     for name in sorted(manifest)[rank::count]:
         size, digest = manifest[name]
         path = directory / name
         if not path.is_file():
-            found.append(f"{name} is missing")
+            problems.append(f"{name} is missing")
         elif path.stat().st_size != size:
-            found.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
         elif _digest(path) != digest:
-            found.append(f"{name} has different content from what was written")
-    return found
+            problems.append(f"{name} has different content from what was written")
+    return problems
 
 
 def _digest(path: Path) -> str:
@@ -214,8 +214,8 @@ def no_whole_checkpoint(
         run: The run that has written the checkpoints.
         is_own: True if `run` is the run that starts, False if `from_checkpoint` names it.
     """
-    lines = "".join(f"\n  {place}: {problem}" for place, problem in damaged.items())
-    others = _folders(run) - {parent_and_name(place)[1] for place in damaged}
+    lines = "".join(f"\n  {path}: {problem}" for path, problem in damaged.items())
+    others = _folders(run) - {parent_and_name(path)[1] for path in damaged}
     remedy, give_up = "Restore them from a copy", "start over (--fresh; in Python fresh=True)"
     if others:
         remedy = f"Set from_checkpoint to {below(run.location, max(others))}"
@@ -251,29 +251,29 @@ def mend_list(files: RunFiles) -> str | None:
     """
     if (content := files.read(CHECKPOINTS)) is None:
         return None
-    found = _folders(files)
+    folders = _folders(files)
     try:
         results = json.loads(content)["checkpoint_results"]
-        listed = [(each["checkpoint_dir_name"], each["metrics"]) for each in results]
-        kept = [(name, metrics) for name, metrics in listed if name in found]
-        if len(kept) == len(listed):
+        listed = [(result["checkpoint_dir_name"], result["metrics"]) for result in results]
+        remaining = [(name, metrics) for name, metrics in listed if name in folders]
+        if len(remaining) == len(listed):
             return None
-        gone = ", ".join(sorted({name for name, _ in listed} - found))
+        gone = ", ".join(sorted({name for name, _ in listed} - folders))
         problem = f"checkpoints of it are missing: {gone}"
     except ValueError:
         section = (files.config() or {}).get("checkpoint", {})
         by = {"best_by": section.get("best_by"), "best_mode": section.get("best_mode", "max")}
-        kept = []
-        for name in found:
+        remaining = []
+        for name in folders:
             with suppress(DamagedCheckpointError):
                 if state := checkpoint_state(below(files.location, name)):
                     step, metrics = state["step"], state["metrics"]
-                    kept.append((name, {**metrics, "step": step, **score_of(metrics, **by)}))
-        kept.sort(key=lambda each: (each[1].get(SCORE, 0.0), each[1]["step"]))
+                    remaining.append((name, {**metrics, "step": step, **score_of(metrics, **by)}))
+        remaining.sort(key=lambda entry: (entry[1].get(SCORE, 0.0), entry[1]["step"]))
         problem = "it is truncated"
-    if not kept:
+    if not remaining:
         raise no_whole_checkpoint({CHECKPOINTS: problem}, files)
-    files.write(CHECKPOINTS, checkpoint_list(kept))
+    files.write(CHECKPOINTS, checkpoint_list(remaining))
     files.sync()
     return f"warning: {CHECKPOINTS} was rewritten, because {problem}"
 

@@ -150,11 +150,11 @@ class Folder:
             keep: Names of existing files and subfolders to keep, and the folders that hold them.
         """
         prefix = f"{name}/" if name else ""
-        if not any(f"{kept}/".startswith(prefix) for kept in keep):
+        if not any(f"{kept_name}/".startswith(prefix) for kept_name in keep):
             self._remove(name)
         elif name not in keep:
-            for each in self.names(name):
-                self.remove(f"{prefix}{each}", keep=keep)
+            for child in self.names(name):
+                self.remove(f"{prefix}{child}", keep=keep)
 
     def _remove(self, name: str) -> None:
         path = self.path / name
@@ -280,7 +280,9 @@ class RemoteFolder(Folder):
     def _complete_files(self) -> Iterator[Path]:
         # os.walk ignores folders that are removed meanwhile, such as an uploaded checkpoint.
         for folder, folders, names in os.walk(self.path):
-            folders[:] = sorted(each for each in folders if not each.startswith(TEMPORARY))
+            folders[:] = sorted(
+                folder_name for folder_name in folders if not folder_name.startswith(TEMPORARY)
+            )
             paths = (Path(folder, name) for name in sorted(names) if not name.startswith(TEMPORARY))
             yield from (path for path in paths if path.is_file())  # a symlink may be broken
 

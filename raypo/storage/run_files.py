@@ -181,8 +181,8 @@ class RunFiles:
         content = self._folder.read(_METRICS)
         if content is not None:
             lines = _whole_lines(content).splitlines(keepends=True)
-            kept = b"".join(line for line in lines if json.loads(line)["step"] <= after_step)
-            replace_file(self.folder / _METRICS, kept)
+            content = b"".join(line for line in lines if json.loads(line)["step"] <= after_step)
+            replace_file(self.folder / _METRICS, content)
             self._has_whole_lines = True
         for name in self._folder.names(_ROLLOUTS):
             match = _ROLLOUT_NAME.fullmatch(name)
@@ -317,13 +317,13 @@ class RunFiles:
         """
         self.check_removable(kind=kind)
         text = json.dumps(config or {})
-        given = [
+        given_files = [
             f"{folder}/{name}"
             for folder in (GIVEN_ROWS, GIVEN_MODELS)
             for name in self._folder.names(folder)
             if name in text  # it contains a hash
         ]
-        self._folder.remove(keep=[*given, *([_CONFIG] if self.exists() else [])])
+        self._folder.remove(keep=[*given_files, *([_CONFIG] if self.exists() else [])])
 
     def would_remove(self, path: str) -> bool:
         """Return whether `remove` would delete a file that a config names.
@@ -332,8 +332,8 @@ class RunFiles:
             path: An absolute path or a URI.
         """
         folder, path = _real(self.location), _real(path)
-        given = tuple(f"{folder}/{name}/" for name in (GIVEN_ROWS, GIVEN_MODELS))
-        return f"{path}/".startswith(f"{folder}/") and not path.startswith(given)
+        given_folders = tuple(f"{folder}/{name}/" for name in (GIVEN_ROWS, GIVEN_MODELS))
+        return f"{path}/".startswith(f"{folder}/") and not path.startswith(given_folders)
 
     def check_removable(self, *, kind: Literal["run", "sweep"] = "run") -> None:
         """Refuse to remove a folder that was not written by a run or sweep of this name.
@@ -343,8 +343,8 @@ class RunFiles:
         """
         config = self.config()
         is_mapping = isinstance(config, dict)
-        found = "sweep" if is_mapping and RECORDED_BASE in config else "run"
-        is_this_run = is_mapping and config.get("name") == self.name and found == kind
+        found_kind = "sweep" if is_mapping and RECORDED_BASE in config else "run"
+        is_this_run = is_mapping and config.get("name") == self.name and found_kind == kind
         strangers = [n for n in self._folder.names() if not _BEFORE_CONFIG.fullmatch(n)]
         strangers.sort(key=_CONFIG.__eq__)  # config.yaml last: other names explain more
         if strangers and not is_this_run:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypo.config import ConfigError
-from raypo.custom.loader import check_function
+from raypo.custom.loader import source_files
 from raypo.metrics.catalogue import HEADLINES, reference
 from raypo.metrics.clock import duration
 from raypo.storage.run_files import RunFiles
@@ -152,13 +152,13 @@ def table(runs: Sequence[RunStatus]) -> Table:
     """Return a table with a line per run, without empty columns. Only names may wrap."""
     from rich.table import Table
 
-    found = Table(box=None, pad_edge=False, header_style="")
-    columns = [each for each in zip(_HEADS, *map(_cells, runs), strict=True) if any(each[1:])]
+    table = Table(box=None, pad_edge=False, header_style="")
+    columns = [column for column in zip(_HEADS, *map(_cells, runs), strict=True) if any(column[1:])]
     for head, *_ in columns:
-        found.add_column(head, no_wrap=head != "run", overflow="fold")
+        table.add_column(head, no_wrap=head != "run", overflow="fold")
     for row in zip(*(cells for _, *cells in columns), strict=True):
-        found.add_row(*row)
-    return found
+        table.add_row(*row)
+    return table
 
 
 def paragraph(run: RunStatus) -> list[str]:
@@ -180,46 +180,35 @@ def facts(run: RunStatus) -> list[tuple[str, str]]:
     timing += [f"{run.step_s:.3g} s per {run.unit}"] if run.step_s is not None else []
     timing += [f"about {duration(run.left_s)} left"] if run.left_s is not None else []
     scores = [f"{label} {value:.4g}" for label, value in run.scores]
-    found = (
+    facts = (
         (f"last {run.unit}", ", ".join(timing)),
         ("scores", ", ".join(scores)),
         ("files", run.location),
         ("log", run.log or ""),
         ("go on", run.go_on),
     )
-    return [(head, text) for head, text in found if text]
+    return [(head, text) for head, text in facts if text]
 
 
 def _scores(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
     """Return the last finite value of each headline metric, or else its initial value."""
-    found: list[tuple[str, float]] = []
+    scores: list[tuple[str, float]] = []
     for metric in HEADLINES:
         values = [row[metric.name] for row in rows if math.isfinite(row.get(metric.name, math.nan))]
         if (last := values[-1] if values else reference(rows, metric.name)) is not None:
-            found.append((metric.label, last))
-    return found
+            scores.append((metric.label, last))
+    return scores
 
 
 def _command(config: Mapping[str, Any], location: str, status: str) -> str:
     if status == "finished":
         return f"raypo report {location}"
     function = str((config.get("reward") or {}).get("function") or "")
-    if function and not _is_importable(function):
+    if function and not source_files(function):  # it was given in Python
         return "the same Python script; its reward function exists only there"
     if "://" in location:
         return "the same raypo train command"
     return f"raypo train {location}"
-
-
-def _is_importable(function: str) -> bool:
-    """Return True if a command started here finds the function."""
-    if function.startswith("__main__:"):
-        return False
-    try:
-        check_function(function)
-    except ConfigError:
-        return False
-    return True
 
 
 def _notes(status: str, done: int, silent_s: float | None) -> tuple[str, ...]:
@@ -241,7 +230,9 @@ def _cells(run: RunStatus) -> tuple[str, ...]:
     score = f"{run.scores[0][1]:.4g}" if run.scores else ""
     step_s = "" if run.step_s is None else f"{run.step_s:.3g} s"
     progress = f"{run.done}/{run.total or '?'}"
-    last, left = ("" if each is None else duration(each) for each in (run.age_s, run.left_s))
+    last, left = (
+        "" if seconds is None else duration(seconds) for seconds in (run.age_s, run.left_s)
+    )
     return run.name, run.recipe, run.status, progress, score, last, step_s, left
 
 

@@ -88,17 +88,17 @@ def recount(files: RunFiles) -> None:
     summary, rows = files.summary(), files.metrics()
     if summary is None or not rows or summary["steps"] == rows[-1]["step"]:
         return
-    kept = {name: summary[name] for name in ("status", "recipe", "wall_s", "versions")}
-    files.write_summary(summarize(rows, **kept))
+    earlier = {name: summary[name] for name in ("status", "recipe", "wall_s", "versions")}
+    files.write_summary(summarize(rows, **earlier))
     files.sync()
 
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect a run's numbers."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -24,7 +24,7 @@ from raypo.config import ConfigError, OnlineConfig, PPOConfig, RecipeConfig, is_
 from raypo.config.base import TODO, read_yaml
 from raypo.config.fields import flatten, known_keys, nested
 from raypo.config.paths import absolute_function, is_uri
-from raypo.custom.loader import check_callable, check_function, function_name
+from raypo.custom.loader import check_callable, function_name
 from raypo.data.rows import read_rows
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.folder import TEMPORARY
@@ -440,11 +440,9 @@ def _set_rewards(
 
 
 def _checked(function: Any) -> Any:
-    """Check a reward function. Return it, an import path with the absolute path of its file."""
+    """Check a reward function, and return it. An import path gets the absolute path of its file."""
     if isinstance(function, str):
-        function = absolute_function(function, Path.cwd())
-        check_function(function, key="reward_funcs")
-        return function
+        return absolute_function(function, Path.cwd())
     if hasattr(function, "save_pretrained"):
         raise ConfigError(
             f"reward_funcs ({type(function).__name__}): is a model, and not a function. Give the "

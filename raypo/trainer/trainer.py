@@ -35,11 +35,10 @@ from ray.train import (
 from ray.train.torch import TorchTrainer
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from raypo.checks.function_checks import check_reward_function
 from raypo.checks.input_checks import check_inputs
 from raypo.checks.model_checks import check_models
 from raypo.checks.resume_checks import check_fresh_start, check_run_folder, is_finished
-from raypo.checks.row_checks import check_columns, with_steps_of_epochs
+from raypo.checks.row_checks import with_steps_of_epochs
 from raypo.cluster.connect import (
     connect,
     dashboard_token,
@@ -309,10 +308,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """Write what was given in Python, check all inputs, and set the number of steps."""
         with self._without_leftovers():
             config = self._with_given(config)
-            self._notes = check_inputs(config, has_reward_fn=self._reward_fn is not None)
-            if self._reward_fn is not None:
-                check_reward_function(self._reward_fn, key="reward_funcs")
-                check_columns(config, self._reward_fn, key="reward_funcs")
+            self._notes = check_inputs(config, reward_fn=self._reward_fn)
             return with_steps_of_epochs(config)
 
     def _with_given(self, config: AnyConfig) -> AnyConfig:

@@ -146,6 +146,13 @@ def test_an_exception_of_a_class_of_the_file_does_not_break_the_pool(file: str):
         ]
 
 
+def test_a_file_that_cannot_be_imported_is_an_error_of_each_call(file: str):
+    with pool(f"{file}:gone") as reward:
+        for _ in range(2):
+            with pytest.raises(RewardError, match=r"reward\.py defines no gone"):
+                score(reward, ROLLOUTS[:4])
+
+
 def test_a_wrong_number_of_scores_is_told(file: str):
     with pool(f"{file}:short", processes=1) as reward, pytest.raises(RewardError) as caught:
         score(reward, ROLLOUTS[:4])

@@ -1,6 +1,7 @@
 """Wrong input, and the sentence that a user gets for it."""
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def test_a_verifier_without_a_label_key_is_told_what_to_set(values: dict):
 def test_labels_are_read_by_the_function_of_their_source(values: dict, tmp_path: Path):
     values = with_labels(values, "x^2")
     verifier = values["reward"]["function"]
-    check_inputs(PPOConfig.parse(values), has_reward_fn=True)  # it judges
+    check_inputs(PPOConfig.parse(values), reward_fn=lambda rollouts: [])  # it judges
     own = {"path": values["data"]["prompts"], "function": f"{tmp_path}/reward.py:exact"}
     values["data"]["prompts"] = [own]
     check_inputs(PPOConfig.parse(values))
@@ -200,7 +201,7 @@ def test_a_hub_id_is_left_to_the_hub_unless_it_is_offline(
 def test_without_a_judge_the_run_is_refused(values: dict):
     values["reward"] = {}
     assert "reward.function (None): nothing scores the responses" in refusal(values)
-    check_inputs(PPOConfig.parse(values), has_reward_fn=True)
+    check_inputs(PPOConfig.parse(values), reward_fn=lambda rollouts: [])
 
 
 def test_a_reward_function_that_is_not_there_is_named(values: dict, tmp_path: Path):
@@ -220,11 +221,26 @@ def test_an_attribute_that_rollouts_lack_is_refused_with_its_line(values: dict, 
     for accepted in (
         source.replace("completion", "response"),
         source.replace("\n", "\n    rollouts = mine(rollouts)\n", 1),
-        "import mine\n@mine.rows\n" + source,
+        "def as_it_is(judge): return judge\n@as_it_is\n" + source,
         source.replace("each.completion", "getattr(each, 'completion', each.completion)"),
     ):
         (tmp_path / "judge.py").write_text(accepted)
         check_inputs(PPOConfig.parse(values))
+
+
+def test_all_functions_of_a_config_are_imported_by_one_subprocess(values: dict, tmp_path: Path):
+    log = tmp_path / "imports"
+    (tmp_path / "mine.py").write_text(
+        f"import os\nwith open({str(log)!r}, 'a') as file: print(os.getpid(), file=file)\n"
+        "def judge(rollouts): return [1.0 for _ in rollouts]\n"
+        "def view(step): ...\n"
+    )
+    mine = f"{tmp_path}/mine.py"
+    values["reward"] = {"function": f"{mine}:judge"}
+    values["eval"] = {**values.get("eval", {}), "function": f"{mine}:judge"}
+    check_inputs(PPOConfig.parse(values | {"callbacks": [f"{mine}:view"]}))
+    (pid,) = log.read_text().split()
+    assert int(pid) != os.getpid()
 
 
 def test_more_workers_than_cores_are_refused_with_the_sum(values: dict):
@@ -517,7 +533,7 @@ def test_where_sources_have_functions_none_is_left_without(values: dict, tmp_pat
         "data.prompts has none. Give it one, or set reward.function, which scores all sources "
         "without their own function."
     )
-    check_inputs(PPOConfig.parse(values), has_reward_fn=True)
+    check_inputs(PPOConfig.parse(values), reward_fn=lambda rollouts: [])
     values["reward"]["function"] = function
     values["eval"] = {"prompts": path}
     check_inputs(PPOConfig.parse(values))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from raypo.checks.input_checks import check_inputs
 from raypo.config import ConfigError, PPOConfig, PPOSection, parse_run_config
-from raypo.custom.loader import check_function
+from raypo.custom.loader import load_function
 from raypo.data.prompts import load_prompts
 from raypo.inputs import inputs_of
 from raypo.rewards.scoring import RewardError, WeightedSum, parts_of, score, texts_of
@@ -543,7 +543,7 @@ def test_a_sum_is_recorded_as_known_to_its_script_only(policy: str):
     assert made.reward.function == "__main__:exact + short"
     weighted = grpo(policy, reward_funcs=[exact, short], reward_weights=[1.0, 0.2]).config
     assert weighted.reward.function == "__main__:exact + 0.2 * short"
-    said = refusal(lambda: check_function(made.reward.function or ""))
+    said = refusal(lambda: load_function(made.reward.function or ""))
     assert said.endswith("Start the script again, or set reward.function to file.py:name.")
 
 

@@ -1,9 +1,9 @@
-"""Classes by their path: refused before anything starts, from their source where that tells."""
+"""Classes by their import path."""
 
 import pytest
 
 from raypo.config import ConfigError
-from raypo.custom.loader import check_class, load_class
+from raypo.custom.loader import load_class
 from raypo.rollout.interface import ENVIRONMENT
 
 KEY = "rollout.environment"
@@ -15,18 +15,17 @@ class Guess:
 """
 
 
-def refused(folder, source: str, check=check_class, arguments: dict | None = None) -> str:
-    path = folder / f"{check.__name__}_{abs(hash(source))}.py"
+def refusal(folder, source: str, name: str = "Guess", **arguments: int) -> str:
+    path = folder / f"guess_{abs(hash(source))}.py"
     path.write_text(source)
     with pytest.raises(ConfigError) as error:
-        check(f"{path}:Guess", ENVIRONMENT, arguments or {}, key=KEY)
+        load_class(f"{path}:{name}", ENVIRONMENT, arguments, key=KEY)
     return str(error.value).replace(str(path), "guess.py")
 
 
 def test_what_is_an_environment(tmp_path):
     path = tmp_path / "guess.py"
     path.write_text(GOOD)
-    check_class(f"{path}:Guess", ENVIRONMENT, {"most": 3}, key=KEY)
     assert load_class(f"{path}:Guess", ENVIRONMENT, {"most": 3}, key=KEY)().most == 3
 
 
@@ -47,60 +46,25 @@ WANTED = (
         (GOOD.replace("loud=False", "loud"), "its step has the parameters ("),
     ],
 )
-def test_what_is_none_is_told_from_its_source_and_when_it_is_loaded(tmp_path, source, problem):
-    assert problem in refused(tmp_path, source)
-    assert problem in refused(tmp_path, source, load_class)
+def test_a_class_without_the_methods_is_refused(tmp_path, source, problem):
+    assert problem in refusal(tmp_path, source)
 
 
 def test_methods_of_a_base_class_count(tmp_path):
     path = tmp_path / "guess.py"
-    path.write_text(GOOD + "\nclass Loud(Guess): ...\nclass Bare(Exception): ...\n")
-    for name in ("Loud", "Bare"):
-        check_class(f"{path}:{name}", ENVIRONMENT, {}, key=KEY)
+    source = GOOD + "\nclass Loud(Guess): ...\nclass Bare(Exception): ...\n"
+    path.write_text(source)
     load_class(f"{path}:Loud", ENVIRONMENT, {}, key=KEY)
-    with pytest.raises(ConfigError, match="it has no reset"):
-        load_class(f"{path}:Bare", ENVIRONMENT, {}, key=KEY)
+    assert "it has no reset" in refusal(tmp_path, source, "Bare")
 
 
-@pytest.mark.parametrize("check", [check_class, load_class])
-def test_arguments_that_it_does_not_take(tmp_path, check):
-    told = refused(tmp_path, GOOD, check, {"least": 1})
-    assert "rollout.environment_args ({'least': 1}): " in told
-    assert "got an unexpected keyword argument 'least'" in told
-    assert "Its parameters are (most=" in told
-
-
-OTHERS = """
-import dataclasses
-
-class Base:
-    def __init__(self, least): ...
-class Inherits(Base):
-    async def reset(self, prompt, label): ...
-    async def step(self, action): ...
-@dataclasses.dataclass
-class Data:
-    least: int
-    async def reset(self, prompt, label): ...
-    async def step(self, action): ...
-class Borrows:
-    __init__ = Base.__init__
-    async def reset(self, prompt, label): ...
-    async def step(self, action): ...
-class Bare:
-    async def reset(self, prompt, label): ...
-    async def step(self, action): ...
-"""
-
-
-def test_arguments_of_what_only_an_import_shows_are_left_to_it(tmp_path):
-    path = tmp_path / "others.py"
-    path.write_text(OTHERS)
-    for name in ("Inherits", "Data", "Borrows"):
-        check_class(f"{path}:{name}", ENVIRONMENT, {"least": 1}, key=KEY)
-        load_class(f"{path}:{name}", ENVIRONMENT, {"least": 1}, key=KEY)
-        with pytest.raises(ConfigError, match="missing a required argument: 'least'"):
-            load_class(f"{path}:{name}", ENVIRONMENT, {"most": 1}, key=KEY)
-    for check in (check_class, load_class):
-        with pytest.raises(ConfigError, match="unexpected keyword argument 'least'"):
-            check(f"{path}:Bare", ENVIRONMENT, {"least": 1}, key=KEY)
+def test_wrong_arguments_of_the_constructor_are_refused(tmp_path):
+    text = refusal(tmp_path, GOOD, least=1)
+    assert "rollout.environment_args ({'least': 1}): " in text
+    assert "got an unexpected keyword argument 'least'" in text
+    assert "Its parameters are (most=6)" in text
+    dataclass = (
+        "import dataclasses\n@dataclasses.dataclass\nclass Guess:\n    least: int\n"
+        "    async def reset(self, prompt, label): ...\n    async def step(self, action): ...\n"
+    )
+    assert "missing a required argument: 'least'" in refusal(tmp_path, dataclass)

@@ -71,11 +71,11 @@ def test_a_response_without_a_score_is_no_ones_rival():
 
 def test_a_function_that_is_not_there_is_told_by_its_key(tmp_path: Path):
     from raypo.config import ConfigError
-    from raypo.custom.loader import check_function
+    from raypo.custom.loader import load_function
 
     file = tmp_path / "own.py"
     file.write_text("def loss(tokens, step):\n    return tokens\n")
     with pytest.raises(ConfigError, match=r"ppo.policy_loss .* the tokens, but it has the parame"):
-        check_function(f"{file}:loss", key="ppo.policy_loss")
+        load_function(f"{file}:loss", key="ppo.policy_loss")
     with pytest.raises(ConfigError, match=r"ppo.advantage \(.*:adv\): .* defines no adv"):
-        check_function(f"{file}:adv", key="ppo.advantage")
+        load_function(f"{file}:adv", key="ppo.advantage")

@@ -2,8 +2,6 @@
 
 import math
 import pickle
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -237,46 +235,6 @@ def test_a_server_that_misbehaves_is_a_failed_sample(status, content, reason, nu
     assert isinstance(found, FailedScore)
     assert reason in found.reason
     assert len(requests) == num_requests
-
-
-def test_a_busy_server_says_when_to_come_again():
-    with scripted(
-        lambda _, number: (429, {}) if number < 3 else said("5"), headers={"Retry-After": "0.05"}
-    ) as (url, _):
-        began = time.monotonic()
-        assert score(judge(url), [rollout("four")]) == [1.0]
-    assert time.monotonic() - began >= 0.1
-
-
-def test_a_silent_server_times_out():
-    release = threading.Event()
-
-    def silent(*_: Any) -> tuple[int, Any]:
-        release.wait(10)
-        return said("5")
-
-    with scripted(silent) as (url, _):
-        (found,) = score(judge(url, timeout_s=0.2, max_attempts=1), [rollout("four")])
-        release.set()
-    assert isinstance(found, FailedScore)
-    assert "no answer in 0.2 s" in found.reason
-
-
-def test_no_more_requests_are_in_flight_than_allowed():
-    now, most, lock = [0], [0], threading.Lock()
-
-    def answer(*_: Any) -> tuple[int, Any]:
-        with lock:
-            now[0] += 1
-            most[0] = max(most[0], now[0])
-        time.sleep(0.01)
-        with lock:
-            now[0] -= 1
-        return said("5")
-
-    found, _ = graded(answer, *"abcdefghij", max_concurrent=2)
-    assert found == [1.0] * 10
-    assert most[0] == 2
 
 
 def test_the_config_names_the_endpoint_and_the_variable_of_the_key(monkeypatch):

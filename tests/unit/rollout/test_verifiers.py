@@ -16,7 +16,7 @@ from raypo.collectives import Workers
 from raypo.config import ConfigError, PPOConfig, RolloutSection
 from raypo.data.rows import read_rows
 from raypo.data.turns import TurnTokens
-from raypo.data.verifiers_environment import check_verifiers, load_verifiers
+from raypo.data.verifiers_environment import load_verifiers, verifiers_factory
 from raypo.rewards.scoring import parts_of
 from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler, Sampling
@@ -262,7 +262,7 @@ def test_rows_are_those_of_the_environment(own):
 )
 def test_an_environment_that_is_not_there_is_refused(own, name, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        check_verifiers(name.format(own=own), arguments, key="rollout.environment")
+        verifiers_factory(name.format(own=own), arguments, key="rollout.environment")
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,6 @@ def test_what_is_not_finite_is_null_on_disk_and_nan_when_read(storage):
     assert math.isnan(read["inf"])
 
 
-def test_no_metrics_before_the_first_step(storage):
-    assert RunFiles(storage[0], "r").metrics() == []
-
-
 def test_another_process_goes_on_where_the_first_one_was_killed(storage):
     uri, folder = storage
     first = RunFiles(uri, "r")
@@ -142,17 +138,6 @@ def test_a_step_is_done_once_its_metrics_are_there(storage):
     assert reader.rollout_steps(held_out=True) == [0]
 
 
-def test_what_an_earlier_attempt_said_at_its_end_goes_when_a_run_is_resumed(storage):
-    uri, _ = storage
-    files = RunFiles(uri, "r")
-    files.append_metrics(1, {})
-    files.write_summary({"status": "interrupted", "steps": 1})
-    files.sync()
-    resumed = RunFiles(uri, "r")
-    resumed.truncate(after_step=1)
-    assert RunFiles(uri, "r").summary() is None
-
-
 def test_only_the_columns_that_are_wanted_are_read(storage):
     files = RunFiles(storage[0], "r")
     files.write_rollouts(1, rollout_table([row()]))
@@ -163,7 +148,7 @@ def test_truncate_of_a_run_that_has_nothing_does_nothing(storage):
     files = RunFiles(storage[0], "r")
     files.truncate(after_step=0)
     assert not files.exists()
-    assert files.names() == []
+    assert (files.names(), files.metrics()) == ([], [])
 
 
 def test_rollouts_have_the_columns_and_types_of_the_design(storage):
@@ -321,14 +306,6 @@ def test_a_remote_run_is_seen_by_others_only_after_a_sync(tmp_path):
     assert RunFiles(tmp_path.as_uri(), "r").metrics() == []
     files.sync()
     assert RunFiles(tmp_path.as_uri(), "r").metrics() == [{"step": 1, "x": 1.0}]
-
-
-def test_a_reader_sees_what_the_writer_synced_since(tmp_path):
-    writer, reader = RunFiles(tmp_path.as_uri(), "r"), RunFiles(tmp_path.as_uri(), "r")
-    for step in (1, 2):
-        writer.append_metrics(step, {"x": 1.0})
-        writer.sync()
-        assert len(reader.metrics()) == step
 
 
 def test_a_file_that_another_process_replaced_is_read_anew(storage):
