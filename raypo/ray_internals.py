@@ -235,10 +235,13 @@ def with_runs(results: ResultGrid, result_of: Callable[[str, Any], Any]) -> Resu
 
 
 class PastTrial:
-    """Stand-in for a trial of an earlier attempt; schedulers use only its id."""
+    """Stand-in for a trial of an earlier attempt; schedulers use only its id and name."""
 
     def __init__(self, name: str, config: Mapping[str, Any] | None = None) -> None:
         self.trial_id, self.config = name, dict(config or {})
+
+    def __str__(self) -> str:
+        return self.trial_id
 
 
 def mode_of(scheduler: object) -> str | None:

@@ -49,7 +49,7 @@ def who_is_best(
         trial
         for trial in trials[1:]
         if trial.scored_step == best.scored_step
-        and goal.is_feasible(trial.metrics) == goal.is_feasible(best.metrics)
+        and bool(goal.broken(trial.metrics)) == bool(goal.broken(best.metrics))
     ]
     if not peers:
         alone = "; no other trial has a comparable score at that step" if len(trials) > 1 else ""

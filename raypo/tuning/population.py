@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pyarrow.fs import FileSystem, copy_files
 from ray import tune
 from ray.train import CheckpointConfig, RunConfig
@@ -33,7 +32,6 @@ from raypo.storage.checkpoints import SEGMENT
 from raypo.storage.folder import below, link_tree, open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP
-from raypo.tuning.record import POINT
 
 COPIED = "copied"
 """Folder in a segment with the checkpoint that the segment started from."""
@@ -79,8 +77,7 @@ class Population(PopulationBasedTraining):
         step = result[STEP]
         if step % self._every or step >= self._num_steps:
             return self.CONTINUE
-        random.seed(f"{self._seed} {step}")  # Ray's scheduler draws from the global generators
-        np.random.seed(np.random.SeedSequence((self._seed, step)).generate_state(4))
+        random.seed(f"{self._seed} {step}")  # Ray's scheduler draws from the global generator
         return super().on_trial_result(tune_controller, trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
@@ -100,9 +97,8 @@ class Population(PopulationBasedTraining):
 
 
 def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a Tune config with perturbed values moved to the nearest values of their domains."""
-    point = {key: domains[key].nearest(value) for key, value in config[POINT].items()}
-    return {**config, POINT: point}
+    """Return perturbed values moved to the nearest values of their domains."""
+    return {key: domains[key].nearest(value) for key, value in config.items()}
 
 
 @dataclass(frozen=True)
@@ -191,8 +187,8 @@ class Segment:
 
     def run_config(self, run_config: RunConfig, files: RunFiles) -> RunConfig:
         """Return Ray's run config with the segment's folder."""
-        kept = run_config.checkpoint_config or CheckpointConfig()
-        num_to_keep = kept.num_to_keep and max(kept.num_to_keep, KEPT_CHECKPOINTS)
+        num_to_keep = (run_config.checkpoint_config or CheckpointConfig()).num_to_keep
+        num_to_keep = num_to_keep and max(num_to_keep, KEPT_CHECKPOINTS)
         return dataclasses.replace(
             run_config,
             name=self.folder,
