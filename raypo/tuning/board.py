@@ -13,6 +13,7 @@ from ray.tune.experiment import Trial
 from raypo.config import AnyConfig
 from raypo.tracking.console import Console
 from raypo.tuning.capacity import SweepPlan
+from raypo.tuning.experiment import Interruption
 from raypo.tuning.goal import STEP, VALUE, Goal
 from raypo.tuning.record import TrialRecord
 from raypo.tuning.trial import point_of
@@ -31,7 +32,7 @@ class Board(Callback):
         goal: Goal,
         plan: SweepPlan,
         *,
-        is_stopping: Callable[[], bool],
+        interruption: Interruption,
         records: Iterable[TrialRecord] = (),
         write: Callable[[list[TrialRecord]], None] = lambda records: None,
         is_shown: bool = True,
@@ -42,14 +43,13 @@ class Board(Callback):
             base: Run config of a trial, without the values of the space.
             goal: Objective of the experiment.
             plan: Devices of a trial.
-            is_stopping: Function that returns True if trials end because the user has requested a
-                stop.
+            interruption: Request of the user to end all trials.
             records: Records of earlier attempts.
             write: Function that saves the records for a later attempt.
             is_shown: Whether to print to the terminal.
         """
         self._base, self._goal, self._plan = base, goal, plan
-        self._is_stopping, self._write, self._is_shown = is_stopping, write, is_shown
+        self._interruption, self._write, self._is_shown = interruption, write, is_shown
         self._records = {record.name: record for record in records}
         self._checked_at = self._written_at = time.monotonic()
 
@@ -90,7 +90,7 @@ class Board(Callback):
         """Record that a trial failed. The other trials continue."""
         self._add_time(trials)
         self._record_of(trial).error = last_line(error_text(trial))
-        self._end(trial, "interrupted" if self._is_stopping() else "failed")
+        self._end(trial, "interrupted" if self._interruption.is_wanted else "failed")
 
     def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
         """Update the times; Tune calls this after each iteration of its loop."""

@@ -90,10 +90,7 @@ def _run(
         write_trials(files, records, goal)
         files.sync()
 
-    def is_stopping() -> bool:
-        return interruption.is_wanted
-
-    board = Board(base, goal, plan, is_stopping=is_stopping, records=records, write=write)
+    board = Board(base, goal, plan, interruption=interruption, records=records, write=write)
     status = "failed"
     try:
         if searcher.num_trials:
@@ -119,7 +116,7 @@ def _run(
                 ),
                 run_config=tune.RunConfig(name=files.name, storage_path=sweep.storage_path),
             )
-            tuner.run(plan, interruption, board, values=values, goal=goal)
+            tuner.run(plan, board, interruption, values=values, goal=goal)
         status = "interrupted" if interruption.is_wanted else "finished"
     except KeyboardInterrupt:
         status = "interrupted"

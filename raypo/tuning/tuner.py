@@ -188,10 +188,10 @@ class Tuner:
             if self._resume is None:
                 self._check_folder()
             plan = self._plan()
-            is_resumed, given = self._resume is not None, self._trainer.given_functions
-            for change in record_inputs(self._base, self._files, resumes=is_resumed, given=given):
+            functions, resumes = self._trainer.given_functions, self._resume is not None
+            for change in record_inputs(self._base, self._files, resumes=resumes, given=functions):
                 Console().message(f"changed input, accepted: {change}")
-            if not is_resumed:
+            if not resumes:
                 self._write_arguments()
             Console().message(
                 f"{self._files.name}: {plan.num_slots} trials at a time; files in "
@@ -203,11 +203,11 @@ class Tuner:
                 self._base,
                 self.goal,
                 plan,
-                is_stopping=lambda: interruption.is_wanted,
+                interruption=interruption,
                 is_shown=self.shows_trials,
             )
             try:
-                results = self.run(plan, interruption, board)
+                results = self.run(plan, board, interruption)
             finally:
                 board.close()
             return with_runs(results, self._result)
@@ -215,8 +215,8 @@ class Tuner:
     def run(
         self,
         plan: SweepPlan,
-        interruption: Interruption,
         board: Board,
+        interruption: Interruption,
         *,
         values: Mapping[str, Any] | None = None,
         goal: Goal | None = None,
@@ -227,8 +227,8 @@ class Tuner:
 
         Args:
             plan: Concurrency, and the deployments to share.
-            interruption: Callback that ends the experiment on request.
             board: Callback that records the trials.
+            interruption: Callback that ends the experiment on request.
             values: Values of the base config as written. None means those of the resolved config.
             goal: Objective whose value is added to reports. None means that of Tune's config.
 
@@ -293,7 +293,7 @@ class Tuner:
             at_most=self.max_concurrent,
             share=self._share,
             use_gpu=use_gpu,
-            each=worker,
+            worker=worker,
         )
         searcher = self._tune_config.search_alg
         if limits_itself(searcher) and plan.num_slots < self.max_concurrent:

@@ -199,12 +199,6 @@ def test_trials_are_ranked_and_an_infeasible_one_is_called_so(folder: RunFiles):
     ]
 
 
-def test_a_run_is_no_sweep(tmp_path: Path):
-    files = RunFiles(str(tmp_path), "run")
-    files.write_config({"name": "run", "recipe": "ppo"})
-    assert load_sweep(files) is None
-
-
 def test_the_live_page_of_a_sweep_follows_its_trials(folder: RunFiles):
     make_page, version = live_page_of([folder.location])
     before = version()

@@ -94,7 +94,13 @@ def test_a_run_is_no_sweep(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "values",
-    [[{}, {"most": 4}], [["a"], [{"path": "b", "weight": 2.0}]], ["a", ["a", "b"]], [1, 2.5]],
+    [
+        [{}, {"most": 4}],
+        [["a"], [{"path": "b", "weight": 2.0}]],
+        ["a", ["a", "b"]],
+        [1, 2.5],
+        ["auto", 3],
+    ],
 )
 def test_values_of_any_kind_have_a_column(tmp_path: Path, values: list[object]):
     files = RunFiles(str(tmp_path), "s")

@@ -22,7 +22,7 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning import experiment
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan
-from raypo.tuning.experiment import RoomWatch
+from raypo.tuning.experiment import Interruption, RoomWatch
 from raypo.tuning.goal import Goal
 from raypo.tuning.population import Segment
 from raypo.tuning.shared import Sharing
@@ -272,7 +272,7 @@ def test_the_board_shows_the_metric_that_is_optimised(
     """Ray prints 75 metrics of each ended trial, and not the one that is optimised."""
     base, goal = SFTConfig.parse(values | {"num_steps": 2}), Goal(("eval/loss",), (-1.0,))
     plan = SweepPlan(2, (Bundle({"CPU": 1.0}, ()),), 1, Sharing())
-    board = Board(base, goal, plan, is_stopping=lambda: False, is_shown=is_shown)
+    board = Board(base, goal, plan, interruption=Interruption(), is_shown=is_shown)
     for name, rate, losses in (("a-00000", 0.1, (0.9, 0.5)), ("a-00001", 0.2, (0.9, 0.7))):
         trial: Any = PastTrial(name, {"learner": {"lr": rate}})
         trial.status = "RUNNING"
