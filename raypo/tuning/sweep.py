@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from ray import tune
+from ray.tune.experiment import Trial
 
 from raypo.cluster.connect import dashboard_url
 from raypo.cluster.placement import takes_gpus
@@ -90,6 +91,9 @@ def _run(
         write_trials(files, records, goal)
         files.sync()
 
+    def name_of(trial: Trial) -> str:  # Tune copies it for each trial, a method with its object
+        return searcher.name_of(trial)
+
     board = Board(base, goal, plan, interruption=interruption, records=records, write=write)
     status = "failed"
     try:
@@ -111,8 +115,8 @@ def _run(
                     search_alg=searcher,
                     scheduler=scheduler,
                     num_samples=searcher.num_trials,
-                    trial_name_creator=searcher.name_of,
-                    trial_dirname_creator=searcher.name_of,
+                    trial_name_creator=name_of,
+                    trial_dirname_creator=name_of,
                 ),
                 run_config=tune.RunConfig(name=files.name, storage_path=sweep.storage_path),
             )
