@@ -84,18 +84,6 @@ class Domain:
         count = 1 + math.floor((high - low) / step * (1 + 1e-9))
         return [round(low + place * step, 12) for place in range(count)]
 
-    def draw(self, generator: Any) -> Any:
-        """Draw a value.
-
-        Args:
-            generator: A `random.Random`, or the module `random`.
-        """
-        if self.is_list or self.kind in ("randint", "quniform"):
-            return generator.choice(self.values if self.is_list else self.steps)
-        if self.kind == "loguniform":
-            return math.exp(generator.uniform(*map(math.log, self.values)))
-        return generator.uniform(*self.values)
-
     def nearest(self, value: Any) -> Any:
         """Return the value of a range that is nearest to `value`. For a list, return `value`."""
         if self.is_list:

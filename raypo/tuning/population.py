@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pyarrow.fs import FileSystem, copy_files
 from ray import tune
 from ray.train import CheckpointConfig, RunConfig
@@ -77,7 +78,8 @@ class Population(PopulationBasedTraining):
         step = result[STEP]
         if step % self._every or step >= self._num_steps:
             return self.CONTINUE
-        random.seed(f"{self._seed} {step}")  # Ray's scheduler draws from the global generator
+        random.seed(f"{self._seed} {step}")  # Ray's scheduler draws from the global generators
+        np.random.seed(np.random.SeedSequence((self._seed, step)).generate_state(4))
         return super().on_trial_result(tune_controller, trial, result)
 
     def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -103,13 +102,15 @@ def scheduler_of(
         )
         return waiting_for_scores(median, past)
     if section.kind == "pbt":
+        from raypo.tuning.search import as_tune  # imports Optuna, which `raypo.Tuner` does not need
+
         return Population(
             every=sweep.perturb_every(base),
             num_steps=base.num_steps,
             seed=sweep.seed,
             last_comparison=last_comparison,
             hyperparam_mutations={
-                key: list(domain.values) if domain.is_list else partial(domain.draw, random)
+                key: list(domain.values) if domain.is_list else as_tune(domain)
                 for key, domain in sweep.space.items()
             },
             quantile_fraction=section.quantile,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import (
     BaseDistribution,
@@ -13,6 +14,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
@@ -21,12 +23,23 @@ from raypo.config.sweep_config import SweepConfig
 from raypo.tuning.capacity import grid_points, trial_name
 from raypo.tuning.goal import INFEASIBLE, Goal, Metrics
 from raypo.tuning.record import Point, TrialRecord
+from raypo.tuning.trial import plain
 
 
 def random_point(sweep: SweepConfig, number: int) -> Point:
     """Draw a trial's point for the random searcher, from the seed and the trial number only."""
-    generator = random.Random(f"{sweep.seed} {number}")
-    return {key: domain.draw(generator) for key, domain in sorted(sweep.space.items())}
+    draw = np.random.RandomState(np.random.SeedSequence((sweep.seed, number)).generate_state(4))
+    values = {key: as_tune(d).sample(random_state=draw) for key, d in sorted(sweep.space.items())}
+    return {key: plain(value) for key, value in values.items()}
+
+
+def as_tune(domain: Domain) -> Any:
+    """Convert a domain to Ray Tune's class."""
+    if domain.is_list:
+        return tune.choice(list(domain.values))
+    if domain.kind == "quniform":  # Tune's quniform requires that the step divides both ends
+        return tune.choice(list(domain.steps))
+    return getattr(tune, domain.kind)(*domain.values)
 
 
 def as_optuna(domain: Domain) -> BaseDistribution:

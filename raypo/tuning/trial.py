@@ -97,9 +97,14 @@ def point_of(config: Mapping[str, Any], kind: type[AnyConfig]) -> Point:
             if isinstance(value, Mapping) and f"{prefix}{key}" in sections:
                 yield from flat(value, f"{prefix}{key}.")
             else:
-                yield f"{prefix}{key}", value.item() if isinstance(value, np.generic) else value
+                yield f"{prefix}{key}", plain(value)
 
     return dict(flat(config))
+
+
+def plain(value: Any) -> Any:
+    """Convert a NumPy scalar to a Python one, for YAML."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import tempfile
 import threading
@@ -350,7 +349,7 @@ def test_a_population_is_compared_at_the_same_step_and_does_not_wait_for_failed_
                     time_attr="step",
                     metric=VALUE,
                     mode="max",
-                    hyperparam_mutations={"x": random.random},
+                    hyperparam_mutations={"x": tune.uniform(0.0, 1.0)},
                 )
             ),
             run_config=tune.RunConfig(storage_path=str(tmp_path), callbacks=[values], verbose=0),
