@@ -28,7 +28,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import PopulationBasedTraining
 
 from raypo.config.space import Domain
-from raypo.ray_internals import forget_failed
+from raypo.ray_internals import NO_TRIALS, forget_failed
 from raypo.storage.checkpoints import SEGMENT
 from raypo.storage.folder import below, link_tree, open_folder
 from raypo.storage.run_files import RunFiles
@@ -72,6 +72,10 @@ class Population(PopulationBasedTraining):
             **arguments,
         )
         self._every, self._num_steps, self._seed = every, num_steps, seed
+
+    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
+        """Add a trial. Ray refuses searchers with pbt, but a sweep's only hands out its points."""
+        super().on_trial_add(NO_TRIALS, trial)
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
         """Pause a trial at the step of a comparison, unless it is the trial's last step."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from ray import tune
 from ray.train import CheckpointConfig, RunConfig
+from ray.tune.search import Searcher, SearchGenerator
 
 from raypo.config import ConfigError
 from raypo.config.space import Domain
@@ -147,7 +148,9 @@ def judge_of(trials: list[Any], **changes: Any) -> tuple[Population, Any]:
         **changes,
     )
     controller = SimpleNamespace(
-        search_alg=None, get_trials=lambda: trials, get_live_trials=lambda: set(trials)
+        search_alg=SearchGenerator(Searcher(metric="v", mode="max")),
+        get_trials=lambda: trials,
+        get_live_trials=lambda: set(trials),
     )
     for trial in trials:
         judge.on_trial_add(controller, trial)  # pyright: ignore[reportArgumentType]

@@ -153,7 +153,7 @@ def test_the_median_rule_knows_the_best_score_of_a_resumed_trial():
 def test_the_median_rule_compares_with_ended_trials_also_those_that_it_stopped():
     judge = scheduler("median")
     past = {f"past {number}": curve(0.5) for number in range(3)}
-    tell_past(judge, {**past, "stopped": curve(0.1), "good": curve(0.9)})
+    tell_past(judge, {**past, "stopped": curve(0.1), "good": curve(0.9), "removed": []})
     assert steps_until_stopped(judge, 0.1) == 2
     assert steps_until_stopped(judge, 0.9) == 8
 
