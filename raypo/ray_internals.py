@@ -235,10 +235,13 @@ def with_runs(results: ResultGrid, result_of: Callable[[str, Any], Any]) -> Resu
 
 
 class PastTrial:
-    """Stand-in for a trial of an earlier attempt; schedulers use only its id."""
+    """Stand-in for a trial of an earlier attempt; schedulers use only its id and name."""
 
     def __init__(self, name: str, config: Mapping[str, Any] | None = None) -> None:
         self.trial_id, self.config = name, dict(config or {})
+
+    def __str__(self) -> str:
+        return self.trial_id
 
 
 def mode_of(scheduler: object) -> str | None:
@@ -257,9 +260,9 @@ def tell_past(scheduler: TrialScheduler, past: Mapping[str, Iterable[Mapping[str
     """
     for name, reports in past.items():
         trial: Any = PastTrial(name)
-        scheduler.on_trial_add(_NO_LIVE_TRIALS, trial)
-        last = replay(scheduler, trial, reports)
-        scheduler.on_trial_complete(_NO_LIVE_TRIALS, trial, last)
+        scheduler.on_trial_add(NO_TRIALS, trial)
+        if last := replay(scheduler, trial, reports):  # empty if the trial's folder was removed
+            scheduler.on_trial_complete(NO_TRIALS, trial, last)
 
 
 def replay(
@@ -278,7 +281,7 @@ def replay(
     last: dict[str, float] = {}
     for report in reports:
         last = dict(report)
-        scheduler.on_trial_result(_NO_LIVE_TRIALS, trial, last)
+        scheduler.on_trial_result(NO_TRIALS, trial, last)
         # The median stopping rule refuses reports of trials that it stopped. The order of this
         # replay differs from the original order, so the rule may stop a trial that continued in
         # the earlier attempt.
@@ -286,5 +289,5 @@ def replay(
     return last
 
 
-_NO_LIVE_TRIALS: Any = SimpleNamespace(get_live_trials=list)
-"""Stand-in for Tune's controller while reports are replayed."""
+NO_TRIALS: Any = SimpleNamespace(get_live_trials=list, search_alg=None)
+"""Stand-in for Tune's controller, without trials and searcher."""

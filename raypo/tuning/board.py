@@ -1,75 +1,79 @@
-"""Record and display a sweep's trials while Tune runs them."""
+"""Record and display an experiment's trials while Tune runs them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ray.tune import Callback
 from ray.tune.experiment import Trial
 
-from raypo.tuning.goal import STEP, VALUE
-from raypo.tuning.record import POINT, Point, TrialRecord
-from raypo.tuning.view import SweepView
+from raypo.config import AnyConfig
+from raypo.tracking.console import Console
+from raypo.tuning.capacity import SweepPlan
+from raypo.tuning.experiment import Interruption
+from raypo.tuning.goal import STEP, VALUE, Goal
+from raypo.tuning.record import TrialRecord
+from raypo.tuning.trial import point_of
+from raypo.tuning.view import ended_line, point_text, trial_table
 
 WRITE_EVERY_S = 10.0
 """Interval in seconds at which records are saved while trials run."""
 
 
 class Board(Callback):
-    """Tune callback that records starts, reports and ends of trials."""
+    """Tune callback that records starts, reports and ends of trials, and prints them."""
 
     def __init__(
         self,
-        records: Mapping[int, TrialRecord],
-        view: SweepView,
+        base: AnyConfig,
+        goal: Goal,
+        plan: SweepPlan,
         *,
-        num_steps: int,
-        num_devices: float,
-        is_stopping: Callable[[], bool],
-        write: Callable[[], None] = lambda: None,
-        number_of: Callable[[Trial], int] | None = None,
-        point_of: Callable[[Trial], Point] = lambda trial: dict(trial.config[POINT]),
+        interruption: Interruption,
+        records: Iterable[TrialRecord] = (),
+        write: Callable[[list[TrialRecord]], None] = lambda records: None,
+        is_shown: bool = True,
     ) -> None:
         """Begin with the records of earlier attempts.
 
         Args:
-            records: Records of earlier attempts by trial number.
-            view: Display of the sweep.
-            num_steps: Steps of a whole trial.
-            num_devices: Devices that a trial holds.
-            is_stopping: Function that returns True if trials end because the user has requested a
-                stop.
+            base: Run config of a trial, without the values of the space.
+            goal: Objective of the experiment.
+            plan: Devices of a trial.
+            interruption: Request of the user to end all trials.
+            records: Records of earlier attempts.
             write: Function that saves the records for a later attempt.
-            number_of: Function that returns a trial's number. None means that its name ends with
-                the number.
-            point_of: Function that returns a trial's values by key.
+            is_shown: Whether to print to the terminal.
         """
-        self.records = dict(records)
-        self._view, self._num_steps, self._num_devices = view, num_steps, num_devices
-        self._write, self._is_stopping = write, is_stopping
-        self._number_of, self._point_of = number_of or number_in_name, point_of
-        self._looked = self._written = time.monotonic()
+        self._base, self._goal, self._plan = base, goal, plan
+        self._interruption, self._write, self._is_shown = interruption, write, is_shown
+        self._records = {record.name: record for record in records}
+        self._checked_at = self._written_at = time.monotonic()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune pickles callbacks for its own restore, which sweeps do not use
+        return {}  # Tune pickles callbacks for its own restore
+
+    @property
+    def records(self) -> list[TrialRecord]:
+        """The trials of this attempt and earlier ones."""
+        return list(self._records.values())
 
     def on_trial_start(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """Record that a trial starts, or resumes after a pause."""
         record = self._record_of(trial)
-        is_new = record.status not in ("running", "waiting") or not record.point
-        record.point, record.status, record.error = self._point_of(trial), "running", ""
-        self._keep()
-        if is_new:
-            self._view.started(record)
+        resumes, record.status, record.error = record.status == "running", "running", ""
+        self._save()
+        if not resumes:
+            self._print(f"{record.name} starts: {point_text(record.point)}")
 
     def on_trial_result(
         self, iteration: int, trials: list[Trial], trial: Trial, result: dict, **_: Any
     ) -> None:
         """Record a trial's report of a step."""
-        record = self.records[self._number_of(trial)]
+        record = self._records[str(trial)]
         record.metrics = metrics_of(result)
         record.step = int(result.get(STEP, record.step))
 
@@ -77,61 +81,59 @@ class Board(Callback):
         self, iteration: int, trials: list[Trial], trial: Trial, **_: Any
     ) -> None:
         """Record that a trial finished or was stopped."""
-        record = self.records.get(self._number_of(trial))
-        if record is None or record.status == "waiting":  # stopped before it started
-            return
-        self._add_time(trials)
-        if record.step >= self._num_steps:
-            record.status = "finished"
-        else:
-            record.status = "interrupted" if self._is_stopping() else "stopped"
-        self._keep()
-        self._view.ended(record, list(self.records.values()))
+        if str(trial) in self._records:  # otherwise it was stopped before it started
+            self._add_time(trials)
+            is_whole = self._records[str(trial)].step >= self._base.num_steps
+            self._end(trial, "finished" if is_whole else "stopped")
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **_: Any) -> None:
         """Record that a trial failed. The other trials continue."""
-        record = self._record_of(trial)  # a new record if the trial never started
-        record.point = self._point_of(trial)
         self._add_time(trials)
-        record.status = "interrupted" if self._is_stopping() else "failed"
-        record.error = last_line(error_text(trial))
-        self._keep()
-        self._view.ended(record, list(self.records.values()))
+        self._record_of(trial).error = last_line(error_text(trial))
+        self._end(trial, "interrupted" if self._interruption.is_wanted else "failed")
 
     def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
-        """Update times and display; Tune calls this after each iteration of its loop."""
+        """Update the times; Tune calls this after each iteration of its loop."""
         self._add_time(trials)
-        self._view.show(list(self.records.values()))
-        if time.monotonic() - self._written > WRITE_EVERY_S:
-            self._keep()
+        if time.monotonic() - self._written_at > WRITE_EVERY_S:
+            self._save()
 
     def close(self) -> None:
         """Mark trials that are still running as interrupted, after Tune has ended."""
-        for record in self.records.values():
+        for record in self.records:
             if record.status == "running":
                 record.status = "interrupted"
+        num_steps, device = self._base.num_steps, self._plan.device
+        self._print(trial_table(self.records, self._goal, num_steps=num_steps, device=device))
+
+    def _end(self, trial: Trial, status: Any) -> None:
+        record = self._records[str(trial)]
+        record.status = status
+        self._save()
+        self._print(ended_line(record, self.records, self._goal, device=self._plan.device))
 
     def _record_of(self, trial: Trial) -> TrialRecord:
-        number = self._number_of(trial)
-        return self.records.setdefault(number, TrialRecord(number, str(trial), {}))
+        """Return the record of a trial with its current values. The first call creates it."""
+        record = self._records.setdefault(str(trial), TrialRecord(str(trial), {}))
+        record.point = point_of(trial.config, type(self._base))
+        return record
 
     def _add_time(self, trials: list[Trial]) -> None:
         now = time.monotonic()
         for trial in trials:
-            record = self.records.get(self._number_of(trial))
+            record = self._records.get(str(trial))
             if record is not None and record.status == "running" and trial.status == Trial.RUNNING:
-                record.seconds += now - self._looked
-                record.device_s += (now - self._looked) * self._num_devices
-        self._looked = now
+                record.seconds += now - self._checked_at
+                record.device_s += (now - self._checked_at) * self._plan.num_devices
+        self._checked_at = now
 
-    def _keep(self) -> None:
-        self._write()
-        self._written = time.monotonic()
+    def _save(self) -> None:
+        self._write(self.records)
+        self._written_at = time.monotonic()
 
-
-def number_in_name(trial: Trial) -> int:
-    """Return a trial's number, parsed from its name."""
-    return int(str(trial).rpartition("-")[2])
+    def _print(self, text: str) -> None:
+        if self._is_shown:
+            Console().message(text)
 
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:

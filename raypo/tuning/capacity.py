@@ -130,7 +130,7 @@ def plan_trials(
     share: Sequence[SharedRole] | Literal["auto"],
     share_batches: bool = False,
     use_gpu: bool,
-    each: Resources | None = None,
+    worker: Resources | None = None,
 ) -> SweepPlan:
     """Plan as many concurrent trials as fit beside the deployments that they share.
 
@@ -144,7 +144,7 @@ def plan_trials(
             lower the number of concurrent trials.
         share_batches: Whether trials that share engines sample in the same batches.
         use_gpu: Whether a learner worker takes a GPU.
-        each: Resources of a learner worker. None means those of the config.
+        worker: Resources of a learner worker. None means those of the config.
 
     Raises:
         ConfigError: no trial fits beside the shared deployments, or a trial is elastic.
@@ -153,7 +153,7 @@ def plan_trials(
     strategy = base.placement.strategy
     trial = [
         dedicated_bundles(base, use_gpu=use_gpu),
-        worker_bundles(base, use_gpu=use_gpu, each=each),
+        worker_bundles(base, use_gpu=use_gpu, each=worker),
     ]
     wanted = min(num_trials, at_most)
     num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)
@@ -239,5 +239,5 @@ def _words(bundles: Sequence[Bundle]) -> str:
         " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.resources.items()))
         for bundle in bundles
     )
-    parts = [each if count == 1 else f"{count} x ({each})" for each, count in counts.items()]
+    parts = [text if count == 1 else f"{count} x ({text})" for text, count in counts.items()]
     return " and ".join(parts)

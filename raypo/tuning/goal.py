@@ -15,7 +15,7 @@ Metrics = Mapping[str, float]
 SCORE, REWARD_MODEL = "eval/score_mean", "eval/reward_model_mean"
 KL = "kl/ref_response_mean"
 VALUE = "sweep/value"
-"""Key of the value that schedulers compare, which each report has. Larger is always better."""
+"""Key of the value that a sweep's scheduler compares. Larger is always better."""
 SCORED_STEP = "sweep/scored_step"
 """Key of the step at which the first metric was last measured. 0 means before the first update."""
 STEP = "step"
@@ -28,7 +28,7 @@ UNKNOWN = -1e18
 
 @dataclass(frozen=True)
 class Goal:
-    """Objective by which trials are compared, from their last known metrics."""
+    """Objective by which trials are compared, from their last values of each metric."""
 
     metrics: tuple[str, ...]
     signs: tuple[float, ...]
@@ -44,47 +44,38 @@ class Goal:
     @property
     def named(self) -> list[str]:
         """Names of the metrics to optimise, and of the metrics that constraints bound."""
-        return [*self.metrics, *(each.metric for each in self.constraints)]
+        return [*self.metrics, *(constraint.metric for constraint in self.constraints)]
 
-    def gains(self, known: Metrics) -> tuple[float, ...]:
+    def gains(self, metrics: Metrics) -> tuple[float, ...]:
         """Return the metrics, signed so that larger is better. Unknown or NaN becomes -inf."""
-        values = [known.get(metric, math.nan) for metric in self.metrics]
+        values = [metrics.get(name, math.nan) for name in self.metrics]
         return tuple(
             -math.inf if math.isnan(value) else sign * value
             for sign, value in zip(self.signs, values, strict=True)
         )
 
-    def excess(self, known: Metrics) -> tuple[float, ...]:
+    def excess(self, metrics: Metrics) -> dict[str, float]:
         """Return the violation of each constraint, which is 0 or less if it is satisfied."""
-        return tuple(each.excess(known.get(each.metric, math.nan)) for each in self.constraints)
+        return {
+            str(constraint): constraint.excess(metrics.get(constraint.metric, math.nan))
+            for constraint in self.constraints
+        }
 
-    def is_feasible(self, known: Metrics) -> bool:
-        """Return True if all constraints are satisfied."""
-        return all(value <= 0.0 for value in self.excess(known))
-
-    def broken(self, known: Metrics) -> tuple[str, ...]:
+    def broken(self, metrics: Metrics) -> tuple[str, ...]:
         """Return the violated constraints."""
-        pairs = zip(self.constraints, self.excess(known), strict=True)
-        return tuple(str(each) for each, excess in pairs if excess > 0.0)
+        return tuple(name for name, excess in self.excess(metrics).items() if excess > 0.0)
 
-    def value(self, known: Metrics) -> float:
+    def value(self, metrics: Metrics) -> float:
         """Return the first metric as a finite number, larger is better.
 
         Infeasible trials have lower values than all feasible ones, and trials without a score have
         the lowest value.
         """
-        gain = self.gains(known)[0]
-        if not math.isfinite(gain):
+        gain = self.gains(metrics)[0]
+        worst = max(self.excess(metrics).values(), default=0.0)
+        if not math.isfinite(gain) or not math.isfinite(worst):
             return UNKNOWN
-        if self.is_feasible(known):
-            return gain
-        worst = max(self.excess(known))
-        return INFEASIBLE - worst if math.isfinite(worst) else UNKNOWN
-
-    def dominates(self, one: Metrics, other: Metrics) -> bool:
-        """Return True if `one` is nowhere worse than `other`, and better in at least one metric."""
-        pairs = list(zip(self.gains(one), self.gains(other), strict=True))
-        return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+        return gain if worst <= 0.0 else INFEASIBLE - worst
 
     def ranks(self, trials: Sequence[Metrics]) -> list[int]:
         """Rank the trials from 1; ties keep their order.
@@ -101,18 +92,15 @@ class Goal:
         keys = [
             (
                 fronts.get(row, len(trials)),
-                self.value(known) <= UNKNOWN,
-                -scored_step(known),
-                -self.value(known),
+                self.value(metrics) <= UNKNOWN,
+                -scored_step(metrics),
+                -self.value(metrics),
                 row,
             )
-            for row, known in enumerate(trials)
+            for row, metrics in enumerate(trials)
         ]
-        order = sorted(range(len(trials)), key=keys.__getitem__)
-        ranks = [0] * len(trials)
-        for rank, row in enumerate(order, start=1):
-            ranks[row] = rank
-        return ranks
+        order = sorted(keys)
+        return [order.index(key) + 1 for key in keys]
 
     def front(self, trials: Sequence[Metrics]) -> set[int]:
         """Return the rows of the Pareto front among the feasible trials with the latest score.
@@ -126,18 +114,17 @@ class Goal:
 
         Fronts are numbered from 0, those of the latest step first.
         """
-        left = [row for row, known in enumerate(trials) if self.value(known) > INFEASIBLE]
+        gains = [self.gains(metrics) for metrics in trials]
+        left = [row for row, metrics in enumerate(trials) if self.value(metrics) > INFEASIBLE]
         fronts: dict[int, int] = {}
         number = 0
         while left:
             latest = max(scored_step(trials[row]) for row in left)
             peers = [row for row in left if scored_step(trials[row]) == latest]
-            front = [
-                row
-                for row in peers
-                if not any(self.dominates(trials[other], trials[row]) for other in peers)
-            ]
-            fronts |= dict.fromkeys(front, number)
+            for row in peers:
+                others = (gains[other] for other in peers if gains[other] != gains[row])
+                if not any(all(map(float.__ge__, other, gains[row])) for other in others):
+                    fronts[row] = number
             left = [row for row in left if row not in fronts]
             number += 1
         return fronts
@@ -151,8 +138,8 @@ def check_metrics(sweep: SweepConfig, base: AnyConfig) -> None:
     """
     for name in sweep.metric:
         check_metric("metric", name, base)
-    for each in sweep.constraint:
-        check_metric("constraint", each.metric, base)
+    for constraint in sweep.constraint:
+        check_metric("constraint", constraint.metric, base)
 
 
 def check_metric(key: str, name: str, base: AnyConfig) -> None:
@@ -170,35 +157,35 @@ def check_metric(key: str, name: str, base: AnyConfig) -> None:
         )
 
 
-def scored_step(known: Metrics) -> int:
+def scored_step(metrics: Metrics) -> int:
     """Return the step of a trial's score, or 0 if it has none."""
-    return int(known.get(SCORED_STEP, 0))
+    return int(metrics.get(SCORED_STEP, 0))
 
 
-def known_metrics(rows: Iterable[Metrics], goal: Goal | None) -> dict[str, float]:
+def last_metrics(rows: Iterable[Metrics], goal: Goal) -> dict[str, float]:
     """Return the last value of each metric.
 
     Until a metric `eval/x` is measured, its value is that of the initial evaluation,
     `eval/initial_x`.
 
     Args:
-        rows: Metrics by step. The first row may be the known metrics of earlier steps.
+        rows: Metrics by step. The first row may be the result of this function for earlier steps.
         goal: Objective. The last step at which its first metric was measured is added as
-            SCORED_STEP. None means that no such entry is added.
+            SCORED_STEP.
     """
-    known: dict[str, float] = {}
-    score = goal.metrics[0] if goal else None
+    last: dict[str, float] = {}
+    score = goal.metrics[0]
     for row in rows:
         if score in row:
-            known[SCORED_STEP] = row.get(SCORED_STEP, row.get(STEP, 0))
+            last[SCORED_STEP] = row.get(SCORED_STEP, row.get(STEP, 0))
         for name, value in row.items():
-            known.setdefault(name.replace("eval/initial_", "eval/"), value)
-            known[name] = value
-        if score in known:
-            known.setdefault(SCORED_STEP, 0)
-    return known
+            last.setdefault(name.replace("eval/initial_", "eval/"), value)
+            last[name] = value
+        if score in last:
+            last.setdefault(SCORED_STEP, 0)
+    return last
 
 
-def as_report(known: Metrics, goal: Goal | None) -> dict[str, float]:
+def as_report(metrics: Metrics, goal: Goal) -> dict[str, float]:
     """Return the metrics for a report to Tune, with the value that a sweep's scheduler compares."""
-    return {**known, VALUE: goal.value(known)} if goal else {**known}
+    return {**metrics, VALUE: goal.value(metrics)}

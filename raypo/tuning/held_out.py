@@ -49,7 +49,7 @@ def who_is_best(
         trial
         for trial in trials[1:]
         if trial.scored_step == best.scored_step
-        and goal.is_feasible(trial.metrics) == goal.is_feasible(best.metrics)
+        and bool(goal.broken(trial.metrics)) == bool(goal.broken(best.metrics))
     ]
     if not peers:
         alone = "; no other trial has a comparable score at that step" if len(trials) > 1 else ""
@@ -74,8 +74,8 @@ def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
         return changes
     first, last, changes[SCORE] = score
     weights = model_weights(files.config() or {})
-    liked = paired_change(*(model_scores(files, each, weights) for each in (first, last)))
-    return changes | ({REWARD_MODEL: liked} if liked else {})
+    of_model = paired_change(*(model_scores(files, n, weights) for n in (first, last)))
+    return changes | ({REWARD_MODEL: of_model} if of_model else {})
 
 
 def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Scores:
@@ -85,9 +85,9 @@ def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Sc
     for row in files.rollouts(step, held_out=True, columns=columns):
         if row.get("row_index"):  # the sample was counted by its first conversation
             continue
-        said = dict(row["scores_by_source"] or ())
-        if weights and all(said.get(name) is not None for name in weights):
-            total = math.fsum(weight * said[name] for name, weight in weights.items())
+        by_source = dict(row["scores_by_source"] or ())
+        if weights and all(by_source.get(name) is not None for name in weights):
+            total = math.fsum(weight * by_source[name] for name, weight in weights.items())
             scores.setdefault((row["group_index"], row["prompt"]), []).append(total)
     return {prompt: statistics.fmean(values) for prompt, values in scores.items()}
 
@@ -95,9 +95,9 @@ def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Sc
 def model_weights(config: Mapping[str, Any]) -> dict[str, float]:
     """Map each reward model in a run's config to its weight in the score."""
     entries = (config.get("model") or {}).get("reward") or ()
-    of_all = ((config.get("reward") or {}).get("weights") or {}).get("model", 1.0)
+    common = ((config.get("reward") or {}).get("weights") or {}).get("model", 1.0)
     names = ["model"] if len(entries) == 1 else [f"model_{n}" for n in range(len(entries))]
-    return {name: of_all * each["weight"] for name, each in zip(names, entries, strict=True)}
+    return {name: common * entry["weight"] for name, entry in zip(names, entries, strict=True)}
 
 
 def gaming_words(
@@ -167,7 +167,7 @@ def _of_favourite(judged: Sequence[TrialRecord], held_out: Mapping[str, Scores])
         f"{point_text(best.point)})"
     )
     scores = f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}"
-    lead = paired_change(*(held_out.get(each.name, {}) for each in (liked, best)))
+    lead = paired_change(held_out.get(liked.name, {}), held_out.get(best.name, {}))
     if lead is None or lead.direction != 1:
         return f"{favourite}; that its held-out score is {scores} may be chance."
     return f"{favourite}, but the held-out score there is only {scores}."

@@ -28,12 +28,11 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import PopulationBasedTraining
 
 from raypo.config.space import Domain
-from raypo.ray_internals import forget_failed
+from raypo.ray_internals import NO_TRIALS, forget_failed
 from raypo.storage.checkpoints import SEGMENT
 from raypo.storage.folder import below, link_tree, open_folder
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import STEP
-from raypo.tuning.record import POINT
 
 COPIED = "copied"
 """Folder in a segment with the checkpoint that the segment started from."""
@@ -74,6 +73,10 @@ class Population(PopulationBasedTraining):
         )
         self._every, self._num_steps, self._seed = every, num_steps, seed
 
+    def on_trial_add(self, tune_controller: Any, trial: Trial) -> None:
+        """Add a trial. Ray refuses searchers with pbt, but a sweep's only hands out its points."""
+        super().on_trial_add(NO_TRIALS, trial)
+
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict) -> str:
         """Pause a trial at the step of a comparison, unless it is the trial's last step."""
         step = result[STEP]
@@ -100,9 +103,8 @@ class Population(PopulationBasedTraining):
 
 
 def inside(domains: Mapping[str, Domain], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a Tune config with perturbed values moved to the nearest values of their domains."""
-    point = {key: domains[key].nearest(value) for key, value in config[POINT].items()}
-    return {**config, POINT: point}
+    """Return perturbed values moved to the nearest values of their domains."""
+    return {key: domains[key].nearest(value) for key, value in config.items()}
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,8 @@ class Segment:
 
     def run_config(self, run_config: RunConfig, files: RunFiles) -> RunConfig:
         """Return Ray's run config with the segment's folder."""
-        kept = run_config.checkpoint_config or CheckpointConfig()
-        num_to_keep = kept.num_to_keep and max(kept.num_to_keep, KEPT_CHECKPOINTS)
+        num_to_keep = (run_config.checkpoint_config or CheckpointConfig()).num_to_keep
+        num_to_keep = num_to_keep and max(num_to_keep, KEPT_CHECKPOINTS)
         return dataclasses.replace(
             run_config,
             name=self.folder,

@@ -15,8 +15,6 @@ from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, SCORED_STEP, Goal, scored
 TRIALS = "trials.parquet"
 Point = dict[str, Any]
 """Values of a trial, by dotted key of the run config."""
-NUMBER, POINT = "number", "point"
-"""Keys of the Tune config of a sweep's trial."""
 Status = Literal["waiting", "running", "finished", "stopped", "failed", "interrupted"]
 ENDED: tuple[Status, ...] = ("finished", "stopped")
 
@@ -25,7 +23,6 @@ ENDED: tuple[Status, ...] = ("finished", "stopped")
 class TrialRecord:
     """Record of a trial."""
 
-    number: int
     name: str
     point: Point
     status: Status = "waiting"
@@ -69,8 +66,8 @@ def best_of(records: Sequence[TrialRecord], goal: Goal) -> TrialRecord | None:
 
     The result is None if there is no such trial.
     """
-    known = (r for r in ranked(records, goal) if math.isfinite(goal.gains(r.judged)[0]))
-    return next(known, None)
+    scored = (r for r in ranked(records, goal) if math.isfinite(goal.gains(r.judged)[0]))
+    return next(scored, None)
 
 
 def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any]]:
@@ -80,10 +77,9 @@ def trial_rows(records: Sequence[TrialRecord], goal: Goal) -> list[dict[str, Any
     return [
         {
             "rank": rank,
-            "number": record.number,
             "name": record.name,
             "status": record.status,
-            "feasible": goal.is_feasible(record.metrics),
+            "feasible": not goal.broken(record.metrics),
             "step": record.step,
             "scored_step": record.scored_step,
             "seconds": record.seconds,
@@ -115,7 +111,7 @@ def write_trials(files: RunFiles, records: Sequence[TrialRecord], goal: Goal) ->
 
 
 def read_trials(files: RunFiles) -> list[TrialRecord]:
-    """Read the trials, sorted by number. Without a file, the list is empty."""
+    """Read the trials, sorted by name. Without a file, the list is empty."""
     content = files.read(TRIALS)
     if content is None:
         return []
@@ -127,7 +123,7 @@ def read_trials(files: RunFiles) -> list[TrialRecord]:
         )
         for row in from_parquet(content).to_pylist()
     ]
-    return sorted(records, key=lambda record: record.number)
+    return sorted(records, key=lambda record: record.name)
 
 
-_PLAIN = ("number", "name", "status", "step", "seconds", "device_s", "error")
+_PLAIN = ("name", "status", "step", "seconds", "device_s", "error")

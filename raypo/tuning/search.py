@@ -1,4 +1,4 @@
-"""Searchers, which choose the point of the space for each trial."""
+"""Searcher of sweep files, which chooses name and point of each trial."""
 
 from __future__ import annotations
 
@@ -15,52 +15,22 @@ from optuna.distributions import (
     IntDistribution,
 )
 from ray import tune
+from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
 from raypo.config.space import Domain
 from raypo.config.sweep_config import SweepConfig
-from raypo.tuning.capacity import grid_points
+from raypo.tuning.capacity import grid_points, trial_name
 from raypo.tuning.goal import INFEASIBLE, Goal, Metrics
-from raypo.tuning.record import NUMBER, POINT, Point, TrialRecord
-
-
-def listed_space(
-    sweep: SweepConfig, ended: Sequence[TrialRecord] = (), begun: Sequence[TrialRecord] = ()
-) -> dict[str, Any]:
-    """Return the remaining trials as a Tune grid, for searchers that do not depend on results.
-
-    Args:
-        sweep: Config of the sweep.
-        ended: Trials that an earlier attempt has completed.
-        begun: Trials that an earlier attempt has begun but not completed. They come first.
-    """
-    known = {record.number: record.point for record in begun}
-    grid = grid_points(sweep) if sweep.searcher == "grid" else None
-    points = {
-        number: known.get(number) or (grid[number] if grid else random_point(sweep, number))
-        for number in numbers_left(sweep, ended, begun)
-    }
-    return {
-        NUMBER: tune.grid_search(list(points)),
-        POINT: tune.sample_from(lambda config: points[config[NUMBER]]),
-    }
-
-
-def numbers_left(
-    sweep: SweepConfig, ended: Sequence[TrialRecord], begun: Sequence[TrialRecord]
-) -> list[int]:
-    """Return the numbers of the trials to run: first the begun trials, then unused numbers."""
-    num_left = sweep.num_trials - len(ended)
-    used = {record.number for record in (*ended, *begun)}
-    unused = [number for number in range(len(used) + num_left) if number not in used]
-    return [*(record.number for record in begun), *unused][:num_left]
+from raypo.tuning.record import Point, TrialRecord
+from raypo.tuning.trial import plain
 
 
 def random_point(sweep: SweepConfig, number: int) -> Point:
     """Draw a trial's point for the random searcher, from the seed and the trial number only."""
     draw = np.random.RandomState(np.random.SeedSequence((sweep.seed, number)).generate_state(4))
-    domains = sorted(sweep.space.items())
-    return {key: _plain(as_tune(each).sample(random_state=draw)) for key, each in domains}
+    values = {key: as_tune(d).sample(random_state=draw) for key, d in sorted(sweep.space.items())}
+    return {key: plain(value) for key, value in values.items()}
 
 
 def as_tune(domain: Domain) -> Any:
@@ -84,39 +54,49 @@ def as_optuna(domain: Domain) -> BaseDistribution:
     return FloatDistribution(low, high, log=domain.kind == "loguniform")
 
 
-class OptunaSearcher(Searcher):
-    """TPE over the space, with constraints as in Optuna's TPESampler.
+class SweepSearcher(Searcher):
+    """Points of a grid, random points, or Optuna's TPE with constraints.
 
-    It uses Optuna's ask-and-tell interface, because Ray's OptunaSearch takes no constraints.
+    It first suggests the trials that an earlier attempt has begun but not ended. TPE uses Optuna's
+    ask-and-tell interface, because Ray's OptunaSearch takes no constraints.
 
     Paper: Watanabe 2023, arXiv:2304.11127.
     """
 
-    def __init__(
-        self,
-        sweep: SweepConfig,
-        ended: Sequence[TrialRecord] = (),
-        begun: Sequence[TrialRecord] = (),
-    ) -> None:
-        """Create a study with the trials of an earlier attempt.
+    def __init__(self, sweep: SweepConfig, records: Sequence[TrialRecord] = ()) -> None:
+        """Plan the remaining trials.
 
         Args:
             sweep: Config of the sweep.
-            ended: Completed trials, from which the study learns.
-            begun: Trials that an earlier attempt has begun but not completed. They are suggested
-                first.
+            records: Trials of earlier attempts. TPE learns from those that have ended.
         """
         super().__init__()
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._goal = Goal.of(sweep)
-        self._numbers = numbers_left(sweep, ended, begun)
-        self._space = {key: as_optuna(domain) for key, domain in sweep.space.items()}
+        ended = [record for record in records if record.has_ended]
+        self.num_trials = max(sweep.num_trials - len(ended), 0)
+        """Number of remaining trials."""
+        names = [trial_name(sweep.name, n) for n in range(len(records) + self.num_trials)]
+        points: list[Point] = []
+        if sweep.searcher == "grid":
+            points = grid_points(sweep)
+        elif sweep.searcher == "random":
+            points = [random_point(sweep, number) for number in range(len(names))]
+        begun = {record.name: record.point for record in records if not record.has_ended}
+        self._points = dict(zip(names, points, strict=False)) | begun
+        used = {record.name for record in records}
+        self._names = [*begun, *(name for name in names if name not in used)]
+        self._name_of: dict[str, str] = {}
         self._asked: dict[str, optuna.Trial] = {}
+        self.study: optuna.Study | None = None
+        if sweep.searcher != "optuna":
+            return
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self._space = {key: as_optuna(domain) for key, domain in sweep.space.items()}
         self.study = optuna.create_study(
             directions=["maximize" if mode == "max" else "minimize" for mode in sweep.mode],
             sampler=optuna.samplers.TPESampler(
                 # With the same seed, new trials would repeat the draws of earlier trials.
-                seed=sweep.seed + len(ended) + len(begun),
+                seed=sweep.seed + len(records),
                 # Number of random trials before TPE: Optuna's default of 10, but at most half of
                 # the sweep.
                 n_startup_trials=min(10, max(sweep.num_trials // 2, 1)),
@@ -131,19 +111,29 @@ class OptunaSearcher(Searcher):
                     constraints=self._excess(record.metrics) or None,
                 )
                 self.study.add_trial(past)
-        for record in begun:
-            self.study.enqueue_trial(record.point)
 
-    def suggest(self, trial_id: str) -> dict[str, Any]:
-        """Return number and point of the next trial."""
-        self._asked[trial_id] = trial = self.study.ask(self._space)
-        point = {key: _plain(value) for key, value in trial.params.items()}
-        return {NUMBER: self._numbers.pop(0), POINT: point}
+    def name_of(self, trial: Trial) -> str:
+        """Return the name of a trial that was suggested."""
+        return self._name_of[trial.trial_id]
+
+    def suggest(self, trial_id: str) -> Point:
+        """Return the point of the next trial."""
+        name = self._name_of[trial_id] = self._names.pop(0)
+        point = self._points.get(name)
+        if self.study is None:
+            assert point is not None
+            return point
+        if point is not None:
+            self.study.enqueue_trial(point)
+        self._asked[trial_id] = asked = self.study.ask(self._space)
+        return point or asked.params
 
     def on_trial_complete(
         self, trial_id: str, result: dict | None = None, error: bool = False
     ) -> None:
         """Report a trial's metrics and its violation of each constraint to Optuna."""
+        if self.study is None:
+            return
         trial, values = self._asked.pop(trial_id), self._values(result or {})
         if not values:
             self.study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -158,18 +148,12 @@ class OptunaSearcher(Searcher):
     def restore(self, checkpoint_path: str) -> None:
         """Do nothing: `save` stores nothing."""
 
-    def _values(self, known: Metrics) -> list[float]:
+    def _values(self, metrics: Metrics) -> list[float]:
         """Return the value of each metric. If one is unknown, the list is empty."""
-        values = [known.get(name, math.nan) for name in self._goal.metrics]
+        values = [metrics.get(name, math.nan) for name in self._goal.metrics]
         return [] if any(map(math.isnan, values)) else values
 
-    def _excess(self, known: Metrics) -> dict[str, float]:
-        return {
-            str(each): min(excess, -INFEASIBLE)
-            for each, excess in zip(self._goal.constraints, self._goal.excess(known), strict=True)
-        }
-
-
-def _plain(value: Any) -> Any:
-    """Convert a NumPy scalar to a Python one, for YAML."""
-    return value.item() if isinstance(value, np.generic) else value
+    def _excess(self, metrics: Metrics) -> dict[str, float]:
+        """Return the violation of each constraint as a finite number."""
+        excess = self._goal.excess(metrics)
+        return {name: min(value, -INFEASIBLE) for name, value in excess.items()}

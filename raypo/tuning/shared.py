@@ -92,15 +92,15 @@ class Sharing:
 
     def lines(self) -> list[str]:
         """Return a description as lines for the terminal."""
-        told = []
+        lines = []
         if self.roles:
-            place = f", in {len(self.bundles)} separate bundles" if self.bundles else ""
-            told.append(f"  all trials share {', '.join(self.roles)}{place}")
+            bundles = f", in {len(self.bundles)} separate bundles" if self.bundles else ""
+            lines.append(f"  all trials share {', '.join(self.roles)}{bundles}")
         if self.engines:
-            told.append("  engines are reused from trial to trial")
+            lines.append("  engines are reused from trial to trial")
         if self.share_batches:
-            told.append("  trials sample in the same batches: their numbers depend on timing")
-        return told
+            lines.append("  trials sample in the same batches: their numbers depend on timing")
+        return lines
 
 
 @contextmanager
@@ -131,8 +131,7 @@ def started(
         return
     use_gpu = bool(sharing.bundles)
     base = base.with_dtype(use_gpu=use_gpu)  # the same decision as in each trial
-    open_ones = []
-    engine_pool = None
+    services, engine_pool = [], None
     try:
         common = start_shared(
             base,
@@ -142,20 +141,19 @@ def started(
             use_gpu=use_gpu,
             num_adapters=num_slots if sharing.pool else 0,
         )
-        open_ones.append(common)
+        services.append(common)
         if sharing.pool:
             engine_pool = start_engine_pool([common.handles["engine"]] * num_slots)
         if sharing.engines:
             for slot in range(num_slots):
                 run = f"{name}-lent-{slot}"
                 logs = f"{logs_dir}/{run}"
-                engines = start_shared(base, run, ["engine"], logs_dir=logs, use_gpu=False)
-                open_ones.append(engines)
-            engine_pool = start_engine_pool([each.handles["engine"] for each in open_ones[1:]])
+                services.append(start_shared(base, run, ["engine"], logs_dir=logs, use_gpu=False))
+            engine_pool = start_engine_pool([s.handles["engine"] for s in services[1:]])
         models = {role: common.handles[role] for role in sharing.models}
         yield Shared(base, models, engine_pool, sharing.pool, sharing.share_batches)
     finally:
         if engine_pool is not None:
             ray.kill(engine_pool)
-        for each in open_ones:
-            each.shutdown(graceful=False)
+        for service in services:
+            service.shutdown(graceful=False)

@@ -5,6 +5,7 @@ This module imports neither Ray nor torch.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from raypo.config import NUMBERS_DO_NOT_DEPEND_ON, AnyConfig, ConfigError, parse
 from raypo.config.auto_values import decided_as
 from raypo.config.base import RECORDED_BASE
 from raypo.config.sweep_config import SweepConfig
+from raypo.storage.folder import below
 from raypo.storage.run_files import RunFiles
 from raypo.storage.run_state import PATIENCE_S, RunStatus, shown_location, status_of
 from raypo.tuning.goal import Goal
@@ -28,6 +30,16 @@ TRIALS_DO_NOT_DEPEND_ON = (
     "storage_path",
 )
 """Keys of a sweep file that may change when the sweep resumes or is extended with trials."""
+
+
+def trial_files(files: RunFiles, name: str) -> RunFiles:
+    """Return the files of a trial's run.
+
+    Args:
+        files: The sweep's folder.
+        name: Name of the trial.
+    """
+    return RunFiles(below(files.location, TRIALS_FOLDER), name)
 
 
 def recorded_sweep(files: RunFiles) -> tuple[SweepConfig, dict[str, Any]] | None:
@@ -110,7 +122,7 @@ def sweep_status(files: RunFiles, now: float) -> RunStatus | None:
     status = status_of(files, ended, is_silent=age_s is not None and age_s > PATIENCE_S)
     goal = Goal.of(sweep)
     best = best_of(trials, goal)
-    counts = {each.status: sum(t.status == each.status for t in trials) for each in trials}
+    counts = Counter(trial.status for trial in trials)
     words = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     location = shown_location(files.location)
     notes = [f"Its trials: {words or 'none yet'}; raypo status {location}/{TRIALS_FOLDER}"]
@@ -148,6 +160,6 @@ def as_trial(run: RunStatus, files: RunFiles) -> RunStatus:
     trial, go_on = trials[run.name], f"raypo sweep {shown_location(sweep_location)}"
     if trial.has_ended:
         go_on = f"raypo report {run.location}"
-    known = trial.has_ended or trial.status in ("failed", "interrupted")
-    status, notes = (trial.status, ()) if known else (run.status, run.notes)
-    return replace(run, status=status, notes=notes, go_on=go_on)
+    if not trial.has_ended and trial.status not in ("failed", "interrupted"):
+        return replace(run, go_on=go_on)
+    return replace(run, status=trial.status, notes=(), go_on=go_on)

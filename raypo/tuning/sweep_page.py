@@ -25,7 +25,6 @@ from raypo.report.charts import (
 )
 from raypo.report.page import COLOURS, Chart, Details, Page, Section, Table, Tiles, Words, number
 from raypo.report.run_page import with_the_start
-from raypo.storage.folder import below
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.held_out import (
@@ -36,7 +35,7 @@ from raypo.tuning.held_out import (
     who_is_best,
 )
 from raypo.tuning.record import TrialRecord, best_of, ranked, read_trials
-from raypo.tuning.sweep_folder import TRIALS_FOLDER, recorded_sweep
+from raypo.tuning.sweep_folder import recorded_sweep, trial_files
 from raypo.tuning.view import point_text, status_words, value_text
 
 MAX_LABEL = 40
@@ -68,10 +67,9 @@ def load_sweep(files: RunFiles) -> SweepData | None:
     if recorded is None:
         return None
     config, base = recorded
-    goal, found = Goal.of(config), read_trials(files)
-    trials = ranked(found, goal)
-    storage = below(files.location, TRIALS_FOLDER)
-    runs = {trial.name: RunFiles(storage, trial.name) for trial in trials}
+    goal = Goal.of(config)
+    trials = ranked(read_trials(files), goal)
+    runs = {trial.name: trial_files(files, trial.name) for trial in trials}
     rows = {name: run.metrics() for name, run in runs.items()}
     status = (files.summary() or {}).get("status", "unfinished")
     status = "running" if files.is_running() else status
@@ -79,17 +77,8 @@ def load_sweep(files: RunFiles) -> SweepData | None:
         trial.name: held_out_scores(runs[trial.name], trial.scored_step) for trial in trials
     }
     changes = {t.name: held_out_changes(runs[t.name], t.scored_step) for t in trials}
-    return SweepData(
-        config,
-        base["num_steps"],
-        goal,
-        status,
-        files,
-        trials,
-        rows,
-        held_out,
-        changes,
-    )
+    steps = base["num_steps"]
+    return SweepData(config, steps, goal, status, files, trials, rows, held_out, changes)
 
 
 def sweep_page(sweep: SweepData) -> Page:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import ray
 from ray import tune
 from ray.actor import ActorHandle
@@ -25,6 +26,8 @@ from ray.train import Checkpoint, RunConfig, UserCallback
 
 from raypo.checks.resume_checks import check_recorded_inputs, is_finished
 from raypo.config import AnyConfig, parse_run_config
+from raypo.config.base import known_keys
+from raypo.config.recipe_config import RECIPES
 from raypo.config.sweep_config import with_values
 from raypo.deployment.reserve import SAY_AFTER_S, Dedicated
 from raypo.inputs import learn_digests
@@ -33,10 +36,9 @@ from raypo.run.setup import Runtime, Shared
 from raypo.storage.checkpoints import newest_step
 from raypo.storage.run_files import RunFiles
 from raypo.trainer import RecipeTrainer
-from raypo.tuning.capacity import trial_name
-from raypo.tuning.goal import STEP, Goal, as_report, known_metrics
+from raypo.tuning.goal import STEP, Goal, as_report, last_metrics
 from raypo.tuning.population import Segment
-from raypo.tuning.record import POINT, Point
+from raypo.tuning.record import Point
 
 PREDECESSOR_TIMEOUT_S = 60.0
 """Maximum wait, in seconds, for the stopped process of the same trial. Tune usually kills that
@@ -52,16 +54,14 @@ takes longer, Tune fails the next trial."""
 class TrialSetup:
     """Settings that all trials of a sweep share. They are pickled to the trials' processes."""
 
-    sweep: str
-    base: dict[str, Any]
+    base: Mapping[str, Any]
     """Values of the base run config as written, with overrides."""
     storage_path: str
     """Storage path of the trials' runs."""
     working_dir: str
     """Working directory of the driver. Relative paths are resolved against it."""
-    goal: Goal | None = None
-    """Objective whose value is added to reports. None means that no value is added, because Tune's
-    own config has the objective."""
+    goal: Goal
+    """Objective whose value is added to reports."""
     is_population: bool = False
     """True if trials copy each other's checkpoints (pbt)."""
     group_gc: ActorHandle | None = None
@@ -75,41 +75,52 @@ class TrialSetup:
     worker_runtime_env: Mapping[str, Any] = field(default_factory=dict)
     """Ray's runtime environment of each trial's learner workers."""
 
-    def config(self, name: str, point: Point) -> AnyConfig:
-        """Return the run config of a trial with these values."""
+    def config(self, name: str, config: Mapping[str, Any]) -> AnyConfig:
+        """Return the run config of a trial with the values of its Tune config."""
+        point = point_of(config, RECIPES[self.base.get("recipe", "ppo")])
         fixed = {"name": name, "storage_path": self.storage_path}
         values = with_values(self.base, {**point, **fixed})
         return parse_run_config(values, origin=name).with_absolute_paths(self.working_dir)
 
-    def files(self, number: int) -> RunFiles:
-        """Return the files of a trial's run."""
-        return RunFiles(self.storage_path, trial_name(self.sweep, number))
+
+def point_of(config: Mapping[str, Any], kind: type[AnyConfig]) -> Point:
+    """Return the values of a trial by dotted key, as plain Python values.
+
+    Args:
+        config: Tune's config of the trial, nested or with dotted keys.
+        kind: Class of the run config.
+    """
+    sections = {key.rpartition(".")[0] for key in known_keys(kind)}
+
+    def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in values.items():
+            if isinstance(value, Mapping) and f"{prefix}{key}" in sections:
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", plain(value)
+
+    return dict(flat(config))
+
+
+def plain(value: Any) -> Any:
+    """Convert a NumPy scalar to a Python one, for YAML."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def run_trial(config: dict[str, Any], setup: TrialSetup) -> None:
-    """Run a trial of a sweep file. Tune calls this function in the trial's actor."""
-    run_point(config[POINT], setup)
-
-
-def run_point(point: Point, setup: TrialSetup) -> None:
-    """Start or resume the run of the trial that this process belongs to.
-
-    Args:
-        point: The trial's values by dotted key of the run config.
-        setup: Settings of all trials.
-    """
+    """Start or resume the run of a trial. Tune calls this function in the trial's actor."""
     name = tune.get_context().get_trial_name()
     assert name is not None
-    run, files = setup.config(name, point), RunFiles(setup.storage_path, name)
+    run, files = setup.config(name, config), RunFiles(setup.storage_path, name)
     _wait_for_predecessor(files)
     learn_digests(setup.digests)
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = str(LAST_STEP_TIMEOUT_S)
     rows = files.metrics()
     if is_finished(files, run):  # the driver was killed before it recorded that
-        tune.report(as_report(known_metrics(rows, setup.goal), setup.goal))
+        tune.report(as_report(last_metrics(rows, setup.goal), setup.goal))
         return
     begins_after = newest_step(files)  # later steps will be repeated
-    known = known_metrics((row for row in rows if row[STEP] <= begins_after), setup.goal)
+    metrics = last_metrics((row for row in rows if row[STEP] <= begins_after), setup.goal)
     segment = None
     if setup.is_population:
         segment, pointer = Segment.last(files), tune.get_checkpoint()
@@ -117,8 +128,8 @@ def run_point(point: Point, setup: TrialSetup) -> None:
             segment = segment.next(pointer, files)
         elif segment.checkpoint is not None:  # resumed sweep; this report may block
             segment.report(as_report(segment.known, setup.goal))
-        known = segment.known
-    reports = TrialReports(setup.goal, known, files, segment)
+        metrics = segment.known
+    reports = TrialReports(setup.goal, metrics, files, segment)
     trial_trainer(run)(run, setup, reports, segment).fit()
     if reports.are_unwanted:
         raise SystemExit(0)  # Tune requested it in `TrialReports.after_report`
@@ -205,20 +216,20 @@ class TrialReports(UserCallback):
 
     def __init__(
         self,
-        goal: Goal | None,
-        known: Mapping[str, float],
+        goal: Goal,
+        metrics: Mapping[str, float],
         files: RunFiles,
         segment: Segment | None,
     ) -> None:
-        """Begin with the metrics known so far.
+        """Begin with the last value of each metric.
 
         Args:
-            goal: Objective of the sweep, or None.
-            known: Last known metrics of the trial.
+            goal: Objective of the experiment.
+            metrics: Last value of each metric of the trial.
             files: Files of the trial.
             segment: Segment of a pbt trial, to whose checkpoint the reports point.
         """
-        self._goal, self._known = goal, known
+        self._goal, self._metrics = goal, metrics
         self._files, self._segment = files, segment
         self.are_unwanted = False
         """True if Tune has stopped the trial and waits for its actor to become free."""
@@ -233,13 +244,13 @@ class TrialReports(UserCallback):
 
         Ray Train's controller, in this process, calls this method after each report of the workers.
         """
-        self._known = known_metrics([self._known, metrics[0]], self._goal)
-        report = as_report(self._known, self._goal)
+        self._metrics = last_metrics([self._metrics, metrics[0]], self._goal)
+        report = as_report(self._metrics, self._goal)
         if self.are_unwanted:
             return
         try:
             if self._segment is not None and checkpoint is not None:
-                self._segment = self._segment.at(checkpoint.path, self._known, self._files)
+                self._segment = self._segment.at(checkpoint.path, self._metrics, self._files)
                 self._segment.report(report)
             else:
                 tune.report(report)

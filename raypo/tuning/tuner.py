@@ -1,6 +1,7 @@
-"""Ray Tune's Tuner for runs of any recipe, with the user's spaces, searchers and schedulers.
+"""Ray Tune's Tuner for runs of any recipe: the driver of scripts and of sweep files.
 
-`raypo sweep` does the same for a sweep file. It also writes a page.
+Processes: Tune runs each trial in an actor (`raypo.tuning.trial`). This process owns the shared
+deployments, their pool, and the collector of the trials' placement groups.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import cloudpickle
-import numpy as np
 import pandas as pd
 from ray import tune
 from ray.tune import ResultGrid, ResumeConfig, Stopper
 from ray.tune.result import AUTO_RESULT_KEYS
 from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
-from ray.tune.search import BasicVariantGenerator
+from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
 from ray.tune.search.variant_generator import generate_variants
 
 from raypo.checks.model_checks import check_models
@@ -35,7 +35,7 @@ from raypo.config.base import flatten
 from raypo.config.sweep_config import MAX_TEST_POINTS, SharedRole, check_key, with_values
 from raypo.inputs import known_digests, record_inputs
 from raypo.metrics.catalogue import HEADLINES, METRICS, doubt_about
-from raypo.ray_internals import mode_of, with_runs
+from raypo.ray_internals import mode_of, resume_experiment, with_runs
 from raypo.storage.checkpoints import find_checkpoint
 from raypo.storage.folder import below, parent_and_name
 from raypo.storage.run_files import RunFiles
@@ -45,19 +45,21 @@ from raypo.trainer.settings import check_not_started_by_import
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan, plan_trials
 from raypo.tuning.experiment import (
+    DRIVER_RESOURCES,
     Interruption,
-    StopOnRequest,
+    RoomWatch,
     connected,
-    fit_trials,
-    limits_itself,
+    group_gc_of_trials,
 )
-from raypo.tuning.goal import STEP, Goal, check_metric
+from raypo.tuning.goal import STEP, VALUE, Goal, check_metric
 from raypo.tuning.record import Point
 from raypo.tuning.schedule import waiting_for_scores
+from raypo.tuning.shared import started
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, base_changes
-from raypo.tuning.trial import TrialSetup, run_point
-from raypo.tuning.view import SweepView
+from raypo.tuning.trial import TrialSetup, point_of, run_trial
 
+TUNE_FOLDER = "tune"
+"""Folder of Tune's own files, relative to the experiment's folder."""
 ARGUMENTS = "tuner.pkl"
 """File with the arguments of a `Tuner` and its base config, for `Tuner.restore`."""
 RANDOM_POINTS = 20
@@ -180,17 +182,109 @@ class Tuner:
         check_not_started_by_import(self._base)
         check_models(self._base)
         interruption = Interruption()
-        said = f"Stopping all trials; Tuner.restore({self.location!r}, ...) resumes them."
+        message = f"Stopping all trials; Tuner.restore({self.location!r}, ...) resumes them."
         self._files.check_writable()
-        with self._files.lock(), connected(self._base, interruption, said=said):
+        with self._files.lock(), connected(self._base, interruption, message=message):
             if self._resume is None:
                 self._check_folder()
-            return with_runs(self._fit(interruption), self._result)
+            plan = self._plan()
+            functions, resumes = self._trainer.given_functions, self._resume is not None
+            for change in record_inputs(self._base, self._files, resumes=resumes, given=functions):
+                Console().message(f"changed input, accepted: {change}")
+            if not resumes:
+                self._write_arguments()
+            Console().message(
+                f"{self._files.name}: {plan.num_slots} trials at a time; files in "
+                f"{self._files.location}"
+            )
+            for line in plan.sharing.lines():
+                Console().message(line)
+            board = Board(
+                self._base,
+                self.goal,
+                plan,
+                interruption=interruption,
+                is_shown=self.shows_trials,
+            )
+            try:
+                results = self.run(plan, board, interruption)
+            finally:
+                board.close()
+            return with_runs(results, self._result)
 
-    def _fit(self, interruption: Interruption) -> ResultGrid:
+    def run(
+        self,
+        plan: SweepPlan,
+        board: Board,
+        interruption: Interruption,
+        *,
+        values: Mapping[str, Any] | None = None,
+        goal: Goal | None = None,
+    ) -> ResultGrid:
+        """Start the shared deployments, and run trials with them until Tune ends.
+
+        `fit` calls it for scripts, and `raypo.tuning.sweep` for sweep files.
+
+        Args:
+            plan: Concurrency, and the deployments to share.
+            board: Callback that records the trials.
+            interruption: Callback that ends the experiment on request.
+            values: Values of the base config as written. None means those of the resolved config.
+            goal: Objective whose value is added to reports. None means that of Tune's config.
+
+        Raises:
+            PlacementError: the resources of the shared models were not free in time.
+        """
+        setup = self._trial_setup(values or self._values, goal or self.goal)
+        scheduler, searcher = self._tune_config.scheduler, self._tune_config.search_alg
+        if goal is None and isinstance(scheduler, TrialScheduler) and isinstance(self._metric, str):
+            scheduler = waiting_for_scores(scheduler)
+        sharing = started(
+            plan.sharing,
+            self._base.with_absolute_paths(setup.working_dir),
+            self._files.name,
+            num_slots=plan.num_slots,
+            logs_dir=str(self._files.logs_dir),
+        )
+        with group_gc_of_trials() as group_gc, sharing as shared:
+            setup = replace(setup, group_gc=group_gc, shared=shared)
+            tuner = tune.Tuner(
+                tune.with_resources(
+                    tune.with_parameters(run_trial, setup=setup),
+                    tune.PlacementGroupFactory([DRIVER_RESOURCES]),
+                ),
+                param_space=self._space,
+                tune_config=replace(
+                    self._tune_config,
+                    scheduler=scheduler,
+                    trial_name_creator=self._tune_config.trial_name_creator
+                    or partial(_name_of, self._files.name),
+                    max_concurrent_trials=None if limits_itself(searcher) else plan.num_slots,
+                    # A stopped trial whose actor is reused finishes its step first. On GPUs it is
+                    # killed at once instead, to free the GPUs.
+                    reuse_actors=plan.device == "CPU" and not setup.is_population,
+                ),
+                run_config=replace(
+                    self._run_config,
+                    verbose=0 if self.shows_trials else self._run_config.verbose,
+                    name=TUNE_FOLDER,
+                    storage_path=self._files.location,
+                    callbacks=[
+                        *(self._run_config.callbacks or ()),
+                        interruption,
+                        board,
+                        RoomWatch(),
+                    ],
+                ),
+            )
+            if self._resume is not None:
+                resume_experiment(tuner, self._resume)
+            return tuner.fit()
+
+    def _plan(self) -> SweepPlan:
         trainer, base, nodes = self._trainer, self._base, alive_nodes()
-        use_gpu, each = bool(trainer.scaling_config.use_gpu), trainer.worker_resources
-        lay_out(base, nodes, use_gpu=use_gpu, each_worker=each)
+        use_gpu, worker = bool(trainer.scaling_config.use_gpu), trainer.worker_resources
+        lay_out(base, nodes, use_gpu=use_gpu, each_worker=worker)
         plan = plan_trials(
             base,
             self.trials,
@@ -199,7 +293,7 @@ class Tuner:
             at_most=self.max_concurrent,
             share=self._share,
             use_gpu=use_gpu,
-            each=each,
+            worker=worker,
         )
         searcher = self._tune_config.search_alg
         if limits_itself(searcher) and plan.num_slots < self.max_concurrent:
@@ -208,95 +302,27 @@ class Tuner:
                 f"trials at a time, but the cluster has room for {plan.num_slots}. Set its "
                 f"max_concurrent to {plan.num_slots}, or give a searcher without its own limit."
             )
-        is_resumed, given = self._resume is not None, trainer.given_functions
-        for change in record_inputs(base, self._files, resumes=is_resumed, given=given):
-            Console().message(f"changed input, accepted: {change}")
-        if not is_resumed:
-            self._write_arguments()
-        console = Console()
-        console.message(
-            f"{self._files.name}: {plan.num_slots} trials at a time; files in "
-            f"{self._files.location}"
-        )
-        for line in plan.sharing.lines():
-            console.message(line)
-        named = self._tune_config.trial_name_creator or partial(_name_of, self._files.name)
-        scheduler, metric = self._tune_config.scheduler, self._metric
-        if isinstance(scheduler, TrialScheduler) and isinstance(metric, str):
-            every = max(min(each.eval.every, each.num_steps) for each in self.trials)
-            scheduler = waiting_for_scores(scheduler, metric, every)
-        run_config = self._run_config
-        callbacks = [*(run_config.callbacks or ()), interruption]
-        with self._board(plan, interruption) as board:
-            if board is not None:
-                callbacks.append(board)
-                run_config = replace(run_config, verbose=0)
-            return fit_trials(
-                run_tuned,
-                self._trial_setup(),
-                base,
-                self._files,
-                plan,
-                param_space=self._space,
-                tune_config=replace(
-                    self._tune_config, trial_name_creator=named, scheduler=scheduler
-                ),
-                run_config=replace(run_config, callbacks=callbacks),
-                stop=StopOnRequest(run_config.stop),
-                resume=self._resume,
-            )
-
-    @contextmanager
-    def _board(self, plan: SweepPlan, interruption: Interruption) -> Iterator[Board | None]:
-        """Open the board that shows the trials as `raypo sweep` does.
-
-        The board is None if the user has chosen Ray Tune's own output (`verbose` or
-        `progress_reporter` of the run config), which prints all 75 metrics of each trial.
-        """
-        own = self._run_config
-        # Ray's RunConfig replaces None by a constant that is not the number that users give.
-        if own.verbose is not tune.RunConfig().verbose or own.progress_reporter is not None:
-            yield None
-            return
-        num_trials = self.num_trials if self.num_trials < sys.maxsize else None
-        view = SweepView(
-            self._goal, num_trials=num_trials, num_steps=self._base.num_steps, device=plan.device
-        )
-        numbers: dict[str, int] = {}
-        board = Board(
-            {},
-            view,
-            num_steps=self._base.num_steps,
-            num_devices=plan.num_devices,
-            is_stopping=lambda: interruption.is_wanted,
-            number_of=lambda trial: numbers.setdefault(trial.trial_id, len(numbers)),
-            point_of=lambda trial: point_of(trial.config),
-        )
-        try:
-            yield board
-        finally:
-            board.close()
-            view.close(list(board.records.values()))
+        return plan
 
     @property
-    def _goal(self) -> Goal:
+    def goal(self) -> Goal:
         """Objective for the display: Tune's, else a score or loss of the recipe."""
         metric, mode = self._metric, self._tune_config.mode or mode_of(self._tune_config.scheduler)
         if not isinstance(metric, str):
             kind = "eval/" if self._base.measures_held_out else ("rollout/", "train/")
-            known = [each.name for each in HEADLINES if each.name.startswith(kind)]
-            metric = next(each for each in known if not doubt_about(each, self._base.recipe))
+            names = [headline.name for headline in HEADLINES if headline.name.startswith(kind)]
+            metric = next(name for name in names if not doubt_about(name, self._base.recipe))
         if mode is None:
             mode = "min" if metric in METRICS and METRICS[metric].sign < 0 else "max"
         return Goal((metric,), (1.0 if mode == "max" else -1.0,))
 
-    def _trial_setup(self) -> TrialSetup:
+    def _trial_setup(self, values: Mapping[str, Any], goal: Goal) -> TrialSetup:
         trainer = self._trainer
         return TrialSetup(
-            sweep=self._files.name,
-            base=self._values,
+            base=values,
             storage_path=below(self._files.location, TRIALS_FOLDER),
             working_dir=os.getcwd(),
+            goal=goal,
             is_population=isinstance(self._tune_config.scheduler, PopulationBasedTraining),
             digests=known_digests(),
             arguments=trainer.arguments_of_trials,
@@ -326,9 +352,16 @@ class Tuner:
         fewer.
         """
         searcher: Any = self._tune_config.search_alg
-        given = self._tune_config.max_concurrent_trials
-        limit = searcher.max_concurrent if limits_itself(searcher) else given
+        own = self._tune_config.max_concurrent_trials
+        limit = searcher.max_concurrent if limits_itself(searcher) else own
         return min(limit or self.num_trials, self.num_trials)
+
+    @property
+    def shows_trials(self) -> bool:
+        """False if the user has chosen Ray's output, which prints all 75 metrics of each trial."""
+        # Ray's RunConfig replaces None by a constant that is not the number that users give.
+        is_default = self._run_config.verbose is tune.RunConfig().verbose
+        return is_default and self._run_config.progress_reporter is None
 
     @property
     def _metric(self) -> Any:
@@ -347,7 +380,7 @@ class Tuner:
         if isinstance(rule, Mapping):
             named |= {f"RunConfig.stop.{name}": name for name in rule}
         for key, name in named.items():
-            is_of_tune = name in (STEP, *AUTO_RESULT_KEYS)
+            is_of_tune = name in (STEP, VALUE, *AUTO_RESULT_KEYS)
             has_callbacks = bool(self._trainer.arguments_of_trials["callbacks"])
             if isinstance(name, str) and not is_of_tune and not has_callbacks:
                 check_metric(key, name, self._base)
@@ -362,7 +395,7 @@ class Tuner:
         )
         seen: list[Point] = []
         for variant in itertools.islice(draws, MAX_TEST_POINTS):
-            point = point_of(variant)
+            point = point_of(variant, type(self._base))
             if point in seen:
                 continue
             seen.append(point)
@@ -411,28 +444,15 @@ class Tuner:
         rows = files.metrics()
         if not rows:
             return result
-        kept = None
+        checkpoint = None
         with suppress(ConfigError):  # stopped before its first checkpoint
-            kept = find_checkpoint(files.location)
+            checkpoint = tune.Checkpoint(find_checkpoint(files.location))
         return replace(
             result,
             path=files.location,
-            checkpoint=tune.Checkpoint(kept) if kept else None,
+            checkpoint=checkpoint,
             metrics_dataframe=pd.DataFrame(rows),
         )
-
-
-def run_tuned(config: dict[str, Any], setup: TrialSetup) -> None:
-    """Run a trial of a `Tuner`. Tune calls this function in the trial's actor."""
-    run_point(point_of(config), setup)
-
-
-def point_of(config: Mapping[str, Any]) -> Point:
-    """Return the values of a trial by dotted key, as plain Python values."""
-    return {
-        key: value.item() if isinstance(value, np.generic) else value
-        for key, value in flatten(config).items()
-    }
 
 
 def _name_of(experiment: str, trial: Any) -> str:
@@ -456,7 +476,7 @@ def _check_run_config(run: tune.RunConfig) -> None:
             "to storage_path. Give it as a URI, like s3://bucket/folder."
         )
     rule = run.stop
-    are_stoppers = isinstance(rule, list) and all(isinstance(each, Stopper) for each in rule)
+    are_stoppers = isinstance(rule, list) and all(isinstance(one, Stopper) for one in rule)
     if not (rule is None or are_stoppers or isinstance(rule, Mapping) or callable(rule)):
         raise ConfigError(
             f"RunConfig.stop ({rule!r:.80}): must be a mapping of metrics to values, a function "
@@ -467,3 +487,8 @@ def _check_run_config(run: tune.RunConfig) -> None:
             "RunConfig.checkpoint_config: trials keep the checkpoints of their runs. Set the "
             "config keys checkpoint.every, checkpoint.keep and checkpoint.best_by."
         )
+
+
+def limits_itself(searcher: object) -> bool:
+    """Return True if a search algorithm, instead of Tune, limits the concurrent trials."""
+    return isinstance(searcher, ConcurrencyLimiter | BasicVariantGenerator)

@@ -279,7 +279,7 @@ def test_a_sweep_is_not_resumed_with_other_inputs_unless_its_overrides_accept_th
     files = RunFiles(sweep.storage_path, "s")
     files.write_config(recorded_config(sweep, sweep.base_config()))
     inputs.record_inputs(sweep.base_config(), files, resumes=False)
-    write_trials(files, [TrialRecord(0, "s-0", {"ppo.kl.coef": 0.1}, "stopped")], Goal.of(sweep))
+    write_trials(files, [TrialRecord("s-0", {"ppo.kl.coef": 0.1}, "stopped")], Goal.of(sweep))
     check_sweep_folder(sweep, sweep.base_config(), files)
 
     touch("words.py")(tmp_path)

@@ -10,7 +10,7 @@ from raypo.tuning.goal import (
     UNKNOWN,
     Goal,
     check_metrics,
-    known_metrics,
+    last_metrics,
     scored_step,
 )
 
@@ -38,7 +38,7 @@ def test_infeasible_trials_rank_below_all_feasible_ones_and_unknown_ones_last():
 
 def test_a_metric_that_was_never_measured_breaks_its_constraint():
     bounded = goal(constraint="kl/ref_response_mean <= 10")
-    assert not bounded.is_feasible({SCORE: 1.0})
+    assert bounded.broken({SCORE: 1.0})
     assert bounded.value({SCORE: 1.0}) == UNKNOWN
     assert goal().value({SCORE: math.nan}) == UNKNOWN
 
@@ -91,17 +91,17 @@ def test_the_last_known_value_of_each_metric_counts():
         {"step": 2, "eval/score_mean": 0.6, KL: 0.2},
         {"step": 3, KL: 0.3},
     ]
-    assert known_metrics(rows[:1], goal())[SCORE] == 0.2
-    known = known_metrics(rows, goal())
-    assert (known["step"], known[SCORE], known[KL]) == (3, 0.6, 0.3)
-    assert known_metrics([known_metrics(rows[:2], goal()), rows[2]], goal()) == known
+    assert last_metrics(rows[:1], goal())[SCORE] == 0.2
+    last = last_metrics(rows, goal())
+    assert (last["step"], last[SCORE], last[KL]) == (3, 0.6, 0.3)
+    assert last_metrics([last_metrics(rows[:2], goal()), rows[2]], goal()) == last
 
 
 def test_the_step_that_a_score_is_of_is_known():
     rows = [{"step": 1, "eval/initial_score_mean": 0.2, KL: 0.1}, {"step": 2, SCORE: 0.6, KL: 0.2}]
-    known = [known_metrics([*rows, {"step": 3}][:count], goal()) for count in (1, 2, 3)]
-    assert [scored_step(each) for each in known] == [0, 2, 2]
-    assert scored_step(known_metrics(rows, goal(metric=KL, mode="min"))) == 2
+    last = [last_metrics([*rows, {"step": 3}][:count], goal()) for count in (1, 2, 3)]
+    assert [scored_step(metrics) for metrics in last] == [0, 2, 2]
+    assert scored_step(last_metrics(rows, goal(metric=KL, mode="min"))) == 2
 
 
 def test_scores_of_different_steps_are_not_compared():

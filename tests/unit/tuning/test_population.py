@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 from ray import tune
 from ray.train import CheckpointConfig, RunConfig
+from ray.tune.search import Searcher, SearchGenerator
 
 from raypo.config import ConfigError
 from raypo.config.space import Domain
 from raypo.storage.checkpoints import SEGMENT, find_checkpoint
 from raypo.storage.run_files import RunFiles
-from raypo.tuning.goal import Goal
 from raypo.tuning.population import Population, Segment, copy_checkpoint, inside
-from raypo.tuning.record import TrialRecord
-from raypo.tuning.trial import TrialSetup
-from raypo.tuning.tune import last_comparison
+from raypo.tuning.sweep import last_comparison
 
 
 def files_of(folder: Path, name: str) -> RunFiles:
@@ -109,16 +107,16 @@ def test_a_checkpoint_is_copied_whole_by_path_and_by_uri(tmp_path: Path, scheme:
     assert (target / "optimizer" / "rank_0.pt").read_bytes() == b"state"
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(1, 2), (5, 5), (None, None)])
+@pytest.mark.parametrize(("keep", "expected"), [(1, 2), (5, 5), (None, None)])
 def test_a_segment_has_a_folder_of_its_own_and_keeps_what_others_may_begin_with(
-    tmp_path: Path, keep: int | None, kept: int | None
+    tmp_path: Path, keep: int | None, expected: int | None
 ):
     files = files_of(tmp_path, "p-00001")
     run = RunConfig(name="p-00001", checkpoint_config=CheckpointConfig(num_to_keep=keep))
     made = Segment.last(files).run_config(run, files)
     assert (made.name, made.storage_path) == ("segment_0", str(tmp_path / "p-00001"))
     assert made.checkpoint_config is not None
-    assert made.checkpoint_config.num_to_keep == kept
+    assert made.checkpoint_config.num_to_keep == expected
 
 
 class RunningTrial:
@@ -127,7 +125,7 @@ class RunningTrial:
     status, experiment_tag = "RUNNING", ""
 
     def __init__(self) -> None:
-        self.config = {"point": {"x": 1}}
+        self.config = {"x": 1}
         keeps_all = SimpleNamespace(checkpoint_config=SimpleNamespace(num_to_keep=None))
         self.run_metadata = SimpleNamespace(checkpoint_manager=keeps_all)
 
@@ -137,7 +135,7 @@ class RunningTrial:
 
 def judge_of(trials: list[Any], **changes: Any) -> tuple[Population, Any]:
     """Compares every 2 of 6 steps and copies nobody; with a controller of these trials."""
-    mutations: Any = {"point": {"x": [1, 2]}}
+    mutations: Any = {"x": [1, 2]}
     judge = Population(
         every=2,
         num_steps=6,
@@ -150,10 +148,12 @@ def judge_of(trials: list[Any], **changes: Any) -> tuple[Population, Any]:
         **changes,
     )
     controller = SimpleNamespace(
-        search_alg=None, get_trials=lambda: trials, get_live_trials=lambda: set(trials)
+        search_alg=SearchGenerator(Searcher(metric="v", mode="max")),
+        get_trials=lambda: trials,
+        get_live_trials=lambda: set(trials),
     )
-    for each in trials:
-        judge.on_trial_add(controller, each)  # pyright: ignore[reportArgumentType]
+    for trial in trials:
+        judge.on_trial_add(controller, trial)  # pyright: ignore[reportArgumentType]
     return judge, controller
 
 
@@ -192,13 +192,11 @@ def test_a_comparison_that_an_earlier_attempt_has_made_is_not_made_again(tmp_pat
     """The driver was killed at step 3, after one has copied the other at step 2."""
     good, copy = files_of(tmp_path, "p-00000"), files_of(tmp_path, "p-00001")
     at_2 = pointer(tmp_path / "a", good, Segment.last(good))
-    setup = TrialSetup("p", {}, str(tmp_path), ".", Goal(("v",), (1.0,)), is_population=True)
-    left = [TrialRecord(number, f"p-0000{number}", {}) for number in (0, 1)]
-    assert last_comparison(setup, left) == 0, "both wait at step 2"
+    assert last_comparison([good, copy]) == 0, "both wait at step 2"
     Segment.last(good).next(at_2, good)
-    assert last_comparison(setup, left) == 2
+    assert last_comparison([good, copy]) == 2
     Segment.last(copy).next(at_2, copy)
-    assert last_comparison(setup, left) == 2
+    assert last_comparison([good, copy]) == 2
 
     trials = [RunningTrial(), RunningTrial()]
     judge, controller = judge_of(trials, last_comparison=2)
@@ -206,8 +204,8 @@ def test_a_comparison_that_an_earlier_attempt_has_made_is_not_made_again(tmp_pat
     def decide(trial: Any, step: int) -> str:
         return judge.on_trial_result(controller, trial, {"step": step, "v": 0.5})
 
-    assert [decide(each, 2) for each in trials] == ["CONTINUE"] * 2
-    assert [decide(each, 4) for each in trials] == ["PAUSE"] * 2
+    assert [decide(trial, 2) for trial in trials] == ["CONTINUE"] * 2
+    assert [decide(trial, 4) for trial in trials] == ["PAUSE"] * 2
 
 
 @pytest.mark.parametrize(
@@ -216,25 +214,11 @@ def test_a_comparison_that_an_earlier_attempt_has_made_is_not_made_again(tmp_pat
         (Domain("uniform", (0.0, 1.0)), 1.2, 1.0),
         (Domain("loguniform", (0.01, 1.0)), 0.008, 0.01),
         (Domain("randint", (1, 5)), 6, 4),
-        (Domain("quniform", (0.1, 0.3, 0.05)), 0.24, 0.25),
+        (Domain("quniform", (0.1, 1.0, 0.4)), 1.2, 0.9),  # high is no step
+        (Domain("quniform", (0.1, 1.0, 0.1)), 0.31, 0.3),  # and not 0.1 + 2 * 0.1
+        (Domain("quniform", (1, 10, 2)), 6.3, 7),
         (Domain("choice", ("a", "b")), "b", "b"),
     ],
 )
 def test_perturbed_values_stay_in_the_space(domain: Domain, value: Any, nearest: Any):
-    config = {"number": 1, "point": {"x": value}}
-    assert inside({"x": domain}, config)["point"]["x"] == pytest.approx(nearest)
-
-
-@pytest.mark.parametrize(
-    ("values", "value", "nearest"),
-    [
-        ((0.1, 1.0, 0.4), 1.2, 0.9),  # high is no step
-        ((0.1, 1.0, 0.1), 0.31, 0.3),  # and not 0.1 + 2 * 0.1
-        ((0.1, 1.0, 0.4), -1.0, 0.1),
-        ((1, 10, 2), 6.3, 7),
-    ],
-)
-def test_a_perturbed_value_of_a_range_with_steps_is_one_of_them(
-    values: tuple[float, ...], value: float, nearest: float
-):
-    assert Domain("quniform", values).nearest(value) == nearest
+    assert inside({"x": domain}, {"x": value}) == {"x": nearest}

@@ -17,7 +17,7 @@ from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.storage.run_state import paragraph, run_status
-from raypo.tuning import tune
+from raypo.tuning import sweep as driver
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, read_trials, write_trials
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, as_trial, recorded_config, sweep_status
@@ -27,7 +27,7 @@ from tests.unit.tuning.test_report import BASE, SCORE
 def trial(number: int, status: str, score: float) -> TrialRecord:
     step = 40 if status == "finished" else 10
     name = f"s-{number:05d}"
-    return TrialRecord(number, name, {"ppo.kl.coef": 0.1}, status, step, {SCORE: score})  # type: ignore[arg-type]
+    return TrialRecord(name, {"ppo.kl.coef": 0.1}, status, step, {SCORE: score})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -94,12 +94,18 @@ def test_a_run_is_no_sweep(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "values",
-    [[{}, {"most": 4}], [["a"], [{"path": "b", "weight": 2.0}]], ["a", ["a", "b"]], [1, 2.5]],
+    [
+        [{}, {"most": 4}],
+        [["a"], [{"path": "b", "weight": 2.0}]],
+        ["a", ["a", "b"]],
+        [1, 2.5],
+        ["auto", 3],
+    ],
 )
 def test_values_of_any_kind_have_a_column(tmp_path: Path, values: list[object]):
     files = RunFiles(str(tmp_path), "s")
     trials = [
-        TrialRecord(number, f"s-{number:05d}", {"key": value}, "finished")
+        TrialRecord(f"s-{number:05d}", {"key": value}, "finished")
         for number, value in enumerate(values)
     ]
     for known in (trials[:1], trials):
@@ -115,10 +121,10 @@ def start_over(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> Callable[[],
         raise PlacementError("no room")
 
     monkeypatch.setattr(input_checks, "check_inputs", lambda base: [])
-    monkeypatch.setattr(tune, "connected", lambda *arguments, **others: nullcontext())
-    monkeypatch.setattr(tune, "alive_nodes", list)
-    monkeypatch.setattr(tune, "takes_gpus", lambda base, nodes: False)
-    monkeypatch.setattr(tune, "plan_sweep", refuse)
+    monkeypatch.setattr(driver, "connected", lambda *arguments, **others: nullcontext())
+    monkeypatch.setattr(driver, "alive_nodes", list)
+    monkeypatch.setattr(driver, "takes_gpus", lambda base, nodes: False)
+    monkeypatch.setattr(driver, "plan_sweep", refuse)
 
     def start() -> int:
         with pytest.raises(Exit) as ended:
@@ -140,11 +146,13 @@ def test_fresh_keeps_the_sweep_if_no_trial_has_a_place(
 def test_fresh_removes_the_trials_once_they_have_a_place(
     files: RunFiles, start_over: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ):
-    def begin(*arguments: Any) -> Any:
-        return SimpleNamespace(run=lambda: SimpleNamespace(status="interrupted"))
+    def run(*arguments: Any) -> Any:
+        return SimpleNamespace(status="interrupted", lines=())
 
-    monkeypatch.setattr(tune, "plan_sweep", lambda *arguments, **others: None)
-    monkeypatch.setattr(tune, "_Sweep", begin)
+    monkeypatch.setattr(driver, "plan_sweep", lambda *arguments, **others: None)
+    monkeypatch.setattr(driver, "_run", run)
+    monkeypatch.setattr(driver, "describe", lambda *arguments: [])
+    monkeypatch.setattr(driver, "dashboard_url", lambda: "")
     files.write(f"{TRIALS_FOLDER}/s-00000/metrics.jsonl", b"")
     assert start_over() == 130
     assert files.names() == ["config.yaml", "inputs.json"]

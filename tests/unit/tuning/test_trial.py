@@ -13,8 +13,9 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning import trial
 from raypo.tuning.goal import STEP, VALUE, Goal
 from raypo.tuning.record import TrialRecord
-from raypo.tuning.trial import TrialReports, TrialSetup, run_point
-from raypo.tuning.tune import _Sweep
+from raypo.tuning.sweep import past_reports
+from raypo.tuning.sweep_folder import TRIALS_FOLDER
+from raypo.tuning.trial import TrialReports, TrialSetup, run_trial
 
 SCORE = "eval/score_mean"
 GOAL = Goal((SCORE,), (1.0,))
@@ -24,7 +25,7 @@ BASE = {"model": {"policy": "p"}, "data": {"prompts": "d"}, "num_steps": 8, "nam
 @pytest.fixture
 def files(tmp_path: Path) -> RunFiles:
     """A trial that was killed after step 5, with a checkpoint of step 3."""
-    files = RunFiles(str(tmp_path), "s-00000")
+    files = RunFiles(str(tmp_path / "sweep" / TRIALS_FOLDER), "s-00000")
     for step in range(1, 6):
         files.append_metrics(step, {SCORE: step / 10})
     files.write(f"checkpoint_3/{STATE}", json.dumps({"step": 3}).encode())
@@ -41,25 +42,24 @@ def test_a_run_resumes_from_the_step_of_its_newest_checkpoint(files: RunFiles, t
 def test_a_resumed_trial_does_not_report_what_steps_that_it_repeats_had_scored(
     files: RunFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    known: list[Any] = []
+    last: list[Any] = []
 
     def run_nothing(run: Any, setup: TrialSetup, reports: TrialReports, segment: Any) -> Any:
-        known.append(dict(reports._known))
+        last.append(dict(reports._metrics))
         return SimpleNamespace(fit=lambda: None)
 
     monkeypatch.setattr(trial, "trial_trainer", lambda run: run_nothing)
     context = SimpleNamespace(get_trial_name=lambda: files.name)
     monkeypatch.setattr(trial.tune, "get_context", lambda: context)
-    run_point({}, TrialSetup("s", BASE, str(tmp_path), str(tmp_path), GOAL))
-    assert [(each[STEP], each[SCORE]) for each in known] == [(3, 0.3)]
+    run_trial({}, TrialSetup(BASE, str(Path(files.location).parent), str(tmp_path), GOAL))
+    assert [(metrics[STEP], metrics[SCORE]) for metrics in last] == [(3, 0.3)]
 
 
 @pytest.mark.parametrize(("status", "last"), [("running", 3), ("failed", 3), ("stopped", 4)])
 def test_a_scheduler_gets_the_reports_that_a_trial_will_not_repeat(
     files: RunFiles, tmp_path: Path, status: Any, last: int
 ):
-    setup = TrialSetup("s", BASE, str(tmp_path), str(tmp_path), GOAL)
-    sweep: Any = SimpleNamespace(_setup=setup, _goal=GOAL)
-    found = _Sweep._reports_of(sweep, TrialRecord(0, files.name, {}, status, step=4))
-    assert [each[STEP] for each in found] == list(range(1, last + 1))
-    assert found[-1][VALUE] == last / 10
+    record = TrialRecord(files.name, {}, status, step=4)
+    reports = past_reports(record, RunFiles(str(tmp_path), "sweep"), GOAL)
+    assert [report[STEP] for report in reports] == list(range(1, last + 1))
+    assert reports[-1][VALUE] == last / 10

@@ -1,7 +1,6 @@
 """Refusals and counts of `raypo.Tuner` before any trial starts."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -14,17 +13,20 @@ from ray.train.torch import TorchConfig
 from ray.tune.schedulers import ASHAScheduler
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
 from ray.tune.search.optuna import OptunaSearch
-from ray.tune.stopper import MaximumIterationStopper
 
 from raypo import ConfigError, RejectionSamplingTrainer, SFTConfig, SFTTrainer, Tuner
+from raypo.cluster.placement import Bundle
 from raypo.deployment import reserve
 from raypo.ray_internals import CHECKPOINTS, PastTrial
 from raypo.storage.run_files import RunFiles
 from raypo.tuning import experiment
-from raypo.tuning.experiment import Interruption, RoomWatch, StopOnRequest
+from raypo.tuning.board import Board
+from raypo.tuning.capacity import SweepPlan
+from raypo.tuning.experiment import Interruption, RoomWatch
+from raypo.tuning.goal import Goal
 from raypo.tuning.population import Segment
-from raypo.tuning.trial import TrialReports, trial_trainer
-from raypo.tuning.tuner import point_of
+from raypo.tuning.shared import Sharing
+from raypo.tuning.trial import TrialReports, point_of, trial_trainer
 from tests.integration.pipeline import rounds_values, sft_values, write_examples
 
 
@@ -163,26 +165,15 @@ def test_a_folder_without_an_experiment_is_not_restored(values: dict[str, Any], 
         Tuner.restore(tmp_path / "nowhere", values)
 
 
-def test_values_are_plain():
-    point = point_of({"learner": {"lr": np.float64(0.5)}, "learner.batch_size": np.int64(3)})
-    assert point == {"learner.lr": 0.5, "learner.batch_size": 3}
-    assert [type(value) for value in point.values()] == [float, int]
-
-
-def test_the_users_stop_rule_stays_beside_the_signals():
-    at_loss = StopOnRequest({"loss": 2.0})
-    assert at_loss("trial", {"loss": 2.5})
-    assert not at_loss("trial", {"loss": 1.5})
-    assert not at_loss("trial", {})
-    assert StopOnRequest(lambda trial, result: trial == "one")("one", {})
-    third = StopOnRequest(MaximumIterationStopper(2))
-    assert [third("one", {}) for _ in range(2)] == [False, True]
-    assert not third.stop_all()
-    third.is_wanted = True
-    assert third.stop_all()
-    assert not StopOnRequest()("one", {"loss": 1.0})
-    several = StopOnRequest([MaximumIterationStopper(1), MaximumIterationStopper(3)])
-    assert several("one", {})
+def test_values_are_plain_and_a_mapping_that_is_a_value_stays_one():
+    config = {"learner": {"lr": np.float64(0.5)}, "learner.batch_size": np.int64(3)}
+    point = point_of(config | {"data.chat_template_kwargs": {"a": {"b": 1}}}, SFTConfig)
+    assert [type(value) for value in point.values()] == [float, int, dict]
+    assert point == {
+        "learner.lr": 0.5,
+        "learner.batch_size": 3,
+        "data.chat_template_kwargs": {"a": {"b": 1}},
+    }
 
 
 def test_a_waiting_trial_is_told_once_with_who_holds_the_room(
@@ -233,9 +224,10 @@ def test_trials_get_the_trainers_torch_config_and_the_environment_of_its_workers
         torch_config=TorchConfig(timeout_s=77),
         run_config=RunConfig(worker_runtime_env={"env_vars": {"NCCL_DEBUG": "INFO"}}),
     )
-    setup = cloudpickle.loads(cloudpickle.dumps(Tuner(trainer)._trial_setup()))
+    tuner = Tuner(trainer)
+    setup = cloudpickle.loads(cloudpickle.dumps(tuner._trial_setup(tuner._values, tuner.goal)))
     config = setup.config("a-00000", {})
-    reports = TrialReports(None, {}, setup.files(0), None)
+    reports = TrialReports(setup.goal, {}, RunFiles(setup.storage_path, "a-00000"), None)
     trial: Any = trial_trainer(config)(config, setup, reports, None)
     assert trial.run_config.worker_runtime_env["env_vars"] == {"NCCL_DEBUG": "INFO"}
     assert trial.backend_config.timeout_s == 77
@@ -243,11 +235,12 @@ def test_trials_get_the_trainers_torch_config_and_the_environment_of_its_workers
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ray
 def test_a_pbt_trials_list_of_checkpoints_is_mended_in_its_segment(values: dict[str, Any]):
-    setup = Tuner(SFTTrainer(SFTConfig.parse(values)))._trial_setup()
+    tuner = Tuner(SFTTrainer(SFTConfig.parse(values)))
+    setup = tuner._trial_setup(tuner._values, tuner.goal)
     config = setup.config("a-00000", {})
     files = RunFiles(config.storage_path, config.name)
     segment = Segment(files.name, number=2)
-    reports = TrialReports(None, {}, files, segment)
+    reports = TrialReports(setup.goal, {}, files, segment)
     trial: Any = trial_trainer(config)(config, setup, reports, segment)
     folder = RunFiles(files.location, "segment_2")
     folder.write("checkpoint_1/run.json", b'{"step": 1, "metrics": {}}')
@@ -267,30 +260,37 @@ def test_a_pbt_trials_list_of_checkpoints_is_mended_in_its_segment(values: dict[
     ],
 )
 def test_trials_are_shown_by_raypo_unless_the_user_wants_rays_output(
-    values: dict[str, Any], run: tune.RunConfig, is_own: bool, capsys: pytest.CaptureFixture[str]
+    values: dict[str, Any], run: tune.RunConfig, is_own: bool
+):
+    assert Tuner(values, run_config=run).shows_trials == is_own
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_the_board_shows_the_metric_that_is_optimised(
+    values: dict[str, Any], is_shown: bool, capsys: pytest.CaptureFixture[str]
 ):
     """Ray prints 75 metrics of each ended trial, and not the one that is optimised."""
-    tuned = tune.TuneConfig(metric="eval/loss", mode="min", num_samples=2)
-    space = {"learner.lr": tune.uniform(0.1, 0.2)}
-    tuner = Tuner(values, param_space=space, tune_config=tuned, run_config=run)
-    plan: Any = SimpleNamespace(num_slots=1, num_devices=1, device="CPU")
-    with tuner._board(plan, Interruption()) as board:
-        assert (board is not None) == is_own
-        if board is None:
-            return
-        for name, rate, losses in (("a_00000", 0.1, (0.9, 0.5)), ("a_00001", 0.2, (0.9, 0.7))):
-            trial: Any = PastTrial(name, {"learner": {"lr": rate}})
-            trial.status = "RUNNING"
-            board.on_trial_start(1, [trial], trial)
-            for step, loss in enumerate(losses, start=1):
-                report = {"step": step, "eval/loss": loss, "ppo/a_metric": 7.0, "pid": 3}
-                board.on_trial_result(1, [trial], trial, report)
-            board.on_trial_complete(1, [trial], trial)
+    base, goal = SFTConfig.parse(values | {"num_steps": 2}), Goal(("eval/loss",), (-1.0,))
+    plan = SweepPlan(2, (Bundle({"CPU": 1.0}, ()),), 1, Sharing())
+    board = Board(base, goal, plan, interruption=Interruption(), is_shown=is_shown)
+    for name, rate, losses in (("a-00000", 0.1, (0.9, 0.5)), ("a-00001", 0.2, (0.9, 0.7))):
+        trial: Any = PastTrial(name, {"learner": {"lr": rate}})
+        trial.status = "RUNNING"
+        board.on_trial_start(1, [trial], trial)
+        for step, loss in enumerate(losses, start=1):
+            report = {"step": step, "eval/loss": loss, "ppo/a_metric": 7.0, "pid": 3}
+            board.on_trial_result(1, [trial], trial, report)
+        board.on_trial_complete(1, [trial], trial)
+    board.close()
+    assert [record.status for record in board.records] == ["finished"] * 2
+    assert board.records[1].point == {"learner.lr": 0.2}
     out = capsys.readouterr().out
+    if not is_shown:
+        assert not out
+        return
     assert "at step 2; eval/loss 0.5; " in out
     assert "eval/loss 0.7; " in out
     assert out.count("best so far: ") == 2
     assert "a_metric" not in out
-    table = out[out.index("2 of 2 trials ended") :].splitlines()
-    ranked = [line.split() for line in table if line.strip()[:1] in ("1", "2")][1:]
-    assert [(row[0], row[2]) for row in ranked] == [("1*", "0.5"), ("2", "0.7")]
+    table = [line.split() for line in out.splitlines()[-2:]]
+    assert [(row[0], row[2]) for row in table] == [("1*", "0.5"), ("2", "0.7")]
