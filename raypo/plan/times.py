@@ -169,7 +169,8 @@ def sampled_of(plan: Plan) -> tuple[int, int]:
     groups = groups_of(config)
     each = groups.prompt_tokens / groups.samples + groups.response_tokens
     fitting = int(held["KV cache"] / a_token / each) if held.get("KV cache") else share
-    return share, max(1, min(share, sequences_at_once(section, plan.gpu_bytes), fitting))
+    at_once = sequences_at_once(config, plan.device, plan.gpu_bytes)
+    return share, max(1, min(share, at_once, fitting))
 
 
 def step_time(plan: Plan, rates: Rates) -> StepTime:
