@@ -37,9 +37,9 @@ def max_requests_of(config: OnlineConfig | PolicyExamplesConfig, *, num_engines:
     Agents may send several requests at a time, and only the files of held-out prompts say how many
     there are. If there are several engines, one may get the requests of a lost one too.
     """
-    rollout = config.rollout
-    if not isinstance(config, OnlineConfig) or rollout.agent is not None or config.eval.prompts:
+    if not isinstance(config, OnlineConfig) or config.rollout.agent or config.eval.prompts:
         return None
+    rollout = config.rollout
     batches = rollout.staleness + 1 if rollout.has_requests_in_flight else 1
     num_workers = config.learner.total_workers
     of_worker = batches * rollout.samples_per_prompt * -(-rollout.prompts_per_step // num_workers)
