@@ -47,6 +47,7 @@ def tiny_policy(
     hidden: int = 64,
     layers: int = 2,
     head_dim: int = 32,
+    kv_heads: int | None = None,
     max_position_embeddings: int = 512,
 ) -> Path:
     """Saves a random float32 Llama with its tokenizer into `folder`.
@@ -54,6 +55,7 @@ def tiny_policy(
     Args:
         tied: Whether the output head shares the embedding.
         head_dim: 32 or 64, or vLLM on CPU refuses the model.
+        kv_heads: Heads of keys and values; None: as many as of queries.
     """
     tiny_tokenizer(folder)
     tokens: dict[str, Any] = {f"{name}_token_id": i for i, name in enumerate(("pad", "bos", "eos"))}
@@ -63,7 +65,7 @@ def tiny_policy(
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // head_dim,
-        num_key_value_heads=hidden // head_dim,
+        num_key_value_heads=kv_heads or hidden // head_dim,
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tied,

@@ -378,8 +378,7 @@ def _load(
             module.p = 0.0
     use_fastest_linear(model)
     if attention == "auto" and can_read_packed(model):
-        with whole_as_it_computes(model):
-            use_packed_attention(model)
+        use_packed_attention(model)
     return model.train()
 
 

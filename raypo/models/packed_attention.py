@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -94,7 +94,7 @@ def use_packed_attention(model: Any) -> None:
     for name in (NAME, BY_ROWS):
         AttentionMaskInterface.register(name, sdpa_mask)
     before = model.config._attn_implementation
-    with as_float32(model), first_layers(model):
+    with first_layers(model):
         problem = _problem(model, BY_ROWS, torch.float32)
     problem = problem or _problem(model, NAME, model.dtype)
     model.set_attn_implementation(before if problem else NAME)
@@ -110,6 +110,8 @@ def use_packed_attention(model: Any) -> None:
 def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
     """Compare packed rows under an attention with separate rows. Return the problem, or None.
 
+    At ZeRO stage 3 all workers call this together, and all return a problem if one of them has it.
+
     Args:
         model: A Hugging Face model. Its own attention is restored.
         name: Registered name of the attention to try.
@@ -117,24 +119,24 @@ def _problem(model: Any, name: str, dtype: torch.dtype) -> str | None:
     """
     before = model.config._attn_implementation
     backbone, packed = model.base_model, pack(*_TRIAL, device=model.device)
+    widened = as_float32(model) if dtype == torch.float32 else nullcontext()
     with torch.no_grad():
         try:
-            apart = hidden_states(backbone, packed).float()
-            model.set_attn_implementation(name)
-            states = _packed_states(backbone, packed).float()
+            with whole_as_it_computes(model), widened:
+                apart = hidden_states(backbone, packed).float()
+                model.set_attn_implementation(name)
+                states = _packed_states(backbone, packed).float()
+                # In bfloat16 a single state may be off by more than 0.1, so the norm is over all
+                # states. That could hide a leak in a single state, which the float32 trial finds.
+                dim = None if dtype == torch.bfloat16 else -1
+                gap = float(((states - apart).norm(dim=dim) / apart.norm(dim=dim)).max())
+                if not gap <= MAX_GAP.get(dtype, EXACT):
+                    raise ValueError(f"its outputs have a relative error of {gap:.2g}")
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
             model.set_attn_implementation(before)
-    # In bfloat16 a single state may be off by more than 0.1, so the norm is over all states. That
-    # could hide a leak in a single state, which the float32 trial finds.
-    dim = None if dtype == torch.bfloat16 else -1
-    gap = float(((states - apart).norm(dim=dim) / apart.norm(dim=dim)).max())
-    return (
-        None
-        if gap <= MAX_GAP.get(dtype, EXACT)
-        else f"its outputs have a relative error of {gap:.2g}"
-    )
+    return None
 
 
 @contextmanager

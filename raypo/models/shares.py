@@ -9,6 +9,12 @@ from typing import Any
 from torch import nn
 from transformers.integrations import deepspeed as integration
 
+from raypo.collectives import Workers
+
+
+class OtherWorkerError(RuntimeError):
+    """Error that another learner worker has raised."""
+
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
@@ -45,24 +51,46 @@ def without_shards() -> Iterator[None]:
 def whole_as_it_computes(model: nn.Module) -> Iterator[None]:
     """Gather each module's weights during its forward pass. A collective operation.
 
-    A model without shards is not affected.
+    An error on one worker is raised on all of them. Otherwise the others would wait for that worker
+    in NCCL for half an hour. A model without shards is not affected.
+
+    Raises:
+        OtherWorkerError: another worker failed.
     """
-    open_ones: list[Any] = []
-    hooks: list[Any] = []
+    if not any(hasattr(each, "ds_id") for each in model.parameters()):
+        yield
+        return
+    workers, gathered = Workers.current(), dict[nn.Module, Any]()
 
     def gather(module: nn.Module, _: Any) -> None:
-        open_ones.append(whole(module))
-        open_ones[-1].__enter__()
+        _raise_together(workers)
+        gathered[module] = whole(module)
+        gathered[module].__enter__()
 
-    def partition(*_: Any) -> None:
-        open_ones.pop().__exit__(None, None, None)
+    def partition(module: nn.Module, *_: Any) -> None:
+        if module in gathered:
+            gathered.pop(module).__exit__(None, None, None)
 
+    hooks: list[Any] = []
     for module in model.modules():
-        if any(hasattr(each, "ds_id") for each in module.parameters(recurse=False)):
+        if any(True for _ in module.parameters(recurse=False)):
             hooks.append(module.register_forward_pre_hook(gather))
             hooks.append(module.register_forward_hook(partition, always_call=True))
     try:
         yield
+        _raise_together(workers)
+    except OtherWorkerError:
+        raise
+    except Exception as error:
+        _raise_together(workers, f"{type(error).__name__}: {error}")
+        raise
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _raise_together(workers: Workers, failure: str | None = None) -> None:
+    """Raise on all workers except those with a failure, if there is one."""
+    for rank, message in enumerate(workers.gather(failure)):
+        if message and not failure:
+            raise OtherWorkerError(f"learner worker {rank}: {message}")

@@ -29,6 +29,7 @@ from raypo.serving.engine_sizes import (
     default_cpu_kv_bytes,
     engine_batched_tokens,
     engine_sequences,
+    max_requests_of,
 )
 
 Device = Literal["cpu", "cuda"]
@@ -299,7 +300,7 @@ def engine(
     """Return the memory that a vLLM engine needs per GPU, or per process on CPU."""
     itemsize = ITEMSIZE[config.model.dtype]
     section, lora = config.rollout.engine, config.model.lora
-    sequences = sequences_at_once(section, gpu_bytes)
+    sequences = sequences_at_once(config, device, gpu_bytes)
     if device == "cpu" and isinstance(config, OnlineConfig):
         sequences = min(config.responses_per_step, sequences)
     more = {"sampling": 3 * 4 * sequences * shape.vocabulary}
@@ -319,9 +320,14 @@ def engine(
     return result
 
 
-def sequences_at_once(section: EngineSection, gpu_bytes: int | None) -> int:
+def sequences_at_once(
+    config: OnlineConfig | PolicyExamplesConfig, device: Device, gpu_bytes: int | None
+) -> int:
     """Return the maximum number of sequences that an engine samples at a time."""
-    return section.extra.get("max_num_seqs") or engine_sequences(gpu_bytes)
+    section, num_workers = config.rollout.engine, config.learner.num_workers
+    count = section.resolved_count(num_workers=num_workers, use_gpu=device == "cuda")
+    default = engine_sequences(gpu_bytes, max_requests_of(config, num_engines=count))
+    return section.extra.get("max_num_seqs") or default
 
 
 def _in_vllm(

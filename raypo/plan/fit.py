@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,6 +74,8 @@ CHOICES = (
 weights are off-loaded."""
 OFF_LOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 """Values of `learner.deepspeed` that off-load the optimizer to RAM."""
+CORES_PER_GPU = 3
+"""CPU cores that keep a GPU busy (an estimate): the learner's thread, the engine's, and Ray's."""
 MAX_REMEDIES = 3
 MOMENTS = {phase.value: phase for phase in Phase if phase != Phase.LEARN} | {
     "load": Phase.LEARN,
@@ -176,9 +179,23 @@ class Plan:
                 f"{self.idle_gpus} of {sum(node.gpus for node in self.nodes)} GPUs are idle: "
                 "learner.num_workers sets how many the learner uses"
             )
+        if self.device == "cuda":
+            notes += self._few_cores()
         if any(node.ram_bytes is None for node in self.nodes):
             notes.append("the nodes' RAM is not stated, so it is not checked")
         return [*notes, *self._checkpoints()]
+
+    def _few_cores(self) -> Iterator[str]:
+        """Yield a sentence for each node whose cores may be too few to keep its GPUs busy."""
+        used = Counter(node for node, _ in {(e.node, gpu) for e in self.bundles for gpu in e.gpus})
+        for index, gpus in used.items():
+            node = self.nodes[index]
+            if node.cpus is not None and node.cpus < CORES_PER_GPU * gpus:
+                yield (
+                    f"{node.name} has {node.cpus} CPU cores for {gpus} GPUs: learner, engine and "
+                    f"Ray keep about {CORES_PER_GPU} cores busy for each GPU, so steps may take "
+                    "longer than predicted"
+                )
 
     def _checkpoints(self) -> Iterator[str]:
         """Yield a sentence that says if checkpoints are written beside the steps.

@@ -35,6 +35,9 @@ in the Python thread that launches them."""
 TOKEN_S = 8e-6
 """Seconds of that thread for each token: scheduling it and keeping its log-prob. It works beside
 the GPU. 24e-6 with vLLM's own scheduler (docs/performance.md)."""
+PROCESSES_S = 0.001
+"""Seconds of a step for which an engine with several processes pickles it for them (an estimate).
+"""
 REDUCE_S = 15e-6
 """Latency of an all-reduce between the GPUs of an engine; two for each layer and step. Typical of
 NVLink with vLLM's own kernel, not measured by raypo."""
@@ -169,7 +172,8 @@ def sampled_of(plan: Plan) -> tuple[int, int]:
     groups = groups_of(config)
     each = groups.prompt_tokens / groups.samples + groups.response_tokens
     fitting = int(held["KV cache"] / a_token / each) if held.get("KV cache") else share
-    return share, max(1, min(share, sequences_at_once(section, plan.gpu_bytes), fitting))
+    at_once = sequences_at_once(config, plan.device, plan.gpu_bytes)
+    return share, max(1, min(share, at_once, fitting))
 
 
 def step_time(plan: Plan, rates: Rates) -> StepTime:
@@ -302,6 +306,7 @@ class _Work:
                 "memory": read / rates.memory + kernels,
                 "arithmetic": arithmetic + kernels,
                 "the engine's Python": steps * rates.engine_launches_s
+                + (size > 1) * steps * PROCESSES_S
                 + share * response * rates.token_s,
             },
             {"links": moved / rates.link + (size > 1) * 2 * shape.layers * steps * REDUCE_S},

@@ -10,6 +10,7 @@ from raypo.cluster.placement import ServedRole
 from raypo.config import EngineSection, OnlineConfig, PolicyExamplesConfig, PolicyLoraSection
 from raypo.deployment.deployment import Deployment
 from raypo.serving.engine import Engine
+from raypo.serving.engine_sizes import max_requests_of
 from raypo.serving.frozen import ReferenceModel, RewardModel
 from raypo.serving.vllm_frozen import VllmJudge, VllmReference, VllmRewardModel
 from raypo.weight_sync.probe import NUM_PROBES
@@ -29,6 +30,7 @@ def class_and_arguments(
         lora = config.model.lora
         holds_adapter = isinstance(lora, PolicyLoraSection) and lora.push == "adapter"
         kwargs |= {"seed": config.seed, "reads_text": config.rollout.reads_text}
+        kwargs["max_requests"] = max_requests_of(config, num_engines=int(role.num_replicas))
         if isinstance(config, OnlineConfig) and config.rollout.has_requests_in_flight:
             kwargs["probes"] = NUM_PROBES  # only if probes join batches that are in flight
         elif not isinstance(config, OnlineConfig) or not config.rollout.is_episodic:

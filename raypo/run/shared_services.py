@@ -51,9 +51,10 @@ def start_shared(
     Raises:
         PlacementError: the group could not be placed within `placement.timeout_s`.
     """
-    more: dict[str, dict[str, Any]] = {}
+    # Trials may differ in their batches, or use an engine at the same time.
+    more: dict[str, dict[str, Any]] = {"engine": {"max_requests": None}}
     if num_adapters:
-        more["engine"] = {"max_adapters": num_adapters, "reads_weights": True}
+        more["engine"] |= {"max_adapters": num_adapters, "reads_weights": True}
     if use_gpu:
         return start_dedicated(
             with_dedicated(config, roles),
@@ -137,7 +138,7 @@ def roles_apart(one: OnlineConfig, other: OnlineConfig) -> set[str]:
     """Return the roles that both configs have, but with different deployments."""
     mine, theirs = (
         {
-            role.name: class_and_arguments(role, config)[1] | {"seed": None}
+            role.name: class_and_arguments(role, config)[1] | {"seed": None, "max_requests": None}
             for role in served_roles(config, num_workers=1, use_gpu=False)
         }
         for config in (one, other)

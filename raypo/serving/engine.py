@@ -117,6 +117,7 @@ class Engine:
         reads_text: bool = False,
         probes: int = 0,
         whole_batches: bool = False,
+        max_requests: int | None = None,
     ) -> None:
         """Start vLLM, which takes seconds. `load_weights` or a push then loads the weights.
 
@@ -137,6 +138,7 @@ class Engine:
             probes: Slots beyond `max_num_seqs` that only requests with negative priority may use.
                 These requests start even if all other slots are taken.
             whole_batches: Whether requests start together. Others are sampled too, but more slowly.
+            max_requests: Most requests at a time. Further ones wait. None means that it is unknown.
 
         Raises:
             ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -168,6 +170,7 @@ class Engine:
             reads_text=reads_text,
             probes=probes,
             whole_batches=whole_batches,
+            max_requests=max_requests,
         )
         self._adapters: Adapters | None = None
         if lora is not None:

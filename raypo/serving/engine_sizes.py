@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from raypo.config import OnlineConfig, PolicyExamplesConfig
+
 LARGE_GPU_BYTES = 70 * 1024**3
 """GPU memory, in bytes, from which an engine has larger defaults."""
 CPU_BLOCK_TOKENS = 128
@@ -12,18 +14,38 @@ CPU_KV_BYTES = (1 << 29, 1 << 31)
 """Minimum and maximum bytes of the default KV cache on CPU."""
 
 
-def engine_sequences(gpu_bytes: int | None) -> int:
+def engine_sequences(gpu_bytes: int | None, max_requests: int | None = None) -> int:
     """Return the default for the maximum number of concurrent sequences of an engine.
 
     The values are those of vLLM 0.32. The number is higher on GPUs with `LARGE_GPU_BYTES` or more;
     vLLM itself makes an exception for the A100. Each concurrent sequence takes memory for three
-    rows of float32 logits.
+    rows of float32 logits, and vLLM captures CUDA graphs up to this number.
 
     Args:
         gpu_bytes: Memory of one GPU. None means that it is unknown, or that the engine runs on
             CPUs.
+        max_requests: Most requests that the engine has at a time (`max_requests_of`). None means
+            that it is unknown.
     """
-    return 1024 if gpu_bytes and gpu_bytes >= LARGE_GPU_BYTES else 256
+    most = 1024 if gpu_bytes and gpu_bytes >= LARGE_GPU_BYTES else 256
+    return most if max_requests is None else min(most, max_requests)
+
+
+def max_requests_of(config: OnlineConfig | PolicyExamplesConfig, *, num_engines: int) -> int | None:
+    """Return the most requests that an engine has at a time, or None if the config does not say.
+
+    Agents may send several requests at a time, and only the files of held-out prompts say how many
+    there are. If there are several engines, one may get the requests of a lost one too.
+    """
+    if not isinstance(config, OnlineConfig) or config.rollout.agent or config.eval.prompts:
+        return None
+    rollout = config.rollout
+    batches = rollout.staleness + 1 if rollout.has_requests_in_flight else 1
+    num_workers = config.learner.total_workers
+    of_worker = batches * rollout.samples_per_prompt * -(-rollout.prompts_per_step // num_workers)
+    # Each worker splits its requests over its engines (`own_engines` in `run/services.py`).
+    share = -(-of_worker * -(-num_workers // num_engines) // max(1, num_engines // num_workers))
+    return 2 * share if num_engines > 1 else share
 
 
 def engine_batched_tokens(gpu_bytes: int | None) -> int:

@@ -155,6 +155,7 @@ def engine_arguments(
     reads_text: bool = False,
     probes: int = 0,
     whole_batches: bool = False,
+    max_requests: int | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`. `section.extra` overrides them.
 
@@ -169,6 +170,7 @@ def engine_arguments(
         reads_text: Whether to load the model's tokenizer, which vLLM needs to match stop strings.
         probes: Slots to add to `max_num_seqs`, even if `section.extra` sets that argument.
         whole_batches: Whether requests start together, so that few steps read prompts.
+        max_requests: Most requests at a time. Further ones wait. None means that it is unknown.
 
     Raises:
         ConfigError: `section.extra` has an unknown argument, or one that another key sets.
@@ -198,7 +200,8 @@ def engine_arguments(
         arguments["enable_sleep_mode"] = section.sleeps
     has_gpu = device == "cuda" and torch.cuda.is_available()
     memory = device_memory(section.extra) if has_gpu else None
-    arguments["max_num_seqs"] = engine_sequences(memory)  # the plan assumes the same number
+    # The plan assumes the same number.
+    arguments["max_num_seqs"] = engine_sequences(memory, max_requests)
     if section.kv_cache_gb is not None:
         arguments["kv_cache_memory_bytes"] = int(section.kv_cache_gb * 1e9)
         if device != "cpu":  # else vLLM refuses to start while other roles load their models

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +76,7 @@ def main() -> None:
         critic, _ = Critic.load(start, dtype="bfloat16")
     assert all(hasattr(each, "ds_id") for each in critic.backbone.parameters())
     head = critic.value_head.weight.flatten().tolist()
+    _fails_together(task["small_model"], section, workers)
     with peak(found, "load"), in_shares(section, dtype="bfloat16", workers=workers):
         model = load_causal_lm(task["model"], dtype="bfloat16")
     assert all(hasattr(each, "ds_id") for each in model.parameters())
@@ -105,6 +107,34 @@ def main() -> None:
     if workers.rank == 0:
         (Path(task["out"]) / "result.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def _fails_together(model: str, section: LearnerSection, workers: Workers) -> None:
+    """Packed attention fails on one worker: no other worker waits for its weights."""
+    from raypo.learner.trained_model import in_shares
+    from raypo.models import packed_attention
+    from raypo.models.loading import load_causal_lm
+
+    own = packed_attention.packed_inputs
+
+    def packed_inputs(packed: Any) -> dict[str, Any]:
+        if workers.rank == 1:
+            raise RuntimeError("no memory")
+        return own(packed)
+
+    packed_attention.packed_inputs = packed_inputs
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        in_shares(section, dtype="bfloat16", workers=workers),
+    ):
+        failed = load_causal_lm(model, dtype="bfloat16")
+    packed_attention.packed_inputs = own
+    assert not packed_attention.reads_packed(failed)
+    told = " ".join(str(each.message) for each in caught)
+    where = "RuntimeError: no memory" if workers.rank == 1 else "learner worker 1: RuntimeError"
+    assert where in told, told
+    with in_shares(section, dtype="bfloat16", workers=workers):
+        assert packed_attention.reads_packed(load_causal_lm(model, dtype="bfloat16"))
 
 
 def _learns_from_examples(model: str, workers: Workers) -> None:

@@ -1,8 +1,10 @@
 """A step under DeepSpeed does not depend on the number of workers: all stages, up to three."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.integration.test_workers import (
     assert_agrees_with_one_worker,
@@ -51,3 +53,18 @@ def test_metrics_and_weights_agree_with_one_worker(
 
 def test_of_three_each_is_fed_its_share_of_tokens(outcomes: dict[int, dict[Any, Any]]):
     assert_fed_alike(outcomes[3]["float32", 0]["tokens"])
+
+
+def test_overlapping_the_reduction_of_gradients_changes_no_bit(tmp_path: Path):
+    """DeepSpeed fills two buckets in turn. On GPUs: tests/gpu/test_several_gpus.py."""
+    tiny_policy(tmp_path / "policy")
+    cases = [("float32", 2), ("bfloat16", 2)]
+    in_order = {"deepspeed": {"zero_optimization": {"overlap_comm": False}}}
+    overlapped = run_workers(tmp_path, 2, cases)
+    plain = run_workers(tmp_path, 2, cases, learner=in_order)
+    for case in cases:
+        assert overlapped[case]["overlaps"]
+        assert not plain[case]["overlaps"]
+        assert overlapped[case]["figures"] == plain[case]["figures"]
+        for name, weight in plain[case]["weights"].items():
+            assert torch.equal(overlapped[case]["weights"][name], weight), name

@@ -13,6 +13,7 @@ from raypo.collectives import Workers
 from raypo.config import PPOConfig
 from raypo.config.auto_values import least_memory
 from raypo.plan.fit import SIDE_BY_SIDE, Plan, decide_for_gpus, make_plan, tried
+from raypo.plan.times import sampled_of
 from raypo.run.served_roles import measures_memory
 from raypo.run.setup import Shared, decided_together
 from raypo.run.shared_services import of_shared
@@ -183,6 +184,21 @@ def test_what_stays_awake_starts_at_once_with_a_kv_cache_of_the_planned_size(val
         plan(values, "8xCPU,64G", model__dtype="float32"),
     ):
         assert config_of(other).rollout.engine.kv_cache_gb is None
+
+
+def test_the_cache_gets_what_fewer_sequences_leave(values):
+    values |= {"learner": {"num_workers": 1}}
+    whole = plan(values, "1xGPU180G")
+    values["rollout"] |= {"engine": {"extra": {"max_num_seqs": 1024}}}
+    usual = plan(values, "1xGPU180G")
+    held = [
+        next(role.memory.held for role in made.roles if role.name == "engine")
+        for made in (whole, usual)
+    ]
+    logits = 3 * 4 * LLAMA_1B["vocab_size"]
+    assert [each["sampling"] for each in held] == [64 * 4 * logits, 1024 * logits]
+    assert held[0]["KV cache"] - held[1]["KV cache"] == pytest.approx(768 * logits, abs=2e7)
+    assert sampled_of(whole) == (256, 256)
 
 
 def test_roles_wait_for_each_other_only_where_vllm_measures_free_memory(values):

@@ -565,6 +565,16 @@ def test_idle_gpus_are_the_first_remedy_and_are_named(values: dict):
     assert "idle" not in " ".join(plan(values, "8xH100,2T").notes)
 
 
+def test_too_few_cores_for_the_gpus_are_named(values: dict):
+    few = [note for note in plan(values, "8xGPU80G,16xCPU").notes if "CPU cores" in note]
+    assert few == [
+        "node 0 has 16 CPU cores for 8 GPUs: learner, engine and Ray keep about 3 cores busy for "
+        "each GPU, so steps may take longer than predicted"
+    ]
+    for enough in ("8xGPU80G,24xCPU", "8xGPU80G"):
+        assert "CPU cores" not in " ".join(plan(values, enough).notes)
+
+
 def test_what_is_pushed_of_an_adapter_is_the_adapter(values: dict):
     made = {}
     for push in ("merged", "adapter"):

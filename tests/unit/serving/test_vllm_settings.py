@@ -95,6 +95,21 @@ def test_as_many_sequences_at_a_time_as_the_plan_counts_with(tmp_path) -> None:
     assert [engine_sequences(size) for size in (None, 24 * GIB, 70 * GIB)] == [256, 256, 1024]
 
 
+def test_no_more_sequences_than_there_are_requests(tmp_path) -> None:
+    folder, section = str(tiny_policy(tmp_path)), EngineSection()
+    shape: dict[str, Any] = {"dtype": "float32", "max_model_len": 300, "seed": 1}
+    few = engine_arguments(
+        folder, section, **shape, device="cuda", whole_batches=True, max_requests=40
+    )
+    assert few["max_num_seqs"] == 40
+    assert few["compilation_config"]["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 24, 32, 40]
+    many = engine_arguments(folder, section, **shape, device="cpu", max_requests=5000)
+    assert many["max_num_seqs"] == 256
+    chosen = EngineSection(extra={"max_num_seqs": 100})
+    users = engine_arguments(folder, chosen, **shape, device="cpu", max_requests=40)
+    assert users["max_num_seqs"] == 100
+
+
 def test_extra_wins(tmp_path) -> None:
     section = EngineSection(extra={"enforce_eager": False, "max_num_seqs": 3})
     chosen = arguments(str(tiny_policy(tmp_path)), section)
