@@ -13,6 +13,7 @@ from raypo.translation.foreign_arguments import ForeignArguments, Settings, know
 
 _ESTIMATORS = {each: each for each in ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo")}
 _ESTIMATORS |= {"group_norm": "grpo"}
+_AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 
 
 def from_openrlhf(get: ForeignArguments) -> Settings:
