@@ -157,39 +157,51 @@ class CannotBuildError(Exception):
     """transformers cannot build, save or run a tiny random model of this architecture."""
 
 
-def tiny_config(architecture: str) -> PretrainedConfig:
+def tiny_config(
+    architecture: str,
+    sizes: Mapping[str, Any] = SIZES,
+    special: Mapping[str, dict[str, Any]] = SPECIAL,
+) -> PretrainedConfig:
     """Return a config of the architecture with small sizes.
 
     Raises:
         CannotBuildError: the config refuses them.
     """
     try:
-        return _shrunk(CONFIG_MAPPING[architecture], SPECIAL.get(architecture, {}))
+        return _shrunk(CONFIG_MAPPING[architecture], sizes, special.get(architecture, {}))
     except Exception as error:
-        raise CannotBuildError(f"config: {_told(error)}") from error
+        raise CannotBuildError(f"config: {shown(error)}") from error
 
 
-def _shrunk(kind: type[PretrainedConfig], special: dict[str, Any]) -> PretrainedConfig:
+def _shrunk(
+    kind: type[PretrainedConfig], sizes: Mapping[str, Any], special: dict[str, Any]
+) -> PretrainedConfig:
     default = kind()
     values = {
         name: value
-        for name, value in SIZES.items()
+        for name, value in sizes.items()
         if name in vars(default) and vars(default)[name] is not None
     }
     for name in kind.sub_configs or {}:
         part = getattr(default, name, None)
         if isinstance(part, PretrainedConfig):
-            values[name] = _shrunk(type(part), special.get(name, {}))
+            values[name] = _shrunk(type(part), sizes, special.get(name, {}))
     return kind(**values | {k: v for k, v in special.items() if k not in (kind.sub_configs or {})})
 
 
-def build(kind: str, architecture: str, folder: Path) -> Any:
+def build(
+    kind: str,
+    architecture: str,
+    folder: Path,
+    sizes: Mapping[str, Any] = SIZES,
+    special: Mapping[str, dict[str, Any]] = SPECIAL,
+) -> Any:
     """Save a random model into a folder, with random values in its buffers; return the model.
 
     Raises:
         CannotBuildError: it cannot be built, saved, loaded again or run by transformers alone.
     """
-    config: Any = tiny_config(architecture)
+    config: Any = tiny_config(architecture, sizes, special)
     if kind == CLASSIFIER:
         config.num_labels = 1
     torch.manual_seed(0)
@@ -206,7 +218,7 @@ def build(kind: str, architecture: str, folder: Path) -> Any:
         again = KINDS[kind].from_pretrained(folder).eval()
         gap = float((outputs(again) - before).abs().max())
     except Exception as error:
-        raise CannotBuildError(f"transformers: {_told(error)}") from error
+        raise CannotBuildError(f"transformers: {shown(error)}") from error
     if not gap < CLOSE:
         raise CannotBuildError(
             f"transformers: save_pretrained and from_pretrained differ by {gap:.2g}"
@@ -275,7 +287,7 @@ def check(kind: str, architecture: str, folder: Path) -> str:
         except ConfigError:
             raise
         except ValueError as error:
-            raise CannotBuildError(f"config: {_told(error)}") from error
+            raise CannotBuildError(f"config: {shown(error)}") from error
     base = folder / "base"
     built = outputs(build(kind, architecture, base))
     check_trainable("model.policy", str(base))
@@ -297,7 +309,8 @@ def check(kind: str, architecture: str, folder: Path) -> str:
     return f"equal within {gap:.0e}, {len(buffers)} buffers"
 
 
-def _told(error: Exception) -> str:
+def shown(error: Exception) -> str:
+    """Return an error's type and the beginning of its message, in one line."""
     text = re.sub(r" \(/\S+\)", "", " ".join(str(error).split()))  # no temporary folder
     return f"{type(error).__name__}: {text[:150]}"
 
@@ -310,9 +323,9 @@ def outcome(kind: str, architecture: str) -> tuple[str, str]:
         except CannotBuildError as error:
             return "cannot be built", str(error)
         except ConfigError as error:
-            return "refused", _told(error)
+            return "refused", shown(error)
         except Exception as error:
-            return "FAILS", _told(error)
+            return "FAILS", shown(error)
 
 
 def table(kind: str, outcomes: Mapping[str, tuple[str, str]]) -> str:
@@ -328,6 +341,15 @@ def table(kind: str, outcomes: Mapping[str, tuple[str, str]]) -> str:
     for (state, text), names in names_of.items():
         rows.append(f"| {kind}: {state} | {', '.join(names)}: {text} |")
     return "\n".join(rows) + "\n"
+
+
+def rewrite(kind: str, rows: str) -> None:
+    """Replace the rows of a class of models in docs/models.md, or append them."""
+    before, _, after = PAGE.read_text().partition(MARK)
+    lines = after.splitlines(keepends=True)
+    others = [line for line in lines if not line.startswith(f"| {kind}: ")]
+    first = next((i for i, line in enumerate(lines) if line not in others), len(others))
+    PAGE.write_text(before + MARK + "".join(others[:first]) + rows + "".join(others[first:]))
 
 
 def told(kind: str) -> dict[str, str]:
@@ -351,7 +373,6 @@ def main() -> None:
     logging.disable_progress_bar()
     os.environ["LOCAL_RANK"] = "0"
     arguments = [each for each in sys.argv[1:] if each != "--write"]
-    tables = []
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("gloo", init_method=f"file://{store.name}", rank=0, world_size=1)
         for kind in arguments[:1] or list(KINDS):
@@ -361,10 +382,8 @@ def main() -> None:
                 outcomes[architecture] = state, detail = outcome(kind, architecture)
                 took = time.monotonic() - start
                 print(f"{kind}\t{architecture}\t{state}\t{detail}\t{took:.1f}", flush=True)
-            tables.append(table(kind, outcomes))
-    if "--write" in sys.argv:
-        text, _, _ = PAGE.read_text().partition(MARK)
-        PAGE.write_text(text + MARK + "".join(tables))
+            if "--write" in sys.argv:
+                rewrite(kind, table(kind, outcomes))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,9 @@ class StandIn:
         self.arriving.clear()
         return Ready(1, None)
 
-    def raypo_load_bucket(self, bucket: Bucket, second_names: list[str]) -> list[TensorSpec]:
+    def raypo_load_bucket(
+        self, bucket: Bucket, second_names: list[str], conversions: Any
+    ) -> list[TensorSpec]:
         self.arriving |= dict(unpack(bucket, verify=True))
         return list(bucket.specs)
 

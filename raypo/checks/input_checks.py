@@ -16,6 +16,7 @@ from raypo.checks.model_checks import (
     check_model,
     check_positions,
     check_positions_of,
+    check_rotations,
     check_shards,
     models_of,
 )
@@ -69,6 +70,7 @@ def check_inputs(
         check_shards(config)
     if isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False):
         check_positions(config)
+    check_rotations(config, on_hub=False)
     num_prompts = check_rows(config)
     notes: list[str] = []
     _check_user_code(config, reward_fn)

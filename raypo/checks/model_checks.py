@@ -19,9 +19,9 @@ from raypo.config import (
 from raypo.data.chat_messages import MessageError, check_variables
 from raypo.models.model_files import config_of as model_config_of
 from raypo.models.model_files import (
-    length_of_short_factors,
     max_positions,
     refuse_quantized,
+    rotation_limit,
     stored_files,
 )
 from raypo.models.model_shape import ModelShape
@@ -103,7 +103,6 @@ def check_positions(config: Any) -> None:
             _check_positions_of_judge(config, path)
         elif key != "model.reward":  # a reward model may use its own tokenizer
             check_positions_of(config, key, path)
-            _check_rotations(config, key, path)
     if isinstance(config, DistillationConfig) and config.distillation.teacher_prompt:
         _check_teacher_prompts(config)
 
@@ -145,18 +144,40 @@ def check_positions_of(config: Any, key: str, path: str) -> None:
         )
 
 
-def _check_rotations(config: Any, key: str, path: str) -> None:
-    """Refuse a LongRoPE model whose log-probs of a row would depend on the rows beside it."""
-    values = _config_of(key, path)
-    short = values and length_of_short_factors(values)
-    if short and config.max_model_len > short:
-        raise ConfigError(
-            f"data.max_prompt_tokens + {config.rollout.length_key} ({config.max_model_len}): {key} "
-            f"({path}) rotates all rows of a pass by other factors if one of them has more than "
-            f"{short} tokens, and engines do so for every row. Lower their sum by "
-            f"{config.max_model_len - short}, or set short_factor of its config.json to "
-            "long_factor."
-        )
+def check_rotations(config: Any, *, on_hub: bool) -> None:
+    """Refuse a model whose log-probs of a row would depend on the rows beside it.
+
+    Args:
+        config: The config of a run.
+        on_hub: Check the models from the hub, whose configs transformers reads, and no folders.
+    """
+    for key, path in models_of(config):
+        if key == JUDGE or Path(path).expanduser().is_dir() == on_hub:
+            continue
+        if on_hub:
+            from raypo.models.checkpoint import read_config
+
+            _check_rotations_of(config, key, path, read_config(path, key=key).to_dict())
+        elif values := _config_of(key, path):
+            _check_rotations_of(config, key, path, values)
+
+
+def _check_rotations_of(config: Any, key: str, path: str, values: dict[str, Any]) -> None:
+    limit = rotation_limit(values)
+    if limit is None:
+        return
+    lengths = {}
+    if isinstance(config, OnlineConfig) or getattr(config, "needs_engine", False):
+        lengths[config.rollout.length_key] = config.max_model_len
+    if (response := getattr(config.data, "max_response_tokens", None)) is not None:
+        lengths["data.max_response_tokens"] = config.data.max_prompt_tokens + response
+    for name, longest in lengths.items():
+        if longest > limit:
+            raise ConfigError(
+                f"data.max_prompt_tokens + {name} ({longest}): {key} ({path}) rotates all rows "
+                f"of a pass by other factors if one of them has more than {limit} tokens. Lower "
+                f"their sum by {longest - limit}, or remove rope_scaling from its config.json."
+            )
 
 
 def _positions(key: str, path: str) -> int | None:
@@ -202,6 +223,7 @@ def check_models(config: AnyConfig) -> None:
             loading.check_trainable(key, path)
             model_folder.check_saveable(key, path, loading.load_tokenizer(model.policy))
         checkpoint.check_weights(key, path, kind, new_head=kind is not causal and is_reward_model)
+    check_rotations(config, on_hub=True)
     kind = classifier if is_reward_model else causal
     loading.check_tokens(model.policy)
     if config.data.chat_template_kwargs:

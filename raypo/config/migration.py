@@ -387,6 +387,7 @@ actor.eps_clip, eps_clip | = ppo.clip_low + ppo.clip_high |
 actor.eps_clip_low_high, eps_clip_low_high | ppo.clip_low + ppo.clip_high |
 actor.dual_clip, dual_clip | = ppo.dual_clip |
 actor.policy_loss_type, policy_loss_type | = ppo.policy_loss |
+actor.loss_agg_mode | ppo.aggregation | `token-mean`: token_mean; `seq-mean-token-mean`: sequence_mean, which every version before 0.7 has.
 actor.entropy_coef, entropy_loss_coef | = ppo.entropy_coef |
 critic.value_clip, value_clip | = ppo.value_clip |
 critic.freezing_steps, freezing_actor_steps | ppo.critic_warmup_steps | Rollout batches that train only the critic. OpenRLHF 0.11 counts from 0, and so has one more.
@@ -431,6 +432,7 @@ algo.kl.target, kl_target | = ppo.kl.target | Nats per response, with `ppo.kl.co
 algo.kl.horizon, kl_horizon | = ppo.kl.horizon | Responses.
 algo.kl.estimator, kl_estimator | = ppo.kl.estimator |
 algo.kl.use_loss, use_kl_loss | ppo.kl.placement | true: `loss`.
+algo.kl.unbiased_gradient | ppo.kl.importance_weights | OpenRLHF weights the gradient of k2 by ratios of at most 10.
 algo.dynamic_filtering_enable, dynamic_filtering | = ppo.filter.enabled |
 reward.normalize_enable, normalize_reward | = ppo.shaping.normalize | OpenRLHF subtracts the fixed `mean`, and divides by the fixed `std`, of the reward model's config.json (0 and 1 if it has none; its reward training writes them), and shifts the critic's values in the same way. raypo uses the running mean and std of the run's scores.
 reward.clip_range, reward_clip_range | ppo.shaping.clip_low + ppo.shaping.clip_high | raypo's default is no clip. raypo clips scores; OpenRLHF clips what rloo, group_norm, dr_grpo and reinforce_baseline make of them.
@@ -454,6 +456,7 @@ logger.wandb.org, wandb_org | logging.wandb.entity |
 logger.wandb.project, wandb_project | logging.wandb.project |
 logger.wandb.run_name, wandb_run_name | name | The run's name, with which its folder ends.
 algo.advantage.is_correction_type, vllm_is_correction_type | ppo.correction.kind | `tis`, `icepop`; `seq-mask-tis` drops responses: mis.
+algo.advantage.is_correction_level, algo.advantage.is_correction_mode, algo.advantage.is_correction_gating | ppo.correction.kind | `token`, `mask` and `ratio`: icepop.
 algo.advantage.is_correction_threshold, vllm_is_truncated_threshold | ppo.correction.low + ppo.correction.high, ppo.correction.cap | OpenRLHF's tis also has a lower bound.
 algo.advantage.no_std_norm, no_advantage_std_norm | ppo.advantage | group_norm without it: dr_grpo. raypo's other estimators without a group's deviation whiten, or do not, by themselves.
 algo.dynamic_filtering_range, dynamic_filtering_reward_range | ppo.filter.low + ppo.filter.high | Mean scores of a group.

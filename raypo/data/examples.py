@@ -183,8 +183,8 @@ def load_pairs(
         references = None
         if isinstance(section, PreferencesSection) and section.ref_chosen_key:
             references = (
-                _number(row, "data.ref_chosen_key", section.ref_chosen_key),
-                _number(row, "data.ref_rejected_key", str(section.ref_rejected_key)),
+                _log_prob(row, "data.ref_chosen_key", section.ref_chosen_key),
+                _log_prob(row, "data.ref_rejected_key", str(section.ref_rejected_key)),
             )
         return Pair(row.prompt_ids, chosen, rejected, margin, references)
 
@@ -467,6 +467,16 @@ def _inside(row: Row, config_key: str, column: str, text: str) -> RowError:
         f"{config_key} ({column}): {row.where} has the stop token {text} inside the response, so "
         "the response would end there. Correct the row or remove it."
     )
+
+
+def _log_prob(row: Row, config_key: str, column: str) -> float:
+    value = _number(row, config_key, column)
+    if value > 0:
+        raise RowError(
+            f"{config_key} ({column}): {row.where} has {value:g} there, and a log-prob is at most "
+            "0. Give the sum of the natural logarithms of the response's token probabilities."
+        )
+    return value
 
 
 def _number(row: Row, config_key: str, column: str) -> float:

@@ -95,11 +95,11 @@ def max_positions(values: dict[str, Any]) -> int | None:
     return int(max(limit, *(_stretched(limit, rope, values) for rope in _ropes(values))))
 
 
-def length_of_short_factors(values: dict[str, Any]) -> int | None:
-    """Return the longest pass whose positions are rotated by a LongRoPE model's short factors.
+def rotation_limit(values: dict[str, Any]) -> int | None:
+    """Return the longest pass in which rotations do not depend on the longest row.
 
-    transformers rotates all rows of a pass by the long factors if one of them is longer. vLLM uses
-    the long factors for all rows if its `max_model_len` is larger.
+    transformers rotates all rows of a pass by other factors if one of them is longer: by the long
+    factors of LongRoPE, or by factors for that length (dynamic NTK).
 
     Args:
         values: The content of config.json.
@@ -109,11 +109,17 @@ def length_of_short_factors(values: dict[str, Any]) -> int | None:
     """
     values = values.get("text_config") or values
     for rope in _ropes(values):
-        is_long = (rope.get("rope_type") or rope.get("type")) in ("longrope", "su")
+        is_long = _rope_type(rope) in ("longrope", "su")
         if is_long and rope.get("short_factor") != rope.get("long_factor"):
             name = "original_max_position_embeddings"
             return rope.get(name) or values.get(name) or values.get("max_position_embeddings")
+        if _rope_type(rope) == "dynamic":
+            return values.get("max_position_embeddings")
     return None
+
+
+def _rope_type(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type") or rope.get("type")
 
 
 def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -126,7 +132,7 @@ def _ropes(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _stretched(limit: int, rope: dict[str, Any], values: dict[str, Any]) -> float:
     """Return the limit after rotary scaling, in tokens."""
-    factor, kind = rope.get("factor"), rope.get("rope_type") or rope.get("type")
+    factor, kind = rope.get("factor"), _rope_type(rope)
     if not isinstance(factor, int | float):
         return limit
     if kind == "yarn":

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import math
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -39,6 +40,9 @@ _LOOP = "raypo-rewards"
 """Name of the event loop of coroutine functions, and of its thread."""
 LARGEST = float(np.finfo(np.float32).max)
 """Largest allowed score. Training computes in float32, in which larger scores are infinite."""
+
+LARGEST_COUNT = 1 << 24
+"""Largest score up to which float32 holds all integers."""
 
 
 class RewardError(UserCodeError):
@@ -354,6 +358,13 @@ def _number(answer: Any, index: int, name: str) -> float:
             "there is no score."
         )
     value = float(answer)
+    if abs(value) > LARGEST_COUNT and abs(float(np.float32(value)) - value) >= 0.5:
+        warnings.warn(
+            f"{name} returned a score above {LARGEST_COUNT} that training rounds by 1 or more, "
+            "because it computes in float32. Scores that differ by less become equal. Return "
+            "smaller numbers: subtract a constant from all scores, or divide them.",
+            stacklevel=2,
+        )
     return value if math.isfinite(value) else math.nan
 
 

@@ -354,7 +354,8 @@ class Engine:
         if isinstance(bucket, StoredBucket):
             bucket = bucket.fetch()
         second_names = sorted(self._tensors.optional)
-        shares = self._processes.ask("raypo_load_bucket", bucket, second_names)
+        conversions = self._tensors.conversions
+        shares = self._processes.ask("raypo_load_bucket", bucket, second_names, conversions)
         if any(share != shares[0] for share in shares):
             raise WeightError("the engine's workers did not receive the same tensors.")
         self._arrived += shares[0]

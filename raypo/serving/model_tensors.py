@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from raypo.models.checkpoint import stored_tensors
@@ -21,6 +27,8 @@ class ModelTensors:
     """Tensors that a push may leave out: second names of tied tensors."""
     linear: tuple[str, ...] = ()
     """Last name components of the linear layers, such as q_proj. The output head is left out."""
+    conversions: Any = None
+    """Argument of `as_in_files`. None if files have the same tensors."""
 
     @classmethod
     def of(cls, model: str) -> ModelTensors:
@@ -36,7 +44,13 @@ class ModelTensors:
             if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
         }
         optional = {n: s for n, s in everything.items() if n not in required}
-        return cls(required, optional, tuple(sorted(linear)))
+        conversions = [
+            each
+            for each in get_model_conversion_mapping(skeleton, add_legacy=False)
+            if type(each).__name__ != "PrefixChange"  # of models that were loaded from files alone
+        ]
+        stand_in = SimpleNamespace(_weight_conversions=conversions, config=skeleton.config)
+        return cls(required, optional, tuple(sorted(linear)), stand_in if conversions else None)
 
     def check(self, manifest: Manifest) -> None:
         """Raise if a push does not fit this model.
@@ -58,3 +72,22 @@ class ModelTensors:
                 f"the weights of version {manifest.version} are not those of the engine's model: "
                 f"{summary(lines)}. Start engine and learner with the same model."
             )
+
+
+def as_in_files(
+    conversions: Any, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors as `save_pretrained` writes them: single experts, and names of the hub.
+
+    transformers fuses experts and renames tensors when it loads a model. Some models of vLLM (0.32)
+    load only the tensors of files, such as Mixtral and DeepSeek-V3.
+
+    Args:
+        conversions: `ModelTensors.conversions`.
+        tensors: Names and tensors of a transformers model.
+    """
+    for name, tensor in tensors:
+        if conversions is None:
+            yield name, tensor
+        else:
+            yield from revert_weight_conversion(conversions, {name: tensor}).items()

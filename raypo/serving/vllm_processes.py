@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from raypo.metrics.process_memory import peak_memory
+from raypo.serving.model_tensors import as_in_files
 from raypo.weights.buckets import Bucket, unpack
 from raypo.weights.group import Group
 from raypo.weights.manifest import TensorSpec, WeightError, summary
@@ -200,13 +201,17 @@ class WorkerExtension:
         return Ready(1, group.rendezvous.epoch if group else None, gpus, os.environ.get(CUMEM))
 
     def raypo_load_bucket(
-        self, bucket: Bucket | IpcBucket | BroadcastBucket, second_names: list[str]
+        self,
+        bucket: Bucket | IpcBucket | BroadcastBucket,
+        second_names: list[str],
+        conversions: Any,
     ) -> list[TensorSpec]:
         """Load the tensors of a bucket, with checksums verified.
 
         Args:
             bucket: The tensors, or a description of where to receive them.
             second_names: Second names of tied tensors, skipped if vLLM's model has no such module.
+            conversions: `ModelTensors.conversions`.
 
         Returns:
             Specs of the tensors that arrived.
@@ -230,7 +235,7 @@ class WorkerExtension:
         }
         skipped = {name for name in second_names if name.rpartition(".")[0] not in modules}
         tensors = (each for each in unpack(received, verify=True) if each[0] not in skipped)
-        tensors = _named_for_adapters(model, tensors)
+        tensors = _named_for_adapters(model, as_in_files(conversions, tensors))
         with _current_config(self.vllm_config):
             names = model.load_weights(tensors)
         # A few models report no names: count all parameters as loaded.

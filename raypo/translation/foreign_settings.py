@@ -175,7 +175,8 @@ def _of_command(text: str, origin: str, file: str) -> Source:
         (
             n + 1
             for n, word in enumerate(words)
-            if word.endswith(".py") or (n and words[n - 1] in ("-m", "--module"))
+            if (n and words[n - 1] in ("-m", "--module"))
+            or (re.fullmatch(r"[^=]+\.py", word) and not "".join(words[:n][-1:]).startswith("--"))
         ),
         0,
     )
@@ -268,7 +269,7 @@ def _flags(words: Iterable[str]) -> dict[str, Any]:
             given[last] = [value] if equals else []
         elif last:
             given[last].append(word)
-    read = {name: [*map(_value, values)] for name, values in given.items()}
+    read = {name: [*map(_flag_value, values)] for name, values in given.items()}
     return {
         name: values if len(values) > 1 else values[0] if values else True
         for name, values in read.items()
@@ -280,3 +281,9 @@ def _value(text: str) -> Any:
         return parsed(text)
     except (YAMLError, OmegaConfBaseException):
         return text
+
+
+def _flag_value(text: str) -> Any:
+    """Return a word of OpenRLHF's command as a number or text: no flag takes a list in one word."""
+    value = _value(text)
+    return text if isinstance(value, dict | list) else value

@@ -13,6 +13,7 @@ from raypo.translation.foreign_arguments import ForeignArguments, Settings, know
 
 _ESTIMATORS = {each: each for each in ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo")}
 _ESTIMATORS |= {"group_norm": "grpo"}
+_AGGREGATIONS = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
 
 
 def from_openrlhf(get: ForeignArguments) -> Settings:
@@ -48,9 +49,23 @@ def _set_loss(get: ForeignArguments, done: Settings) -> None:
         get.used.discard(get.origin("algo.advantage.no_std_norm"))
     if estimator != "gae":
         get.pass_over("critic.*", "critic_*", "algo.advantage.lambd")
+    mode = get("actor.loss_agg_mode")
+    aggregation = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}.get(
+        mode, TODO
+    )
+    done["ppo.aggregation"] = aggregation, get.origin("actor.loss_agg_mode")
     if get("actor.policy_loss_type") == "gspo":  # a mean over sequences there, too
         done["ppo.aggregation"] = "sequence_mean", get.origin("actor.policy_loss_type")
         done["ppo.policy_loss"] = "gspo", get.origin("actor.policy_loss_type")
+    elif not get.is_dotted:
+        done["ppo.aggregation"] = TODO, "OpenRLHF 0.6: sequence_mean; since 0.8: token_mean"
+    if estimator == "gae" and not get.is_dotted:
+        for name, key, old, new in (
+            ("algo.advantage.lambd", "ppo.gae_lambda", 0.95, 1),
+            ("critic.value_clip", "ppo.value_clip", 0.2, 0.5),
+        ):
+            if not get.has(name):
+                done[key] = TODO, f"the default of OpenRLHF 0.6 and before is {old}, later {new}"
     _set_kl(get, done)
     _set_clips(get, done, is_shaped=estimator in ("gae", "reinforce"))
     _set_filters(get, done)
@@ -63,6 +78,14 @@ def _set_kl(get: ForeignArguments, done: Settings) -> None:
     elif (kind := get("algo.kl.estimator")) != "k1":
         why = f"{get.origin('algo.kl.estimator')} {kind}: k1, the only one of raypo in the reward"
         done["ppo.kl.estimator"] = TODO if get.number("algo.kl.init_coef") else "k1", why
+    if (
+        get("train.agent_func_path")
+        and not get("algo.kl.use_loss")
+        and get("algo.kl.init_coef")
+        and done["ppo.advantage"][0] not in ("gae", "reinforce")
+    ):
+        why = "OpenRLHF subtracts the KL from an agent's score; raypo: loss, or ppo.kl.coef 0"
+        done["ppo.kl.placement"] = TODO, why
     if get("algo.kl.target"):
         names = {"target": "target", "horizon": "horizon"}
         get.copy(done, {f"algo.kl.{a}": f"ppo.kl.{b}" for a, b in names.items()})
@@ -90,13 +113,8 @@ def _set_clips(get: ForeignArguments, done: Settings, *, is_shaped: bool) -> Non
 
 
 def _set_filters(get: ForeignArguments, done: Settings) -> None:
-    """Set the correction of the engine's log-probs, and the filter of groups."""
-    if get("algo.advantage.is_correction_enable"):
-        origin = get.origin("algo.advantage.is_correction_enable")
-        done["ppo.correction.kind"] = (
-            TODO,
-            f"{origin}: tis with cap, icepop or mis with low and high; OpenRLHF's versions differ",
-        )
+    """Set the correction of the engine's log-probs and the filter of groups."""
+    _set_correction(get, done)
     if get("algo.dynamic_filtering_enable"):
         done["ppo.filter.enabled"] = True, get.origin("algo.dynamic_filtering_enable")
         bounds = get("algo.dynamic_filtering_range")
@@ -104,6 +122,27 @@ def _set_filters(get: ForeignArguments, done: Settings) -> None:
             done[f"ppo.filter.{key}"] = bound, get.origin("algo.dynamic_filtering_range")
     else:
         get.pass_over("algo.dynamic_filtering_range")
+
+
+def _set_correction(get: ForeignArguments, done: Settings) -> None:
+    """Set the correction of the engine's log-probs."""
+    level, mode = (f"algo.advantage.is_correction_{name}" for name in ("level", "mode"))
+    gating, threshold = (f"algo.advantage.is_correction_{n}" for n in ("gating", "threshold"))
+    if get("algo.advantage.is_correction_enable"):
+        origin = get.origin("algo.advantage.is_correction_enable")
+        why = "tis with cap, icepop or mis with low and high; OpenRLHF's versions differ"
+        done["ppo.correction.kind"] = TODO, f"{origin}, {threshold} {get(threshold)}: {why}"
+    elif get(level) == "off":
+        get.pass_over(level, mode, gating, threshold)
+    elif (get(level), get(mode), get(gating)) == ("token", "mask", "ratio"):
+        done["ppo.correction.kind"] = "icepop", get.origin(level)
+        bounds = get(threshold)
+        low, high = bounds if isinstance(bounds, list) else (0.0, bounds)
+        done["ppo.correction.low"] = low, get.origin(threshold)
+        done["ppo.correction.high"] = high, get.origin(threshold)
+    else:
+        what = ", ".join(f"{name} {get(name)}" for name in (level, mode, gating, threshold))
+        done["ppo.correction.kind"] = TODO, f"{what}: docs/methods.md lists raypo's corrections"
 
 
 def _set_prompts(get: ForeignArguments, done: Settings) -> None:
@@ -147,7 +186,7 @@ def _set_batches(get: ForeignArguments, done: Settings) -> None:
     if updated == updated and (batch * samples) % updated:
         done["ppo.minibatch_size"] = (
             TODO,
-            f"{origin} {updated:g}: a divisor of the {batch * samples:g} responses of a step",
+            f"{origin} {updated:g}: a divisor of the {known(batch * samples)} responses of a step",
         )
     most = get.number("data.max_samples") if get.has("data.max_samples") else math.inf
     epochs = get.number("train.num_episodes")
@@ -161,7 +200,7 @@ def _set_batches(get: ForeignArguments, done: Settings) -> None:
 def _set_lengths(get: ForeignArguments, done: Settings) -> None:
     total, response = get("data.max_len"), get("rollout.max_new_tokens")
     prompt = get("data.prompt_max_len")
-    is_old = "pretrain" in get.given and not get.has("data.max_len")
+    is_old = not get.is_dotted and not get.has("data.max_len")
     whole = "1024 in OpenRLHF with flat names, else max_len" if is_old else f"data.max_len {total},"
     if response is not None:
         get.copy(done, {"rollout.max_new_tokens": "rollout.max_new_tokens"})
@@ -188,7 +227,7 @@ def _set_schedule(get: ForeignArguments, done: Settings) -> None:
     else:
         get.pass_over("actor.min_lr_ratio")
     ratio = get.number("actor.lr_warmup_ratio")
-    if ratio > 0 and kind != "constant":  # transformers' constant schedule ignores warm-up
+    if ratio != 0 and kind != "constant":  # transformers' constant schedule ignores warm-up
         get.set_warmup(done, "actor.lr_warmup_ratio", ratio)
     else:
         get.pass_over("actor.lr_warmup_ratio")
@@ -202,11 +241,13 @@ def _set_schedule(get: ForeignArguments, done: Settings) -> None:
 
 def _set_models(get: ForeignArguments, done: Settings) -> None:
     """Set the score, the data type, the offload and the weight transport."""
-    server, origin = get("reward.remote_url"), get.origin("reward.remote_url")
-    models = get("reward.model_name_or_path")
     agent = get("train.agent_func_path")
+    server = None if agent else get("reward.remote_url")
+    origin = get.origin("reward.remote_url")
+    models = get("reward.model_name_or_path")
     row = get.row("reward.remote_url")
     if agent:
+        get.pass_over("reward.remote_url")  # OpenRLHF replaces it by the agent
         get.leave("train.agent_func_path", "rollout.agent. An agent of raypo is a coroutine.")
         done["rollout.agent"] = TODO, f"train.agent_func_path {agent}: file.py:name"
         prompt, total = done["data.max_prompt_tokens"][0], get("data.max_len")

@@ -18,7 +18,7 @@ from raypo.config.base import TODO, ConfigError
 from raypo.config.fields import flatten, known_keys, nested
 from raypo.config.migration import rows_of
 from raypo.config.recipe_config import RECIPES, AnyConfig
-from raypo.translation.foreign_arguments import DEFAULT, ForeignArguments, Settings
+from raypo.translation.foreign_arguments import DEFAULT, ForeignArguments, Settings, defaults_of
 from raypo.translation.foreign_settings import UNRESOLVED, Source
 from raypo.translation.from_openrlhf import from_openrlhf
 from raypo.translation.from_trl import from_trl
@@ -36,7 +36,7 @@ _STAND_INS: dict[str, Any] = {
     **dict.fromkeys(("name", "model.policy", "data.prompts"), "x"),
     **{"reward.function": "x.py:x", "rollout.agent": "x.py:x", "num_steps": 10**9},
     **{"ppo.part_weights": {"x": 1.0}, "ppo.kl.estimator": "k3", "model.reward": "x"},
-    "rollout.max_episode_tokens": 10**6,
+    **{"rollout.max_episode_tokens": 10**6, "ppo.kl.placement": "loss"},
 }
 """Values in place of TODO while the other keys are checked. Other keys are left out."""
 _COMPUTED: dict[str, Callable[[ForeignArguments], Settings]] = {
@@ -167,7 +167,8 @@ def run_file(made: Translation) -> str:
             del values[below]
         values[key] = done[key][0]
     head = [
-        f"Translated from {made.project} by raypo init; keys not shown have raypo's defaults.",
+        f"Translated from {made.project} by raypo init, with the defaults of its version "
+        f"{defaults_of(made.project)['version']}; keys not shown have raypo's defaults.",
         *made.report(),
     ]
     body = yaml.safe_dump(nested(values), sort_keys=False, allow_unicode=True, width=10**9)

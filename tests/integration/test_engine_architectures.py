@@ -14,6 +14,7 @@ from transformers import (
     Gemma4TextConfig,
     Glm4MoeConfig,
     LlamaConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
 )
@@ -59,6 +60,7 @@ CONFIGS = {
     "apertus: buffers in the activation": ApertusConfig(**UNTIED),
     "gemma4: buffers that scale the layers": Gemma4TextConfig(**GEMMA_4),
     "glm4_moe: a buffer in the router": Glm4MoeConfig(**UNTIED | EXPERTS),
+    "mixtral: single experts in files": MixtralConfig(**UNTIED, num_local_experts=4),
 }
 PROMPTS = [np.arange(3, 40, dtype=np.int32), np.array([5], dtype=np.int32)]
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AddedToken,
+    AutoConfig,
     AutoTokenizer,
     Gemma3Config,
     Gemma3ForSequenceClassification,
@@ -21,7 +22,7 @@ from transformers import (
 )
 
 from raypo.checks.input_checks import check_evaluation, check_inputs
-from raypo.checks.model_checks import check_model, check_models, check_positions
+from raypo.checks.model_checks import check_model, check_models, check_rotations
 from raypo.collectives import Workers
 from raypo.config import ConfigError, FrozenSection, parse_run_config
 from raypo.data.examples import load_examples, load_pairs
@@ -297,20 +298,48 @@ def test_what_is_longer_than_the_positions_is_refused(here: Path):
     assert "model.reference (other) has positions for 300 tokens. Lower their sum by 20" in told
 
 
-def test_rows_whose_rotation_depends_on_the_rows_beside_them_are_refused(here: Path):
-    """Phi-3 and Phi-4-mini: transformers looks at the longest row of a pass, vLLM does not."""
-    length = config_of("ppo").max_model_len
-    rope: dict[str, Any] = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
-    with_values(here / "policy", rope_scaling=rope, original_max_position_embeddings=length - 1)
-    told = refusal(config_of("ppo"))
-    assert f"({length}): model.policy (policy) rotates all rows of a pass by other factors" in told
-    assert "Lower their sum by 1, or set short_factor of its config.json to long_factor." in told
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 
-    with_values(here / "policy", original_max_position_embeddings=length)
-    check_positions(config_of("ppo"))
-    same = {**rope, "short_factor": [2.0]}
-    with_values(here / "policy", rope_scaling=same, original_max_position_embeddings=1)
-    check_positions(config_of("ppo"))
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [(LONG_ROPE, "original_max_position_embeddings"), (DYNAMIC, "max_position_embeddings")],
+)
+@pytest.mark.parametrize("recipe", ["ppo", "sft", "dpo", "reward_model"])
+def test_rows_whose_rotation_depends_on_the_rows_beside_them_are_refused(
+    here: Path, recipe: str, rope: dict[str, Any], limit: str
+):
+    """Phi-3, InternLM2: transformers looks at the longest row of a pass, vLLM does not."""
+    config: Any = config_of(recipe)
+    key, length = "rollout.max_new_tokens", getattr(config, "max_model_len", 0)
+    if recipe != "ppo":
+        key = "data.max_response_tokens"
+        length = config.data.max_prompt_tokens + config.data.max_response_tokens
+    with_values(here / "policy", rope_scaling=rope, **{limit: length - 1})
+    told = refusal(config)
+    assert told == (
+        f"data.max_prompt_tokens + {key} ({length}): model.policy (policy) rotates all rows of a "
+        f"pass by other factors if one of them has more than {length - 1} tokens. Lower their sum "
+        "by 1, or remove rope_scaling from its config.json."
+    )
+    with_values(here / "policy", **{limit: length})
+    check_rotations(config, on_hub=False)
+    with_values(here / "policy", rope_scaling=LONG_ROPE | {"short_factor": [2.0]})
+    check_rotations(config, on_hub=False)
+
+
+def test_rotations_of_a_model_from_the_hub_are_checked_too(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = config_of("sft", model={"policy": "org/policy"})
+    with_values(here / "policy", rope_scaling=DYNAMIC, max_position_embeddings=8)
+    monkeypatch.setattr(
+        "raypo.models.checkpoint.read_config",
+        lambda path, **_: AutoConfig.from_pretrained(here / "policy"),
+    )
+    with pytest.raises(ConfigError, match=r"model.policy \(org/policy\) rotates all rows"):
+        check_rotations(config, on_hub=True)
 
 
 @pytest.mark.parametrize("teacher", ["other", None])

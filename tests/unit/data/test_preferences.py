@@ -51,6 +51,8 @@ def test_a_row_may_bring_what_the_reference_says(tmp_path, tokenizer):
         ConfigError, match=r"data.ref_rejected_key \(bad\).*must be a finite number"
     ):
         load_pairs(section_of(tmp_path, row | {"bad": "much"}, **keys), tokenizer, END)
+    with pytest.raises(ConfigError, match=r"data.ref_chosen_key \(good\).*1.5 there.*at most 0"):
+        load_pairs(section_of(tmp_path, row | {"good": 1.5}, **keys), tokenizer, END)
 
 
 def test_verdicts_are_compared_with_the_next_response_to_another_prompt(tmp_path, tokenizer):

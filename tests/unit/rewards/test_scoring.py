@@ -1,6 +1,7 @@
 import asyncio
 import math
 import pickle
+import warnings
 from dataclasses import replace
 from fractions import Fraction
 from functools import wraps
@@ -158,6 +159,13 @@ def test_a_score_that_float32_cannot_hold_is_an_error(large):
         "numbers, or None if there is no score."
     )
     assert "part 'a'," in refused([{"score": 1.0, "a": large}] * 4)
+
+
+def test_scores_that_float32_makes_equal_are_warned_of():
+    with pytest.warns(UserWarning, match=f"{NAME} returned a score above 16777216 that training"):
+        score(answering([1e8, 1e8 + 1, 1e8 + 2, 0.0]), ROLLOUTS)
+    with warnings.catch_warnings(action="error"):
+        score(answering([1e8, -1e9, 16777217.25 - 1, 1 / 3]), ROLLOUTS)
 
 
 def test_too_many_failed_samples_are_told_with_the_first_of_them():

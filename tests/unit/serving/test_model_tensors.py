@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, Glm4MoeConfig
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig
 
-from raypo.serving.model_tensors import ModelTensors
+from raypo.models.checkpoint import stored_tensors
+from raypo.serving.model_tensors import ModelTensors, as_in_files
 from raypo.weights.manifest import Manifest, WeightError
 from tests.stand_ins import local_push, pack
 from tests.tiny import tiny_policy
@@ -49,6 +53,19 @@ def test_buffers_of_the_files_belong_to_a_push(tmp_path: Path) -> None:
     known = ModelTensors.of(str(tmp_path))
     assert known.required["model.layers.1.mlp.gate.e_score_correction_bias"] == (4,)
     assert not known.optional
+
+
+def test_an_engine_loads_the_tensors_of_the_models_files(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**sizes, **heads, vocab_size=16))
+    model.save_pretrained(tmp_path)
+    conversions = pickle.loads(pickle.dumps(ModelTensors.of(str(tmp_path)).conversions))
+    loaded = dict(as_in_files(conversions, stored_tensors(model)))
+    files = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == files.keys()
+    assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in files
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in files.items())
 
 
 def test_every_mistake_is_named(folder: str, tensors: dict) -> None:

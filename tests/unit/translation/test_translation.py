@@ -59,6 +59,7 @@ def config_of(text: str, tmp_path: Path, **values: str) -> Any:
     """The config, with values for the keys that are TODO."""
     usual = {"num_steps": 40, "lr_warmup_steps": 1, "max_prompt_tokens": 8, "max_new_tokens": 6}
     usual |= {"policy": "m", "prompts": "p.jsonl", "name": "n", "function": "f.py:f", "coef": 0.1}
+    usual |= {"aggregation": "token_mean", "gae_lambda": 1, "value_clip": 0.5}
     usual |= {"part_weights": "{a: 1}", "batch_size": 8, "prompts_per_step": 8, "kind": "none"}
     usual |= values
     text = re.sub(r"^(\s*(\w+)): TODO", lambda m: f"{m[1]}: {usual[m[2]]}", text, flags=re.M)
@@ -475,6 +476,49 @@ def test_a_server_of_openrlhf_is_the_only_reward(tmp_path: Path):
     assert config.model.reward is None
     assert config.reward.function is None
     assert "remote_rm_url (http://a:1/s,http://b:1/s): reward.url. A server" in notes(text)
+
+
+def test_an_agent_of_openrlhf_replaces_the_reward_url():
+    text = translated(
+        "--agent_func_path agent.py --remote_rm_url reward.py --advantage_estimator group_norm "
+        "--n_samples_per_prompt 4 --init_kl_coef 0.001"
+    )
+    assert {"rollout.agent", "ppo.kl.placement"} <= todo(text), "no KL in an episode's score here"
+    assert "reward.function" not in text
+    assert "remote_rm_url (reward.py)" in text.partition("# Needs nothing here")[2]
+
+
+def test_defaults_that_openrlhf_changed_are_todo_where_its_version_is_not_known(tmp_path: Path):
+    changed = {"ppo.aggregation", "ppo.gae_lambda", "ppo.value_clip"}
+    assert changed <= todo(translated("--pretrain m --reward_pretrain r"))
+    text = translated("--pretrain m --lambd 0.95 --value_clip 0.2 --rollout_batch_size 128")
+    assert todo(text) & changed == {"ppo.aggregation"}
+    text = translated("--actor.model_name_or_path m --rollout.batch_size 128")
+    assert not todo(text) & changed, "dotted names are of 0.11"
+    config = config_of(text, tmp_path)
+    values = config.ppo.aggregation, config.ppo.gae_lambda, config.ppo.value_clip
+    assert values == ("token_mean", 1.0, 0.5)
+    assert "with the defaults of its version 0.11" in text
+
+
+def test_means_and_corrections_of_openrlhf(tmp_path: Path):
+    level = "--algo.advantage.is_correction_level"
+    batch = "--rollout.batch_size 128"
+    text = translated(
+        f"{batch} {level} token --algo.advantage.is_correction_threshold 0.4 3 "
+        "--actor.loss_agg_mode seq-mean-token-mean"
+    )
+    config = config_of(text, tmp_path)
+    correction = config.ppo.correction
+    assert (correction.kind, correction.low, correction.high) == ("icepop", 0.4, 3.0)
+    assert config.ppo.aggregation == "sequence_mean"
+    assert "ppo.correction.kind" in todo(translated(f"{batch} {level} seq"))
+    assert config_of(translated(batch), tmp_path).ppo.correction.kind == "none"
+
+
+def test_a_word_of_openrlhf_is_text_where_it_is_no_number(tmp_path: Path):
+    config = config_of(translated("--prompt_data {your_data} --rollout_batch_size 128"), tmp_path)
+    assert config.data.prompts == ("{your_data}",)
 
 
 def test_keys_of_openrlhf_with_a_counterpart_get_it(tmp_path: Path):
