@@ -13,8 +13,8 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from raypo.deployment.spec import SharedCall
-from raypo.serving.client import Completions, Engines, OnCompletion
+from raypo.rollout.engines import Engines
+from raypo.serving.client import Completions, OnCompletion
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.types import Rollout
 from raypo.weights.buckets import Bucket, as_bytes, grouped, specs_of
@@ -35,22 +35,17 @@ class Engine:
     """One engine, as its callers see it, whose completions a test makes."""
 
     answers: Callable[[list[SamplingRequest]], list[Completion]]
-    preferred: tuple[int, ...] = ()
+    joins: bool = False
 
     def per_engine(self) -> Sequence[Engines]:
         return [self]
 
     def generate(
-        self,
-        requests: Sequence[SamplingRequest],
-        on_completion: OnCompletion | None = None,
-        shared: SharedCall | None = None,
+        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
     ) -> Completions:
         return completed(self.answers(list(requests)))
 
-    def submit(
-        self, requests: Sequence[SamplingRequest], on_completion: OnCompletion | None = None
-    ) -> Completions:
+    def submit(self, requests: Sequence[SamplingRequest]) -> Completions:
         return self.generate(requests)
 
 

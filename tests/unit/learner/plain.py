@@ -30,7 +30,7 @@ from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
 from raypo.rewards.scoring import ScoreOfParts
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
-from raypo.rollout.sharding import shard, to_experience
+from raypo.rollout.sharding import deal, to_experience
 from raypo.types import Experience, Rollout
 
 VOCABULARY = 12
@@ -232,25 +232,21 @@ def one_step(
         teams = (range(sizes[0]), range(sizes[0], workers.count))
         roles = Roles(workers, workers.team(sizes), teams)
 
-    def scored_rollouts(count: int) -> list[Rollout]:
-        nonlocal position
-        draws = range(position, position + count)[workers.rank :: workers.count]
-        position += count
-        return [each for index in draws for each in group(index)]
-
     batch = StepBatch(PROMPTS_PER_STEP, ppo.filter, RewardSection())
     while batch.num_wanted:
-        batch.add(scored_rollouts(batch.num_wanted), workers)
-    collected = batch.collected(workers)
+        draws = range(position, position + batch.num_wanted)
+        position = draws.stop
+        batch.add([each for index in draws for each in group(index)])
+    collected = batch.collected()
     learner = plain_learner(ppo, workers, tokens=tokens, rate=rate, roles=roles)
-    dealt = shard(
+    hands = deal(
         collected.trained,
         minibatch_size=ppo.minibatch_size,
         seed=(0, step),
-        workers=workers,
+        num_workers=workers.count,
         teams=roles.teams,
     )
-    experience = to_experience(dealt, parts=ppo.part_names)
+    experience = to_experience(hands[workers.rank], parts=ppo.part_names)
     if shuffled:  # in another order, and wider
         order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(3))
         experience = widened(experience.select(order))
@@ -311,6 +307,9 @@ class ThreadWorkers(Workers):
     def gather_first(self, value: Any) -> list[Any]:
         gathered = self.gather(value)
         return gathered if self.rank == 0 else []
+
+    def scatter(self, hands: Sequence[Any]) -> Any:
+        return self.broadcast(hands)[self.rank]
 
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
         return [of_one[self.rank] for of_one in self.gather(list(parcels))]
