@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from raypo.collectives import Workers
 from raypo.config import RolloutSection
 from raypo.data.turns import TurnTokens
 from raypo.rollout.batch_scoring import Scorer
@@ -19,7 +18,7 @@ from raypo.rollout.collect import Sampler, Sampling
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.policy import EpisodeLimit
 from raypo.rollout.session import Session
-from raypo.rollout.sharding import shard, to_experience
+from raypo.rollout.sharding import deal, to_experience
 from raypo.serving.requests import Completion, SamplingRequest
 from raypo.tools.calculator import calculator
 from raypo.tools.calls import answer_calls
@@ -397,7 +396,7 @@ def test_an_agent_may_go_on_until_its_limit(tokenizer):
 def test_rows_of_one_episode_are_dealt_whole_and_known_as_one_sample(tokenizer):
     rollouts = played(tokenizer, "Splits", labels=(1, 2))
     scored = Scorer(None, (), {}).score(rollouts)
-    dealt = shard(scored, minibatch_size=2, seed=(0, 1), workers=Workers())
+    (dealt,) = deal(scored, minibatch_size=2, seed=(0, 1), num_workers=1)
     assert len(dealt) == 12
     assert {each.minibatch for each in dealt} == {0, 1}  # four samples, two of them each
     experience = to_experience(dealt)

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from raypo.collectives import Workers
 from raypo.config import CurriculumSection
 from raypo.data.stream import Mix
 from raypo.rollout.curriculum import CurriculumStream, Outcome, few_draws_note
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.prompt_source import PromptSource
 from raypo.types import Prompt, Rollout
-from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_dynamic_sampling import rollout
 
 BLOCK = 4
@@ -155,30 +153,15 @@ def test_samples_without_a_score_do_not_count():
     assert stream(section=CurriculumSection(pass_score=0.1)).outcomes(scored) == {5: Outcome(3, 0)}
 
 
-def of_workers(workers: Workers) -> tuple[list[tuple[int, int]], dict[str, float]]:
+def test_the_pass_rate_of_a_step_is_of_its_own_samples():
     source = PromptSource(stream(lag=BLOCK), 2)
-    mine: list[tuple[int, int]] = []
-    metrics: dict[str, float] = {}
-    for _ in range(12):
-        draws = source.draw(BLOCK, workers)
-        mine += [(draw.group_index, draw.index) for draw in draws]
-        scored: Sequence[Rollout] = [
-            replace(rollout(draw.group_index, n), score=float(draw.index % 3 > n))
-            for draw in draws
-            for n in range(2)
-        ]
-        source.learn(source.outcomes(scored, workers))
-        batch = Collected(list(scored), list(scored), 0, {})
-        metrics = source.pass_rates(batch, workers)
-    return mine, metrics
-
-
-def test_two_workers_draw_what_one_draws_and_tell_the_same():
-    ((alone, metrics),) = on_workers(1, of_workers)
-    (one, told), (other, others_told) = on_workers(2, of_workers)
-    assert sorted(one + other) == alone
-    assert told == others_told == metrics
-    assert metrics["curriculum/step_pass_rate"] > 0
+    draws = source.draw(BLOCK)
+    scored = [
+        replace(rollout(draw.group_index, n), score=float(n)) for draw in draws for n in range(2)
+    ]
+    source.learn(scored, until=source.drawn)
+    metrics = source.pass_rates(Collected(scored, scored, 0, {}), source.drawn)
+    assert metrics["curriculum/step_pass_rate"] == 0.5
 
 
 def test_a_run_that_never_repeats_a_prompt_is_told():
@@ -192,7 +175,7 @@ def test_without_a_curriculum_there_is_nothing_to_learn_and_no_metric():
     from raypo.data.stream import ShuffledStream
 
     source = PromptSource(ShuffledStream(prompts(3), seed=0), 2)
-    source.draw(2, Workers())
-    source.learn(source.outcomes([], Workers()))
-    assert source.pass_rates(Collected([], [], 0, {}), Workers()) == {}
-    assert source.position() == {"position": 2}
+    source.draw(2)
+    source.learn([], until=2)
+    assert source.pass_rates(Collected([], [], 0, {}), 2) == {}
+    assert source.position(source.drawn) == {"position": 2}

@@ -1,4 +1,4 @@
-"""A step is filled round by round; every sample is accounted for, on every worker alike."""
+"""A step is filled round by round; every sample is accounted for."""
 
 import math
 from collections.abc import Callable
@@ -7,14 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raypo.collectives import Workers
 from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.rewards.scoring import RewardError
 from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
 from raypo.types import Prompt, Rollout
-from tests.unit.learner.plain import on_workers
 
 LENIENT = RewardSection(max_failed_fraction=1.0)
 ALIKE, VARIED = (1.0, 1.0), (0.0, 1.0)
@@ -46,23 +44,22 @@ def fill(
     *,
     section: FilterSection,
     prompts_per_step: int = 4,
-    workers: Workers | None = None,
     stream: ShuffledStream[Prompt] | None = None,
     reward: RewardSection = LENIENT,
 ) -> Collected:
-    workers, source = workers or Workers(), PromptSource(stream or prompts(), 2)
+    source = PromptSource(stream or prompts(), 2)
 
     def scored_rollouts(count: int) -> list[Rollout]:
         return [
             replace(rollout(draw.group_index, sample), score=score)
-            for draw in source.draw(count, workers)
+            for draw in source.draw(count)
             for sample, score in enumerate(scores_of(draw.group_index))
         ]
 
     batch = StepBatch(prompts_per_step, section, reward)
     while batch.num_wanted:
-        batch.add(scored_rollouts(batch.num_wanted), workers)
-    return batch.collected(workers)
+        batch.add(scored_rollouts(batch.num_wanted))
+    return batch.collected()
 
 
 def fates(collected: Collected) -> tuple[float, ...]:
@@ -84,24 +81,18 @@ def test_without_a_filter_there_is_one_round_and_all_of_it_is_trained():
     assert "rollout/refills" not in collected.metrics
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_filtered_groups_are_replaced_by_the_next_draws_until_the_step_is_full(count: int):
+def test_filtered_groups_are_replaced_by_the_next_draws_until_the_step_is_full():
     # draws 0, 3, 6 and 9 pass: rounds of 4, 2, 2, 1 and 1 draws
     def scores_of(group: int) -> tuple[float, ...]:
         return VARIED if group % 3 == 0 else ALIKE
 
-    streams = [prompts() for _ in range(count)]
-    outcomes = on_workers(
-        count,
-        lambda workers: fill(scores_of, section=ON, workers=workers, stream=streams[workers.rank]),
-    )
-
-    assert sorted(group for outcome in outcomes for group in groups(outcome)) == [0, 3, 6, 9]
-    for outcome, stream in zip(outcomes, streams, strict=True):
-        assert fates(outcome) == (20, 8, 12, 0)
-        assert outcome.missing_groups == 0
-        assert outcome.metrics["rollout/refills"] == 4
-        assert stream.state_dict() == {"position": 10}  # the cursor: a resumed run goes on here
+    stream = prompts()
+    collected = fill(scores_of, section=ON, stream=stream)
+    assert groups(collected) == [0, 3, 6, 9]
+    assert fates(collected) == (20, 8, 12, 0)
+    assert collected.missing_groups == 0
+    assert collected.metrics["rollout/refills"] == 4
+    assert stream.state_dict() == {"position": 10}  # the cursor: a resumed run goes on here
 
 
 def test_the_last_refill_leaves_a_smaller_step():
@@ -135,22 +126,22 @@ def test_failed_samples_are_failed_whatever_became_of_their_group():
     assert fates(collected) == (10, 6, 2, 2)
 
 
-def test_too_many_failures_stop_the_run_whichever_worker_they_are_on():
+def test_too_many_failures_stop_the_run():
     def scores_of(group: int) -> tuple[float, ...]:
         return (math.nan, math.nan) if group == 1 else VARIED
 
     strict = RewardSection(max_failed_fraction=0.2)
     with pytest.raises(RewardError, match=r"reward.max_failed_fraction \(0.2\): .* 2 of 8"):
-        on_workers(2, lambda workers: fill(scores_of, section=ON, workers=workers, reward=strict))
+        fill(scores_of, section=ON, reward=strict)
     assert fates(fill(scores_of, section=FilterSection())) == (8, 6, 0, 2)
 
 
 def test_a_response_without_a_sampled_token_cannot_be_trained():
     scored = [replace(rollout(0, n, tokens), score=1.0) for n, tokens in ((0, 0), (1, 2))]
     batch = StepBatch(1, FilterSection(), LENIENT)
-    batch.add(scored, Workers())
+    batch.add(scored)
     assert not batch.num_wanted
-    collected = batch.collected(Workers())
+    collected = batch.collected()
     assert collected.trained == scored[1:]
     assert fates(collected) == (2, 1, 0, 1)
     assert collected.metrics["rollout/samples_empty"] == 1

@@ -21,7 +21,7 @@ from raypo.report.samples import turns_of
 from raypo.rewards.scoring import _columns
 from raypo.rollout import event_loop
 from raypo.rollout.batch_scoring import Scorer
-from raypo.rollout.collect import PushAgain, Sampler, Sampling, is_trainable
+from raypo.rollout.collect import Sampler, Sampling, is_trainable
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.event_loop import LoopStandsStill
 from raypo.rollout.sharding import to_experience
@@ -286,13 +286,12 @@ def played(
     *,
     labels: tuple[Any, ...] = (None,),
     chat: bool = False,
-    push_again: PushAgain | None = None,
     samples: int = 2,
     **keys: Any,
 ) -> list[Rollout]:
     with closing(episodes(tokenizer, **keys)) as table:
         return played_by(
-            tokenizer, table, engine or Talking(), samples, labels, chat=chat, push_again=push_again
+            tokenizer, table, engine or Talking(), samples, labels, chat=chat
         )
 
 
@@ -304,7 +303,6 @@ def played_by(
     labels: tuple[Any, ...] = (None,),
     *,
     chat: bool = False,
-    push_again: PushAgain | None = None,
 ) -> list[Rollout]:
     """Each draw has a prompt of its own."""
     messages = [{"role": "user", "content": "1+1"}] if chat else None
@@ -315,7 +313,7 @@ def played_by(
         for number, label in enumerate(labels)
     ]
     sampling = Sampling(samples, 8, 1.0, 1.0, (END,), seed=7, episodes=table)
-    return Sampler(engine, tokenizer, sampling, push_again).sample(draws)
+    return Sampler(engine, tokenizer, sampling).sample(draws)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from typing import Literal
 
 import numpy as np
 
-from raypo.collectives import Workers
 from raypo.config import EngineSection, EvalSection
 from raypo.config.rollout_section import RolloutSection
 from raypo.rewards.scoring import RewardFunction
@@ -28,9 +27,8 @@ def known_scores(rollouts: list[Rollout]) -> list[float]:
 def test_means_failures_and_pass_at_k_by_hand():
     section = EvalSection(samples_per_prompt=2, pass_at=(1, 2))
 
-    figures = evaluate_policy(
+    figures, _ = evaluate_policy(
         PROMPTS, Sampler(ALIKE, Lossy(), SAMPLING), known_scores, section=section,
-        workers=Workers(),
     )  # fmt: skip
 
     assert figures == {
@@ -44,8 +42,8 @@ def test_means_failures_and_pass_at_k_by_hand():
 
 def pass_at(k: int, function: RewardFunction) -> float:
     section = EvalSection(samples_per_prompt=2, pass_at=(k,))
-    figures = evaluate_policy(
-        PROMPTS, Sampler(ALIKE, Lossy(), SAMPLING), function, section=section, workers=Workers()
+    figures, _ = evaluate_policy(
+        PROMPTS, Sampler(ALIKE, Lossy(), SAMPLING), function, section=section
     )
     return figures[f"eval/pass_at_{k}"]
 
@@ -61,9 +59,9 @@ def test_pass_at_k_without_a_prompt_of_k_scores_is_not_known():
 def test_scores_by_source_where_there_are_several():
     def by_source(*sources: str) -> dict[str, float]:
         prompts = [replace(p, data_source=s) for p, s in zip(PROMPTS, sources, strict=True)]
-        figures = evaluate_policy(
+        figures, _ = evaluate_policy(
             prompts, Sampler(ALIKE, Lossy(), SAMPLING), known_scores,
-            section=EvalSection(samples_per_prompt=2), workers=Workers(),
+            section=EvalSection(samples_per_prompt=2),
         )  # fmt: skip
         return {k: v for k, v in figures.items() if k.startswith("eval/score_mean/")}
 
@@ -93,7 +91,7 @@ def test_an_evaluation_samples_once():
 
     evaluate_policy(
         PROMPTS, Sampler(engine, Lossy(), SAMPLING), known_scores,
-        section=EvalSection(samples_per_prompt=2), workers=Workers(),
+        section=EvalSection(samples_per_prompt=2),
     )  # fmt: skip
 
     assert asked == [6]
@@ -107,7 +105,7 @@ def test_an_evaluation_shares_no_keys_with_training():
     )
     evaluate_policy(
         PROMPTS, Sampler(engine, Lossy(), SAMPLING), known_scores,
-        section=EvalSection(samples_per_prompt=2), workers=Workers(),
+        section=EvalSection(samples_per_prompt=2),
     )  # fmt: skip
     draw = replace(PROMPTS[0], group_index=0)
     assert len(salts) == 1

@@ -19,7 +19,7 @@ from raypo.rollout.batch_scoring import Scorer
 from raypo.rollout.collect import Sampler
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.evaluation import evaluate_policy
-from raypo.rollout.sharding import shard, to_experience
+from raypo.rollout.sharding import deal, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
 from raypo.run.utilization import step_work
 from raypo.types import Episode, Experience, Prompt, Rollout, ToolUse
@@ -141,7 +141,7 @@ def test_an_episode_counts_once_in_the_loss_whoever_holds_its_rows(count: int):
 
 def test_rows_of_a_sample_are_of_one_minibatch():
     for seed in range(20):
-        dealt = shard(rows(), minibatch_size=1, seed=(seed, 1), workers=Workers())
+        (dealt,) = deal(rows(), minibatch_size=1, seed=(seed, 1), num_workers=1)
         of_sample: dict[tuple[int, int], set[int]] = {}
         for each in dealt:
             name = each.group_index, each.sample_index
@@ -150,7 +150,7 @@ def test_rows_of_a_sample_are_of_one_minibatch():
 
 
 def test_lengths_are_of_samples():
-    figures = rollout_metrics(rows(), Workers())
+    figures = rollout_metrics(rows())
     assert figures["rollout/response_tokens"] == 26.0
     assert figures["rollout/response_tokens_mean"] == 26 / 4
     assert figures["rollout/response_tokens_max"] == 12.0
@@ -160,9 +160,9 @@ def test_lengths_are_of_samples():
 def test_the_spread_of_scores_is_of_samples_and_keeps_a_large_offset():
     far = [replace(each, score=1e8 + each.score) for each in rows()]
     for given in (rows(), far):
-        found = rollout_metrics(given, Workers())["rollout/score_std"]
+        found = rollout_metrics(given)["rollout/score_std"]
         assert found == pytest.approx(np.std(list(SCORES.values())), rel=1e-12)
-    failed = rollout_metrics([replace(each, score=math.nan) for each in rows()], Workers())
+    failed = rollout_metrics([replace(each, score=math.nan) for each in rows()])
     assert math.isnan(failed["rollout/score_std"])
     assert math.isnan(failed["rollout/score_mean"])
 
@@ -170,14 +170,14 @@ def test_the_spread_of_scores_is_of_samples_and_keeps_a_large_offset():
 def test_an_episode_is_truncated_once_if_any_of_its_conversations_is():
     ends = {(0, 0, 1): "length", (0, 0, 2): "length", (1, 1, 0): "length"}
     told = [replace(each, finish_reason=ends.get(each.key, "stop")) for each in rows()]
-    assert rollout_metrics(told, Workers())["rollout/truncated_fraction"] == 2 / 4
+    assert rollout_metrics(told)["rollout/truncated_fraction"] == 2 / 4
 
 
 def test_tools_and_what_an_episode_measured_are_counted_once():
     uses = (ToolUse("calculator", 0.5, turn=1), ToolUse("", 0.0, "not JSON", turn=2))
     episode = Episode(1.0, 2, 0.0, metrics={"hits": 3.0}, tool_uses=uses)
     told = [replace(each, episode=episode) if each.group_index == 0 else each for each in rows()]
-    figures = rollout_metrics(told, Workers())
+    figures = rollout_metrics(told)
     assert figures["episode/hits"] == 3.0
     assert figures["tools/calls_mean"] == 2 * 2 / 4
     assert figures["tools/failures"] == 2.0
@@ -187,7 +187,7 @@ def test_tools_and_what_an_episode_measured_are_counted_once():
 def test_work_is_counted_by_samples_and_no_row_is_taken_for_another_update():
     config = PPOConfig.parse(with_keys(rollout__prompts_per_step=2, rollout__samples_per_prompt=2,
                                        ppo__minibatch_size=4))  # fmt: skip
-    work = step_work(Collected(rows(), rows(), 0, {}), None, config, Workers(), step=1)
+    work = step_work(Collected(rows(), rows(), 0, {}), None, config, step=1)
     assert {name: each.samples for name, each in work.items()} == dict.fromkeys(work, 4.0)
     assert work["generate"].tokens == 26.0
 
@@ -195,7 +195,7 @@ def test_work_is_counted_by_samples_and_no_row_is_taken_for_another_update():
 class Twice:
     """Plays each prompt as an agent would that begins a second conversation."""
 
-    def play(self, draws, engine, sampling, push_again) -> list[Rollout]:
+    def play(self, draws, engines, sampling) -> list[Rollout]:
         return [
             replace(
                 rollout(draw.group_index, 0, tokens),
@@ -218,7 +218,7 @@ def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
         return [{"score": 0.5, "format": float(each.row_index)} for each in rollouts]
 
     prompts = [Prompt(index, "p", np.array([5], np.int32)) for index in range(2)]
-    figures = evaluate_policy(
+    figures, _ = evaluate_policy(
         prompts,
         Sampler(
             Engine(lambda requests: []),
@@ -227,7 +227,6 @@ def test_held_out_episodes_tell_their_length_and_what_a_reward_function_names():
         ),
         None,
         section=EvalSection(),
-        workers=Workers(),
         scorer=Scorer.from_config(
             judge, (), reward=RewardSection(), model=ModelSection(policy="p")
         ),

@@ -4,14 +4,17 @@ import pickle
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from raypo.data.stream import ShuffledStream
+from raypo.rollout.controller import BATCHES, RolloutController
 from raypo.rollout.dynamic_sampling import Collected
+from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.saved_batches import read_batches, write_batches
 from raypo.types import Episode, Prompt, Rollout, ToolUse
-from tests.unit.rollout.test_async_rollouts import Run
 from tests.unit.rollout.test_dynamic_sampling import rollout
 
 PROMPTS = [
@@ -95,20 +98,21 @@ class Payload:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("name", ["rollouts_ahead_0.npz", "rollouts_ahead_0.pkl"])
 @pytest.mark.parametrize("is_array", [True, False])
 def test_a_checkpoint_that_someone_else_has_written_executes_nothing(
-    tmp_path: Path, name: str, is_array: bool
+    tmp_path: Path, is_array: bool
 ):
     payload, marker = Payload(tmp_path / "executed"), tmp_path / "executed"
-    with (tmp_path / name).open("wb") as file:
+    with (tmp_path / BATCHES).open("wb") as file:
         if is_array:
             np.savez(file, json=np.array([payload], dtype=object))
         else:
             pickle.dump(payload, file)
     assert pickle.loads(pickle.dumps(payload)) is None  # it works
     marker.unlink()
-    run = Run(max_staleness=1)
+    source: Any = PromptSource(ShuffledStream(PROMPTS, seed=0), 2)
+    unused: Any = None
+    controller = RolloutController(source, unused, unused, num_steps=1, prompts_per_step=1)
     with suppress(ValueError):
-        run.ahead.restore(tmp_path, run.workers)
+        controller.restore(tmp_path)
     assert not marker.exists()

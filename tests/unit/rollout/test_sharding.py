@@ -6,13 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raypo.collectives import Workers
 from raypo.data.stream import ShuffledStream
 from raypo.learner.learner import minibatch_order
-from raypo.rollout.sharding import balanced_shares, shard, to_experience
+from raypo.rollout.sharding import balanced_shares, deal, to_experience
 from raypo.run.rollout_metrics import rollout_metrics
 from raypo.types import Prompt, Rollout
-from tests.unit.learner.plain import on_workers
 from tests.unit.rollout.test_dynamic_sampling import rollout
 
 
@@ -32,12 +30,9 @@ def members(deals) -> dict[int, set[float]]:
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_minibatches_do_not_depend_on_the_workers(count):
     batch = scored(12)
-    alone = members([shard(batch, minibatch_size=4, seed=(0, 1), workers=Workers())])
+    alone = members(deal(batch, minibatch_size=4, seed=(0, 1), num_workers=1))
 
-    deals = on_workers(
-        count,
-        lambda w: shard(batch[w.rank :: w.count], minibatch_size=4, seed=(0, 1), workers=w),
-    )
+    deals = deal(batch, minibatch_size=4, seed=(0, 1), num_workers=count)
 
     assert members(deals) == alone
     assert [len(cut) for cut in alone.values()] == [4, 4, 4]
@@ -52,20 +47,15 @@ def test_conversations_of_one_group_with_other_prompts_are_dealt_one_by_one():
         for n in range(4)
     ]
     batch += [replace(rollout(1, n, 2), score=0.0) for n in range(4)]
-    deals = on_workers(
-        2, lambda w: shard(batch[w.rank :: 2], minibatch_size=8, seed=(0, 1), workers=w)
-    )
+    deals = deal(batch, minibatch_size=8, seed=(0, 1), num_workers=2)
     read = [sum(len(one.prompt_ids) > 50 for one in each) for each in deals]
     assert read == [2, 2]
 
 
 def test_each_team_is_dealt_the_whole_batch():
     batch, teams = scored(12), (range(2), range(2, 3))
-    deals = on_workers(
-        3,
-        lambda w: shard(batch[w.rank :: 3], minibatch_size=4, seed=(0, 1), workers=w, teams=teams),
-    )
-    alone = members([shard(batch, minibatch_size=4, seed=(0, 1), workers=Workers())])
+    deals = deal(batch, minibatch_size=4, seed=(0, 1), num_workers=3, teams=teams)
+    alone = members(deal(batch, minibatch_size=4, seed=(0, 1), num_workers=1))
     assert members(deals[:2]) == members(deals[2:]) == alone
     assert sum(map(len, deals)) == 2 * len(batch)
 
@@ -73,9 +63,7 @@ def test_each_team_is_dealt_the_whole_batch():
 def test_samples_of_a_prompt_are_trained_together_by_one_worker():
     batch = [replace(rollout(n // 2, n % 2, 3), score=float(n)) for n in range(12)]
 
-    deals = on_workers(
-        2, lambda w: shard(batch[w.rank :: 2], minibatch_size=4, seed=(0, 1), workers=w)
-    )
+    deals = deal(batch, minibatch_size=4, seed=(0, 1), num_workers=2)
 
     for each in deals:
         of_a_group = Counter((one.minibatch, one.group_index) for one in each)
@@ -86,7 +74,7 @@ def test_samples_of_a_prompt_are_trained_together_by_one_worker():
     ("responses", "sizes"), [(12, [4, 4, 4]), (9, [3, 3, 3]), (5, [3, 2]), (3, [3]), (0, [])]
 )
 def test_fewer_responses_than_planned_are_minibatches_of_like_size(responses, sizes):
-    cut = members([shard(scored(responses), minibatch_size=4, seed=(0,), workers=Workers())])
+    cut = members(deal(scored(responses), minibatch_size=4, seed=(0,), num_workers=1))
     assert [len(cut[number]) for number in sorted(cut)] == sizes
 
 
@@ -94,9 +82,7 @@ def test_bug_9_a_worker_is_left_without_only_where_there_are_fewer_responses_tha
     shares = balanced_shares([[0, 1, 2, 3, 4]], [3] * 5, [100, 1, 1, 1, 1], 2)
     assert sorted(map(sorted, shares)) == [[0], [1, 2, 3, 4]]
     assert balanced_shares([[0, 1]], [3, 3], [7, 7], 3) == [[0], [1], []]
-    deals = on_workers(
-        3, lambda w: shard(scored(2)[w.rank :: 3], minibatch_size=4, seed=(0,), workers=w)
-    )
+    deals = deal(scored(2), minibatch_size=4, seed=(0,), num_workers=3)
     batches = [to_experience(each) for each in deals]
     assert sorted(len(batch) for batch in batches) == [0, 1, 1]
 
@@ -115,7 +101,7 @@ def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
     stream = ShuffledStream(prompts, seed=0)
     drawn = [prompt.index for _, prompt in stream.take(2 * count)][count:]  # epoch 1
     batch = [replace(rollout(n, 0, 1), score=float(n)) for n in range(count)]
-    dealt = shard(batch, minibatch_size=1, seed=(0, 1), workers=Workers())
+    (dealt,) = deal(batch, minibatch_size=1, seed=(0, 1), num_workers=1)
     cut = [int(one.score) for one in dealt]
     orders = [drawn, cut, minibatch_order(0, 1, 0, count)]
 
@@ -124,10 +110,7 @@ def test_prompts_cut_and_minibatch_order_of_a_seed_share_no_permutation():
 
 
 def test_where_nothing_was_sampled_there_is_no_score():
-    assert on_workers(2, lambda w: rollout_metrics([], w)) == [{}, {}]
-    one = on_workers(2, lambda w: rollout_metrics(scored(2) if w.rank else [], w))
-    assert one[0] == one[1]
-    assert one[0]["rollout/score_mean"] == 0.5
+    assert rollout_metrics([]) == {}
 
 
 def test_the_versions_of_tokens_are_those_of_the_rollouts():
@@ -153,7 +136,7 @@ def test_what_an_environment_wrote_is_attended_to_and_neither_trained_nor_counte
     assert batch.minibatch.tolist() == [0, 1]
     assert batch.weight_version.tolist() == [5, 0]
     assert batch.weight_versions is None, "no weights came while a response was sampled"
-    figures = rollout_metrics(shares, Workers())
+    figures = rollout_metrics(shares)
     assert figures["rollout/response_tokens"] == 3.0
     assert figures["rollout/response_tokens_mean"] == 1.5
     assert figures["rollout/response_tokens_max"] == 2.0

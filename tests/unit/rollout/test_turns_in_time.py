@@ -13,7 +13,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.cluster.actors import NoReplicaLeft
-from raypo.collectives import Workers
 from raypo.concurrency import background_future
 from raypo.rollout.collect import PushAgain
 from raypo.rollout.session import Session
@@ -59,7 +58,7 @@ class Joined(Talking):
 
     most_threads = 0
 
-    def submit(self, requests: Sequence[SamplingRequest], on_completion: Any = None) -> Completions:
+    def submit(self, requests: Sequence[SamplingRequest]) -> Completions:
         (request,) = requests
         return background_future(self.joined(request))
 
@@ -194,16 +193,17 @@ def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, way, l
                 raise NoReplicaLeft("nobody")
             return super()._answer(requests)
 
-        def push(self) -> None:
-            self.is_pushed = True
-
     labels = (3, 1, 4, 2)
     whole = played(tokenizer, "Ragged", Joined(), "in_step", labels=labels)
-    engine = Lost()
-    again = PushAgain(engine.push, Workers())
-    rollouts = played(tokenizer, "Ragged", engine, way, labels=labels, push_again=again)
-    assert engine.is_pushed
-    assert ids(rollouts) == ids(whole)
+    engine, pushes = Lost(), Pushes()
+    policy: Any = PolicyEngines(Clients(engine), pushes)
+    playing = daemon_future(
+        partial(played, tokenizer, "Ragged", policy, way, labels=labels), name="playing"
+    )
+    assert not pushes.wait_for(playing, may_push=True)
+    with pushes.push():
+        engine.is_pushed = True
+    assert ids(playing.result(10)) == ids(whole)
 
     with pytest.raises(NoReplicaLeft, match="nobody"):
         played(tokenizer, "Ragged", Lost(), way, labels=labels)

@@ -174,7 +174,7 @@ def test_the_rubric_is_the_score_and_its_functions_are_parts(tokenizer, own):
         assert parts["num_turns"] == 2.0
         assert each.score == 0.5 * parts["long"] > 0.0
         assert each.turn_rewards is None
-    figures = rollout_metrics(scored, Workers())
+    figures = rollout_metrics(scored)
     assert figures["reward/long"] == 2 * figures["rollout/score_mean"]
 
 
@@ -236,7 +236,7 @@ def test_the_example_loads_and_is_played(tmp_path: Path):
         scored = scores_of(rollouts)
     assert {each.episode.error for each in scored} == {None}
     assert len(scored) == 8 * 16
-    figures = rollout_metrics(scored, Workers())
+    figures = rollout_metrics(scored)
     assert figures["reward/found"] == 7 / 8
     assert figures["reward/numbers"] == 1.0
     assert figures["rollout/score_mean"] == pytest.approx(7 / 8 + 0.1)

@@ -111,6 +111,6 @@ def test_sources_are_kept_apart_and_failures_are_masked_with_their_reason(config
     assert pid not in (0.0, float(os.getpid()))
 
     section = parsed.reward.model_copy(update={"max_failed_fraction": 0.34})
-    refuse_too_many_failures(scored, section, Workers())
+    refuse_too_many_failures(scored, section)
     with pytest.raises(RewardError, match=r"2 of 6 rollouts .*status 400: no fives"):
-        refuse_too_many_failures(scored, parsed.reward, Workers())
+        refuse_too_many_failures(scored, parsed.reward)
