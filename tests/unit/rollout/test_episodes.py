@@ -290,9 +290,7 @@ def played(
     **keys: Any,
 ) -> list[Rollout]:
     with closing(episodes(tokenizer, **keys)) as table:
-        return played_by(
-            tokenizer, table, engine or Talking(), samples, labels, chat=chat
-        )
+        return played_by(tokenizer, table, engine or Talking(), samples, labels, chat=chat)
 
 
 def played_by(

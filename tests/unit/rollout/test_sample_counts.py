@@ -91,7 +91,9 @@ def test_accounts_close_in_every_step_and_over_a_run_that_was_killed(
 
     def sampled(draws: Sequence[Prompt], clock: Clock) -> list[Rollout]:
         return [
-            replace(rollout(d.group_index, n), weight_version=version, score=score_of(n, d.group_index))
+            replace(
+                rollout(d.group_index, n), weight_version=version, score=score_of(n, d.group_index)
+            )
             for d in draws
             for n in range(2)
         ]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from raypo.cluster.actors import NoReplicaLeft
-from raypo.concurrency import background_future
-from raypo.rollout.collect import PushAgain
+from raypo.concurrency import background_future, daemon_future
+from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.rollout.session import Session
 from raypo.serving.client import Completions
 from raypo.serving.requests import Completion, SamplingRequest
@@ -181,6 +182,22 @@ def test_an_episode_stays_with_its_engine_and_groups_stay_together(tokenizer, wa
     assert first_asked == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
 
 
+class Client:
+    """Client of a single engine, which also tells early completions."""
+
+    def __init__(self, engine: Joined) -> None:
+        self.engine = engine
+
+    def per_engine(self) -> list[Client]:
+        return [self]
+
+    def generate(self, requests: Sequence[SamplingRequest], _: Any) -> Completions:
+        return daemon_future(lambda: self.engine._answer(list(requests)), name="engine")
+
+    def submit(self, requests: Sequence[SamplingRequest], _: Any) -> Completions:
+        return self.engine.submit(requests)
+
+
 @pytest.mark.parametrize(
     ("way", "lost_at"), [("in_step", 0), ("in_step", 2), ("continuous", 0), ("continuous", 6)]
 )
@@ -196,7 +213,7 @@ def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, way, l
     labels = (3, 1, 4, 2)
     whole = played(tokenizer, "Ragged", Joined(), "in_step", labels=labels)
     engine, pushes = Lost(), Pushes()
-    policy: Any = PolicyEngines(Clients(engine), pushes)
+    policy: Any = PolicyEngines(Client(engine), pushes)  # pyright: ignore[reportArgumentType]
     playing = daemon_future(
         partial(played, tokenizer, "Ragged", policy, way, labels=labels), name="playing"
     )

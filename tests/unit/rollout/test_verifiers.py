@@ -231,8 +231,9 @@ def test_the_example_loads_and_is_played(tmp_path: Path):
     with ExitStack() as at_end:
         run = Run(config, runtime, Workers(), files, Said(), at_end=at_end)
         inputs = OnlineInputs.load(run)
-        draws = inputs.source.draw(8, Workers())
-        rollouts = Sampler(Halving(), inputs.tokenizer, inputs.sampling).sample(draws)
+        assert inputs.rollouts is not None
+        draws = inputs.rollouts.source.draw(8)
+        rollouts = Sampler(Halving(), inputs.tokenizer, inputs.rollouts.sampling).sample(draws)
         scored = scores_of(rollouts)
     assert {each.episode.error for each in scored} == {None}
     assert len(scored) == 8 * 16
