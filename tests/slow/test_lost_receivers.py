@@ -18,9 +18,10 @@ import torch
 
 from raypo.cluster.actors import DeploymentError, ReplicaLost
 from raypo.collectives import Workers
+from raypo.concurrency import daemon_future
 from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
-from raypo.rollout.collect import PushAgain, Sampler, Sampling
-from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.rollout.collect import Sampler, Sampling
+from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.serving.client import EngineClient
 from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.broadcast import BroadcastTransport

@@ -1,7 +1,6 @@
 """Prompts chosen by their pass rate: which ones, by what estimates, and the same after a resume."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +12,7 @@ from raypo.data.stream import Mix
 from raypo.rollout.curriculum import CurriculumStream, Outcome, few_draws_note
 from raypo.rollout.dynamic_sampling import Collected
 from raypo.rollout.prompt_source import PromptSource
-from raypo.types import Prompt, Rollout
+from raypo.types import Prompt
 from tests.unit.rollout.test_dynamic_sampling import rollout
 
 BLOCK = 4
