@@ -48,14 +48,6 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def who_answers(handle: DeploymentHandle) -> int | None:
-    """The replica that a request goes to; None where it waits behind another one there."""
-    try:
-        return handle.call(Doubler.pid).result(5)
-    except TimeoutError:
-        return None
-
-
 def load(handle: DeploymentHandle) -> int:
     """Calls at all replicas."""
     return sum(status.num_calls for status in handle.statuses())

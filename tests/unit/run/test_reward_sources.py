@@ -93,8 +93,9 @@ def judged(values: dict[str, Any]) -> tuple[PPOConfig, list[Rollout]]:
     try:
         nobody: Any = None
         with run.at_end:
-            scorer = OnlineInputs.load(run).scorer(config, Services(nobody, {}))
-            return config, scorer.score(ROLLOUTS)
+            own = OnlineInputs.load(run).rollouts
+            assert own is not None
+            return config, own.scorer(config, Services(nobody, {})).score(ROLLOUTS)
     finally:
         server.shutdown()
         server.server_close()
