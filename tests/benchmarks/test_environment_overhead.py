@@ -28,6 +28,7 @@ from raypo.config import EngineSection, RolloutSection
 from raypo.deployment.handle import local_handle
 from raypo.models.loading import vocabulary_size
 from raypo.rollout.collect import Sampler, Sampling, request_of
+from raypo.rollout.engines import PolicyEngines
 from raypo.rollout.episodes import Episodes
 from raypo.rollout.session import Session
 from raypo.serving.client import EngineClient
@@ -202,7 +203,7 @@ def test_going_on_by_oneself(engine: Engine, folder: str, delay_s: float):
     keys = {"environment_args": {"delay_s": delay_s}, "max_new_tokens": 16}
     seconds: dict[str, list[float]] = {"in_step": [], "continuous": []}
     waited: dict[str, list[float]] = {way: [] for way in seconds}
-    seeds, local = itertools.count(), EngineClient(local_handle(engine))
+    seeds, local = itertools.count(), PolicyEngines(EngineClient(local_handle(engine)))
     rollouts: list[Rollout] = []
     for _ in range(ROUNDS + 1):
         for way in seconds:

@@ -31,7 +31,7 @@ from raypo.metrics.clock import Clock
 from raypo.models import chunk_sizes, host_memory
 from raypo.ppo.controllers import UpdateState
 from raypo.recipes.ppo import ppo_step
-from raypo.rollout.sharding import shard, to_experience
+from raypo.rollout.sharding import deal, to_experience
 from raypo.types import Rollout
 from tests.integration.learning import held_bytes, save_state
 from tests.integration.off_load import configure_as_on_a_gpu, held_bytes_of, off_and_back
@@ -110,15 +110,16 @@ def new_learner(
 def one_step(
     learner: Learner, roles: Roles, *, step: int = 1, groups: int = GROUPS
 ) -> dict[str, Any]:
-    """Figures, tokens by worker, and the policy's weights afterwards.
-
-    Rank 0 holds all rollouts, as if the groups of every other worker had been filtered.
-    """
+    """Figures, tokens by worker, and the policy's weights afterwards."""
     workers = roles.everyone
-    mine = scored_rollouts()[: groups * SAMPLES] if workers.rank == 0 else []
-    dealt = shard(
-        mine, minibatch_size=PPO.minibatch_size, seed=(0, 1), workers=workers, teams=roles.teams
+    hands = deal(
+        scored_rollouts()[: groups * SAMPLES],
+        minibatch_size=PPO.minibatch_size,
+        seed=(0, 1),
+        num_workers=workers.count,
+        teams=roles.teams,
     )
+    dealt = workers.scatter(hands)
     _, figures, _ = ppo_step(
         learner,
         to_experience(dealt),

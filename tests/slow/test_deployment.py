@@ -48,14 +48,6 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def who_answers(handle: DeploymentHandle) -> int | None:
-    """The replica that a request goes to; None where it waits behind another one there."""
-    try:
-        return handle.call(Doubler.pid).result(5)
-    except TimeoutError:
-        return None
-
-
 def load(handle: DeploymentHandle) -> int:
     """Calls at all replicas."""
     return sum(status.num_calls for status in handle.statuses())
@@ -103,7 +95,7 @@ def test_awaited_calls_stay_with_their_replica_and_survive_it_without_a_thread_e
 ):
     """Also more of them than an actor of Ray's takes in by itself, which then hides its health."""
     handle = start(2, delays=(0.003,), max_restarts=10, health_check_period_s=0.5)
-    (own,) = handle.preferring(1).per_replica()
+    _, own = handle.per_replica()
     _, second = pids(handle)
     most_threads = 0
 
@@ -136,7 +128,7 @@ def test_an_awaited_call_outlives_a_replica_that_hangs(start: Start):
     os.kill(pid, signal.SIGSTOP)
 
     async def ask() -> list[int]:
-        (own,) = handle.preferring(0).per_replica()
+        (own,) = handle.per_replica()
         return await asyncio.gather(
             *(asyncio.wrap_future(own.call(Doubler.double, number)) for number in range(20))
         )
@@ -145,21 +137,11 @@ def test_an_awaited_call_outlives_a_replica_that_hangs(start: Start):
     until(lambda: not is_there(pid))
 
 
-def test_the_own_replica_comes_first_and_others_when_it_is_full_or_gone(
-    start: Start, tmp_path: Path
-):
+def test_the_own_replica_comes_first_and_others_when_it_is_gone(start: Start):
     handle = start(2, max_restarts=0)
-    own = handle.preferring(1)
+    _, own = handle.per_replica()
     first, second = pids(handle)
     assert {own.call(Doubler.pid).result() for _ in range(10)} == {second}
-
-    gate = tmp_path / "gate"
-    busy = own.call(Doubler.wait_for, str(gate))
-    until(lambda: who_answers(own) == first)
-    gate.touch()
-    assert busy.result() == "seen"
-    until(lambda: who_answers(own) == second)
-
     kill(second)
     assert {own.call(Doubler.pid).result() for _ in range(10)} == {first}
 
@@ -230,7 +212,7 @@ def test_a_replica_that_was_started_again_first_makes_the_call_that_is_required(
     assert [response.result() for response in other.call_all(Doubler.version)] == [7, 7]
     handle.require(Doubler.hold, 8)
     assert other.call(Doubler.version).result() == 7, "what another handle requires is its own"
-    assert handle.preferring(0).call(Doubler.version).result() == 8
+    assert handle.per_replica()[0].call(Doubler.version).result() == 8
 
 
 def test_where_none_can_do_what_is_required_the_caller_is_told_to_push_again(start: Start):
@@ -280,8 +262,8 @@ def test_a_replica_whose_node_is_gone_is_passed_over(start: Start):
     lost: Any = ray.remote(Doubler).options(**options).remote("nowhere")
     with pytest.raises(ActorUnschedulableError):
         ray.get(lost.pid.remote())
-    both = DeploymentHandle.of(handle.limits, handle.replicas[0].namespace, 2).preferring(1, 0)
-    assert both.call(Doubler.double, 2).result() == 4
+    both = DeploymentHandle.of(handle.limits, handle.replicas[0].namespace, 2)
+    assert both.per_replica()[1].call(Doubler.double, 2).result() == 4
     assert len(both.statuses()) == 1
 
 

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import ray
 import torch
-from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.rollout.in_flight import Pushes
 
 from raypo.cluster.actors import DeploymentError, ReplicaLost
 from raypo.collectives import Workers
+from raypo.concurrency import daemon_future
 from raypo.deployment.deployment import Deployment, DeploymentHandle, Place, start_deployment
-from raypo.rollout.collect import PushAgain, Sampler, Sampling
+from raypo.rollout.collect import Sampler, Sampling
+from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.serving.client import EngineClient
 from raypo.types import Experience, Prompt, Rollout
 from raypo.weight_sync.broadcast import BroadcastTransport
@@ -124,22 +126,21 @@ def test_a_push_outlives_a_replica(fleet: Fleet, kind: str):
 @pytest.mark.parametrize("kind", ["object", "gloo"])
 @pytest.mark.parametrize("fleet", [{"count": 1}, {"count": 2}], indirect=True, ids=["one", "two"])
 def test_a_rollout_outlives_a_replica(fleet: Fleet, kind: str):
-    """Survivors, or kept buckets, or where there is neither one more push for all workers."""
+    """Survivors, or kept buckets, or where there is neither one more push."""
     transport = transport_of(kind)
     fleet.push(transport, 1)
-    pushes: list[int] = []
-
-    def push() -> None:
-        fleet.push(transport, 1)
-        pushes.append(1)
-
+    pushes, num_pushes = Pushes(), 0
     fleet.dies.touch()
-    again = PushAgain(push, Workers())
-    rollouts = Sampler(EngineClient(fleet.handle), Lossy(), SAMPLING, again).sample(DRAWS)
+    sampler = Sampler(PolicyEngines(EngineClient(fleet.handle), pushes), Lossy(), SAMPLING)
+    sampled = daemon_future(lambda: sampler.sample(DRAWS), name="sampling")
+    while not pushes.wait_for(sampled, may_push=True):
+        with pushes.push():
+            fleet.push(transport, 1)
+        num_pushes += 1
 
     assert not fleet.dies.exists(), "nobody died"
-    assert [rollout.weight_version for rollout in rollouts] == [1] * 6
-    assert len(pushes) == (1 if kind == "gloo" and fleet.count == 1 else 0)
+    assert [rollout.weight_version for rollout in sampled.result()] == [1] * 6
+    assert num_pushes == (1 if kind == "gloo" and fleet.count == 1 else 0)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_requests_in_flight_outlive_all_engines_after_a_push(fleet: Fleet):
     fleet.push(transport, 1)
     holds_up = fleet.dies.with_name("holds_up")
     holds_up.touch()
-    engines = EnginesInFlight(EngineClient(fleet.handle.preferring(0, 1)), pushes)
+    engines = PolicyEngines(EngineClient(fleet.handle), pushes)
     rollouts: list[Rollout] = []
     sampling = threading.Thread(
         target=lambda: rollouts.extend(Sampler(engines, Lossy(), SAMPLING).sample(DRAWS)),

@@ -19,7 +19,7 @@ from raypo.learner.learner import Learner
 from raypo.ppo.controllers import UpdateState
 from raypo.ppo.corrections import with_corrections
 from raypo.ppo.estimators import with_advantages
-from raypo.rollout.sharding import shard, to_experience
+from raypo.rollout.sharding import deal, to_experience
 from raypo.types import Rollout
 from tests.unit.learner.plain import (
     TEMPERATURE,
@@ -90,7 +90,7 @@ def learned(ppo: PPOSection, *, sign: float) -> float:
         scored = sample(learner, generator)
         scores.append(np.mean([each.score for each in scored]))
         batch = to_experience(
-            shard(scored, minibatch_size=ppo.minibatch_size, seed=(0, step), workers=workers)
+            *deal(scored, minibatch_size=ppo.minibatch_size, seed=(0, step), num_workers=1)
         )
         batch, _, scores_so_far = with_advantages(
             learner.with_log_probs_and_values(batch),

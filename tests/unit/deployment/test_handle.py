@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from raypo.rollout.in_flight import EnginesInFlight, Pushes
+from raypo.rollout.in_flight import Pushes
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
 from raypo.deployment.handle import DeploymentHandle, ReplicaClient
 from raypo.deployment.spec import Call, Deployment, Lost, Prerequisite, Unprepared
+from raypo.rollout.engines import PolicyEngines, Pushes
 from raypo.serving.client import Completions, EngineClient
 from raypo.serving.engine import Engine
 from raypo.serving.requests import Completion, SamplingRequest
@@ -57,7 +58,7 @@ def load(handle: DeploymentHandle) -> Future[Any]:
 
 
 def test_a_push_reaches_the_handles_of_single_replicas():
-    handle = DeploymentHandle.of(LIMITS, "raypo", 2).preferring(0, 1)
+    handle = DeploymentHandle.of(LIMITS, "raypo", 2)
     EngineClient(handle).require(PUSH)
     first, second = handle.per_replica()
     EngineClient(handle).require("the next")  # pyright: ignore[reportArgumentType]
@@ -70,27 +71,24 @@ def test_a_push_reaches_the_handles_of_single_replicas():
 
 def test_a_lost_call_is_repeated_under_its_id_by_another_replica():
     first, second = Scripted(0, Lost("it was killed")), Scripted(1)
-    assert load(handle_of(first, second).preferring(0)).result(5) == 1
+    assert load(handle_of(first, second).per_replica()[0]).result(5) == 1
     assert [call.id for call in first.calls] == [call.id for call in second.calls]
 
 
 def test_a_lost_call_is_repeated_by_the_restarted_replica_if_no_other_can_serve():
     first, second = Scripted(0, Lost("it was killed"), "restarted"), Scripted(1, Unprepared("new"))
-    assert load(handle_of(first, second).preferring(0)).result(5) == "restarted"
+    assert load(handle_of(first, second).per_replica()[0]).result(5) == "restarted"
 
 
-def test_a_preferred_replica_is_called_as_long_as_it_has_room():
-    handle = handle_of(*(Scripted(index) for index in range(3))).preferring(1)
-    own, (sticky,) = handle.replicas[1], handle.per_replica()
-    handle.replicas[0].num_waiting, handle.replicas[2].num_waiting = 9, 3
-    assert load(handle).result(5) == 1
-    own.num_waiting = 2
-    assert load(handle).result(5) == 1, "it has fewer calls than the others"
-    own.num_waiting = 4
+def test_the_least_busy_replica_is_called_and_an_own_one_while_it_is_up():
+    handle = handle_of(*(Scripted(index) for index in range(3)))
+    own = handle.per_replica()[1]
+    for replica, num_waiting in zip(handle.replicas, (9, 4, 3), strict=True):
+        replica.num_waiting = num_waiting
     assert load(handle).result(5) == 2
-    assert load(sticky).result(5) == 1
-    own.gone = ActorDiedError()
-    assert load(sticky).result(5) == 2
+    assert load(own).result(5) == 1
+    handle.replicas[1].gone = ActorDiedError()
+    assert load(own).result(5) == 2
 
 
 def test_the_caller_has_to_push_again_if_every_replica_is_unprepared():
@@ -210,11 +208,11 @@ def scripted(handle: DeploymentHandle) -> Sequence[Scripted]:
 def test_a_request_that_is_sent_during_a_push_requires_what_was_pushed():
     """The handles of single engines are made before the push ends."""
     answer = [Completion(np.array([5], np.int32), np.zeros(1, np.float32), "stop", 0)]
-    handle = handle_of(Scripted(0, answer), Scripted(1, answer)).preferring(0, 1)
+    handle = handle_of(Scripted(0, answer), Scripted(1, answer))
     engines, pushes = EngineClient(handle), Pushes()
     required: list[Prerequisite | None] = []
     requests = [SamplingRequest(np.array([5], np.int32), 4, 1.0, seed=n) for n in range(2)]
-    asking = EnginesInFlight(engines, pushes).per_engine()
+    asking = PolicyEngines(engines, pushes).per_engine()
     sent: list[Completions] = []
     sampling = threading.Thread(
         target=lambda: sent.extend(

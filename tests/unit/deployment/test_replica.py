@@ -145,38 +145,13 @@ def test_entries_of_an_answer_are_told_as_they_come():
         under_way = asyncio.create_task(ask(counter, "a", "promise_all", 3))
         await asyncio.sleep(0.05)
         counter._target.promised[2].set_result(20)
-        told = [await counter.entries("a", None, 0)]
+        told = [await counter.entries("a", 0)]
         counter._target.promised[0].set_result(0)
-        told += [await counter.entries("a", None, told[0][0])]
-        told += [await counter.entries("a", (2, 1), 0), await counter.entries("unknown", None, 0)]
+        told += [await counter.entries("a", 1), await counter.entries("unknown", 0)]
         counter._target.promised[1].set_result(10)
-        return [*told, await under_way, await counter.entries("a", None, 2)]
+        return [*told, await under_way, await counter.entries("a", 2)]
 
-    assert run(listens()) == [
-        (1, {2: 20}),
-        (2, {0: 0}),
-        (2, {0: 20}),
-        (0, {}),
-        [0, 10, 20],
-        (3, {1: 10}),
-    ]
-
-
-def test_a_call_that_several_make_under_one_id_is_made_once_and_each_gets_its_part():
-    counter = replica()
-
-    async def together() -> list[Any]:
-        mine = asyncio.create_task(ask(counter, "a", "promise_all", 3, part=(0, 1)))
-        gives_up = asyncio.create_task(ask(counter, "a", "promise_all", 3, part=(1,)))
-        theirs = asyncio.create_task(ask(counter, "a", "promise_all", 3, part=(2,)))
-        await asyncio.sleep(0.05)
-        gives_up.cancel()
-        await asyncio.sleep(0)
-        for number, each in enumerate(counter._target.promised):
-            each.set_result(number)
-        return [await mine, await theirs, counter._num_calls()]
-
-    assert run(together()) == [[0, 1], [2], 0]
+    assert run(listens()) == [{2: 20}, {0: 0}, {}, [0, 10, 20], {1: 10}]
 
 
 def test_what_a_caller_that_gives_up_was_promised_is_cancelled():

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypo.collectives import Workers
 from raypo.config import ConfigError, JudgeSection, ModelSection, PPOConfig, RewardSection
 from raypo.rewards.functions import open_servers
 from raypo.rewards.judge import DeployedJudge, Judge
@@ -275,7 +274,7 @@ def test_a_run_measures_the_grades_and_keeps_the_answers():
         scored = scorer.score([rollout("four"), rollout("five", sample_index=1)])
     assert scored[0].score == 2.0
     assert math.isnan(scored[1].score)
-    figures = rollout_metrics(scored, Workers())
+    figures = rollout_metrics(scored)
     assert figures["rollout/score_mean"] == 2.0
     assert figures["reward/judge_ungraded"] == 0.5
     assert figures["reward/judge_s"] > 0.0

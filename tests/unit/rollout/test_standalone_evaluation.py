@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from raypo.config import ConfigError, PPOConfig
+from raypo.deployment.handle import local_handle
 from raypo.rollout import standalone_evaluation
 from raypo.rollout.standalone_evaluation import evaluate_model
+from raypo.serving.client import EngineClient
 from raypo.types import Episode, Prompt, Rollout
 from tests.tiny import tiny_policy
 from tests.unit.rollout.test_dynamic_sampling import rollout
-from tests.unit.test_known_bugs import ALIKE
+from tests.unit.test_known_bugs import Served
 
 FUNCTIONS = """
 def half(rollouts):
@@ -44,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     @contextmanager
     def engine(*_: Any) -> Any:
-        yield ALIKE
+        yield EngineClient(local_handle(Served()))
 
     monkeypatch.setattr(standalone_evaluation, "_engine_of", engine)
     monkeypatch.chdir(tmp_path)

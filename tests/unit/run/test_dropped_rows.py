@@ -105,7 +105,9 @@ def test_labels_that_the_verifier_cannot_read_are_refused_or_dropped_as_rows(
     with pytest.raises(RowError, match=f"{bad}:2 is not a number: 'x'"):
         prepared("refuse")
     inputs, told = prepared("drop")
-    kept = inputs.prompts if key == "data.prompts" else inputs.held_out
+    assert inputs.rollouts is not None
+    source, held_out_prompts = inputs.rollouts.source, inputs.rollouts.held_out
+    kept = source.stream.items if key == "data.prompts" else held_out_prompts
     assert [each.label for each in kept] == ["2", "4"]
     (note,) = [line for line in told if line.startswith(f"1 bad rows of {key} are dropped")]
     assert f"{bad}:2" in note

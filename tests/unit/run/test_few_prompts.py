@@ -74,7 +74,8 @@ def test_a_curriculum_without_repeated_prompts_is_announced(
     tmp_path: Path, num_prompts: int, said: bool
 ):
     inputs, messages = loaded(tmp_path, num_prompts, data={"curriculum": {"target": 0.3}})
-    assert inputs.source.curriculum is not None
+    assert inputs.rollouts is not None
+    assert inputs.rollouts.source.curriculum is not None
     expected = (
         "data.curriculum: has little data to learn from: the run draws 20 prompts (num_steps x "
         f"rollout.prompts_per_step) and data.prompts has {num_prompts}, so most prompts have no "

@@ -108,7 +108,7 @@ def test_a_step_goes_through_the_phases_of_the_design():
 def test_weights_that_a_push_replaces_are_not_kept_over_the_update():
     recorder = Recorder()
     step = phases(recorder, at=Phase.GENERATE)
-    step.enter(Phase.SCORE, before_push=True)
+    step.turn(Phase.SCORE, before_push=True)
     assert "engines: sleep without weights" in recorder.events()
 
 

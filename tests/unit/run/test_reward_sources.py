@@ -93,8 +93,9 @@ def judged(values: dict[str, Any]) -> tuple[PPOConfig, list[Rollout]]:
     try:
         nobody: Any = None
         with run.at_end:
-            scorer = OnlineInputs.load(run).scorer(config, Services(nobody, {}))
-            return config, scorer.score(ROLLOUTS)
+            own = OnlineInputs.load(run).rollouts
+            assert own is not None
+            return config, own.scorer(config, Services(nobody, {})).score(ROLLOUTS)
     finally:
         server.shutdown()
         server.server_close()
@@ -111,6 +112,6 @@ def test_sources_are_kept_apart_and_failures_are_masked_with_their_reason(config
     assert pid not in (0.0, float(os.getpid()))
 
     section = parsed.reward.model_copy(update={"max_failed_fraction": 0.34})
-    refuse_too_many_failures(scored, section, Workers())
+    refuse_too_many_failures(scored, section)
     with pytest.raises(RewardError, match=r"2 of 6 rollouts .*status 400: no fives"):
-        refuse_too_many_failures(scored, parsed.reward, Workers())
+        refuse_too_many_failures(scored, parsed.reward)

@@ -58,7 +58,8 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
     }
     config = PPOConfig.parse(values)
     inputs, messages = prepared(OnlineInputs.load, config)
-    draws = inputs.source.draw(8, Workers())
+    own = inputs.rollouts
+    draws = own.source.draw(8)
     assert Counter(draw.data_source for draw in draws) == {"few": 6, "many": 2}
     assert messages == [
         "few has 5 rows, but a step takes 6 of them (its weight is 3, rollout.prompts_per_step "
@@ -73,14 +74,14 @@ def test_prompts_come_by_their_weights_and_are_judged_by_their_source(values: di
         )
         for draw in draws
     ]  # fmt: skip
-    scored = inputs.scorer(config, NO_SERVICES).score(rollouts)
-    figures = rollout_metrics(scored, Workers())
+    scored = own.scorer(config, NO_SERVICES).score(rollouts)
+    figures = rollout_metrics(scored)
     assert figures["rollout/score_mean/few"] == 0.0
     assert figures["rollout/score_mean/many"] == 5.0
     assert figures["rollout/score_mean"] == 10.0 / 8
     assert sample_row(scored[0])["data_source"] == scored[0].data_source
     alone = [each for each in scored if each.data_source == "few"]
-    assert "rollout/score_mean/few" not in rollout_metrics(alone, Workers())
+    assert "rollout/score_mean/few" not in rollout_metrics(alone)
 
 
 def test_examples_come_by_their_weights(values: dict[str, Any]):
