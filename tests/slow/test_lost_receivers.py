@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import ray
 import torch
-from raypo.rollout.in_flight import Pushes
 
 from raypo.cluster.actors import DeploymentError, ReplicaLost
 from raypo.collectives import Workers

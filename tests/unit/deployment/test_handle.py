@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from raypo.rollout.in_flight import Pushes
 
 from raypo.cluster.actors import DeploymentError, NoReplicaLeft, ReplicaLost
 from raypo.concurrency import background_future
