@@ -178,12 +178,12 @@ class RecipeConfig(RunFile):
 class OnlineConfig(RecipeConfig):
     """Base class of the run files of recipes that train on responses sampled by engines."""
 
-    model: SampledModelSection
+    model: SampledModelSection  # pyright: ignore[reportIncompatibleVariableOverride]
     data: DataSection
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
     learner: WorkersSection
-    eval: EvalSection = EvalSection()
+    eval: EvalSection = EvalSection()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def pushes_adapter(self) -> bool:

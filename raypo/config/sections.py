@@ -102,7 +102,7 @@ class SampledModelSection(TrainedModelSection):
 
     reward: RewardModels = None
     """Reward model, or a list of them; each is a path or {path, weight}."""
-    lora: PolicyLoraSection | None = None
+    lora: PolicyLoraSection | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Train LoRA adapters; {} means the default adapters, null means that all weights are trained.
     """
 

@@ -81,7 +81,7 @@ class ExamplesConfig(RecipeConfig):
     means that `num_steps` sets the length."""
     model: TrainedModelSection
     data: ResponsesSection | PairsSection
-    learner: ExamplesLearnerSection = ExamplesLearnerSection()
+    learner: ExamplesLearnerSection = ExamplesLearnerSection()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def scheduled_steps(self) -> tuple[int, str] | None:
@@ -118,7 +118,7 @@ class PolicyExamplesConfig(ExamplesConfig):
     """Base class of the run files of recipes that train a policy on examples."""
 
     rollout: SamplingSection = SamplingSection()
-    eval: EvalSection = EvalSection()
+    eval: EvalSection = EvalSection()  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def max_model_len(self) -> int:

@@ -19,7 +19,7 @@ def parsed(**changes: object) -> DistillationConfig:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"model": {"policy": "student"}}, "model.teacher .None.: a policy learns nothing from"),
         ({"distillation": {"teacher_prompt": "solution"}}, "Set data.label_key"),
@@ -75,8 +75,8 @@ def parsed(**changes: object) -> DistillationConfig:
         ),
     ],
 )
-def test_what_cannot_act_is_refused(changes, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_act_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
         parsed(**changes)
 
 
@@ -108,14 +108,14 @@ def test_a_teacher_of_two_sources_is_deployed_once():
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "message"),
     [
         (["sums", "x", "words"], "model.teacher .x.: no source .* names are sums, products, words"),
         (["sums", "words"], "model.teacher .sums, words.: the source products .* has no teacher"),
     ],
 )
-def test_each_source_has_a_teacher(names, told):
-    with pytest.raises(ConfigError, match=told):
+def test_each_source_has_a_teacher(names, message):
+    with pytest.raises(ConfigError, match=message):
         taught(dict.fromkeys(names, "t"))
 
 

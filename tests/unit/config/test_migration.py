@@ -74,21 +74,21 @@ def test_every_key_of_a_foreign_section_is_explained():
 
 
 def test_every_row_leads_to_keys_that_a_run_file_has():
-    known = {key for root in ROOTS for key in known_keys(root)}
+    accepted = {key for root in ROOTS for key in known_keys(root)}
     named = {key for row in counterparts() for keys in row.keys for key in keys}
-    assert named - known == set()
+    assert named - accepted == set()
 
 
 def test_no_name_of_another_project_is_a_key_of_ours_with_another_meaning():
     """A run file that uses such a name would be accepted in silence."""
-    known = {key for root in ROOTS for key in known_keys(root)}
+    accepted = {key for root in ROOTS for key in known_keys(root)}
     same = {
         (name, key)
         for row in counterparts()
         for name in row.names
         for keys in row.keys
         for key in keys
-        if name in known and name != key
+        if name in accepted and name != key
     }
     assert same == set()
 

@@ -18,7 +18,7 @@ ADAPTIVE = {"ppo__kl__controller": "adaptive"}
 def choices(section, key):
     """The names that a key takes, beside a function's path where it takes one."""
     annotation = section.model_fields[key].annotation
-    named = [each for each in get_args(annotation) if get_origin(each) is Literal]
+    named = [part for part in get_args(annotation) if get_origin(part) is Literal]
     return set(get_args(named[0] if named else annotation))
 
 

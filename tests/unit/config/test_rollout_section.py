@@ -9,11 +9,11 @@ AGENT = {"rollout__agent": "solve.py:Solve", "rollout__max_episode_tokens": 200}
 
 
 @pytest.mark.parametrize(
-    ("mode", "given", "staleness"),
+    ("mode", "max_staleness", "staleness"),
     [("sync", "auto", 0), ("one_step_off", "auto", 1), ("async", "auto", 1), ("async", 4, 4)],
 )
-def test_the_mode_says_how_stale_a_response_may_be(mode, given, staleness):
-    keys = {"rollout__mode": mode, "rollout__max_staleness": given}
+def test_the_mode_says_how_stale_a_response_may_be(mode, max_staleness, staleness):
+    keys = {"rollout__mode": mode, "rollout__max_staleness": max_staleness}
     assert PPOConfig.parse(with_keys(**keys, **DEDICATED)).rollout.staleness == staleness
 
 

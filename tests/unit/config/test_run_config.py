@@ -187,7 +187,7 @@ def test_a_local_data_set_is_a_path_like_any_other(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         ({"path": "a/b", "splitt": "x"}, "splitt: "),
         ({"split": "x"}, "path: "),
@@ -195,9 +195,9 @@ def test_a_local_data_set_is_a_path_like_any_other(tmp_path):
         ({"path": "a/b", "split": 3}, "split (3): "),
     ],
 )
-def test_a_wrong_data_set_is_one_mistake_with_its_key(entry, told):
+def test_a_wrong_data_set_is_one_mistake_with_its_key(entry, message):
     (line,) = refused(data__prompts=entry).splitlines()
-    assert line.startswith(f"run.yaml: data.prompts.0.{told}")
+    assert line.startswith(f"run.yaml: data.prompts.0.{message}")
 
 
 def test_an_override_replaces_a_value_of_another_kind(file):
@@ -304,8 +304,8 @@ def test_communication_that_deepspeed_cannot_overlap_is_refused(stage):
     wrong = ("learner.deepspeed.zero_optimization.overlap_comm", True)
     overlaps = {"zero_optimization": {"overlap_comm": True}}
     assert_refused(*wrong, learner__zero_stage=stage, learner__deepspeed=overlaps)
-    told = {"zero_optimization": {"overlap_comm": True, "stage": stage}}
-    assert_refused(*wrong, learner__zero_stage=3, learner__deepspeed=told)
+    with_stage = {"zero_optimization": {"overlap_comm": True, "stage": stage}}
+    assert_refused(*wrong, learner__zero_stage=3, learner__deepspeed=with_stage)
     PPOConfig.parse(with_keys(learner__deepspeed=overlaps))  # at the usual stage, 2
     not_set = {"zero_optimization": {"overlap_comm": False}}
     PPOConfig.parse(with_keys(learner__zero_stage=stage, learner__deepspeed=not_set))
@@ -409,7 +409,7 @@ def test_a_file_that_is_no_yaml(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("name: a\nseed: 1\nname: b\n", "name: is given twice, in lines 1 and 3"),
         (
@@ -419,9 +419,9 @@ def test_a_file_that_is_no_yaml(tmp_path, text):
         ("ppo: {gamma: 1}\n\nppo: {kl: {coef: 2}}\n", "ppo: is given twice, in lines 1 and 3"),
     ],
 )
-def test_a_key_that_is_given_twice_is_told_with_both_lines(tmp_path, text, told):
+def test_a_key_that_is_given_twice_is_told_with_both_lines(tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         PPOConfig.load(tmp_path / "run.yaml")
 
 

@@ -237,8 +237,8 @@ def test_trials_may_sample_ahead_on_engines_of_their_own(base: Path):
     sweep_of(base, space=modes, overrides={"placement.mode": "dedicated"}).base_config()
     assert "placement.mode" in refused(base, space={"placement.mode": {"choice": ["dedicated"]}})
     apart = {"placement.mode": {"engine": "dedicated"}}
-    told = refused(base, share=["reward", "engine"], overrides=apart)
-    assert told.startswith("share (['reward', 'engine']): dedicated roles")
+    message = refused(base, share=["reward", "engine"], overrides=apart)
+    assert message.startswith("share (['reward', 'engine']): dedicated roles")
     sweep_of(base, share=["reward"], overrides=apart).base_config()
 
 
@@ -288,8 +288,8 @@ def test_a_base_may_be_of_any_recipe_that_samples_what_it_trains(base: Path):
     config = sweep_of(base, space=space).base_config()
     assert isinstance(config, RejectionSamplingConfig)
     assert "space.ppo.kl.coef: the run config has no such key" in refused(base)
-    told = refused(base, space=space, metric="kl/ref_mean")
-    assert "has no reference" in told
+    message = refused(base, space=space, metric="kl/ref_mean")
+    assert "has no reference" in message
 
 
 EXAMPLES = "name: b\nrecipe: sft\nmodel: {policy: p}\ndata: {prompts: p.jsonl}\n"
@@ -307,12 +307,12 @@ def test_what_a_base_of_examples_cannot_have_is_refused(base: Path):
     base.write_text(EXAMPLES)
     assert "the base config has no evaluation" in refused(base, space=RATE)
     base.write_text(f"{EXAMPLES}eval: {{prompts: e.jsonl}}\nnum_epochs: 2\n")
-    told = refused(base, space=RATE)
-    assert told.startswith("num_epochs (2): trials are compared step by step")
+    message = refused(base, space=RATE)
+    assert message.startswith("num_epochs (2): trials are compared step by step")
     steps = {"num_steps": 30, "num_epochs": None}
-    told = refused(base, space=RATE, overrides=steps)
-    assert "metric (eval/score_mean): answers to held-out prompts are scored" in told
+    message = refused(base, space=RATE, overrides=steps)
+    assert "metric (eval/score_mean): answers to held-out prompts are scored" in message
     goal = {"metric": "eval/loss", "mode": "min"}
     sweep_of(base, space=RATE, overrides=steps, **goal).base_config()
-    told = refused(base, space=RATE, overrides=steps, share=["reference"], **goal)
-    assert told.startswith("share (['reference']): trials of the recipe sft do not")
+    message = refused(base, space=RATE, overrides=steps, share=["reference"], **goal)
+    assert message.startswith("share (['reference']): trials of the recipe sft do not")
