@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import sys
 from collections.abc import Mapping
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import ray
@@ -18,8 +14,7 @@ from raypo.cluster.devices import check_accelerators, check_driver
 from raypo.cluster.hardware import this_machine
 from raypo.cluster.placement import worker_resources
 from raypo.config import ConfigError, OnlineConfig, RecipeConfig
-from raypo.custom.loader import check_callable, imported_now, source_files
-from raypo.inputs import functions_of_user
+from raypo.custom.loader import check_callable, imported_now
 from raypo.rewards.scoring import RewardFunction, WeightedSum
 from raypo.storage.checkpoints import SCORE
 
@@ -110,44 +105,19 @@ def check_arguments(
     check_callable(reward_fn, name=_function_name(reward_fn), key="reward_fn")
 
 
-def check_not_started_by_import(config: RecipeConfig) -> None:
-    """Refuse a script that starts a run when it is imported, because workers import it.
+def check_not_started_by_import() -> None:
+    """Refuse a file that starts a run when it is imported, because the run itself imports it.
+
+    The check before the start imports it first, so that no worker does.
 
     Raises:
-        ConfigError: this process is importing the script, or it runs the script and the current
-            statement would also run on import.
+        ConfigError: this process is importing a function or class of a config.
     """
-    remedy = 'Put the code that starts the run below `if __name__ == "__main__":`.'
     if (spec := imported_now()) is not None:
         raise ConfigError(
-            f"{spec}: a run imports this file, but the file itself starts a run. {remedy}"
+            f"{spec}: a run imports this file, but the file itself starts a run. Put the code "
+            'that starts the run below `if __name__ == "__main__":`.'
         )
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not _is_script(frame):
-        frame = frame.f_back
-    if frame is None:
-        return
-    script, line = Path(frame.f_code.co_filename).absolute(), frame.f_lineno
-    for key, spec in functions_of_user(config):
-        if script in source_files(spec)[:1] and not _is_guarded(script, line):
-            raise ConfigError(
-                f"{key} ({spec}): workers import this file, and line {line} of it would start "
-                f"the run again. {remedy}"
-            )
-
-
-def _is_script(frame: FrameType) -> bool:
-    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__"
-
-
-def _is_guarded(script: Path, line: int) -> bool:
-    """Return True if a line is inside a condition on `__name__`."""
-    return any(
-        isinstance(node, ast.If)
-        and any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(node.test))
-        for node in ast.parse(script.read_bytes()).body
-        if node.lineno <= line <= (node.end_lineno or node.lineno)
-    )
 
 
 def resolve(

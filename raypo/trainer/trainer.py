@@ -191,6 +191,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         Raises:
             ConfigError: a file, a key, an argument or a combination is wrong.
         """
+        check_not_started_by_import()
         kind: Any = type(self).config_class
         if others:
             raise ConfigError(
@@ -260,7 +261,6 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 `max_failures` allows.
             KeyboardInterrupt: a second Ctrl-C or SIGTERM.
         """
-        check_not_started_by_import(self.config)
         self._files.check_writable()
         with self._files.lock():
             self._check_folder()

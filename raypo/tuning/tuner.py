@@ -179,7 +179,7 @@ class Tuner:
                 model's files are wrong.
             KeyboardInterrupt: a second Ctrl-C or SIGTERM; the first one ends all trials.
         """
-        check_not_started_by_import(self._base)
+        check_not_started_by_import()
         check_models(self._base)
         interruption = Interruption()
         message = f"Stopping all trials; Tuner.restore({self.location!r}, ...) resumes them."

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from raypo.config import ConfigError
-from raypo.custom.loader import load_function
+from raypo.custom.loader import load_function, source_files
 from raypo.rewards.scoring import RewardError, function_name, score
 from raypo.rewards.verifiers import exact_match
 from tests.unit.rewards.test_scoring import ROLLOUTS
@@ -164,6 +164,15 @@ def test_a_value_that_is_no_function_is_refused(tmp_path, text, what):
         f"reward.function ({path}:score): it is {what}, not a function. Give a function, or an "
         "object with __call__, that takes a list of rollouts."
     )
+
+
+def test_the_file_of_a_module_is_found_without_importing_its_packages(tmp_path, monkeypatch):
+    path = write(tmp_path / "namespace" / "package" / "deep" / "judge.py", GOOD)
+    write(tmp_path / "namespace" / "package" / "__init__.py", "raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert source_files("namespace.package.deep.judge:score") == [path]
+    assert source_files("namespace.package.other:score") == []
+    assert source_files("math:fsum") == source_files("no_such_package.judge:score") == []
 
 
 def test_messages_name_a_function_of_a_file_as_the_config_does(tmp_path):
