@@ -20,6 +20,7 @@ from raypo.models import lora
 from raypo.models.checkpoint import stored_tensors
 from raypo.models.critic import save_value_head
 from raypo.models.model_folder import follow_umask
+from raypo.models.shares import whole_bytes
 
 WHOLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -66,7 +67,7 @@ def model_export(model: TrainedModel, network: Any, tokenizer: Any) -> Export:
     return Export(
         lambda: model.named_weights(network),
         lambda folder, weights: _write_folder(network, folder, weights, tokenizer),
-        _num_bytes(tensor for _, tensor in stored_tensors(network)),
+        sum(whole_bytes(tensor) for _, tensor in stored_tensors(network)),
     )
 
 
@@ -143,7 +144,8 @@ def critic_export(model: TrainedModel, tokenizer: Any) -> Export:
         _write_folder(network, folder, of_network(), tokenizer)
         save_value_head(folder, head)
 
-    return Export(weights, write, _num_bytes(tensor for _, tensor in stored_tensors(model.module)))
+    num_bytes = sum(whole_bytes(tensor) for _, tensor in stored_tensors(model.module))
+    return Export(weights, write, num_bytes)
 
 
 def adapter_export(model: TrainedModel, network: Any, *, section: LoraSection, base: str) -> Export:
@@ -155,13 +157,8 @@ def adapter_export(model: TrainedModel, network: Any, *, section: LoraSection, b
             lora.adapter_config(network, section, base=base),
             {name: tensor.cpu().clone() for name, tensor in weights},
         ),
-        _num_bytes(each for each in network.parameters() if each.requires_grad),
+        sum(whole_bytes(weight) for weight in network.parameters() if weight.requires_grad),
     )
-
-
-def _num_bytes(tensors: Iterable[Any]) -> int:
-    """Return the size of whole tensors, also of parameters that ZeRO-3 has sharded."""
-    return sum(getattr(t, "ds_numel", t.numel()) * t.element_size() for t in tensors)
 
 
 def kept(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
