@@ -112,13 +112,13 @@ def _name_parts(folder: Path, parts: list[Path]) -> None:
     if len(parts) == 1:
         parts[0].rename(folder / WHOLE)
         return
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         path = part.rename(folder / f"model-{number:05d}-of-{len(parts):05d}.safetensors")
         with safe_open(path, framework="pt") as file:
-            places |= dict.fromkeys(file.keys(), path.name)
-    size = sum((folder / name).stat().st_size for name in set(places.values()))
-    index = {"metadata": {"total_size": size}, "weight_map": places}
+            file_of |= dict.fromkeys(file.keys(), path.name)
+    size = sum((folder / name).stat().st_size for name in set(file_of.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": file_of}
     (folder / f"{WHOLE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
@@ -161,10 +161,10 @@ def adapter_export(model: TrainedModel, network: Any, *, section: LoraSection, b
     )
 
 
-def kept(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
+def on_rank_0(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
     """Return all tensors on the CPU of rank 0. Other ranks only take part in gathering shards."""
-    kept: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in named_weights:
         if workers.rank == 0:
-            kept[name] = tensor.cpu().clone()
-    return kept
+            tensors[name] = tensor.cpu().clone()
+    return tensors
