@@ -76,10 +76,10 @@ class Student(Policy):
         )
         if top_k is not None:
             return over_logits(self.model, packed, top_of_logits)
-        log_probs = torch.from_numpy(np.concatenate([each.teacher_log_probs for each in batch]))
-        ids = torch.from_numpy(np.concatenate([each.teacher_ids for each in batch])).long()
-        known = (to_device(each, device) for each in (log_probs, ids))
-        return over_logits(self.model, packed, of_logits, *known)[0]
+        log_probs = torch.from_numpy(np.concatenate([item.teacher_log_probs for item in batch]))
+        ids = torch.from_numpy(np.concatenate([item.teacher_ids for item in batch])).long()
+        targets = (to_device(tensor, device) for tensor in (log_probs, ids))
+        return over_logits(self.model, packed, of_logits, *targets)[0]
 
 
 class DistillationTask(PolicyTask[Taught]):
@@ -100,10 +100,10 @@ class DistillationTask(PolicyTask[Taught]):
         Returns:
             For each item log-probs, float32 [T, K], and token ids, int32 [T, K].
         """
-        found = model(items, top_k=self._count)
+        top = model(items, top_k=self._count)
         ends = np.cumsum([len(item.response_ids) for item in items])[:-1]
-        log_probs, ids = (np.split(each.cpu().numpy(), ends) for each in found)
-        return list(zip(log_probs, (each.astype(np.int32) for each in ids), strict=True))
+        log_probs, ids = (np.split(tensor.cpu().numpy(), ends) for tensor in top)
+        return list(zip(log_probs, (tensor.astype(np.int32) for tensor in ids), strict=True))
 
     def weight(self, item: Taught) -> float:
         """Return the number of response tokens."""
@@ -114,11 +114,11 @@ class DistillationTask(PolicyTask[Taught]):
 
         The metric `teacher_told` is the teacher's probability of its K known tokens together.
         """
-        found = model(items)  # [M]
-        told = np.concatenate([np.exp(item.teacher_log_probs).sum(-1) for item in items])
-        tokens = float(len(told))
-        total = found.sum()
+        by_token = model(items)  # [M]
+        known_shares = np.concatenate([np.exp(item.teacher_log_probs).sum(-1) for item in items])
+        tokens = float(len(known_shares))
+        total = by_token.sum()
         return total, {
             "loss": (total.detach(), tokens),
-            "teacher_told": (float(told.sum()), tokens),
+            "teacher_told": (float(known_shares.sum()), tokens),
         }

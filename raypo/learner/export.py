@@ -20,6 +20,7 @@ from raypo.models import lora
 from raypo.models.checkpoint import stored_tensors
 from raypo.models.critic import save_value_head
 from raypo.models.model_folder import follow_umask
+from raypo.models.shares import whole_bytes
 
 WHOLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -66,7 +67,7 @@ def model_export(model: TrainedModel, network: Any, tokenizer: Any) -> Export:
     return Export(
         lambda: model.named_weights(network),
         lambda folder, weights: _write_folder(network, folder, weights, tokenizer),
-        _num_bytes(tensor for _, tensor in stored_tensors(network)),
+        sum(whole_bytes(tensor) for _, tensor in stored_tensors(network)),
     )
 
 
@@ -111,13 +112,13 @@ def _name_parts(folder: Path, parts: list[Path]) -> None:
     if len(parts) == 1:
         parts[0].rename(folder / WHOLE)
         return
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         path = part.rename(folder / f"model-{number:05d}-of-{len(parts):05d}.safetensors")
         with safe_open(path, framework="pt") as file:
-            places |= dict.fromkeys(file.keys(), path.name)
-    size = sum((folder / name).stat().st_size for name in set(places.values()))
-    index = {"metadata": {"total_size": size}, "weight_map": places}
+            file_of |= dict.fromkeys(file.keys(), path.name)
+    size = sum((folder / name).stat().st_size for name in set(file_of.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": file_of}
     (folder / f"{WHOLE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
@@ -143,7 +144,8 @@ def critic_export(model: TrainedModel, tokenizer: Any) -> Export:
         _write_folder(network, folder, of_network(), tokenizer)
         save_value_head(folder, head)
 
-    return Export(weights, write, _num_bytes(tensor for _, tensor in stored_tensors(model.module)))
+    num_bytes = sum(whole_bytes(tensor) for _, tensor in stored_tensors(model.module))
+    return Export(weights, write, num_bytes)
 
 
 def adapter_export(model: TrainedModel, network: Any, *, section: LoraSection, base: str) -> Export:
@@ -155,19 +157,14 @@ def adapter_export(model: TrainedModel, network: Any, *, section: LoraSection, b
             lora.adapter_config(network, section, base=base),
             {name: tensor.cpu().clone() for name, tensor in weights},
         ),
-        _num_bytes(each for each in network.parameters() if each.requires_grad),
+        sum(whole_bytes(weight) for weight in network.parameters() if weight.requires_grad),
     )
 
 
-def _num_bytes(tensors: Iterable[Any]) -> int:
-    """Return the size of whole tensors, also of parameters that ZeRO-3 has sharded."""
-    return sum(getattr(t, "ds_numel", t.numel()) * t.element_size() for t in tensors)
-
-
-def kept(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
+def on_rank_0(named_weights: Iterator[tuple[str, Tensor]], workers: Workers) -> dict[str, Tensor]:
     """Return all tensors on the CPU of rank 0. Other ranks only take part in gathering shards."""
-    kept: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, tensor in named_weights:
         if workers.rank == 0:
-            kept[name] = tensor.cpu().clone()
-    return kept
+            tensors[name] = tensor.cpu().clone()
+    return tensors

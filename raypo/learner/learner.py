@@ -19,7 +19,7 @@ from torch import Tensor
 from raypo.collectives import Workers, as_tensor
 from raypo.config import LearnerSection, ModelSection, PPOSection
 from raypo.data.batching import batches_by_tokens, equally_many
-from raypo.learner.export import Export, adapter_export, critic_export, kept, model_export
+from raypo.learner.export import Export, adapter_export, critic_export, model_export, on_rank_0
 from raypo.learner.learning_rate import learning_rate
 from raypo.learner.roles import Roles
 from raypo.learner.state import (
@@ -152,25 +152,25 @@ class Learner:
 
         The microbatches are those of `update`, so the first update has a ratio of exactly 1.
         """
-        found: dict[str, Tensor] = {}
-        known = None
+        computed: dict[str, Tensor] = {}
+        is_known = None
         is_one_update = len(self._minibatches(experience)) <= 1
         if self._ppo.old_log_probs == "engine":
-            known = ~experience.rollout_log_probs.isnan()  # leave other tokens out of the loss
-            if not known.all():
-                experience = experience.with_(loss_mask=experience.counted & known)
+            is_known = ~experience.rollout_log_probs.isnan()  # leave other tokens out of the loss
+            if not is_known.all():
+                experience = experience.with_(loss_mask=experience.counted & is_known)
         elif self._ppo.computes_old_log_probs(is_one_update=is_one_update):
-            found |= self._if_policy("old_log_probs", experience)
+            computed |= self._if_policy("old_log_probs", experience)
         if self._is_reference:
             with adapter_off(self._policy.module) if self._trained_policy else nullcontext():
-                found |= self._if_policy("ref_log_probs", experience)
+                computed |= self._if_policy("ref_log_probs", experience)
         if self._critic:
-            found |= self._values(experience, self._critic)
-        experience = experience.with_(**self._roles.joined(experience, found))
-        if known is not None:
+            computed |= self._values(experience, self._critic)
+        experience = experience.with_(**self._roles.joined(experience, computed))
+        if is_known is not None:
             reference = experience.ref_log_probs  # so an unknown token has no KL
             other = torch.zeros(()) if reference is None else reference
-            old = experience.rollout_log_probs.where(known, other.to(known.device))
+            old = experience.rollout_log_probs.where(is_known, other.to(is_known.device))
             experience = experience.with_(old_log_probs=old)
         return experience
 
@@ -203,9 +203,9 @@ class Learner:
         sums, critic = UpdateSums(), self._critic
         rates = self._set_learning_rates(step)
         with_policy = step > self._ppo.critic_warmup_steps
-        found: dict[str, Tensor] = {}
+        computed: dict[str, Tensor] = {}
         if experience.old_log_probs is None and not with_policy:
-            found = self._if_policy("old_log_probs", experience)
+            computed = self._if_policy("old_log_probs", experience)
         log_probs = self._zeros(experience.response_mask.shape)  # [B, T], those of the last epoch
         for rows in self._minibatches_of_all_epochs(experience, step):
             counts = StepCounts.of(experience.select(rows), self._ppo, self._workers)
@@ -236,8 +236,8 @@ class Learner:
             self._skipped.count(self._step(sums, with_policy=with_policy))
         if experience.old_log_probs is None:
             if with_policy and self._trained_policy:
-                found = {"old_log_probs": log_probs.cpu()}
-            experience = experience.with_(**self._roles.joined(experience, found))
+                computed = {"old_log_probs": log_probs.cpu()}
+            experience = experience.with_(**self._roles.joined(experience, computed))
         statistics = sums.reduce(self._workers)
         statistics = replace(statistics, metrics=statistics.metrics | rates)
         return experience, self._joined(statistics)
@@ -260,7 +260,7 @@ class Learner:
         """Return the policy's current adapter on rank 0, None elsewhere; all workers call it."""
         assert self._model.lora is not None
         network = self._policy.module.model
-        tensors = kept(self._policy.gathered(lora.adapter_weights(network)), self._workers)
+        tensors = on_rank_0(self._policy.gathered(lora.adapter_weights(network)), self._workers)
         if self._workers.rank > 0:
             return None
         config = lora.adapter_config(network, self._model.lora, base=self._model.policy)
@@ -346,8 +346,8 @@ class Learner:
             _put(new, batch, into=values, rows=rows)
             if len(rows):
                 last_values[to_device(rows, last_values.device)] = after_last.to(values)
-        found = {"values": values.cpu()}
-        return found | ({"last_values": last_values.cpu()} if with_last else {})
+        computed = {"values": values.cpu()}
+        return computed | ({"last_values": last_values.cpu()} if with_last else {})
 
     def _joined(self, statistics: UpdateStatistics) -> UpdateStatistics:
         """Merge the statistics of both roles, on every worker."""
@@ -451,5 +451,5 @@ class Learner:
 def _put(new: Tensor, batch: Experience, *, into: Tensor, rows: Tensor) -> None:
     """Write a microbatch's results for its rows into [B, T], zero where masked."""
     if len(rows):
-        kept = torch.where(batch.response_mask, new.to(into), 0.0)
-        into[to_device(rows, into.device), : new.shape[1]] = kept
+        masked = torch.where(batch.response_mask, new.to(into), 0.0)
+        into[to_device(rows, into.device), : new.shape[1]] = masked

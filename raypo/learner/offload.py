@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypo.learner.deepspeed_internals import (
+    flat_masters,
+    gradient_sums,
+    is_accumulating,
+    reduction_buckets,
+)
 from raypo.models.host_memory import HostMemory
 from raypo.models.loading import release_memory
+from raypo.models.shares import is_sharded, own_shard
 
 
 class Offload:
@@ -40,16 +47,16 @@ class Offload:
     def training_state(self) -> None:
         """Offload moments, master weights, accumulated gradients and buckets. Idempotent."""
         self._engine.empty_partition_cache()  # frees weights that ZeRO-3 still keeps gathered
-        weights = {each.untyped_storage()._cdata for each in self._weights()}
+        weights = {weight.untyped_storage()._cdata for weight in self._weights()}
         state = [t for t in self._training_state() if t.untyped_storage()._cdata not in weights]
         self._host.take(state)
-        if self._is_accumulating:
-            self._host.take(self._gradients())
+        if is_accumulating(self._engine):
+            self._host.take(gradient_sums(self._engine))
         else:
             # Between two steps the sums are not needed: BF16_Optimizer has zeroed them, and stage 3
             # overwrites them at the first microbatch.
-            self._host.drop(self._gradients(), zeros=True)
-        self._host.drop(self._buckets())
+            self._host.drop(gradient_sums(self._engine), zeros=True)
+        self._host.drop(reduction_buckets(self._engine))
         release_memory()
 
     def parameters(self) -> None:
@@ -67,33 +74,12 @@ class Offload:
         yield from self._engine.module.buffers()
         for parameter in self._engine.module.parameters():
             yield parameter.data
-            if hasattr(parameter, "ds_tensor"):
-                yield parameter.ds_tensor
+            if is_sharded(parameter):
+                yield own_shard(parameter)
 
     def _training_state(self) -> Iterator[Tensor]:
         for state in self._optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         for group in self._optimizer.param_groups:
             yield from group["params"]
-        yield from vars(self._engine.optimizer).get("fp32_partitioned_groups_flat", ())  # stage 3
-
-    @property
-    def _is_accumulating(self) -> bool:
-        """True if gradients of the next step have been accumulated."""
-        return self._engine._unmanaged_backward_count > 0
-
-    def _gradients(self) -> Iterator[Tensor]:
-        """Yield the float32 sums of gradients, which stay allocated between two steps."""
-        zero = vars(self._engine.optimizer)
-        yield from zero.get("fp32_groups_gradients_flat", ())  # BF16_Optimizer
-        if (sums := zero.get("grad_partitions_flat_buffer")) is not None:  # stage 3
-            yield sums
-
-    def _buckets(self) -> Iterator[Tensor]:
-        """Yield the buffers in which gradients are summed over the workers.
-
-        Only stage 3 keeps them allocated between steps.
-        """
-        for bucket in getattr(self._engine.optimizer, "ipg_buckets", {}).values():
-            if isinstance(bucket.buffer, Tensor):
-                yield bucket.buffer
+        yield from flat_masters(self._engine)

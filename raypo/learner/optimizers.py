@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from raypo.config import ConfigError, WorkersSection
+from raypo.learner.deepspeed_internals import mark_for_muon, new_muon
+from raypo.models.shares import whole_shape
 
 MOMENTUM = 0.95
 """Muon's decay rate of the gradients' moving average."""
@@ -46,18 +48,16 @@ def new_optimizer(
     """
     if section.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=0.0, fused=True, **_adamw(section))
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
     matrices = {id(weight) for weight in _matrices(networks)}
     groups: dict[int, Group] = {}
     rest: list[nn.Parameter] = []
     for parameter in parameters:
-        # DeepSpeed reads this mark at ZeRO stages 1 to 3.
-        parameter.use_muon = id(parameter) in matrices  # type: ignore[attr-defined]
-        if id(parameter) not in matrices:
+        is_muon = id(parameter) in matrices
+        mark_for_muon(parameter, is_muon=is_muon)
+        if not is_muon:
             rest.append(parameter)
             continue
-        columns = int(getattr(parameter, "ds_shape", parameter.shape)[1])
+        columns = whole_shape(parameter)[1]
         scale = UPDATE_RMS * math.sqrt(columns)
         group = groups.setdefault(columns, {"params": [], "use_muon": True, "rate_factor": scale})
         group["params"].append(parameter)
@@ -67,11 +67,7 @@ def new_optimizer(
             "learner.optimizer to adamw."
         )
     whole = [*groups.values(), *([{"params": rest, "use_muon": False}] if rest else [])]
-    return MuonWithAuxAdam(
-        [group | constants_of(group, section) | {"lr": 0.0} for group in whole],
-        adam_optimizer=torch.optim.AdamW,
-        adam_optimizer_kwargs={"lr": 0.0, "fused": True},
-    )
+    return new_muon([group | constants_of(group, section) | {"lr": 0.0} for group in whole])
 
 
 def set_learning_rate(groups: Iterable[Group], learning_rate: float) -> None:

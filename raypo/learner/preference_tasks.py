@@ -160,7 +160,7 @@ def _of_pairs(model: Any, items: Sequence[Pair], device: Any) -> tuple[Responses
     )
     rows = zip(log_probs.chunk(2), num_tokens.chunk(2), (0, 1), strict=True)
     chosen, rejected = (
-        Responses(each, tokens, _references(items, which, device)) for each, tokens, which in rows
+        Responses(sums, tokens, _references(items, which, device)) for sums, tokens, which in rows
     )
     return chosen, rejected
 
@@ -177,13 +177,13 @@ def _references(
     items: Sequence[Pair] | Sequence[Verdict], which: int, device: Any
 ) -> Tensor | None:
     """Return reference log-probs [B] of response `which` (0 or 1), or None if not computed."""
-    known = [item.ref_log_probs[which] for item in items if item.ref_log_probs]
-    if not known:
+    log_probs = [item.ref_log_probs[which] for item in items if item.ref_log_probs]
+    if not log_probs:
         return None
-    assert len(known) == len(items), (
+    assert len(log_probs) == len(items), (
         "some preferences have reference log-probs and others have none"
     )
-    return to_device(torch.tensor(known, dtype=torch.float32), device)
+    return to_device(torch.tensor(log_probs, dtype=torch.float32), device)
 
 
 def _told(name: str, responses: Responses, rewards: Tensor) -> Sums:

@@ -32,7 +32,7 @@ class DataParallel:
     def of(cls, teams: tuple[range, ...], rank: int) -> DataParallel:
         """Create the process groups; all workers of the default group call it together."""
         groups = [dist.new_group(list(team)) for team in teams]
-        alone = [dist.new_group([each]) for team in teams for each in team]
+        alone = [dist.new_group([member]) for team in teams for member in team]
         own = next(number for number, team in enumerate(teams) if rank in team)
         return cls(groups[own], alone[rank])
 
@@ -125,35 +125,35 @@ class Roles:
         """True if this worker trains the critic, provided that the run has a critic."""
         return self.everyone.rank in self.teams[-1]
 
-    def joined(self, experience: Experience, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def joined(self, experience: Experience, computed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Exchange fields between the teams, for this worker's rows. All workers call it together.
 
         Args:
             experience: This worker's rows.
-            found: Fields of an Experience that this worker has computed, [B, T] or [B].
+            computed: Fields of an Experience that this worker has computed, [B, T] or [B].
 
         Returns:
             The fields of both teams.
         """
         if not self.are_apart:
-            return dict(found)
+            return dict(computed)
         names = list(_names(experience))
-        dims = {field: value.dim() for field, value in found.items()}
-        known = self.everyone.gather((names, dims))
+        dims = {field: value.dim() for field, value in computed.items()}
+        of_workers = self.everyone.gather((names, dims))
         lengths = experience.attention_mask.sum(1).tolist()
         own = {name: row for row, name in enumerate(names)}
         parcels: list[dict[Any, dict[str, np.ndarray]]] = []
-        for rank, (theirs, _) in enumerate(known):
+        for rank, (theirs, _) in enumerate(of_workers):
             is_mate = any(rank in team and self.everyone.rank in team for team in self.teams)
             rows = [] if is_mate else [(name, own[name]) for name in theirs if name in own]
-            parcels.append({name: _row(found, row, lengths[row]) for name, row in rows})
-        told: dict[Any, dict[str, np.ndarray]] = {}
+            parcels.append({name: _row(computed, row, lengths[row]) for name, row in rows})
+        received: dict[Any, dict[str, np.ndarray]] = {}
         for parcel in self.everyone.exchange(parcels):
-            told |= parcel
-        joined = dict(found)
-        for field, dim in {f: dim for _, fields in known for f, dim in fields.items()}.items():
-            if field not in found:
-                values = [np.atleast_1d(told[name][field]) for name in names]
+            received |= parcel
+        joined = dict(computed)
+        for field, dim in {f: dim for _, fields in of_workers for f, dim in fields.items()}.items():
+            if field not in computed:
+                values = [np.atleast_1d(received[name][field]) for name in names]
                 padded = pad_right(values, torch.float32)
                 joined[field] = padded if dim == 2 else padded.flatten()
         return joined
@@ -167,9 +167,9 @@ def _names(experience: Experience) -> Iterator[tuple[int, ...]]:
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _row(found: Mapping[str, Tensor], row: int, length: int) -> dict[str, np.ndarray]:
+def _row(computed: Mapping[str, Tensor], row: int, length: int) -> dict[str, np.ndarray]:
     """Return the fields of one row without padding."""
     return {
         field: value[row, :length].numpy() if value.dim() == 2 else value[row].numpy()
-        for field, value in found.items()
+        for field, value in computed.items()
     }

@@ -2,24 +2,24 @@
 
 Each worker writes one file with the fragments that it holds. A fragment is a range of a flattened
 parameter, stored under the parameter's name. To load, a worker copies from all files the parts that
-overlap its own fragments, so any number of workers at any ZeRO stage can read the files. The
-universal checkpoints of DeepSpeed must be converted before loading, and do not exist for stage 0.
+overlap its own fragments (`deepspeed_internals.fragments`), so any number of workers at any ZeRO
+stage can read the files. The universal checkpoints of DeepSpeed must be converted before loading,
+and do not exist for stage 0.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import ConfigError
-from raypo.models.checkpoint import stored_tensors
 
 
 @dataclass(frozen=True)
@@ -79,74 +79,6 @@ class Fragment:
         if self.moment:
             return self.moment
         return Moment(self.start, self.size, self.offset, owner.shape, owner.dtype)
-
-
-def fragments(engine: Any, optimizer: torch.optim.Optimizer, workers: Workers) -> list[Fragment]:
-    """Return the fragments of the trained parameters that this worker holds, and all buffers.
-
-    Args:
-        engine: A DeepSpeedEngine.
-        optimizer: The torch optimizer that it steps.
-        workers: The workers that train the model.
-    """
-    return list(_fragments(engine, optimizer, workers))
-
-
-def _fragments(
-    engine: Any, optimizer: torch.optim.Optimizer, workers: Workers
-) -> Iterator[Fragment]:
-    zero = engine.optimizer
-    for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        is_muon = getattr(parameter, "use_muon", False)
-        if hasattr(parameter, "ds_id"):  # stage 3; the last worker's part may end with padding
-            group, offset, share = zero.grad_position[zero.get_param_id(parameter)]
-            numel, start = parameter.ds_numel, workers.rank * share
-            if (size := min(share, numel - start)) > 0:
-                owner = zero.fp32_partitioned_groups_flat[group]
-                held = Fragment(name, numel, start, size, owner, offset, is_muon=is_muon)
-                if is_muon:  # Muon's moments have the data type of communicated gradients
-                    dtype = zero.communication_data_type
-                    held = replace(held, moment=replace(held.of_moment, dtype=dtype))
-                yield held
-        elif hasattr(parameter, "_hp_mapping"):  # stages 1 and 2, and BF16_Optimizer
-            if (part := parameter._hp_mapping) is not None:
-                (owner,) = optimizer.param_groups[part.param_group_index]["params"]
-                low, high = part.lp_fragment_address, part.hp_fragment_address
-                yield Fragment(
-                    name,
-                    parameter.numel(),
-                    low.start,
-                    low.numel,
-                    owner,
-                    high.start,
-                    is_muon=is_muon,
-                    moment=_whole_moment(zero, part.param_group_index, parameter, owner.dtype)
-                    if is_muon
-                    else None,
-                )
-        else:
-            numel = parameter.numel()
-            yield Fragment(
-                name, numel, 0, numel, parameter, is_on_every_worker=True, is_muon=is_muon
-            )
-    for name, tensor in stored_tensors(engine.module):
-        if not isinstance(tensor, nn.Parameter):  # a buffer, which a pass may change
-            numel = tensor.numel()
-            yield Fragment(name, numel, 0, numel, tensor, is_on_every_worker=True)
-
-
-def _whole_moment(zero: Any, group: int, parameter: Tensor, dtype: torch.dtype) -> Moment | None:
-    """Return the layout of Muon's moments at ZeRO stages 1 and 2, or None for BF16_Optimizer."""
-    held = vars(zero).get("params_in_partition")
-    if held is None:
-        return None
-    offset = total = 0
-    for each in held[group]:
-        offset = total if each is parameter else offset
-        total += each.numel()
-    return Moment(0, parameter.numel(), offset, (total,), dtype)
 
 
 def saved_fragments(

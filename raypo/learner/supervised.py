@@ -70,13 +70,13 @@ class SupervisedLearner(Generic[Item]):
         self._model.set_learning_rate(rate)
         pieces = self._microbatches(items)
         self._before_losses(pieces)
-        told = []
+        of_pieces = []
         for piece in pieces:
             total, sums = self._loss(piece)
             self._model.backward(total / normalizer)
-            told.append(sums)
+            of_pieces.append(sums)
         applied, norm = self._model.step()
-        _add(means, told, "train")
+        _add(means, of_pieces, "train")
         self._skipped.count(applied)
         means.total("train/examples", len(items))
         means.total("train/tokens", sum(item.num_tokens for item in items))
@@ -115,11 +115,11 @@ class SupervisedLearner(Generic[Item]):
             One result per item, in the order of `items`.
         """
         answers: dict[int, T] = {}
-        for places in self._cut(items):
-            piece = [items[place] for place in places] or [self.task.blank]
-            told = ask(self._model, piece, self._model.device)
-            answers |= zip(places, told, strict=False)
-        return [answers[place] for place in range(len(items))]
+        for indices in self._cut(items):
+            piece = [items[index] for index in indices] or [self.task.blank]
+            results = ask(self._model, piece, self._model.device)
+            answers |= zip(indices, results, strict=False)
+        return [answers[index] for index in range(len(items))]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under their checkpoint names; all workers iterate together."""
@@ -168,7 +168,7 @@ class SupervisedLearner(Generic[Item]):
         return adapter_export(self._model, self.task.network, section=section, base=base)
 
     def _microbatches(self, items: Sequence[Item]) -> list[list[Item]]:
-        return [[items[place] for place in places] for places in self._cut(items)]
+        return [[items[index] for index in indices] for indices in self._cut(items)]
 
     def _cut(self, items: Sequence[Item]) -> list[list[int]]:
         """Split examples into microbatches by token budget.

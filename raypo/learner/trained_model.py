@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +17,14 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from raypo.collectives import Workers
 from raypo.config import WorkersSection
 from raypo.learner.deepspeed_config import deepspeed_config
+from raypo.learner.deepspeed_internals import (
+    compare_within,
+    exact_buffers,
+    fragments,
+    import_deepspeed,
+    leave_out_reduction,
+    publish_masters,
+)
 from raypo.learner.offload import Offload
 from raypo.learner.optimizers import (
     compiled_only_on_gpus,
@@ -25,14 +32,14 @@ from raypo.learner.optimizers import (
     set_learning_rate,
 )
 from raypo.learner.roles import DataParallel
-from raypo.learner.sharded_state import Fragment, fragments, load_fragments, saved_fragments
-from raypo.learner.team_order import compare_within
+from raypo.learner.sharded_state import Fragment, load_fragments, saved_fragments
 from raypo.models.checkpoint import first_line
 from raypo.models.compiled_layers import compile_on_gpus
 from raypo.models.embedding import avoid_racy_counts
 from raypo.models.heads import Float32Linear
 from raypo.models.lora import Weight, merged_weights
 from raypo.models.packed_attention import reads_packed
+from raypo.models.shares import has_shards, is_sharded, own_shard, whole_bytes
 
 GATHER_BYTES = 1 << 25
 """Size of the tensors that are gathered together at ZeRO stage 3: a layer of a small model. They
@@ -66,7 +73,7 @@ class TrainedModel:
             mpu: The same workers, in DeepSpeed's interface. None means all workers of the default
                 group.
         """
-        deepspeed = _import_deepspeed()
+        deepspeed = import_deepspeed()
         if mpu is not None:
             compare_within(mpu.group)
         parameters = list(module.parameters())
@@ -84,11 +91,10 @@ class TrainedModel:
         self._masters: dict[Tensor, Tensor] = {
             p: p.detach().clone() for head in self._heads for p in head.parameters()
         }
-        is_in_shares = any(hasattr(parameter, "ds_id") for parameter in parameters)
         # If a model was loaded in ZeRO-3 shards, DeepSpeed does not round the parameters that were
         # created after loading.
-        if is_rounded and is_in_shares:
-            for late in (p for p in parameters if not hasattr(p, "ds_id")):
+        if is_rounded and has_shards(module):
+            for late in (p for p in parameters if not is_sharded(p)):
                 late.data = late.data.to(torch.bfloat16)
         self._engine, *_ = deepspeed.initialize(
             model=module,
@@ -106,10 +112,8 @@ class TrainedModel:
         self._workers, self._optimizer = workers, optimizer
         self._stage = int(self._engine.zero_optimization_stage())
         _compile_layers(module, section, stage=self._stage)
-        # An optimizer with buckets reduces gradients itself.
-        has_buckets = hasattr(self._engine.optimizer, "ipg_buckets")
-        if workers.count == 1 and not has_buckets:  # nothing to reduce; saves a copy
-            self._engine.enable_backward_allreduce = False
+        if workers.count == 1:
+            leave_out_reduction(self._engine)
         self._engine.train()
         for parameter, exact in self._masters.items():
             self._set_master(parameter, exact)
@@ -193,7 +197,7 @@ class TrainedModel:
         for together in _in_buckets(weights):
             parts = list(dict.fromkeys(part for weight in together for part in weight.parts))
             if is_sharded:
-                self._reserve(sum(map(_whole_bytes, parts)))
+                self._reserve(sum(map(whole_bytes, parts)))
             with self._gathered_parameters(parts, enabled=is_sharded):
                 for weight in together:
                     master = self._masters.get(weight.parts[0])
@@ -236,14 +240,7 @@ class TrainedModel:
             RuntimeError: the files lack a part of a weight.
         """
         load_fragments(paths, self._fragments(), self._optimizer)
-        zero = self._engine.optimizer
-        if self._stage == 3:
-            zero.checkpoint_event_prologue()  # shards gathered parameters
-            for group in range(len(zero.fp32_partitioned_groups_flat)):
-                zero._reassign_or_swap_out_partitioned_parameters(group)
-            zero.checkpoint_event_epilogue()  # gathers small parameters again
-        elif self._stage > 0:
-            zero.update_lp_params()
+        publish_masters(self._engine)
         self._read_masters()
 
     def _fragments(self) -> list[Fragment]:
@@ -256,7 +253,7 @@ class TrainedModel:
         if self._stage < 3:
             safe_set_full_fp32_param(parameter, exact)
             return
-        size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        size = own_shard(parameter).numel()
         padded = pad(exact.flatten(), (0, size * self._workers.count - exact.numel()))
         safe_set_local_fp32_param(parameter, padded.split(size)[self._workers.rank])
 
@@ -276,7 +273,7 @@ def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
     together: list[Weight] = []
     total = 0
     for weight in weights:
-        size = sum(map(_whole_bytes, weight.parts))
+        size = sum(map(whole_bytes, weight.parts))
         if together and total + size > GATHER_BYTES:
             yield together
             together, total = [], 0
@@ -284,12 +281,6 @@ def _in_buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
         total += size
     if together:
         yield together
-
-
-def _whole_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor, once it is gathered under ZeRO-3."""
-    count: int = getattr(tensor, "ds_numel", tensor.numel())
-    return count * tensor.element_size()
 
 
 def _compile_layers(module: nn.Module, section: WorkersSection, *, stage: int) -> None:
@@ -312,37 +303,13 @@ def in_shares(section: WorkersSection, *, dtype: str, workers: Workers) -> Itera
     if workers.count == 1 or config["zero_optimization"]["stage"] < 3:
         yield
         return
-    zero = _import_deepspeed().zero
-    own_init = zero.Init
-    zero.Init = _exact_buffers(zero)
-    kept = HfDeepSpeedConfig(config)  # transformers holds a weak reference to it
-    try:
-        yield
-    finally:
-        unset_hf_deepspeed_config()
-        del kept
-        zero.Init = own_init
-
-
-def _exact_buffers(zero: Any) -> Any:
-    """Return a subclass of DeepSpeed's `zero.Init` that rounds only parameters, not buffers.
-
-    DeepSpeed's own class rounds every tensor that a model creates. In bfloat16, rotary frequencies
-    are then off by up to 0.2 %, and after 1,000 tokens the angles differ from those of an engine.
-    """
-
-    class Init(zero.Init):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            overrides = [zero.DeepSpeedTensorOverride.device]
-            super().__init__(*args, tensor_overrides=overrides, **kwargs)
-
-        def _post_init_method(self, module: nn.Module) -> None:
-            for parameter in module.parameters(recurse=False):
-                if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
-                    parameter.data = parameter.data.to(self.dtype)
-            super()._post_init_method(module)
-
-    return Init
+    with exact_buffers():
+        reference = HfDeepSpeedConfig(config)  # transformers holds a weak reference to it
+        try:
+            yield
+        finally:
+            unset_hf_deepspeed_config()
+            del reference
 
 
 def outermost_networks(module: nn.Module) -> list[PreTrainedModel]:
@@ -350,18 +317,3 @@ def outermost_networks(module: nn.Module) -> list[PreTrainedModel]:
     if isinstance(module, PreTrainedModel):
         return [module]
     return [network for child in module.children() for network in outermost_networks(child)]
-
-
-def _import_deepspeed() -> Any:
-    """Import DeepSpeed; on CPU without its shared-memory op.
-
-    That op is only for inference, and DeepSpeed would compile it for 40 s at the first start.
-    """
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
-    import deepspeed.ops
-
-    if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed

@@ -1,4 +1,8 @@
-"""Gathering of ZeRO-3 shards for models that have no DeepSpeed engine yet."""
+"""Parameters that ZeRO-3 has sharded, and gathering them in models without a DeepSpeed engine.
+
+DeepSpeed's `zero.Init` replaces a parameter's data by an empty tensor, and adds attributes whose
+names begin with `ds_` and the methods `all_gather` and `partition`. Only this module uses them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.integrations import deepspeed as integration
 
 from raypo.collectives import Workers
@@ -16,13 +20,40 @@ class OtherWorkerError(RuntimeError):
     """Error that another learner worker has raised."""
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Return True if ZeRO-3 has sharded a parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Return True if ZeRO-3 has sharded a parameter of the model."""
+    return any(map(is_sharded, model.parameters()))
+
+
+def own_shard(parameter: Tensor) -> Tensor:
+    """Return this worker's shard of a sharded parameter, flattened and padded."""
+    return parameter.ds_tensor  # type: ignore[attr-defined]
+
+
+def whole_numel(tensor: Tensor) -> int:
+    """Return the number of elements of a tensor, once it is gathered."""
+    return getattr(tensor, "ds_numel", tensor.numel())
+
+
+def whole_bytes(tensor: Tensor) -> int:
+    """Return the size of a tensor in bytes, once it is gathered."""
+    return whole_numel(tensor) * tensor.element_size()
+
+
+def whole_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor, once it is gathered."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Gather a module's own weights, not its children's, for reading. A collective operation.
-
-    DeepSpeed's `zero.Init` adds `all_gather` and `partition` to each weight.
-    """
-    own: list[Any] = [p for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
+    """Gather a module's own weights, not its children's, for reading. A collective operation."""
+    own: list[Any] = [*filter(is_sharded, module.parameters(recurse=False))]
     if own:
         own[0].all_gather(own)
     try:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from raypo.models.packing import pack
+from raypo.models.shares import has_shards
 from raypo.models.token_log_probs import packed_log_probs
 
 PROMPTS, SAMPLES, TOKENS = 2, 16, 32
@@ -33,7 +34,7 @@ def warm_up(model: Any, *, temperature: float) -> None:
         model: A Hugging Face causal language model.
         temperature: Sampling temperature, a constant of some kernels.
     """
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+    if has_shards(model):
         return
     packed = pack(*map(list, zip(*made_up_sequences(), strict=True)), device=model.device)
     embedded: list[Tensor] = []

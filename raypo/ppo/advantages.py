@@ -175,26 +175,26 @@ def generalized_advantages(
     ) -> list[Tensor]:
         if not mask.numel():  # a worker without rows
             return [torch.zeros_like(rewards), torch.zeros_like(values)]
-        places = _sampled_places(mask)
-        kept_values = keep(values.double(), mask)
-        value = _compact(kept_values, places)
+        indices = _sampled_places(mask)
+        masked_values = keep(values.double(), mask)
+        value = _compact(masked_values, indices)
         next_value = torch.nn.functional.pad(value[:, 1:], (0, 1))
         num_tokens = mask.sum(1, keepdim=True)
         last_value = keep(last.unsqueeze(1).double(), num_tokens > 0)
         next_value.scatter_add_(1, (num_tokens - 1).clamp(min=0), last_value)
-        reward = _compact(keep(rewards.double(), mask), places)
-        turns = _numbered(others[-1], mask, places) if by_turn else None
+        reward = _compact(keep(rewards.double(), mask), indices)
+        turns = _numbered(others[-1], mask, indices) if by_turn else None
         if turns is not None:
             next_value.mul_(torch.where(turns.diff(append=turns[:, :1] - 1) == 0, 1.0, gamma))
         delta = reward.add_(next_value, alpha=1.0 if by_turn else gamma).sub_(value)
         discount = gamma * (others[0].to(delta) if by_row else gae_lambda)
-        advantages = _spread(_discounted_suffix_sums(delta, discount, turns), places)
+        advantages = _spread(_discounted_suffix_sums(delta, discount, turns), indices)
         advantages = keep(advantages, mask)
-        return [advantages, advantages + kept_values]
+        return [advantages, advantages + masked_values]
 
     with torch.no_grad():
-        given = (rewards, values, mask.bool(), last, *by_row, *by_turn)
-        advantages, returns = in_blocks(estimate, *given)
+        arguments = (rewards, values, mask.bool(), last, *by_row, *by_turn)
+        advantages, returns = in_blocks(estimate, *arguments)
     return advantages, returns
 
 
@@ -229,10 +229,10 @@ def discounted_returns(
     by_turn = [] if turns is None else [turns]
 
     def estimate(rewards: Tensor, mask: Tensor, *by_turn: Tensor) -> list[Tensor]:
-        places = _sampled_places(mask)
-        reward = _compact(keep(rewards.double(), mask), places)
-        turns = _numbered(by_turn[0], mask, places) if by_turn else None
-        return [keep(_spread(_discounted_suffix_sums(reward, gamma, turns), places), mask)]
+        indices = _sampled_places(mask)
+        reward = _compact(keep(rewards.double(), mask), indices)
+        turns = _numbered(by_turn[0], mask, indices) if by_turn else None
+        return [keep(_spread(_discounted_suffix_sums(reward, gamma, turns), indices), mask)]
 
     with torch.no_grad():
         (returns,) = in_blocks(estimate, rewards, mask.bool(), *by_turn)
@@ -285,8 +285,8 @@ def group_baseline(
         )
     valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
     check_same_shape(scores=scores, valid=valid)
-    kept = keep(scores, valid)
-    exact = kept.double()
+    valid_scores = keep(scores, valid)
+    exact = valid_scores.double()
     count = valid.sum(1, keepdim=True).double()  # [P, 1]
     centred = keep(exact - exact.sum(1, keepdim=True) / count.clamp(min=1), valid)
     if kind == "rloo":  # R_i - mean of the others = (R_i - mean of all) * count / (count - 1)
@@ -310,7 +310,7 @@ def group_baseline(
     # Compare scores for equality: the rounded mean of equal numbers may differ from them.
     lowest = exact.masked_fill(~valid, torch.inf).amin(1, keepdim=True)
     highest = exact.masked_fill(~valid, -torch.inf).amax(1, keepdim=True)
-    return keep(centred, valid & (highest > lowest)).to(kept.dtype)
+    return keep(centred, valid & (highest > lowest)).to(valid_scores.dtype)
 
 
 def pass_at_k_advantages(
@@ -395,19 +395,19 @@ def _sampled_places(mask: Tensor) -> Tensor | None:
     return torch.where(mask, mask.cumsum(1) - 1, mask.shape[1])
 
 
-def _compact(x: Tensor, places: Tensor | None) -> Tensor:
+def _compact(x: Tensor, indices: Tensor | None) -> Tensor:
     """Move the values of sampled tokens to the front of each row, and fill up with zeros.
 
     `x` must be 0 where masked.
     """
-    if places is None:
+    if indices is None:
         return x
-    return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, places, x)[:, :-1]
+    return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, indices, x)[:, :-1]
 
 
-def _spread(x: Tensor, places: Tensor | None) -> Tensor:
+def _spread(x: Tensor, indices: Tensor | None) -> Tensor:
     """Undo `_compact`. Values at masked positions are arbitrary."""
-    return x if places is None else x.gather(1, places.clamp(max=x.shape[1] - 1))
+    return x if indices is None else x.gather(1, indices.clamp(max=x.shape[1] - 1))
 
 
 def runs_of(mask: Tensor) -> Tensor:
@@ -419,15 +419,15 @@ def runs_of(mask: Tensor) -> Tensor:
     return begins.cumsum(1)
 
 
-def _numbered(turns: Tensor, mask: Tensor, places: Tensor | None) -> Tensor:
+def _numbered(turns: Tensor, mask: Tensor, indices: Tensor | None) -> Tensor:
     """Return the turn of each sampled token, compacted and renumbered from 0: [B, T] int64.
 
     Positions after a row's last sampled token are -1.
     """
-    compacted = _compact(torch.where(mask, turns, 0), places)
+    compacted = _compact(torch.where(mask, turns, 0), indices)
     number = (compacted.diff(prepend=compacted[:, :1]) != 0).cumsum(1)
-    place = torch.arange(mask.shape[1], device=mask.device)
-    return torch.where(place < mask.sum(1, keepdim=True), number, -1)
+    index = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(index < mask.sum(1, keepdim=True), number, -1)
 
 
 def _discounted_suffix_sums(

@@ -67,25 +67,25 @@ def covariant_tokens(
     assert experience.row_index is not None
     mask, section, is_drawn = experience.counted, ppo.covariance, ppo.policy_loss == "clip_cov"
     log_probs = keep(experience.old_log_probs, mask).clamp(min=MIN_LOG_PROB)
-    kept = [log_probs, keep(experience.advantages, mask)]
-    moments = workers.sum(torch.stack([masked_moments(each, mask)[:2] for each in kept]))
+    factors = [log_probs, keep(experience.advantages, mask)]
+    moments = workers.sum(torch.stack([masked_moments(tensor, mask)[:2] for tensor in factors]))
     count = int(moments[0, 0])
     centred = [
-        x.double() - total / max(count, 1) for x, (_, total) in zip(kept, moments, strict=True)
+        x.double() - total / max(count, 1) for x, (_, total) in zip(factors, moments, strict=True)
     ]
     products = centred[0] * centred[1]
     most = max(int(section.fraction * count), 1)
     within = (products > section.low) & (products < section.high)
     eligible = mask & within if is_drawn else mask
-    rows, places = eligible.nonzero(as_tuple=True)
-    size = products[rows, places]
+    rows, columns = eligible.nonzero(as_tuple=True)
+    size = products[rows, columns]
     if not is_drawn and len(size) > most:  # the rest cannot be among the largest of all workers
         among = size >= size.topk(most).values.min()  # keep ties: the order below decides
-        size, rows, places = size[among], rows[among], places[among]
+        size, rows, columns = size[among], rows[among], columns[among]
     identity = experience.group_index, experience.sample_index, experience.row_index
-    names = torch.stack([*(index[rows] for index in identity), places], 1)  # [n, 4]
+    names = torch.stack([*(index[rows] for index in identity), columns], 1)  # [n, 4]
     gathered, own = workers.gather_rows(size, names)
-    sizes, everyone = (each.numpy() for each in gathered)
+    sizes, everyone = (tensor.numpy() for tensor in gathered)
     order = np.lexsort(everyone.T[::-1])  # by group, sample, row and place
     if is_drawn:
         order = order[np.random.default_rng(seed).permutation(len(order))]
@@ -95,5 +95,5 @@ def covariant_tokens(
     chosen[order[:most]] = True
     mine = torch.from_numpy(chosen[own]).to(rows.device)
     covariant = torch.zeros_like(mask)
-    covariant[rows[mine], places[mine]] = True
+    covariant[rows[mine], columns[mine]] = True
     return covariant

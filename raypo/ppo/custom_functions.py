@@ -68,8 +68,8 @@ def custom_surrogate(function: Callable[[Tokens], Any], label: str) -> Surrogate
     """
 
     def surrogate(tokens: Tokens) -> TokenLoss:
-        given = _called(function, tokens, label)
-        loss = given.loss if isinstance(given, TokenLoss) else given
+        result = _called(function, tokens, label)
+        loss = result.loss if isinstance(result, TokenLoss) else result
         _check(loss, label, {"[B, T]": tuple(tokens.mask.shape)})
         if tokens.log_probs.requires_grad and not loss.requires_grad:
             raise CustomFunctionError(
@@ -77,8 +77,8 @@ def custom_surrogate(function: Callable[[Tokens], Any], label: str) -> Surrogate
                 "tokens.log_ratio, without detach() around all of them."
             )
         _check_finite(loss.detach()[tokens.mask], label)
-        if isinstance(given, TokenLoss):
-            return given
+        if isinstance(result, TokenLoss):
+            return result
         ratio = tokens.log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         never = torch.zeros_like(tokens.mask, dtype=torch.bool)
         return TokenLoss(torch.where(tokens.mask, loss, 0.0), ratio, never, never)
@@ -124,10 +124,10 @@ def custom_advantages(
     Raises:
         CustomFunctionError: the function raised, or did not return finite numbers [B, T] or [B].
     """
-    given = _called(function, step, label)
+    result = _called(function, step, label)
     shapes = {"[B, T]": tuple(step.mask.shape), "[B]": tuple(step.scores.shape)}
-    _check(given, label, shapes)
-    advantages = given.detach().float()
+    _check(result, label, shapes)
+    advantages = result.detach().float()
     by_token = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)
     by_token = by_token.expand(step.mask.shape)
     _check_finite(by_token[step.mask], label)
@@ -194,9 +194,9 @@ def _rows_of_all(workers: Workers, **rows: Tensor) -> tuple[dict[str, Tensor], s
     return dict(zip(rows, everyone, strict=True)), mine
 
 
-def _called(function: Callable[[Any], Any], given: Any, label: str) -> Any:
+def _called(function: Callable[[Any], Any], argument: Any, label: str) -> Any:
     try:
-        return function(given)
+        return function(argument)
     except Exception as error:
         raise CustomFunctionError.caused_by(
             error,
@@ -221,11 +221,11 @@ def _check(result: Any, label: str, shapes: dict[str, tuple[int, ...]]) -> None:
         )
 
 
-def _check_finite(kept: Tensor, label: str) -> None:
-    wrong = int((~torch.isfinite(kept)).sum())
+def _check_finite(values: Tensor, label: str) -> None:
+    wrong = int((~torch.isfinite(values)).sum())
     if wrong:
         raise CustomFunctionError(
-            f"{label} returned NaN or infinity in {wrong} of {kept.numel()} unmasked places. "
+            f"{label} returned NaN or infinity in {wrong} of {values.numel()} unmasked places. "
             "Look for logarithms of 0 and divisions by 0, such as by a deviation of equal "
             "scores."
         )

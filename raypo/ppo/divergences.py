@@ -51,19 +51,22 @@ def divergences(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     student = logits[:, :vocabulary].to(dtype).log_softmax(-1)  # [N, V]
     teacher = teacher_log_probs.to(dtype)
-    told = student.gather(-1, teacher_ids)  # [N, K]
+    student_log_probs = student.gather(-1, teacher_ids)  # [N, K]
     if teacher.shape[-1] < student.shape[-1]:
         others = student.scatter(-1, teacher_ids, -math.inf).logsumexp(-1, keepdim=True)
-        told = torch.cat([told, others], -1)
+        student_log_probs = torch.cat([student_log_probs, others], -1)
         teacher = torch.cat([teacher, _rest(teacher)], -1)
     least = torch.finfo(dtype).min
-    told, teacher = told.clamp(min=least), teacher.clamp(min=least)  # 0 * -inf would be NaN
+    student_log_probs, teacher = (
+        student_log_probs.clamp(min=least),
+        teacher.clamp(min=least),
+    )  # 0 * -inf would be NaN
     if kind == "forward_kl":
-        return _kl(teacher, told)
+        return _kl(teacher, student_log_probs)
     if kind == "reverse_kl":
-        return _kl(told, teacher)
-    mixture = torch.logaddexp(teacher + math.log(beta), told + math.log1p(-beta))
-    return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(told, mixture)
+        return _kl(student_log_probs, teacher)
+    mixture = torch.logaddexp(teacher + math.log(beta), student_log_probs + math.log1p(-beta))
+    return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student_log_probs, mixture)
 
 
 def _kl(one: Tensor, other: Tensor) -> Tensor:
@@ -73,5 +76,5 @@ def _kl(one: Tensor, other: Tensor) -> Tensor:
 def _rest(log_probs: Tensor) -> Tensor:
     """Return the log-prob of all other tokens together, [N, 1], at least log(float32 epsilon)."""
     resolution = torch.finfo(torch.float32).eps  # the teacher's log-probs are float32
-    told = log_probs.exp().sum(-1, keepdim=True)
-    return (1.0 - told).clamp(min=resolution).log()
+    probability = log_probs.exp().sum(-1, keepdim=True)
+    return (1.0 - probability).clamp(min=resolution).log()

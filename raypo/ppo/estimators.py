@@ -61,8 +61,8 @@ def with_advantages(
         scores: Moments of all scores so far, this step included.
     """
     if ppo.mask_truncated:
-        kept = experience.counted & ~experience.truncated.unsqueeze(1)
-        experience = experience.with_(loss_mask=kept)
+        loss_mask = experience.counted & ~experience.truncated.unsqueeze(1)
+        experience = experience.with_(loss_mask=loss_mask)
     experience = _with_sample_tokens(experience, workers)
     scores, moments = shape_scores(
         experience, ppo.shaping, state.scores, workers, max_new_tokens=max_new_tokens

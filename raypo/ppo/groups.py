@@ -30,7 +30,7 @@ def filter_groups(
             deviation.
 
     Returns:
-        kept: [P] bool; False for a group with fewer than two valid samples.
+        selected: [P] bool; False for a group with fewer than two valid samples.
 
     Paper: Yu et al. 2025, arXiv:2503.14476, eq. 11 (dynamic sampling).
     """
@@ -44,12 +44,12 @@ def filter_groups(
     differ = exact.masked_fill(~valid, torch.inf).amin(1) < exact.masked_fill(
         ~valid, -torch.inf
     ).amax(1)
-    kept = differ & (std > section.min_std)
+    is_selected = differ & (std > section.min_std)
     if section.low is not None:
-        kept = kept & (mean > section.low)
+        is_selected = is_selected & (mean > section.low)
     if section.high is not None:
-        kept = kept & (mean < section.high)
-    return kept
+        is_selected = is_selected & (mean < section.high)
+    return is_selected
 
 
 def baseline_over_workers(
@@ -86,9 +86,9 @@ def baseline_over_workers(
     """
     check_same_shape(scores=scores, group_index=group_index, valid=valid)
     optional = {"sample_index": sample_index, "lengths": lengths}
-    given = {name: each for name, each in optional.items() if each is not None}
-    everyone, mine = workers.gather_rows(scores, group_index, valid, *given.values())
-    more = dict(zip(given, everyone[3:], strict=True))
+    columns = {name: column for name, column in optional.items() if column is not None}
+    everyone, mine = workers.gather_rows(scores, group_index, valid, *columns.values())
+    more = dict(zip(columns, everyone[3:], strict=True))
     compared = baseline_by_index(*everyone[:3], kind=kind, pass_k=pass_k, **more)[mine]
     return compared.to(scores.device)
 
@@ -199,12 +199,12 @@ def baseline_by_index(
     _, group, sizes = group_index.unique(return_inverse=True, return_counts=True)
     order = group.argsort(stable=True)
     starts = sizes.cumsum(0) - sizes  # [P]
-    place = torch.empty_like(group)  # number of each row within its group
-    place[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
+    number = torch.empty_like(group)  # number of each row within its group
+    number[order] = torch.arange(len(group), device=group.device) - starts[group[order]]
     shape = (len(sizes), max(int(sizes.max()), 2))
 
     def table(rows: Tensor) -> Tensor:
-        return rows.new_zeros(shape).index_put_((group, place), rows)
+        return rows.new_zeros(shape).index_put_((group, number), rows)
 
     compared = group_baseline(
         table(scores),
@@ -213,7 +213,7 @@ def baseline_by_index(
         lengths=None if lengths is None else table(lengths),
         pass_k=pass_k,
     )
-    return compared[group, place]
+    return compared[group, number]
 
 
 def _first_rows(group_index: Tensor, sample_index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

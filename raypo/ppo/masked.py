@@ -96,8 +96,10 @@ def masked_moments(
     check_same_shape(x=x, mask=mask)
 
     def of_block(x: Tensor, mask: Tensor) -> list[Tensor]:
-        kept = keep(x.double(), mask)
-        return [torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()]).unsqueeze(0)]
+        values = keep(x.double(), mask)
+        return [
+            torch.stack([mask.sum().double(), values.sum(), values.square().sum()]).unsqueeze(0)
+        ]
 
     with torch.no_grad():
         (moments,) = in_blocks(of_block, x, mask.bool(), dtype=torch.float64)  # [blocks, 3]

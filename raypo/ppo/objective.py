@@ -172,8 +172,8 @@ def values_of(
         values = critic(batch)
         return values, values.new_zeros(len(batch))
     values = critic(batch, with_last=True)  # [B, T + 1]
-    place = torch.arange(1, batch.response_mask.shape[1] + 1, device=values.device)
-    after = torch.where(batch.response_mask, place, 0).amax(1, keepdim=True)  # [B, 1]
+    position = torch.arange(1, batch.response_mask.shape[1] + 1, device=values.device)
+    after = torch.where(batch.response_mask, position, 0).amax(1, keepdim=True)  # [B, 1]
     last_values = values.gather(1, after).squeeze(1)
     return values[:, :-1], torch.where(batch.truncated, last_values, 0.0)
 

@@ -94,8 +94,8 @@ def pair_losses(
         return relu(1.0 - z)
     right, swapped = -logsigmoid(z), -logsigmoid(-z)
     if kind == "robust":
-        kept = (1.0 - label_smoothing) * right - label_smoothing * swapped
-        return kept / (1.0 - 2.0 * label_smoothing)
+        loss = (1.0 - label_smoothing) * right - label_smoothing * swapped
+        return loss / (1.0 - 2.0 * label_smoothing)
     return (1.0 - label_smoothing) * right + label_smoothing * swapped
 
 
@@ -125,8 +125,8 @@ def kto_losses(
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
     """
     z = beta * (responses.log_ratios - kl)
-    kept = 1.0 - torch.sigmoid(torch.where(is_desirable, z, -z))
-    return torch.where(is_desirable, desirable_weight, undesirable_weight) * kept
+    loss = 1.0 - torch.sigmoid(torch.where(is_desirable, z, -z))
+    return torch.where(is_desirable, desirable_weight, undesirable_weight) * loss
 
 
 def kto_kl(total: float, count: float) -> float:

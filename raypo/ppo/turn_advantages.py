@@ -56,28 +56,28 @@ def turn_advantages(
     rewards = token_rewards(at_the_end, None, counted, kl_coef=0.0, extra_rewards=earned)
     returns = discounted_returns(rewards, counted, gamma=gamma, turns=turns)
     begins = mask & (turns != torch.nn.functional.pad(turns[:, :-1], (1, 0), value=-1))
-    row, place = begins.nonzero(as_tuple=True)  # [S]
+    row, start = begins.nonzero(as_tuple=True)  # [S]
     everyone, mine = workers.gather_rows(
-        returns[row, place],
+        returns[row, start],
         experience.group_index[row],
-        _states(experience, row, place),
+        _states(experience, row, start),
         valid[row],
     )
     of_all, group, state, is_valid = everyone
-    _, place_of = torch.stack([group, state]).unique(dim=1, return_inverse=True)
-    compared = baseline_by_index(of_all, place_of, is_valid, kind="grpo")[mine].to(returns)
+    _, index = torch.stack([group, state]).unique(dim=1, return_inverse=True)
+    compared = baseline_by_index(of_all, index, is_valid, kind="grpo")[mine].to(returns)
     if len(compared) == 0:
         return torch.zeros_like(returns)
     number = (begins.flatten().cumsum(0) - 1).clamp(min=0).view(begins.shape)
     return keep(compared[number], counted)
 
 
-def _states(experience: Experience, row: Tensor, place: Tensor) -> Tensor:
+def _states(experience: Experience, row: Tensor, start: Tensor) -> Tensor:
     """Return a hash of each turn's state, [S] int64. It is the same on all workers."""
     ids, sampled = experience.response_ids.cpu().numpy(), experience.response_mask.cpu().numpy()
     prompts, prompt_mask = experience.prompt_ids.cpu().numpy(), experience.prompt_mask.cpu().numpy()
     hashes = []
-    for number, end in zip(row.tolist(), place.tolist(), strict=True):
+    for number, end in zip(row.tolist(), start.tolist(), strict=True):
         begin = end
         while begin > 0 and not sampled[number, begin - 1]:
             begin -= 1

@@ -32,6 +32,7 @@ from raypo.config import EngineSection, InFlight, LoraSection
 from raypo.config.paths import short_name
 from raypo.deployment.gauges import export_gauges
 from raypo.serving.adapters import Adapters, lora_arguments
+from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.model_tensors import ModelTensors
 from raypo.serving.requests import (
     Completion,
@@ -195,7 +196,7 @@ class Engine:
         self._llm = self._loop.llm
         self._processes = self._loop.call(partial(VllmProcesses, self._llm))
         self._max_model_len, self._reads_text = max_model_len, reads_text
-        self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
+        self._vocabulary_size = InsideVllm(self._llm).vocabulary_size
         if reads_weights:
             self._serving.version = 0
         _remember(self)
@@ -581,7 +582,7 @@ class Engine:
     def _end(self) -> None:
         self._no_more_gauges()
         self._serving.version, self._serving.broken = None, "it was shut down"
-        self._llm.llm_engine.engine_core.shutdown()
+        InsideVllm(self._llm).shutdown()
         _remember(None)
 
     def _require_a_push(self) -> PushStart:

@@ -38,6 +38,31 @@ class InsideVllm:
         return self.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
 
     @property
+    def vocabulary_size(self) -> int:
+        """Size of the vocabulary, including padding."""
+        return self.llm.llm_engine.model_config.get_vocab_size()
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers, one for each device."""
+        return self.llm.llm_engine.vllm_config.parallel_config.world_size
+
+    @property
+    def has_sleep_mode(self) -> bool:
+        """True if vLLM was started with `enable_sleep_mode`."""
+        return self.llm.llm_engine.model_config.enable_sleep_mode
+
+    @property
+    def has_lost_a_process(self) -> bool:
+        """True if the process of a worker has ended."""
+        return getattr(self.llm.llm_engine.model_executor, "is_failed", False)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """True if vLLM holds requests that it has not ended."""
+        return self.llm.llm_engine.has_unfinished_requests()
+
+    @property
     def kv_cache_use(self) -> float:
         """Share of the KV cache that is in use, 0 to 1."""
         return self._scheduler.kv_cache_manager.usage
@@ -76,6 +101,20 @@ class InsideVllm:
     def step(self) -> list[Any]:
         """Run one engine step and return its `RequestOutput`s."""
         return self.llm.llm_engine.step()
+
+    def before_each_step(self, call: Callable[[], None]) -> None:
+        """Call a function before each step, also in `LLM.generate` and `LLM.encode`."""
+        step = self.llm.llm_engine.step
+
+        def call_and_step() -> Any:
+            call()
+            return step()
+
+        self.llm.llm_engine.step = call_and_step
+
+    def shutdown(self) -> None:
+        """Free memory and vLLM's globals."""
+        self.llm.llm_engine.engine_core.shutdown()
 
     def abort(self, name: str) -> None:
         """Abort a request."""

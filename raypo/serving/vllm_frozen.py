@@ -22,6 +22,7 @@ from raypo.models.loading import check_classifier, load_tokenizer, same_vocabula
 from raypo.models.model_shape import ModelShape
 from raypo.serving.engine_sizes import default_cpu_kv_bytes
 from raypo.serving.frozen import FrozenModel, Ids, TopTokens, frozen_memory_advice, sequence_ids
+from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.vllm_processes import VllmProcesses
 from raypo.serving.vllm_settings import (
     WORKER_EXTENSION,
@@ -85,14 +86,8 @@ class VllmModel(FrozenModel):
         if (folder := cached_folder(model)) is not None:  # a hub id that vLLM has downloaded
             check_weights("model", folder, kind)
         self._processes = VllmProcesses(self._llm)
-        step = self._llm.llm_engine.step
-
-        def step_and_note() -> Any:
-            self._progress.step()
-            return step()
-
-        # `LLM.generate` and `LLM.encode` call it, so every step counts as progress.
-        self._llm.llm_engine.step = step_and_note
+        self._inside = InsideVllm(self._llm)
+        self._inside.before_each_step(self._progress.step)
 
     def peak_memory(self) -> dict[str, float]:
         """Return the peak memory of the model's processes in GB (`VllmProcesses.peak_memory`)."""
@@ -122,7 +117,7 @@ class VllmModel(FrozenModel):
 
     def shutdown(self) -> None:
         """Free memory and vLLM's globals."""
-        self._llm.llm_engine.engine_core.shutdown()
+        self._inside.shutdown()
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -180,7 +175,7 @@ class VllmReference(VllmModel):
         """
         answers = self._at_responses(sequences, count)
         if any((ids[:, 1:] >= vocabulary).any() for _, ids in answers):
-            padding = self._llm.llm_engine.model_config.get_vocab_size() - vocabulary
+            padding = self._inside.vocabulary_size - vocabulary
             answers = self._at_responses(sequences, count + padding)
         # The first column is the response's own token.
         return [

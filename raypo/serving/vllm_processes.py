@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from raypo.metrics.process_memory import peak_memory
+from raypo.serving.inside_vllm import InsideVllm
 from raypo.serving.model_tensors import as_in_files
 from raypo.weights.buckets import Bucket, unpack
 from raypo.weights.group import Group
@@ -59,14 +60,14 @@ class VllmProcesses:
 
     def __init__(self, llm: Any) -> None:
         """Set up the workers of a `vllm.LLM` that has started."""
-        self._llm = llm
-        self._are_several = llm.llm_engine.vllm_config.parallel_config.world_size > 1
+        self._llm, self._inside = llm, InsideVllm(llm)
+        self._are_several = self._inside.num_workers > 1
         self._out_of_step: str | None = None
         if self._are_several:
             self.ask("raypo_end_with", os.getpid())
             self.ask("raypo_leave_no_shared_memory")
             leave_no_shared_memory()
-        if llm.llm_engine.model_config.enable_sleep_mode:
+        if self._inside.has_sleep_mode:
             self.ask("raypo_share_device")
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
@@ -92,13 +93,13 @@ class VllmProcesses:
         except ValueError:  # invalid input, rejected before it reached a worker
             raise
         except Exception as error:
-            if self._are_several or self._llm.llm_engine.has_unfinished_requests():
+            if self._are_several or self._inside.has_unfinished_requests:
                 self._out_of_step = f"vLLM's processes are out of sync after a failure ({error})"
             raise
 
     def why_broken(self) -> str | None:
         """Return why the workers are unusable. None means they are usable."""
-        if getattr(self._llm.llm_engine.model_executor, "is_failed", False):
+        if self._inside.has_lost_a_process:
             return "one of vLLM's processes has ended"
         return self._out_of_step
 

@@ -229,9 +229,9 @@ def bare(work: dict[str, Any]) -> dict[str, float]:
 
 def deepspeed(work: dict[str, Any]) -> dict[str, float]:
     """The bare loop's forward and backward, its optimizer under DeepSpeed."""
-    from raypo.learner.trained_model import _import_deepspeed
+    from raypo.learner.deepspeed_internals import import_deepspeed
 
-    ds = _import_deepspeed()
+    ds = import_deepspeed()
     one_process()
     loop = Bare(work, learning=False)
     config: dict[str, Any] = {
@@ -262,10 +262,10 @@ def learner(work: dict[str, Any]) -> dict[str, float]:
     """raypo's learner without Ray: a pass of log-probs, and an update."""
     from raypo.collectives import Workers
     from raypo.config import LearnerSection, ModelSection, PPOSection
-    from raypo.learner import trained_model
+    from raypo.learner.deepspeed_internals import import_deepspeed
     from raypo.learner.learner import Learner
 
-    trained_model._import_deepspeed()
+    import_deepspeed()
     one_process()
     responses = work["prompts"] * work["samples"]
     built = Learner(

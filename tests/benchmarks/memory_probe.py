@@ -80,11 +80,11 @@ def experience(rows: int, prompt: int, response: int, vocabulary: int) -> Experi
 
 
 def learner(config: PPOConfig) -> dict[str, int]:
-    import raypo.learner.trained_model as engine
     import raypo.recipes.ppo  # noqa: F401
+    from raypo.learner.deepspeed_internals import import_deepspeed
     from raypo.learner.learner import Learner
 
-    engine._import_deepspeed()
+    import_deepspeed()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

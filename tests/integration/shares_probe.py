@@ -56,8 +56,9 @@ def peak(found: dict[str, int], name: str) -> Iterator[None]:
 
 def main() -> None:
     from raypo.learner import export
+    from raypo.learner.deepspeed_internals import import_deepspeed
     from raypo.learner.learner import Learner
-    from raypo.learner.trained_model import _import_deepspeed, in_shares
+    from raypo.learner.trained_model import in_shares
     from raypo.models.critic import Critic, CriticStart
     from raypo.models.loading import load_causal_lm
     from raypo.weights.buckets import stage
@@ -67,7 +68,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     workers, found = Workers.current(), dict[str, int]()
-    _import_deepspeed()
+    import_deepspeed()
     section = LearnerSection(zero_stage=3)
     export.SHARD_BYTES = task["bucket_bytes"]
     with in_shares(section, dtype="bfloat16", workers=workers):

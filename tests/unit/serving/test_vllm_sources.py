@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+import raypo.serving
+
 ATTRIBUTE = "="
 CLASSES: dict[str, dict[str, str]] = {
     "entrypoints/llm.py:LLM": {
@@ -198,7 +200,7 @@ PASSAGES = {
         "request.num_output_tokens < sampling_params.min_tokens",
         "repetition_detection = sampling_params.repetition_detection",
     ],
-    "entrypoints/common/offline.py": ["self.llm_engine.step()"],  # which VllmModel replaces
+    "entrypoints/common/offline.py": ["self.llm_engine.step()"],  # which InsideVllm replaces
     "entrypoints/pooling/offline.py": ["self.llm_engine.step()|self._run_engine("],
     "v1/worker/gpu_worker.py": [
         'tag="weights"',
@@ -314,6 +316,18 @@ def assert_takes(function: Signature | None, arguments: str, place: str, *first:
         function.bind(*first, *call.args, **{str(each.arg): None for each in call.keywords})
     except TypeError as error:
         raise AssertionError(f"{place}{function} does not take ({arguments}): {error}") from None
+
+
+def test_no_other_module_looks_inside_a_running_vllm():
+    """`lean_scheduler` and the workers' code run inside vLLM itself."""
+    serving = Path(raypo.serving.__file__).parent
+    users = {
+        path.name
+        for path in serving.parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("llm_engine", "engine_core")
+    }
+    assert users == {"inside_vllm.py"}
 
 
 @pytest.mark.parametrize("place", CLASSES)
