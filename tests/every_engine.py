@@ -37,6 +37,7 @@ from raypo.weights.messages import WeightPush
 from tests.every_model import (
     CAUSAL,
     HOLDS,
+    LATENT,
     NAMES,
     SIZES,
     SPECIAL,
