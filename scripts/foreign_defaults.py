@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from raypo.config.base import flatten
 
 FILE = Path(__file__).parents[1] / "raypo" / "translation" / "defaults.json"
-CONFIGS = ("GRPOConfig", "SFTConfig", "DPOConfig", "RewardConfig")
+CONFIGS = ("GRPOConfig", "RLOOConfig", "SFTConfig", "DPOConfig", "RewardConfig")
 
 
 def defaults_of_trl() -> dict[str, dict[str, Any]]:

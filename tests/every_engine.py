@@ -37,6 +37,7 @@ from raypo.weights.messages import WeightPush
 from tests.every_model import (
     CAUSAL,
     HOLDS,
+    LATENT,
     NAMES,
     SIZES,
     SPECIAL,
@@ -66,7 +67,9 @@ HEADS: dict[str, Any] = {
 }
 """Sizes that vLLM's kernels for CPUs support."""
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16}
+LATENT_64 = LATENT | {"head_dim": 64}
 OF_ENGINES: dict[str, dict[str, Any]] = SPECIAL | {
+    **dict.fromkeys(["axk1", "deepseek_v3", "longcat_flash"], LATENT_64),
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"] * 2},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 256},

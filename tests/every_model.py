@@ -312,6 +312,7 @@ def check(kind: str, architecture: str, folder: Path) -> str:
 def shown(error: Exception) -> str:
     """Return an error's type and the beginning of its message, in one line."""
     text = re.sub(r" \(/\S+\)", "", " ".join(str(error).split()))  # no temporary folder
+    text = re.sub(r"/tmp/\w+", "FOLDER", text)
     return f"{type(error).__name__}: {text[:150]}"
 
 

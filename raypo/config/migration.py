@@ -85,6 +85,8 @@ num_iterations, num_ppo_epochs | = ppo.num_epochs | Passes over the responses of
 num_mini_batches | ppo.minibatch_size | TRL counts minibatches; raypo counts the responses of one.
 loss_type | ppo.aggregation, dpo.loss | With `ppo.preset: grpo`: `dapo`, `bnpo`: token_mean; `grpo`: sequence_mean; `dr_grpo`: constant; `cispo`, `sapo`, `vespo` are values of `ppo.policy_loss`. The preset dapo also filters groups, shapes lengths and raises the clip, which TRL's loss_type does not.
 scale_rewards | ppo.advantage | `group`: grpo; `none`: dr_grpo.
+normalize_advantages | ppo.advantage | raypo's rloo does not divide by the batch's deviation.
+reward_clip_range | ppo.shaping.clip_low + ppo.shaping.clip_high |
 importance_sampling_level | ppo.policy_loss | `sequence`: gspo, whose clip bounds are narrower by default.
 mask_truncated_completions | = ppo.mask_truncated |
 entropy_coef_delta | = ppo.entropy_delta |

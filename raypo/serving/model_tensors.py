@@ -28,7 +28,7 @@ class ModelTensors:
     linear: tuple[str, ...] = ()
     """Last name components of the linear layers, such as q_proj. The output head is left out."""
     conversions: Any = None
-    """Argument of `as_in_files`. None if files have the same tensors."""
+    """Argument of `as_in_files`. None if files have the same tensors, or several in one."""
 
     @classmethod
     def of(cls, model: str) -> ModelTensors:
@@ -50,7 +50,9 @@ class ModelTensors:
             if type(each).__name__ != "PrefixChange"  # of models that were loaded from files alone
         ]
         stand_in = SimpleNamespace(_weight_conversions=conversions, config=skeleton.config)
-        return cls(required, optional, tuple(sorted(linear)), stand_in if conversions else None)
+        names = [name for name, _ in as_in_files(stand_in, stored_tensors(skeleton))]
+        converts = conversions and len(set(names)) == len(names)  # each tensor by itself
+        return cls(required, optional, tuple(sorted(linear)), stand_in if converts else None)
 
     def check(self, manifest: Manifest) -> None:
         """Raise if a push does not fit this model.

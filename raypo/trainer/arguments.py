@@ -173,7 +173,8 @@ def _with_trl(
     weights = fields.pop("reward_weights", None)
     if weights is not None and given.reward_weights is None:
         given = replace(given, reward_weights=weights)
-    if kind_of_trl(args) != "GRPOConfig":  # a GRPOConfig has the number in its batch sizes
+    # Configs of GRPO and RLOO have the number of processes in their batch sizes.
+    if kind_of_trl(args) not in ("GRPOConfig", "RLOOConfig"):
         fields["world_size"] = getattr(args, "world_size", 1)
     source = of_trl(fields, name, kind_of_trl(args))
     own = {str(key): value for key, value in flatten(config or {}).items()}

@@ -42,7 +42,8 @@ class ForeignArguments:
     """Lookup of another project's arguments, which records what is used and what is left."""
 
     def __init__(self, source: Source, rows: int | None = None) -> None:
-        self.project, self.recipe, self.rows = source.project, source.recipe, rows
+        self.project, self.kind, self.recipe = source.project, source.kind, source.recipe
+        self.rows = rows
         self._is_complete, self._all = source.is_complete, source.given
         self.defaults = defaults_of(source.project, source.kind)
         table = [*rows_of(source.project), *(rows_of("peft") if source.kind else ())]

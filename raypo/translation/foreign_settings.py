@@ -19,11 +19,12 @@ from yaml import YAMLError
 
 from raypo.config.base import ConfigError, parsed
 
-RECIPES = {"GRPOConfig": "ppo", "SFTConfig": "sft", "DPOConfig": "dpo"}
+RECIPES = {"GRPOConfig": "ppo", "RLOOConfig": "ppo", "SFTConfig": "sft", "DPOConfig": "dpo"}
 RECIPES |= {"RewardConfig": "reward_model"}
 """Recipe for each config class of TRL."""
 _TELLING = {
     "GRPOConfig": "scale_rewards",
+    "RLOOConfig": "normalize_advantages",
     "DPOConfig": "f_divergence_type",
     "RewardConfig": "center_rewards_coefficient",
     "SFTConfig": "packing",

@@ -37,7 +37,7 @@ def from_trl(get: ForeignArguments) -> Settings:
         get.given.pop("pad_to_multiple_of", None)
     updates: float = 1
     if get.recipe == "ppo":
-        updates = _set_grpo(get, done)
+        updates = _set_sampling(get, done)
     else:
         _set_examples(get, done)
     _set_schedule(get, done, updates)
@@ -102,8 +102,8 @@ def _set_examples(get: ForeignArguments, done: Settings) -> None:
         )
 
 
-def _set_grpo(get: ForeignArguments, done: Settings) -> float:
-    """Set the keys of GRPO, and return the optimizer steps in a step of raypo."""
+def _set_sampling(get: ForeignArguments, done: Settings) -> float:
+    """Set the keys of GRPO or RLOO, and return the optimizer steps in a step of raypo."""
     samples = get.number("num_generations")
     device = get("per_device_train_batch_size")
     own = device * get("gradient_accumulation_steps")
@@ -129,8 +129,13 @@ def _set_grpo(get: ForeignArguments, done: Settings) -> float:
     )
     updates = max(generated / (own * processes), 1) * get("num_iterations")
     get.copy(done, {"num_iterations": "ppo.num_epochs"})
-    _set_loss(get, done)
-    _set_correction(get, done)
+    if get.kind == "RLOOConfig":
+        _set_rloo(get, done, updates)
+    else:
+        _set_loss(get, done)
+        _set_correction(get, done)
+    if not get("sync_ref_model"):
+        get.pass_over("ref_model_mixup_alpha", "ref_model_sync_steps")
     prompt = get("max_prompt_length")  # of older versions
     limit = get("vllm_max_model_length")
     response = get("max_completion_length")
@@ -159,6 +164,29 @@ def _set_grpo(get: ForeignArguments, done: Settings) -> float:
     else:
         done["num_steps"] = get.steps(done, epochs, get.origin("num_train_epochs"))
     return updates
+
+
+def _set_rloo(get: ForeignArguments, done: Settings, updates: float) -> None:
+    """Set the keys of RLOO's loss."""
+    done["ppo.preset"] = "rloo", "RLOOConfig"
+    get.copy(done, {"beta": "ppo.kl.coef", "epsilon": "ppo.clip_low"})
+    name = "epsilon" if get("epsilon_high") is None else "epsilon_high"
+    done["ppo.clip_high"] = get(name), get.origin(name)
+    if updates > 1:  # else every ratio is 1
+        why = "TRL takes the ratio of a whole response; ppo of each token, gspo their mean"
+        done["ppo.policy_loss"] = TODO, f"RLOOConfig, {updates:g} updates of a batch: {why}"
+    if get("normalize_advantages"):
+        done["ppo.advantage"] = TODO, "normalize_advantages: raypo's rloo has no deviation"
+    bounds = get("reward_clip_range")
+    if isinstance(bounds, list | tuple) and len(bounds) == 2:
+        names = ("ppo.shaping.clip_low", "ppo.shaping.clip_high")
+        done |= {key: (v, "reward_clip_range") for key, v in zip(names, bounds, strict=True)}
+    else:
+        get.used.discard("reward_clip_range")
+    norm, length = get("max_grad_norm"), get("max_completion_length")
+    if norm and length:  # TRL sums the losses of a response's tokens
+        origin = "max_grad_norm / max_completion_length, by which raypo's loss is smaller"
+        done["learner.max_grad_norm"] = norm / length, origin
 
 
 def _set_loss(get: ForeignArguments, done: Settings) -> None:
@@ -219,8 +247,6 @@ def _set_advantage(get: ForeignArguments, done: Settings) -> None:
     else:
         get.pass_over("use_adaptive_entropy", "entropy_target", "entropy_coef_delta")
         get.pass_over("entropy_coef_min", "entropy_coef_max")
-    if not get("sync_ref_model"):
-        get.pass_over("ref_model_mixup_alpha", "ref_model_sync_steps")
 
 
 def _set_correction(get: ForeignArguments, done: Settings) -> None:

@@ -62,12 +62,15 @@ class Translation(NamedTuple):
     config: AnyConfig
     """The config, with other values in place of those that are TODO."""
 
+    def todo(self) -> list[str]:
+        """Return a line for each key that is TODO."""
+        return [f"{key}: {why}" for key, (value, why) in self.done.items() if _is_todo(value)]
+
     def report(self) -> list[str]:
         """Return the lines for the user."""
-        todo = [f"{key}: {why}" for key, (value, why) in self.done.items() if _is_todo(value)]
         lines: list[str] = []
         for title, each in (
-            ("TODO below, to be set:", todo),
+            ("TODO below, to be set:", self.todo()),
             ("Changes what is learned, and is left to you:", self.notes),
         ):
             lines += [title, *(f"- {' '.join(line.split())}" for line in each)] if each else []

@@ -429,7 +429,9 @@ def test_init_writes_a_run_file_and_keeps_one_that_is_there(
     given = ("init", command, "--to", made)
     assert exit_status(monkeypatch, *given) == 0
     assert "samples_per_prompt: 5 # actor_rollout_ref.rollout.n" in made.read_text()
-    assert f"raypo plan {made} --cluster 8xH100" in capsys.readouterr().out
+    todos = made.read_text().partition("# Changes what")[0].count("\n# - ")
+    told = f"Set the {todos} TODOs listed at its top; then run, with your GPUs: raypo plan {made} "
+    assert told in capsys.readouterr().out
     assert exit_status(monkeypatch, *given) == 2
     assert f"--to ({made}): this file exists already" in capsys.readouterr().err
     to = ("--to", tmp_path / "other.yaml")

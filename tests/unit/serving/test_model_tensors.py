@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, HrmTextConfig, MixtralConfig
 
 from raypo.models.checkpoint import stored_tensors
 from raypo.serving.model_tensors import ModelTensors, as_in_files
@@ -66,6 +66,13 @@ def test_an_engine_loads_the_tensors_of_the_models_files(tmp_path: Path) -> None
     assert loaded.keys() == files.keys()
     assert "model.layers.0.block_sparse_moe.experts.1.w2.weight" in files
     assert all(torch.equal(loaded[name], tensor) for name, tensor in files.items())
+
+
+def test_tensors_that_files_have_in_one_keep_their_names(tmp_path: Path) -> None:
+    HrmTextConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1).save_pretrained(
+        tmp_path
+    )
+    assert ModelTensors.of(str(tmp_path)).conversions is None
 
 
 def test_every_mistake_is_named(folder: str, tensors: dict) -> None:

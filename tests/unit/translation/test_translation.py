@@ -30,7 +30,7 @@ def translated(command: str) -> str:
 def trl(kind: str = "GRPOConfig", without: tuple[str, ...] = (), **fields: Any) -> str:
     """Translate the JSON that a config of TRL with these fields writes, made by one process."""
     values: dict[str, Any] = defaults_of("TRL", kind) | {"output_dir": "o/r"} | fields
-    if kind == "GRPOConfig" and values["generation_batch_size"] is None:
+    if kind in ("GRPOConfig", "RLOOConfig") and values["generation_batch_size"] is None:
         values["steps_per_generation"] = (
             values["steps_per_generation"] or values["gradient_accumulation_steps"]
         )
@@ -106,6 +106,22 @@ def test_a_config_of_trl_becomes_its_port(tmp_path: Path):
 
 
 LENGTH = {"data.max_prompt_tokens"}
+
+
+def test_rloo_of_trl(tmp_path: Path):
+    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 9}
+    text = trl("RLOOConfig", **batch, max_completion_length=500, reward_clip_range=[-1.0, 2.0])
+    config = config_of(text, tmp_path)
+    ppo = config.ppo
+    assert (ppo.advantage, ppo.policy_loss, ppo.aggregation) == ("rloo", "ppo", "constant")
+    assert (ppo.kl.coef, ppo.kl.estimator, ppo.kl.placement) == (0.05, "k1", "reward")
+    assert (ppo.shaping.clip_low, ppo.shaping.clip_high) == (-1.0, 2.0)
+    assert config.learner.max_grad_norm == 1.0 / 500, "raypo's loss is divided by 500"
+    assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (16, 2)
+    assert not {key for key in todo(text) if key.startswith("ppo.")}
+    # Only from the second update on, ratios are not 1.
+    assert "ppo.policy_loss" in todo(trl("RLOOConfig", **batch, num_iterations=2))
+    assert "ppo.advantage" in todo(trl("RLOOConfig", **batch, normalize_advantages=True))
 
 
 @pytest.mark.parametrize("kind", RECIPES_OF_TRL)
