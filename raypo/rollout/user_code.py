@@ -21,7 +21,7 @@ import cloudpickle
 
 from raypo.config import ConfigError, RolloutSection
 from raypo.custom.loader import load_class
-from raypo.custom.pool import CallTimeout, ProcessDied, Raised, UserCodePool
+from raypo.custom.process_pool import CallTimeout, ProcessDied, Raised, UserCodePool
 from raypo.rewards.scoring import LARGEST
 from raypo.rollout.interface import AGENT, ENVIRONMENT, OPTIONAL
 from raypo.rollout.work_time import WorkTime, too_slow
