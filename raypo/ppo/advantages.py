@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raypo.config.ppo_section import GROUP_ADVANTAGES
-from raypo.ppo.masked import check_choice, check_same_shape, in_blocks, keep
+from raypo.ppo.masked import check_same_shape, in_blocks, keep
 
 GROUP_STD_EPS = 1e-6
 SCAN_CHUNK = 32
@@ -277,7 +277,9 @@ def group_baseline(
         (grpo); Liu et al. 2025, arXiv:2503.20783, section 3.2 (dr_grpo); Tajwar et al. 2026,
         arXiv:2602.02710, algorithm 1 (maxrl); Hao et al. 2025, arXiv:2505.23585 (opo).
     """
-    check_choice("kind", kind, GROUP_ADVANTAGES)
+    if kind not in GROUP_ADVANTAGES:
+        names = ", ".join(GROUP_ADVANTAGES)
+        raise ValueError(f"kind ({kind!r}) is unknown; choose one of {names}.")
     if scores.shape[1] < 2:
         raise ValueError(
             f"samples per prompt ({scores.shape[1]}) must be at least 2 for {kind!r}: there is "

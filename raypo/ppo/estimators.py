@@ -116,7 +116,7 @@ def estimate_advantages(
         assert experience.old_log_probs is not None
         assert experience.ref_log_probs is not None
         pair = experience.old_log_probs, experience.ref_log_probs
-        penalty = kl_reward_terms(*pair, mask, kind=ppo.kl.estimator)
+        penalty = kl_reward_terms(*pair, mask)
     mask = mask & valid.unsqueeze(1)
     at_the_end = scores  # the part of each score that is given at the last token
     if ppo.needs_group:

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from raypo.config.ppo_subsections import MAX_KL_ERROR
-from raypo.ppo.masked import check_choice, check_same_shape, exact_sum, keep
+from raypo.ppo.masked import check_same_shape, exact_sum, keep
 
-KL_KINDS = ("k1", "k2", "k3")
-KL_LOSS_KINDS = ("k2", "k3", "k3_st")
 MAX_LOG_RATIO = 20.0
 """Bound of log-ratios, in nats. They are clamped to it before exp, which could overflow."""
 MIN_LOG_PROB = -1e5
@@ -65,16 +63,16 @@ def kl_estimate(
         kl: [B, T] in nats, 0 where masked.
 
     Raises:
-        ValueError: `kind` is unknown or the shapes differ.
+        ValueError: the shapes differ.
 
     Paper: Schulman 2020, "Approximating KL Divergence" (blog).
     """
-    check_choice("kind", kind, KL_KINDS)
     ratio = log_ratio(log_probs, ref_log_probs, mask)
     if kind == "k1":
         return ratio
     if kind == "k2":
         return 0.5 * ratio.square()
+    assert kind == "k3", kind
     return k3(ratio)
 
 
@@ -97,10 +95,8 @@ def kl_reward_terms(
     log_probs: Tensor,  # [B, T], of the policy that sampled
     ref_log_probs: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool
-    *,
-    kind: str,
 ) -> Tensor:
-    """Return the KL per token to subtract from rewards in `token_rewards` or `penalized_scores`.
+    """Return the KL per token to subtract in `token_rewards` or `penalized_scores`: k1.
 
     In a reward, only k1 has the gradient of KL(policy || reference). With l the log-ratio (k1) and
     p the policy, the expectation of l * grad log p is the gradient of the KL of the whole response.
@@ -112,16 +108,11 @@ def kl_reward_terms(
         kl: [B, T] in nats, 0 where masked, detached.
 
     Raises:
-        ValueError: `kind` is not k1, or the shapes differ.
+        ValueError: the shapes differ.
 
     Paper: Liu et al. 2025, arXiv:2510.01555.
     """
-    if kind != "k1":
-        raise ValueError(
-            f"kind ({kind!r}) cannot be a penalty in the reward: only k1 has the KL's gradient "
-            "there. Use 'k1', or place the penalty in the loss."
-        )
-    return kl_estimate(log_probs.detach(), ref_log_probs, kind=kind, mask=mask)
+    return log_ratio(log_probs.detach(), ref_log_probs, mask)
 
 
 def kl_loss_terms(
@@ -156,17 +147,11 @@ def kl_loss_terms(
         kl: [B, T] in nats, 0 where masked.
 
     Raises:
-        ValueError: `kind` is k1 or unknown, or the shapes differ.
+        ValueError: the shapes differ.
 
     Paper: Liu et al. 2025, arXiv:2510.01555 (k2 as a loss); Shao et al. 2024, arXiv:2402.03300,
         eq. 4 (k3 as a loss); DeepSeek-AI 2025, arXiv:2512.02556, section 3.1 (k3 with its ratio).
     """
-    if kind == "k1":
-        raise ValueError(
-            "kind ('k1') cannot be a loss term: its gradient is 0 in expectation, so it has no "
-            "effect. Use 'k2' or 'k3', or place the penalty in the reward."
-        )
-    check_choice("kind", kind, KL_LOSS_KINDS)
     reference = ref_log_probs.detach()
     terms = kl_estimate(log_probs, reference, kind="k3" if kind == "k3" else "k2", mask=mask)
     if kind == "k3_st":
@@ -210,8 +195,7 @@ class KLController:
     Example: coef 0.1, target 6, horizon 1000. A step of 100 responses at 9 nats per response gives
     0.1 * (1 + clip(9 / 6 - 1, -0.2, 0.2) * 100 / 1000) = 0.102.
 
-    Raises:
-        ValueError: target and horizon are not both set or both None, or a number is out of range.
+    The section `ppo.kl` of the config, which has these values, checks them.
 
     Paper: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
@@ -223,24 +207,6 @@ class KLController:
     horizon: float | None = None
     """Number of responses over which the coefficient changes by the relative error of the KL, which
     is clipped to 20 %. None means a fixed coefficient."""
-
-    def __post_init__(self) -> None:
-        if self.coef < 0.0:
-            raise ValueError(f"coef ({self.coef}) must not be negative.")
-        if (self.target is None) != (self.horizon is None):
-            raise ValueError(
-                f"target ({self.target}) and horizon ({self.horizon}) belong together: set both "
-                "for an adaptive coefficient, neither for a fixed one."
-            )
-        if self.target is not None and self.horizon is not None:
-            if self.target <= 0.0 or self.horizon <= 0.0:
-                raise ValueError(
-                    f"target ({self.target}) and horizon ({self.horizon}) must be positive."
-                )
-            if self.coef == 0.0:
-                raise ValueError(
-                    "coef (0.0) would stay 0: an adaptive coefficient must start above 0."
-                )
 
     def updated(self, kl: float, num_responses: int) -> KLController:
         """Return the controller for the next step.

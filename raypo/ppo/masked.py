@@ -17,16 +17,6 @@ BLOCK_ELEMENTS = 2**17
 """Number of elements of a block on a CPU. It affects speed only."""
 
 
-def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
-    """Check that a value is one of the allowed ones.
-
-    Raises:
-        ValueError: `value` is not in `allowed`.
-    """
-    if value not in allowed:
-        raise ValueError(f"{name} ({value!r}) is unknown; choose one of {', '.join(allowed)}.")
-
-
 def check_same_shape(**tensors: Tensor) -> None:
     """Check that tensors have the same shape, because broadcasting would hide mistakes.
 

@@ -8,7 +8,6 @@ import pytest
 
 from raypo.config import PRESETS, PPOConfig, PPOSection, flatten
 from raypo.config.ppo_section import ESTIMATORS, GROUP_ADVANTAGES, Preset
-from raypo.ppo.kl import KL_KINDS, KL_LOSS_KINDS
 from raypo.ppo.surrogates import SURROGATES
 from tests.unit.config.test_run_config import refused, with_keys
 
@@ -26,7 +25,6 @@ def test_the_choices_are_those_that_the_mathematics_has():
     fields = PPOSection().__class__
     assert choices(fields, "advantage") == set(ESTIMATORS)
     assert choices(fields, "policy_loss") == set(SURROGATES)
-    assert choices(PPOSection().kl.__class__, "estimator") == set(KL_KINDS) | set(KL_LOSS_KINDS)
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

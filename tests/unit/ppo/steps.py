@@ -24,6 +24,7 @@ fewer = settings(few, max_examples=3)
 """For a test that runs once a loss."""
 seeds = st.integers(0, 10_000)
 AGGREGATIONS = get_args(PPOSection.model_fields["aggregation"].annotation)
+KL_KINDS = get_args(KLSection.model_fields["estimator"].annotation)
 CORRECTIONS = get_args(CorrectionSection.model_fields["kind"].annotation)
 MASK_RATIOS = get_args(CorrectionSection.model_fields["mask_ratio"].annotation)
 NAN = float("nan")

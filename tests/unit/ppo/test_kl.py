@@ -20,13 +20,6 @@ def test_estimators_by_hand(kind, expected):
     torch.testing.assert_close(kl, torch.tensor([[expected]]))
 
 
-def test_unknown_kind_names_the_allowed_ones():
-    with pytest.raises(ValueError, match=r"'k4'.*k1, k2, k3"):
-        kl_estimate(torch.zeros(1, 1), torch.zeros(1, 1), kind="k4")
-    with pytest.raises(ValueError, match=r"'k4'.*k2, k3, k3_st"):
-        kl_loss_terms(torch.zeros(1, 1), torch.zeros(1, 1), ONE, kind="k4")
-
-
 def vocabulary(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a policy over 5 tokens, with gradient, and the reference's log-probs."""
     generator = torch.Generator().manual_seed(seed)
@@ -46,15 +39,14 @@ def test_k1_and_k3_are_unbiased(kind):
     torch.testing.assert_close(mean, expected)
 
 
-def test_gradient_of_k1_is_zero_in_expectation_so_it_is_refused_as_a_loss():
+def test_gradient_of_k1_is_zero_in_expectation():
+    """Therefore the config refuses k1 as a loss term."""
     logits, reference = vocabulary(2)
     policy = logits.log_softmax(-1)
     k1 = kl_estimate(policy, reference, kind="k1")
     (gradient,) = torch.autograd.grad((policy.detach().exp() * k1).sum(), logits)
 
     torch.testing.assert_close(gradient, torch.zeros_like(gradient))
-    with pytest.raises(ValueError, match=r"'k1'.*'k2' or 'k3'"):
-        kl_loss_terms(torch.zeros(1, 1), torch.zeros(1, 1), ONE, kind="k1")
 
 
 def test_k3_as_a_loss_keeps_its_own_gradient_and_k3_st_its_value():
@@ -164,21 +156,6 @@ def test_adaptive_coefficient_survives_a_checkpoint():
     later = controller.updated(9.0, 100)
 
     assert controller.restored(later.state_dict()) == later
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ((0.1, 0.0, 10.0), "positive"),
-        ((0.1, 6.0, -1.0), "positive"),
-        ((0.1, 6.0, None), "belong together"),
-        ((-0.1, None, None), "negative"),
-        ((0.0, 6.0, 10.0), "above 0"),
-    ],
-)
-def test_impossible_controllers_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        KLController(*values)
 
 
 def test_a_step_too_large_for_the_horizon_is_refused_before_the_coefficient_turns_negative():

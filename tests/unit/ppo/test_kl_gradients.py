@@ -89,7 +89,7 @@ def expected_gradient(policy: Tensor, advantages: Tensor, *, rows: Tensor, odds:
 @pytest.mark.parametrize("kind", ["gae", "reinforce"])
 def test_k1_in_the_reward_has_the_gradient_of_the_kl_of_responses(kind, policy, reference):
     log_probs = log_probs_of(policy.detach())
-    kl = kl_reward_terms(log_probs, log_probs_of(reference), MASK, kind="k1")
+    kl = kl_reward_terms(log_probs, log_probs_of(reference), MASK)
     rewards = token_rewards(torch.zeros(len(MASK)).double(), kl, MASK, kl_coef=0.3)
     values = 0.1 * logits(2)[:1, :2].expand(MASK.shape)  # any baseline of the state
     advantages = (
@@ -111,7 +111,7 @@ def test_k1_folded_into_the_scores_of_a_group_has_it_too(kind, share, policy, re
     pairs = torch.cartesian_prod(torch.arange(len(MASK)), torch.arange(len(MASK)))
     rows = pairs.flatten()
     log_probs = log_probs_of(policy.detach())
-    kl = kl_reward_terms(log_probs, log_probs_of(reference), MASK, kind="k1")
+    kl = kl_reward_terms(log_probs, log_probs_of(reference), MASK)
 
     advantages, _ = estimate(
         torch.zeros(len(rows)).double(),
@@ -186,10 +186,3 @@ def test_neither_k2_nor_k3_in_the_reward_has_the_gradient_of_the_kl(kind, policy
     if kind == "k3":
         torch.testing.assert_close(in_reward, forward - reverse)
     assert torch.cosine_similarity(in_reward.flatten(), forward.flatten(), dim=0) < 0.95
-
-
-@pytest.mark.parametrize("kind", ["k2", "k3", "k3_st", "k4"])
-def test_a_penalty_in_the_reward_that_is_not_k1_is_refused_with_the_remedy(kind):
-    one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=rf"kind \('{kind}'\).*only k1.*Use 'k1'.*loss"):
-        kl_reward_terms(one, one, one.bool(), kind=kind)
