@@ -47,7 +47,7 @@ from tests.every_model import (
     shown,
     table,
 )
-from tests.stand_ins import local_push, pack
+from tests.stand_ins import generate, local_push, pack
 
 KIND = "engine"
 HEADS: dict[str, Any] = {
@@ -139,7 +139,7 @@ def sample(folder: Path, pushes: Sequence[WeightPush]) -> list[Sampled]:
     for push in pushes or [None]:
         if push is not None:
             engine.load_weights(push)
-        completions = engine.generate(requests)
+        completions = generate(engine, requests)
         versions.append(
             [(ids, c.token_ids, c.log_probs) for ids, c in zip(PROMPTS, completions, strict=True)]
         )

@@ -64,7 +64,7 @@ def sweep(
                     f"starts over."
                 )
                 return
-        from raypo.tuning.sweep import run_sweep  # imports Ray and torch
+        from raypo.tuning.sweep_file import run_sweep  # imports Ray and torch
 
         outcome = run_sweep(config, base, files, fresh=fresh)
     if outcome.status == "interrupted":

@@ -24,8 +24,8 @@ from yaml import YAMLError
 
 from raypo.config import only_if
 from raypo.config.fields import FUNCTION, PATH, flatten, marked_keys, nested
-from raypo.config.messages import mistakes
 from raypo.config.paths import is_uri, make_absolute
+from raypo.config.refusals import mistakes
 
 RECORDED_BASE = "base_config"
 """Key of the resolved base config in the config.yaml of a sweep's folder."""

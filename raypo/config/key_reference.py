@@ -19,9 +19,9 @@ from pydantic.fields import FieldInfo
 
 from raypo.config.base import ConfigError
 from raypo.config.fields import known_keys, section_of, yaml_text
-from raypo.config.messages import remedy_for_unknown
 from raypo.config.only_if import declarations
 from raypo.config.presets import PRESETS
+from raypo.config.refusals import remedy_for_unknown
 from raypo.config.sweep_config import Constraint
 
 FIRST_KEYS = (

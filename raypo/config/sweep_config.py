@@ -24,9 +24,9 @@ from raypo.config.base import (
     read_yaml,
 )
 from raypo.config.fields import known_keys
-from raypo.config.messages import remedy_for_unknown
 from raypo.config.only_if import only_if
 from raypo.config.recipe_config import AnyConfig, parse_run_config
+from raypo.config.refusals import remedy_for_unknown
 from raypo.config.run_config import OnlineConfig, PPOConfig
 from raypo.config.sources import one_or_many
 from raypo.config.space import Domain, flat_space

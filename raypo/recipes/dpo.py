@@ -14,7 +14,7 @@ from raypo.learner.preference_tasks import PreferenceTask, VerdictTask
 from raypo.learner.supervised import SupervisedLearner
 from raypo.models.loading import load_causal_lm
 from raypo.models.lora import load_policy
-from raypo.recipes.examples import AnswerEvaluation, Examples, train_on_examples
+from raypo.recipes.on_examples import AnswerEvaluation, Examples, train_on_examples
 from raypo.run.records import Records
 from raypo.run.reference import with_references
 from raypo.run.run import Run, open_run

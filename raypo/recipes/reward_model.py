@@ -13,7 +13,7 @@ from raypo.data.examples import load_pairs
 from raypo.learner.tasks import PairTask
 from raypo.models.loading import load_reward_model, stop_token_ids
 from raypo.models.lora import add_adapter
-from raypo.recipes.examples import Examples, train_on_examples
+from raypo.recipes.on_examples import Examples, train_on_examples
 from raypo.run.records import Records
 from raypo.run.run import open_run
 from raypo.run.supervised_learner import new_learner

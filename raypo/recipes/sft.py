@@ -7,7 +7,7 @@ from typing import Any
 from raypo.data.examples import load_examples
 from raypo.learner.tasks import ResponseTask
 from raypo.models.lora import load_policy
-from raypo.recipes.examples import AnswerEvaluation, Examples, train_on_examples
+from raypo.recipes.on_examples import AnswerEvaluation, Examples, train_on_examples
 from raypo.run.records import Records
 from raypo.run.run import open_run
 from raypo.run.supervised_learner import new_learner

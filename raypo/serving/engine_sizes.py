@@ -41,10 +41,8 @@ def max_requests_of(config: OnlineConfig | PolicyExamplesConfig, *, num_engines:
         return None
     rollout = config.rollout
     batches = rollout.staleness + 1 if rollout.has_requests_in_flight else 1
-    num_workers = config.learner.total_workers
-    of_worker = batches * rollout.samples_per_prompt * -(-rollout.prompts_per_step // num_workers)
-    # Each worker splits its requests over its engines (`own_engines` in `run/services.py`).
-    share = -(-of_worker * -(-num_workers // num_engines) // max(1, num_engines // num_workers))
+    requests = batches * rollout.prompts_per_step * rollout.samples_per_prompt
+    share = -(-requests // num_engines)  # the sampler's equal parts (`rollout/collect.py`)
     return 2 * share if num_engines > 1 else share
 
 

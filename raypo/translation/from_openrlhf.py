@@ -257,7 +257,7 @@ def _set_models(get: ForeignArguments, done: Settings) -> None:
             f"{get.origin('data.max_len')} - data.max_prompt_tokens",
         )
     if str(server).startswith("http"):
-        done["reward.url"] = server.split(","), origin
+        done["reward.url"] = str(server).split(","), origin
         get.leave("reward.remote_url", f"reward.url. {row.note if row else ''}")
     elif server:
         done["reward.function"] = f"{server}:reward_func", origin

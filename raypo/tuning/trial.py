@@ -26,7 +26,7 @@ from ray.train import Checkpoint, RunConfig, UserCallback
 
 from raypo.checks.resume_checks import check_recorded_inputs, is_finished
 from raypo.config import AnyConfig, parse_run_config
-from raypo.config.base import known_keys
+from raypo.config.fields import known_keys
 from raypo.config.recipe_config import RECIPES
 from raypo.config.sweep_config import with_values
 from raypo.deployment.reserve import SAY_AFTER_S, Dedicated

@@ -223,7 +223,7 @@ class Tuner:
     ) -> ResultGrid:
         """Start the shared deployments, and run trials with them until Tune ends.
 
-        `fit` calls it for scripts, and `raypo.tuning.sweep` for sweep files.
+        `fit` calls it for scripts, and `raypo.tuning.sweep_file` for sweep files.
 
         Args:
             plan: Concurrency, and the deployments to share.

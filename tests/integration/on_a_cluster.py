@@ -315,7 +315,7 @@ def announce(node: str) -> None:
 def sweep() -> dict[str, Any]:
     from raypo.config.sweep_config import SweepConfig
     from raypo.storage.run_files import RunFiles
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.sweep_file import run_sweep
     from tests.integration.task import wait_for_steps
 
     made = cluster([{"num_cpus": 0}, {"num_cpus": 2}, {"num_cpus": 2}])

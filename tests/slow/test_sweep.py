@@ -86,7 +86,7 @@ def wait_until_nothing_is_left(before: set[str]) -> None:
 @pytest.fixture(scope="module")
 def three(task: Path, local_ray: None) -> SimpleNamespace:
     """One trial after the other: to the end, stopped as worse than the first, failing."""
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.sweep_file import run_sweep
 
     path = write_sweep(
         task,
@@ -160,7 +160,7 @@ def test_the_page_of_a_sweep_says_who_won(three: SimpleNamespace):
 def test_a_trial_that_loses_its_worker_goes_on_where_the_base_allows_it(
     three: SimpleNamespace, task: Path, local_ray: None
 ):
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.sweep_file import run_sweep
 
     path = write_sweep(
         task,
@@ -195,7 +195,7 @@ metric: rollout/score_mean
 
 def test_ctrl_c_leaves_nothing_behind(task: Path, local_ray: None):
     """While one trial steps and another one starts."""
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.sweep_file import run_sweep
 
     path = write_sweep(
         task,
@@ -264,7 +264,7 @@ metric: rollout/score_mean
 
 def test_a_population_goes_on_from_copies_of_its_best(task: Path, local_ray: None):
     """Two trials at a time; the one with the larger coefficient is the worse one by definition."""
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.sweep_file import run_sweep
 
     path = write_sweep(
         task,
@@ -399,7 +399,7 @@ metric: rollout/score_mean
 def test_adapters_of_trials_at_a_time_live_in_one_engine(task: Path, local_ray: None):
     """Each trial says to the digit what it says alone, with an engine of its own."""
 
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.sweep_file import run_sweep
 
     path = write_sweep(
         task,
@@ -441,7 +441,7 @@ def test_trials_of_a_pool_share_the_steps_of_its_engine_if_they_may(task: Path, 
     import ray
 
     from raypo.deployment.spec import Call
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.sweep_file import run_sweep
 
     path = write_sweep(
         task,

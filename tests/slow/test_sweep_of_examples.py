@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 def sweep(folder: Path, name: str, base: dict[str, Any], **keys: Any) -> tuple[Outcome, Path]:
-    from raypo.tuning.sweep import run_sweep
+    from raypo.tuning.sweep_file import run_sweep
 
     write_examples(folder)
     (folder / "base.yaml").write_text(yaml.safe_dump(base))

@@ -29,7 +29,7 @@ from raypo.data.examples import load_examples, load_pairs
 from raypo.data.item_store import ItemStore
 from raypo.models.loading import Limits, check_tokens, load_tokenizer, reads_tokens, same_vocabulary
 from raypo.recipes.dpo import load_preferences
-from raypo.recipes.examples import Examples
+from raypo.recipes.on_examples import Examples
 from raypo.recipes.reward_model import make_task
 from raypo.run import online_inputs
 from raypo.run.online_inputs import OnlineInputs
@@ -316,14 +316,16 @@ def test_rows_whose_rotation_depends_on_the_rows_beside_them_are_refused(
     if recipe != "ppo":
         key = "data.max_response_tokens"
         length = config.data.max_prompt_tokens + config.data.max_response_tokens
-    with_values(here / "policy", rope_scaling=rope, **{limit: length - 1})
+    below: dict[str, Any] = {limit: length - 1}
+    with_values(here / "policy", rope_scaling=rope, **below)
     told = refusal(config)
     assert told == (
         f"data.max_prompt_tokens + {key} ({length}): model.policy (policy) rotates all rows of a "
         f"pass by other factors if one of them has more than {length - 1} tokens. Lower their sum "
         "by 1, or remove rope_scaling from its config.json."
     )
-    with_values(here / "policy", **{limit: length})
+    enough: dict[str, Any] = {limit: length}
+    with_values(here / "policy", **enough)
     check_rotations(config, on_hub=False)
     with_values(here / "policy", rope_scaling=LONG_ROPE | {"short_factor": [2.0]})
     check_rotations(config, on_hub=False)

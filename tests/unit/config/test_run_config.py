@@ -16,7 +16,7 @@ from raypo.config import (
     flatten,
     load_run_config,
 )
-from raypo.config.messages import remedy_for_unknown
+from raypo.config.refusals import remedy_for_unknown
 
 MINIMAL = {
     "name": "quick",

@@ -58,13 +58,17 @@ def whole(requests: list[SamplingRequest]) -> list[Completion]:
     return [completion(each) for each in requests]
 
 
-def generated(asking: PolicyEngines, *requests: SamplingRequest) -> list[Completion]:
-    return asking.generate(requests).result()
+def asking(engines: Any, pushes: Pushes | None = None) -> PolicyEngines:
+    return PolicyEngines(engines, pushes)
 
 
-def joined(asking: PolicyEngines, *requests: SamplingRequest) -> list[Completion]:
+def generated(client: PolicyEngines, *requests: SamplingRequest) -> list[Completion]:
+    return client.generate(requests).result()
+
+
+def joined(client: PolicyEngines, *requests: SamplingRequest) -> list[Completion]:
     """Each by itself."""
-    return [asking.submit([each]).result()[0] for each in requests]
+    return [client.submit([each]).result()[0] for each in requests]
 
 
 def seeds(answers: list[Completion]) -> list[int]:
@@ -79,7 +83,7 @@ def test_what_a_pause_gives_back_is_asked_for_anew_and_keeps_its_place():
     engines = Calls(
         calls=[paused, lambda given: [completion(each, "paused") for each in given], whole]
     )
-    answer = PolicyEngines(engines, Pushes()).generate([request(n) for n in range(4)])
+    answer = asking(engines, Pushes()).generate([request(n) for n in range(4)])
     assert seeds(answer.result()) == [0, 1, 2, 3]
     assert engines.asked == [[0, 1, 2, 3], [1, 3], [1, 3]]
 
@@ -90,7 +94,7 @@ def test_what_has_come_is_told_by_its_place_among_all_requests():
 
     early: list[int] = []
     engines = Calls(calls=[first_only, whole])
-    PolicyEngines(engines, Pushes()).generate(
+    asking(engines, Pushes()).generate(
         [request(n) for n in range(4)], lambda index, completion: early.append(index)
     ).result()
     assert early == [3, 3]
@@ -99,7 +103,7 @@ def test_what_has_come_is_told_by_its_place_among_all_requests():
 
 def test_what_a_pause_gives_back_is_asked_for_anew_where_each_is_asked_by_itself():
     engines = Calls(calls=[lambda given: [completion(given[0], "paused")], whole, whole])
-    assert seeds(joined(PolicyEngines(engines, Pushes()), request(1), request(2))) == [1, 2]
+    assert seeds(joined(asking(engines, Pushes()), request(1), request(2))) == [1, 2]
     assert engines.asked == [[1], [1], [2]]
 
 
@@ -108,7 +112,7 @@ def test_what_a_pause_gives_back_is_asked_for_anew_where_each_is_asked_by_itself
 def test_what_was_withdrawn_is_taken_for_no_response_that_has_ended(ask: Any, reason: str):
     engines = Calls(calls=[lambda given: [completion(given[0], reason)]])
     with pytest.raises(RuntimeError, match=reason):
-        ask(PolicyEngines(engines, Pushes()), request(7))
+        ask(asking(engines, Pushes()), request(7))
 
 
 @pytest.mark.parametrize("ask", [generated, joined])
@@ -133,7 +137,7 @@ def test_a_request_that_is_lost_during_a_push_is_asked_for_when_it_has_ended(ask
 
     pushing = threading.Thread(target=push)
     engines = Calls(calls=[lost, after])
-    assert seeds(ask(PolicyEngines(engines, pushes), request(7))) == [7]
+    assert seeds(ask(asking(engines, pushes), request(7))) == [7]
 
 
 def lost(requests: list[SamplingRequest]) -> list[Completion]:
@@ -143,13 +147,13 @@ def lost(requests: list[SamplingRequest]) -> list[Completion]:
 @pytest.mark.parametrize("ask", [generated, joined])
 def test_where_weights_are_never_pushed_again_a_lost_engine_is_an_error(ask: Any):
     with pytest.raises(NoReplicaLeft, match="nothing is kept"):
-        ask(PolicyEngines(Calls(calls=[lost])), request(7))
+        ask(asking(Calls(calls=[lost])), request(7))
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_learner_that_waits_is_told_to_push_until_the_requests_are_served(times: int):
     pushes, engines = Pushes(), Calls(calls=[lost] * times + [whole])
-    answer = PolicyEngines(engines, pushes).generate([request(7)])
+    answer = asking(engines, pushes).generate([request(7)])
     for _ in range(times):
         assert not pushes.wait_for(answer, may_push=True)
         with pushes.push():
@@ -160,7 +164,7 @@ def test_a_learner_that_waits_is_told_to_push_until_the_requests_are_served(time
 
 def test_a_learner_that_has_updated_its_weights_cannot_push_them_again():
     pushes = Pushes()
-    answer = PolicyEngines(Calls(calls=[lost, whole]), pushes).generate([request(7)])
+    answer = asking(Calls(calls=[lost, whole]), pushes).generate([request(7)])
     with pytest.raises(NoReplicaLeft, match="nothing is kept"):
         pushes.wait_for(answer, may_push=False)
     with pushes.push():  # the next version
@@ -171,9 +175,9 @@ def test_a_learner_that_has_updated_its_weights_cannot_push_them_again():
 @pytest.mark.parametrize("ask", [generated, joined])
 def test_who_asks_during_a_push_waits_for_its_end_also_where_it_fails(ask: Any):
     pushes, engines = Pushes(), Calls(calls=[whole])
-    asking = PolicyEngines(engines, pushes)
+    client = asking(engines, pushes)
     answers: list[Completion] = []
-    asks = threading.Thread(target=lambda: answers.extend(ask(asking, request(3))))
+    asks = threading.Thread(target=lambda: answers.extend(ask(client, request(3))))
 
     def push() -> None:
         with pushes.push():

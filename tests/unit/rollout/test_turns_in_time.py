@@ -200,7 +200,7 @@ def test_an_engine_that_is_lost_in_the_middle_costs_no_episode(tokenizer, way, l
     whole = played(tokenizer, "Ragged", Joined(), "in_step", labels=labels)
     engine = Lost()
     pushes = Pushes()
-    engines = PolicyEngines(engine, pushes)
+    engines: Any = PolicyEngines(engine, pushes)  # type: ignore[arg-type]
     episodes = daemon_future(
         lambda: played(tokenizer, "Ragged", engines, way, labels=labels), name="controller"
     )

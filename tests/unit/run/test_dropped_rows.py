@@ -14,7 +14,7 @@ from raypo.config import DPOConfig, PPOConfig, RewardModelConfig, SFTConfig
 from raypo.data.examples import load_examples, load_pairs
 from raypo.data.rows import RowError
 from raypo.recipes.dpo import load_preferences
-from raypo.recipes.examples import Examples
+from raypo.recipes.on_examples import Examples
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.run import Run
 from raypo.run.setup import Runtime

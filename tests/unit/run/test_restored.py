@@ -75,7 +75,8 @@ def checkpoints_of(
     )
     runtime, files = Runtime(name, str(folder), str(folder)), RunFiles(str(folder), name)
     run: Run[Any] = Run(config, runtime, workers, files, Console())  # type: ignore[arg-type]
-    return Checkpoints(run, Records(run), learner or Counter(workers.rank), workers, {})
+    one: Any = learner or Counter(workers.rank)
+    return Checkpoints(run, Records(run), one, workers, {})
 
 
 def saved_by(workers: Workers, folder: Path) -> None:

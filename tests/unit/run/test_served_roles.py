@@ -1,19 +1,27 @@
 """Arguments of a run's engines: the most requests that they have at a time."""
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypo.cluster.placement import served_roles
-from raypo.collectives import Workers
 from raypo.config import PPOConfig
+from raypo.rollout.collect import Sampler, Sampling
 from raypo.run import shared_services
 from raypo.run.served_roles import class_and_arguments
-from raypo.run.services import own_engines
 from raypo.serving.engine_sizes import max_requests_of
+from raypo.serving.requests import Completion, SamplingRequest
+from raypo.types import Prompt
+from tests.stand_ins import Engine, Lossy, completed
 
 PROMPTS, SAMPLES = 13, 3
+
+
+def ended(request: SamplingRequest) -> Completion:
+    return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
 
 
 def config_of(**sections: dict[str, Any]) -> PPOConfig:
@@ -36,23 +44,31 @@ def arguments_of(config: PPOConfig) -> dict[str, Any]:
     return class_and_arguments(engine, config)[1]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("num_engines", [1, 2, 3, 5, 8])
-def test_an_engine_has_room_for_all_requests_of_a_step(num_workers: int, num_engines: int):
-    """Counts what `sample_on_engines` sends: ceil(requests / engines) to a worker's first ones."""
-    config = config_of(learner={"num_workers": num_workers})
-    sent: Counter[int] = Counter()
-    for rank in range(num_workers):
-        requests = SAMPLES * len(range(rank, PROMPTS, num_workers))
-        engines = own_engines(Workers(rank, num_workers), num_engines)
-        size = -(-requests // len(engines))
-        for place, engine in enumerate(engines):
-            sent[engine] += max(0, min(size, requests - place * size))
+def test_an_engine_has_room_for_all_requests_of_a_step(num_engines: int):
+    """Counts what the sampler sends to each engine."""
+    config, sent = config_of(), Counter[int]()
+
+    class Fleet(Engine):
+        def per_engine(self) -> list[Engine]:
+            return [One(lambda requests: [], number=number) for number in range(num_engines)]
+
+    @dataclass
+    class One(Engine):
+        number: int = 0
+
+        def generate(self, requests: Any, on_completion: Any = None) -> Any:
+            sent[self.number] += len(requests)
+            return completed([ended(request) for request in requests])
+
+    sampling = Sampling(SAMPLES, 4, 1.0, 1.0, (), seed=0)
+    draws = [Prompt(n, "p", np.array([5], np.int32), group_index=n) for n in range(PROMPTS)]
+    Sampler(Fleet(lambda requests: []), Lossy(), sampling).sample(draws)
     most = max_requests_of(config, num_engines=num_engines)
     assert most is not None
+    assert sum(sent.values()) == PROMPTS * SAMPLES
     if num_engines == 1:
-        assert most >= PROMPTS * SAMPLES == sent[0]
-        assert most < PROMPTS * SAMPLES + num_workers * SAMPLES
+        assert most == PROMPTS * SAMPLES
     else:  # those of a lost engine too
         assert most >= 2 * max(sent.values())
 

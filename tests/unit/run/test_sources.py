@@ -11,7 +11,7 @@ import pytest
 from raypo.collectives import Workers
 from raypo.config import PPOConfig, SFTConfig
 from raypo.data.examples import load_examples
-from raypo.recipes.examples import Examples
+from raypo.recipes.on_examples import Examples
 from raypo.run.online_inputs import OnlineInputs
 from raypo.run.rollout_metrics import rollout_metrics, sample_row
 from raypo.run.run import Run

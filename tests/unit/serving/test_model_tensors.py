@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,8 +57,12 @@ def test_buffers_of_the_files_belong_to_a_push(tmp_path: Path) -> None:
 
 
 def test_an_engine_loads_the_tensors_of_the_models_files(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 2,
+    }
     model = AutoModelForCausalLM.from_config(MixtralConfig(**sizes, **heads, vocab_size=16))
     model.save_pretrained(tmp_path)
     conversions = pickle.loads(pickle.dumps(ModelTensors.of(str(tmp_path)).conversions))

@@ -109,7 +109,11 @@ LENGTH = {"data.max_prompt_tokens"}
 
 
 def test_rloo_of_trl(tmp_path: Path):
-    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 9}
+    batch: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 9,
+    }
     text = trl("RLOOConfig", **batch, max_completion_length=500, reward_clip_range=[-1.0, 2.0])
     config = config_of(text, tmp_path)
     ppo = config.ppo

@@ -14,7 +14,7 @@ from raypo.config.space import Domain
 from raypo.storage.checkpoints import SEGMENT, find_checkpoint
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.population import Population, Segment, copy_checkpoint, inside
-from raypo.tuning.sweep import last_comparison
+from raypo.tuning.sweep_file import last_comparison
 
 
 def files_of(folder: Path, name: str) -> RunFiles:

@@ -13,7 +13,7 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning import trial
 from raypo.tuning.goal import STEP, VALUE, Goal
 from raypo.tuning.record import TrialRecord
-from raypo.tuning.sweep import past_reports
+from raypo.tuning.sweep_file import past_reports
 from raypo.tuning.sweep_folder import TRIALS_FOLDER
 from raypo.tuning.trial import TrialReports, TrialSetup, run_trial
 
