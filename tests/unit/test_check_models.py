@@ -451,6 +451,7 @@ def test_prompts_that_the_policy_cannot_read_end_the_run_and_are_read_once(
     with_token("policy")  # has no row in the embedding, like Gemma 3's image token
     monkeypatch.setattr(ItemStore, "__getitem__", lambda *_: pytest.fail("read once more"))
     monkeypatch.setattr(online_inputs, "first_of_each", lambda _: [])  # it reads some on purpose
+    monkeypatch.setattr(online_inputs, "NUM_PROBES", 0)  # so does the probe of a push
     runtime = Runtime(name="run", storage_path=str(here), working_dir=str(here))
     told: Any = SimpleNamespace(message=print)
     files = RunFiles(str(here), "run")

@@ -313,6 +313,9 @@ class ThreadWorkers(Workers):
         gathered = self.gather(value)
         return gathered if self.rank == 0 else []
 
+    def scatter(self, hands: Sequence[Any]) -> Any:
+        return self.broadcast(hands)[self.rank]
+
     def exchange(self, parcels: Sequence[Any]) -> list[Any]:
         return [of_one[self.rank] for of_one in self.gather(list(parcels))]
 

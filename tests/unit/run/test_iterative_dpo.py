@@ -57,7 +57,7 @@ def test_a_row_is_one_that_dpo_and_reward_models_take():
         ({"dpo": {"loss": "kto"}}, "Set dpo.loss to sigmoid or another loss of pairs"),
         (
             {"dpo": {"loss": "simpo"}, "iterative_dpo": {"reference": "start"}},
-            "dpo.loss simpo has no reference. Remove it",
+            "has no effect, because dpo.loss is simpo. Remove iterative",
         ),
         ({"model": {"policy": "m", "reference": "r"}}, "Remove model.reference"),
         ({"learner": {"max_tokens_per_microbatch": 330}}, "to at least 384"),

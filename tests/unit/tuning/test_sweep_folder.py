@@ -17,7 +17,7 @@ from raypo.config import ConfigError, PPOConfig
 from raypo.config.sweep_config import SweepConfig
 from raypo.storage.run_files import RunFiles
 from raypo.storage.run_state import paragraph, run_status
-from raypo.tuning import sweep as driver
+from raypo.tuning import sweep_file as driver
 from raypo.tuning.goal import Goal
 from raypo.tuning.record import TrialRecord, read_trials, write_trials
 from raypo.tuning.sweep_folder import TRIALS_FOLDER, as_trial, recorded_config, sweep_status
