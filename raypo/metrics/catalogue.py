@@ -325,7 +325,7 @@ MEANINGS = {
     "perf/tools_s_mean": "seconds of that wait that tools took",
     "perf/wait_for_environments_s": (
         "seconds in training without a request in flight, because episodes waited for their "
-        "environments, for the worker that waited longest"
+        "environments"
     ),
     "perf/<phase>_tokens_per_s": "tokens per second during a phase",
     "perf/samples_per_s": "samples per second of the whole step",

@@ -124,16 +124,17 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
         workers, config = self.run.workers, self.run.config
         prepared = self.prepare_items(selected, learner)
         keys, size = sorted(prepared), config.learner.batch_size
-        hands: list[list[list[Item]]] = [[] for _ in range(workers.count)]  # [worker][update]
+        batches: list[list[Item]] = []
         for epoch in range(config.learner.num_epochs):
             drawn = minibatch_order(config.seed, step, epoch, len(keys))
             order = [prepared[keys[index]] for index in drawn]
-            for first in range(0, len(order), size):
-                batch = order[first : first + size]
-                shares = even_shares([lengths(item) for item in batch], workers.count)
-                for hand, share in zip(hands, shares, strict=True):
-                    hand.append([batch[index] for index in share])
-        updates = [learner.update(batch, step=step) for batch in workers.scatter(hands)]
+            batches += [order[first : first + size] for first in range(0, len(order), size)]
+        updates: list[dict[str, float]] = []
+        for number in range(workers.broadcast(len(batches))):
+            batch = batches[number] if batches else []  # other workers than the first have none
+            shares = even_shares([lengths(item) for item in batch], workers.count)
+            hand = workers.scatter([[batch[index] for index in share] for share in shares])
+            updates.append(learner.update(hand, step=step))
         names = dict.fromkeys(name for metrics in updates for name in metrics)
         columns = {name: [row[name] for row in updates if name in row] for name in names}
         return {"train/updates": float(len(updates))} | {
@@ -200,6 +201,7 @@ def rounds_loop(setup: dict[str, Any], kind: type[RoundsRecipe[Any, Any]]) -> di
 
         def train_round(step: int, clock: Clock) -> StepResult:
             batch = rollouts.take(step, clock)
+            phases.enter(Phase.SCORE)  # teachers answer in `select`, also where nothing was sampled
             selected: dict[SampleKey, Any] = {}
             metrics: dict[str, float] = {}
             if workers.rank == 0:

@@ -116,7 +116,7 @@ class Scorer:
 
 
 class Scoring:
-    """Scores and reference log-probs of one batch of one worker.
+    """Scores and reference log-probs of one batch.
 
     Some sources do not compete with the engines for cores or devices: a function with worker
     processes, servers, and models with devices of their own. These sources score a draw as soon as

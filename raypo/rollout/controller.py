@@ -195,7 +195,7 @@ class RolloutController:
         _run(close()).result()
 
     def save(self, directory: Path) -> dict[str, Any]:
-        """Write the complete batches that no step has taken yet, if there are any.
+        """Write the complete batches that no step has taken yet, if sampling runs ahead.
 
         A resumed run samples the incomplete batches again.
 
@@ -233,8 +233,9 @@ class RolloutController:
 
     def restore(self, directory: Path) -> None:
         """Read the batches that `save` wrote, before `begin`."""
-        if not (path := directory / BATCHES).exists():
-            return  # a run with mode sync wrote the checkpoint
+        path = directory / BATCHES
+        if not self.is_ahead or not path.exists():  # this run, or the one that wrote it, is sync
+            return
         batches, state = read_batches(path, self.source.stream.items)
         self.source.stream.load_state_dict(state["stream"])
         self.source.sample_counts = SampleCounts(**state["sample_counts"])

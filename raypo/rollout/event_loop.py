@@ -1,4 +1,4 @@
-"""Event loop of a worker's episodes. User code cannot end the loop, and blocking it is detected.
+"""Event loop of the episodes. User code cannot end the loop, and blocking it is detected.
 
 Concurrency. The loop runs in one daemon thread. Other threads submit coroutines with
 `EventLoop.run` and block until the coroutine is done. A blocked thread sends heartbeats to the

@@ -1,4 +1,4 @@
-"""The file of a checkpoint with the batches that a worker has sampled ahead of the update.
+"""The file of a checkpoint with the batches that were sampled ahead of the update.
 
 It holds arrays and JSON, and nothing that is executed when it is read: run folders may be writable
 for other users of a cluster.

@@ -1,6 +1,6 @@
 """Run environments of the package `verifiers` as agents that call the run's endpoint.
 
-Concurrency. All episodes of a worker share one environment object and one HTTP client, and run in
+Concurrency. All episodes share one environment object and one HTTP client, and run in
 the event loop of the episodes.
 """
 

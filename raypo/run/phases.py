@@ -109,7 +109,12 @@ class Phases:
             phase: The phase to enter.
             before_push: True if the engines sample nothing more before the next push. They can then
                 drop their weights instead of keeping them on the host.
+
+        Raises:
+            PhaseError: the current phase is another one, so that learners would have to move.
         """
+        if not self.is_ahead and self.now not in (Phase.GENERATE, Phase.SCORE):
+            raise PhaseError(f"one worker alone cannot change from phase {self.now} to {phase}")
         if change := self._change_to(phase):
             leaving, coming = change
             self._make_room(leaving, before_push and not self.keeps_weights)

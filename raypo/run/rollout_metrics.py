@@ -83,11 +83,13 @@ def batch_metrics(
         step: The step, counted from 1.
     """
     config = run.config
-    metrics = rollout_metrics(batch.scored) | batch.metrics
+    metrics = rollout_metrics(batch.scored)
     if sampling.episodes:
         metrics["perf/wait_for_environments_s"] = sampling.episodes.waited_s()
-    if not isinstance(config, PPOConfig):
-        return metrics
+    if not isinstance(config, PPOConfig):  # the recipe selects what is trained
+        sampled = "rollout/samples_sampled"
+        return metrics | {sampled: batch.metrics[sampled]}
+    metrics |= batch.metrics
     staleness = config.ppo.correction.max_staleness
     metrics |= sample_count_metrics(counts, batch, step=step, max_staleness=staleness)
     missing, wanted = batch.missing_groups, config.rollout.prompts_per_step

@@ -58,7 +58,7 @@ class Rollouts:
         """
         self._run, self._phases, self._weights = run, phases, weights
         config, section = run.config, run.config.rollout
-        self._is_ahead = section.mode != "sync"
+        self._is_ahead, self._settles = section.mode != "sync", section.mode == "one_step_off"
         self._controller: RolloutController | None = None
         if (own := inputs.rollouts) is None:
             return
@@ -74,7 +74,7 @@ class Rollouts:
             max_staleness=section.staleness,
             is_ahead=self._is_ahead,
             overlaps=section.has_requests_in_flight,
-            settles=section.mode == "one_step_off",
+            settles=self._settles,
         )
         run.at_end.callback(self._controller.close)
 
@@ -94,12 +94,16 @@ class Rollouts:
         Returns:
             The batch on the first worker, and an empty one on all others.
         """
+        # After a checkpoint the learner is on its devices: all workers make room together.
+        self._phases.enter(Phase.GENERATE)
         batch = self._from_first(lambda controller: controller.take(step))
         batch = batch or Collected([], [], 0, {})
         if self._is_ahead:
             clock.lap("time/wait_for_rollouts_s")
         else:
             clock.join(self._run.workers.broadcast(batch.clock))
+            if not self._controller:
+                clock.spans.clear()  # those of the first worker
         return batch
 
     def deal(self, batch: Collected, step: int, *, minibatch_size: int) -> list[Rollout]:
@@ -123,7 +127,7 @@ class Rollouts:
         return self._run.workers.broadcast(metrics)
 
     def settle(self) -> dict[str, float]:
-        """Wait before a push until the next batch is complete, if `rollout.mode` says so.
+        """Wait before a push until the next batch is complete, if `rollout.mode` is one_step_off.
 
         Returns:
             The seconds that this took, as the metric `perf/wait_for_engines_s`.
@@ -131,7 +135,8 @@ class Rollouts:
         if not self._is_ahead:
             return {}
         began = time.perf_counter()
-        self._from_first(lambda controller: controller.settle(), may_push=False)
+        if self._settles:
+            self._from_first(lambda controller: controller.settle(), may_push=False)
         return {"perf/wait_for_engines_s": time.perf_counter() - began}
 
     def arrived(self, version: int) -> None:

@@ -246,7 +246,7 @@ class JudgeClient(FrozenClient):
 
     def answers(self, prompts: list[str]) -> Future[list[str | ValueError]]:
         """Return the judge's answer to each prompt, in the order given (`VllmJudge.answers`)."""
-        return self.handle.call(VllmJudge.answers, prompts)
+        return self._split(VllmJudge.answers, prompts, range(len(prompts)))
 
 
 class RewardModelClient(FrozenClient):

@@ -69,6 +69,11 @@ def phases(recorder: Recorder, *, offloads: bool = True, at: Phase = Phase.LEARN
     )
 
 
+def test_one_worker_alone_does_not_move_the_learners():
+    with pytest.raises(PhaseError, match="one worker alone cannot change from phase learn"):
+        phases(Recorder(), at=Phase.LEARN).turn(Phase.GENERATE)
+
+
 def test_a_step_goes_through_the_phases_of_the_design():
     recorder = Recorder()
     step = phases(recorder)

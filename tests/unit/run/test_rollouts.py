@@ -72,7 +72,9 @@ class Controller:
 
 
 def rollouts_of(workers: Workers, *, mode: str) -> tuple[Rollouts, Weights, Any]:
-    weights, phases = Weights(), SimpleNamespace(now=Phase.GENERATE)
+    weights = Weights()
+    phases: Any = SimpleNamespace(now=Phase.LEARN, entered=[])  # after a checkpoint
+    phases.enter = phases.entered.append
     config = SimpleNamespace(rollout=SimpleNamespace(mode=mode))
     run: Any = SimpleNamespace(workers=workers, config=config)
     inputs: Any = SimpleNamespace(rollouts=None)
@@ -87,6 +89,7 @@ def test_all_workers_push_again_until_the_batch_is_complete(num_workers: int):
     def take(workers: Workers) -> tuple[int, Phase, dict[str, float]]:
         rollouts, weights, phases = rollouts_of(workers, mode="sync")
         batch = rollouts.take(1, Clock())
+        assert phases.entered == [Phase.GENERATE], "after a checkpoint, learners hold memory"
         return weights.count, phases.now, batch.metrics
 
     told = on_workers(num_workers, take)
