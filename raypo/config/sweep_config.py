@@ -4,6 +4,7 @@ trials.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import random
@@ -20,7 +21,6 @@ from raypo.config.base import (
     ConfigError,
     RunFile,
     flatten,
-    nested,
     read_yaml,
 )
 from raypo.config.fields import known_keys
@@ -279,14 +279,16 @@ class SweepConfig(RunFile):
 
 def with_values(values: Mapping[str, Any], point: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of nested values in which each dotted key of `point` has the point's value."""
-    below = {
-        key: value
-        for key, value in flatten(values).items()
-        if not any(
-            f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in point
-        )
-    }
-    return nested(below | dict(point))
+    tree = copy.deepcopy(dict(values))  # free mappings may have dots or numbers as keys
+    for key, value in point.items():
+        *sections, last = key.split(".")
+        section = tree
+        for name in sections:
+            if not isinstance(section.get(name), dict):
+                section[name] = {}
+            section = section[name]
+        section[last] = value
+    return tree
 
 
 def check_key(key: str, kind: type[AnyConfig], *, space: str = "space") -> None:

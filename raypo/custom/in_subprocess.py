@@ -76,6 +76,11 @@ def answer() -> None:
             result = function(*args)
         except Exception as raised:
             error = raised
-        output.write(pickle.dumps((result, error)))
+        try:
+            answered = pickle.dumps((result, error))
+            pickle.loads(answered)  # some errors are pickled and cannot be made again
+        except Exception:
+            answered = pickle.dumps((None, ConfigError(f"{type(error).__name__}: {error}")))
+        output.write(answered)
     sys.stdout.flush()
     os._exit(0)  # without waiting for threads of the user's code

@@ -316,3 +316,15 @@ def test_what_a_base_of_examples_cannot_have_is_refused(base: Path):
     sweep_of(base, space=RATE, overrides=steps, **goal).base_config()
     message = refused(base, space=RATE, overrides=steps, share=["reference"], **goal)
     assert message.startswith("share (['reference']): trials of the recipe sft do not")
+
+
+def test_keys_of_free_mappings_stay_as_they_are():
+    values = {
+        "placement": {"label_selector": {"ray.io/accelerator-type": "H100"}},
+        "rollout": {"agent_args": {"weights": {1: 0.5}}},
+    }
+    assert with_values(values, {}) == values
+    changed = with_values(values, {"rollout.agent_args": {"a.b": 1}, "ppo.kl.coef": 0.1})
+    assert changed["placement"] == values["placement"]
+    assert changed["rollout"] == {"agent_args": {"a.b": 1}}
+    assert changed["ppo"] == {"kl": {"coef": 0.1}}
