@@ -48,8 +48,8 @@ def train(
     with connecting(run.cluster) as connected:
         from raypo.trainer import trainer_for  # imports torch
 
-        trainer = trainer_for(run, fresh=fresh)
+        # Not before: a trainer writes to a dict of Ray that `ray.init` iterates over.
         connected.result()
-        result = trainer.fit()
+        result = trainer_for(run, fresh=fresh).fit()
     if (result.return_value or {}).get("status") == "interrupted":
         raise typer.Exit(INTERRUPTED)

@@ -100,16 +100,12 @@ def show_devices(setup: dict[str, Any]) -> dict[str, Any]:
     return {"status": "finished", "step": 0, "seen": seen, "granted": granted}
 
 
-class ShowsDevices(PPOTrainer):
-    """The PPO trainer with that loop."""
-
-    loop = staticmethod(show_devices)
-
-
 def main(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     from raypo.run import served_roles
+    from raypo.trainer import trainer as of_trainers
     from tests.integration.test_vllm_frozen import tiny_reward_model
 
+    of_trainers._loop = lambda recipe: show_devices
     task = write_task(folder)
     reward = tiny_reward_model(folder / "reward", folder / "policy")
     served_roles.class_and_arguments = stand_in  # for the roles that the driver starts
@@ -117,7 +113,7 @@ def main(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         usual = {"name": name, "model.reward": str(reward), "learner.use_gpu": True}
-        trainer = ShowsDevices(
+        trainer = PPOTrainer(
             PPOConfig.load(task, usual | RUNS[name]), torch_config=Gloo(backend="gloo")
         )
         value = trainer.fit().return_value
