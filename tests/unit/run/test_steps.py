@@ -61,7 +61,8 @@ def test_a_callback_sees_held_out_metrics_and_its_own_may_stop_the_run_with_a_ch
         clock.lap("time/update_s")
         return StepResult({"train/loss": 1.0}, {"drawn": 8 * step})
 
-    run_steps(run, records, checkpoints, train_step, lambda step: {"eval/loss": 2.0 / step})
+    with run.at_end:
+        run_steps(run, records, checkpoints, train_step, lambda step: {"eval/loss": 2.0 / step})
 
     rows = files.metrics()
     assert [row.get("mine/loss") for row in rows] == [None, 0.5, None, 0.25]
