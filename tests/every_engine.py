@@ -89,7 +89,7 @@ IMPORTED = (
     *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.transformers"),
     *("vllm.model_executor.models.llama", "vllm.model_executor.models.deepseek_v2"),
 )
-"""What engines and learners import late."""
+"""Modules that engines and learners import late."""
 
 
 class CannotRunError(Exception):

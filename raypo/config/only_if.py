@@ -148,10 +148,10 @@ def problems(config: Any) -> Iterator[str]:
     for key, value in config.set_keys(*declared):
         broken = next((d for d in declared[key] if not d.holds(config)), None)
         if broken is not None:
-            others = [f"{c.key} is {_shown(value_at(config, c.key))}" for c in broken.conditions]
+            causes = [f"{c.key} is {_shown(value_at(config, c.key))}" for c in broken.conditions]
             remedies = ", or ".join([f"Remove {key}", *(c.remedy for c in broken.conditions)])
             yield (
-                f"{key} ({_shown(value)}): has no effect, because {' and '.join(others)}. "
+                f"{key} ({_shown(value)}): has no effect, because {' and '.join(causes)}. "
                 f"{remedies}."
             )
 
@@ -167,8 +167,8 @@ def _declared(
     section: type[BaseModel], prefix: str = "", above: tuple[OnlyIf, ...] = ()
 ) -> Iterator[tuple[str, tuple[OnlyIf, ...]]]:
     for name, info in section.model_fields.items():
-        own = (mark.in_section(prefix) for mark in info.metadata if isinstance(mark, OnlyIf))
-        declared = (*above, *own)
+        marks = (mark.in_section(prefix) for mark in info.metadata if isinstance(mark, OnlyIf))
+        declared = (*above, *marks)
         if below := section_of(info.annotation, items=False):
             yield from _declared(below, f"{prefix}{name}.", declared)
         else:

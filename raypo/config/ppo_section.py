@@ -290,10 +290,10 @@ class PPOSection(Config):
             )
         lambdas = (self.gae_lambda, self.critic_lambda) if self.needs_critic else ()
         if self.discount_by == "turn" and {self.gamma, *lambdas} <= {1.0, None}:
-            others = ", and so are the lambdas" if lambdas else ""
+            and_lambdas = ", and so are the lambdas" if lambdas else ""
             yield (
-                f"ppo.discount_by (turn): has no effect, because ppo.gamma is 1{others}. Remove "
-                "ppo.discount_by, or set ppo.gamma below 1."
+                f"ppo.discount_by (turn): has no effect, because ppo.gamma is 1{and_lambdas}. "
+                "Remove ppo.discount_by, or set ppo.gamma below 1."
             )
         if self.critic_warmup_steps and not self.needs_critic:  # also if a preset sets it
             yield (

@@ -48,7 +48,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E")
 Method = Callable[Concatenate[Any, P], T]
-"""A method of the deployment's class, such as `Engine.generate`. Only its name is sent."""
+"""A method of the deployment's class, such as `Engine.submit`. Only its name is sent."""
 ListMethod = Callable[Concatenate[Any, P], list[Future[E]]]
 """A method whose futures the replica awaits."""
 OnEntry = Callable[[int, Any], object]

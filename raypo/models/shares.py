@@ -53,14 +53,14 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
     """Gather a module's own weights, not its children's, for reading. A collective operation."""
-    own: list[Any] = [*filter(is_sharded, module.parameters(recurse=False))]
-    if own:
-        own[0].all_gather(own)
+    sharded: list[Any] = [*filter(is_sharded, module.parameters(recurse=False))]
+    if sharded:
+        sharded[0].all_gather(sharded)
     try:
         yield
     finally:
-        if own:
-            own[0].partition(own)
+        if sharded:
+            sharded[0].partition(sharded)
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def whole_as_it_computes(model: nn.Module) -> Iterator[None]:
     Raises:
         OtherWorkerError: another worker failed.
     """
-    if not any(hasattr(each, "ds_id") for each in model.parameters()):
+    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         yield
         return
     workers, gathered = Workers.current(), dict[nn.Module, Any]()

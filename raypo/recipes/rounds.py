@@ -156,8 +156,8 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
         """
         workers = self.run.workers
         pairs = sorted(items.items(), key=lambda pair: pair[0])
-        own = workers.scatter([pairs[rank :: workers.count] for rank in range(workers.count)])
-        values = zip(own, compute([item for _, item in own]), strict=True)
+        share = workers.scatter([pairs[rank :: workers.count] for rank in range(workers.count)])
+        values = zip(share, compute([item for _, item in share]), strict=True)
         shares = workers.gather_first({key: value for (key, _), value in values})
         return {key: value for share in shares for key, value in share.items()}
 

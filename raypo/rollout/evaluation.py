@@ -36,8 +36,8 @@ def evaluate_policy(
 ) -> tuple[dict[str, float], list[Rollout]]:
     """Sample and score responses to held-out prompts with the engines' current weights.
 
-    Every evaluation of a run uses the same seeds. Responses
-    that cannot be scored are left out of the means and counted in `eval/failed`.
+    Every evaluation of a run uses the same seeds. Responses that cannot be scored are left out of
+    the means and counted in `eval/failed`.
 
     Args:
         prompts: All held-out prompts.

@@ -1,4 +1,4 @@
-"""What the rollout controller costs by itself, so that it is known which cluster it can feed.
+"""Cost of the rollout controller by itself, which says how large a cluster it can feed.
 
     pytest -m benchmark tests/benchmarks/test_controller_cost.py -s
 

@@ -1,4 +1,4 @@
-"""What raypo uses of DeepSpeed's inside: a version that has changed it fails here first."""
+"""Private names of DeepSpeed that raypo uses: a version that has changed one fails here first."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""What workers get from the controller of the first one, and the push that all of them repeat."""
+"""Batches that all workers get from the first one, and the push that all of them repeat."""
 
 from __future__ import annotations
 

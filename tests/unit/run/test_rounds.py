@@ -1,4 +1,4 @@
-"""What a round trains: the same batches on any number of workers."""
+"""Batches of a round are the same on any number of workers."""
 
 from types import SimpleNamespace
 from typing import Any
