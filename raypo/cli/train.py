@@ -28,7 +28,7 @@ def train(
     from raypo.storage.run_files import RunFiles
 
     run = load_run_config(config, overrides)
-    check_inputs(run)
+    notes = check_inputs(run)
     run = with_steps_of_epochs(run)
     files = RunFiles(run.storage_path, run.name)
     if fresh:
@@ -50,6 +50,6 @@ def train(
 
         # Not before: a trainer writes to a dict of Ray that `ray.init` iterates over.
         connected.result()
-        result = trainer_for(run, fresh=fresh).fit()
+        result = trainer_for(run, fresh=fresh, notes=notes).fit()
     if (result.return_value or {}).get("status") == "interrupted":
         raise typer.Exit(INTERRUPTED)

@@ -12,6 +12,7 @@ from raypo.config import OnlineConfig
 from raypo.metrics.process_memory import peak_memory
 from raypo.run.run import Run
 from raypo.run.services import Services
+from raypo.serving.engine import Engine
 from raypo.serving.requests import Load, Stretch
 from raypo.tracking.trace import note_call
 
@@ -69,8 +70,8 @@ class ServiceGauges:
         # Other runs contribute to the load of a shared pool.
         if self._run.workers.rank > 0 or self._services.in_pool:
             return {}
-        engine, stretches = self._services.engine, {}
-        for name, answer in zip(engine.names, engine.stretch(), strict=True):
+        engines, stretches = self._services.engine.handle, {}
+        for name, answer in zip(engines.names, engines.control(Engine.stretch), strict=True):
             for load, stretch in survivors([answer]):
                 stretches[name] = load, stretch
                 for begin, end in stretch.idle:

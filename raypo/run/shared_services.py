@@ -18,7 +18,7 @@ from raypo.deployment.reserve import SAY_AFTER_S, Dedicated
 from raypo.run.dedicated_services import start_dedicated
 from raypo.run.served_roles import class_and_arguments, deployment_of
 from raypo.run.setup import Shared
-from raypo.serving.client import EngineClient
+from raypo.serving.engine import Engine
 from raypo.tracking.console import Console
 
 
@@ -125,7 +125,7 @@ def borrow(
         if lease is not None and shared.pool and lease.before is not None:
             # Make room for this run's adapter. Lost replicas do not matter: a restarted one never
             # had the old adapter.
-            survivors(EngineClient(lease.handle).drop_adapter(lease.before))
+            survivors(lease.handle.control(Engine.drop_adapter, lease.before))
     lease = workers.broadcast(lease)
     if lease is None:
         return None

@@ -20,6 +20,7 @@ from raypo.run.phases import Phase, Phases
 from raypo.run.run import Run
 from raypo.run.service_gauges import ServiceGauges
 from raypo.run.services import Services
+from raypo.serving.engine import Engine
 from raypo.weight_sync.probe import Probe, try_probe
 from raypo.weight_sync.push import AdaptedLearner, open_transport, push_adapter
 
@@ -73,7 +74,8 @@ class WeightPusher:
         run.tell.phase("waiting for the engine")
         services.wait(run.config.placement.timeout_s)
         if run.workers.rank == 0:  # cancel requests of an earlier attempt
-            survivors(services.engine.cancel_other_attempts(run.name, self._inputs.attempt))
+            engines, attempt = services.engine.handle, self._inputs.attempt
+            survivors(engines.control(Engine.cancel_other_attempts, run.name, attempt))
         self.push(learner, version=version)
 
     def push_again(self) -> None:
@@ -111,7 +113,7 @@ class WeightPusher:
                 self._transport.push(weights, engine, version=version, workers=roles.own)
             self._phases.enter(Phase.PROBE)  # wakes the engines
             if self._in_flight and self._run.workers.rank == 0:
-                survivors(engine.resume())
+                survivors(engine.handle.control(Engine.resume))
             if roles.trains_policy:
                 metrics |= try_probe(learner, engine, self._probe, version, roles.own)
             self._phases.enter(Phase.GENERATE)

@@ -16,7 +16,6 @@ import numpy as np
 
 from raypo.cluster.actors import survivors
 from raypo.concurrency import background_future
-from raypo.config import InFlight
 from raypo.deployment.handle import DeploymentHandle
 from raypo.serving.engine import Engine
 from raypo.serving.frozen import (
@@ -27,11 +26,9 @@ from raypo.serving.frozen import (
     TopTokens,
     TorchModel,
 )
-from raypo.serving.requests import Completion, Load, SamplingRequest, Stretch
+from raypo.serving.requests import Completion, SamplingRequest
 from raypo.serving.vllm_frozen import VllmJudge
 from raypo.types import Rollout
-from raypo.weights.manifest import Manifest
-from raypo.weights.messages import OfferedBucket, PushStart, Ready, Rendezvous
 from raypo.weights.store import WeightSnapshot
 
 T = TypeVar("T")
@@ -45,7 +42,8 @@ class EngineClient:
     """Client of a deployment of engines; any number of threads and processes may use it.
 
     `generate` and `submit` call one engine, and are retried if this engine is lost. All other
-    methods call every engine and are never retried.
+    methods call every engine and are never retried. What only a push or a single caller needs is
+    called by its method: `engines.handle.control(Engine.load_bucket, bucket)`.
     """
 
     handle: DeploymentHandle
@@ -99,44 +97,9 @@ class EngineClient:
         """The pushes that `require` was last called with."""
         return self.handle.required
 
-    @property
-    def names(self) -> list[str]:
-        """Name of each engine, in the order in which calls to all engines return their values."""
-        return self.handle.names
-
     def wait(self, timeout_s: float) -> None:
         """Wait until every engine has started (`DeploymentHandle.wait`)."""
         self.handle.wait(timeout_s)
-
-    def up(self) -> EngineClient:
-        """Return a client of the engines that are up now. If none is up, wait for one."""
-        return EngineClient(self.handle.up())
-
-    def begin_push(self, start: PushStart) -> list[Future[Ready]]:
-        """Begin a weight push (`Engine.begin_push`)."""
-        return self.handle.control(Engine.begin_push, start)
-
-    def join_group(self, rendezvous: Rendezvous) -> list[Future[None]]:
-        """Join a broadcast group (`Engine.join_group`)."""
-        return self.handle.control(Engine.join_group, rendezvous)
-
-    def load_bucket(self, bucket: OfferedBucket) -> list[Future[None]]:
-        """Load the tensors of a bucket (`Engine.load_bucket`)."""
-        return self.handle.control(Engine.load_bucket, bucket)
-
-    def finish_push(self, manifest: Manifest) -> list[Future[Manifest]]:
-        """End a push and serve the new weights (`Engine.finish_push`)."""
-        return self.handle.control(Engine.finish_push, manifest)
-
-    def hold(
-        self, *pushes: WeightSnapshot, in_flight: InFlight | None = None
-    ) -> list[Future[None]]:
-        """Make every engine load the pushes that it lacks (`Engine.hold`)."""
-        return self.handle.control(Engine.hold, *pushes, in_flight=in_flight)
-
-    def resume(self) -> list[Future[None]]:
-        """Resume sampling after a pause (`Engine.resume`)."""
-        return self.handle.control(Engine.resume)
 
     def sleep(self, *, before_push: bool = False) -> list[Future[None]]:
         """Free the GPU's memory (`Engine.sleep`)."""
@@ -145,18 +108,6 @@ class EngineClient:
     def wake_up(self, part: Any = None) -> list[Future[None]]:
         """Reallocate GPU memory for `weights`, `kv_cache` or both (`Engine.wake_up`)."""
         return self.handle.control(Engine.wake_up, part)
-
-    def cancel_other_attempts(self, run: str, attempt: str) -> list[Future[int]]:
-        """Cancel requests of a run's other attempts (`Engine.cancel_other_attempts`)."""
-        return self.handle.control(Engine.cancel_other_attempts, run, attempt)
-
-    def drop_adapter(self, name: str) -> list[Future[None]]:
-        """Drop an adapter to free its slot (`Engine.drop_adapter`)."""
-        return self.handle.control(Engine.drop_adapter, name)
-
-    def stretch(self) -> list[Future[tuple[Load, Stretch]]]:
-        """Return the current load, and its recent means and peaks (`Engine.stretch`)."""
-        return self.handle.control(Engine.stretch)
 
     def peak_memory(self) -> list[Future[dict[str, float]]]:
         """Return the peak memory of each engine's processes, in GB."""

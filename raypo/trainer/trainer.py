@@ -138,6 +138,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         datasets: Mapping[str, Rows] | None = None,
         rows: Mapping[str, Rows] | None = None,
         fresh: bool = False,
+        notes: Sequence[str] | None = None,
         **torch_trainer_arguments: Any,
     ) -> None:
         """Check the input and resolve the config, without starting anything.
@@ -185,6 +186,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             rows: Rows by config key, like `{"eval.prompts": rows}`. The rows are given as in
                 `datasets`.
             fresh: Whether `fit` removes an existing run and starts over.
+            notes: Notes of `raypo.checks.input_checks.check_inputs` on this config, from a caller
+                that has just checked it. None checks it here.
             torch_trainer_arguments: Only `torch_config` is accepted. Other arguments of
                 TorchTrainer are refused, because they would have no effect.
 
@@ -216,7 +219,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
             rows=rows,
         )
         given: Given[Any] = read_arguments(kind, config, arguments, preset=type(self).preset)
-        self._given, self._fresh = given, fresh
+        self._given, self._fresh, self._notes = given, fresh, notes
         self._reward_fn = given.reward_fn
         self.arguments_of_trials: dict[str, Any] = {
             "reward_fn": given.reward_fn,
@@ -281,7 +284,7 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
                 Console().message("\n".join(self._given.report))
             if self._given.is_built:
                 Console().message(f"{self._title_of_config()}:\n\n{config.to_yaml()}")
-            for note in self._notes:
+            for note in self._notes or ():
                 Console().message(f"Note: {note}.")
             connected_here = connect(self.config.cluster)
             try:
@@ -308,7 +311,8 @@ class RecipeTrainer(TorchTrainer, Generic[AnyConfig]):
         """Write what was given in Python, check all inputs, and set the number of steps."""
         with self._without_leftovers():
             config = self._with_given(config)
-            self._notes = check_inputs(config, reward_fn=self._reward_fn)
+            if self._notes is None:
+                self._notes = check_inputs(config, reward_fn=self._reward_fn)
             return with_steps_of_epochs(config)
 
     def _with_given(self, config: AnyConfig) -> AnyConfig:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
+from raypo.serving.engine import Engine
 from raypo.weight_sync.transport import PushSession, Transport
 from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import stage
@@ -68,7 +69,7 @@ class BroadcastTransport(Transport):
             rendezvous = Rendezvous(
                 self._epoch, self._host, store.port, size, self._backend, self._timeout_s
             )
-            session.pending = session.engines.join_group(rendezvous)
+            session.pending = session.engines.control(Engine.join_group, rendezvous)
             self._group = Group(rendezvous, rank=0, store=store, device=self._device)
             session.settle()
 
@@ -84,7 +85,7 @@ class BroadcastTransport(Transport):
                 for staged in stage(tensors, bucket_bytes=self.bucket_bytes, device=self._device):
                     bucket = BroadcastBucket(self._epoch, len(staged.flat), staged.entries)
                     session.specs += staged.specs
-                    session.pending = session.engines.load_bucket(bucket)
+                    session.pending = session.engines.control(Engine.load_bucket, bucket)
                     group.broadcast(staged.flat, is_in_vain=lambda: bool(session.failures()))
                     session.settle()
         except BaseException:

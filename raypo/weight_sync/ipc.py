@@ -9,6 +9,7 @@ from torch import Tensor
 
 from raypo.collectives import Workers
 from raypo.config import InFlight
+from raypo.serving.engine import Engine
 from raypo.weight_sync.transport import PushSession, Transport, all_or_none
 from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import stage
@@ -73,5 +74,5 @@ class IpcTransport(Transport):
                 if workers.rank == 0:
                     session.specs += staged.specs
                     bucket = IpcBucket(handles, staged.entries)
-                    session.pending = session.engines.load_bucket(bucket)
+                    session.pending = session.engines.control(Engine.load_bucket, bucket)
                     session.settle()

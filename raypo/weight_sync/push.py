@@ -18,6 +18,7 @@ from raypo.cluster.actors import survivors
 from raypo.collectives import Workers
 from raypo.config import ConfigError, EngineSection, InFlight
 from raypo.serving.client import EngineClient
+from raypo.serving.engine import Engine
 from raypo.weight_sync.broadcast import BroadcastTransport
 from raypo.weight_sync.ipc import IpcTransport
 from raypo.weight_sync.transport import ObjectTransport, Transport
@@ -121,5 +122,5 @@ def push_adapter(
             required.append(transport.kept)
         required.append(transport.weight_store.keep(push, id=uuid.uuid4().hex, adapter=name))
         # Engines that are down load the adapter before their next request.
-        survivors(engine.hold(*required, in_flight=transport.in_flight))
+        survivors(engine.handle.control(Engine.hold, *required, in_flight=transport.in_flight))
     engine.require(*workers.broadcast(required))

@@ -7,9 +7,8 @@ so a push that fails in the middle leaves engines that refuse to sample.
     WeightPusher.push                 (raypo.run) then wakes the engines and probes them
       Transport.push                  repeats the push if an engine was lost
         ObjectTransport.send          or IpcTransport, BroadcastTransport: packs and sends buckets
-          EngineClient.load_bucket    to all engines that take part
-            ... the frames of any call (`raypo.deployment.handle`)
-              Engine.load_bucket -> VllmProcesses.ask -> raypo_load_bucket -> vLLM's load_weights
+          DeploymentHandle.control    to all engines that take part, as any call
+            Engine.load_bucket        -> VllmProcesses.ask -> raypo_load_bucket -> load_weights
 """
 
 from __future__ import annotations
@@ -28,7 +27,9 @@ from torch import Tensor
 from raypo.cluster.actors import ReplicaLost
 from raypo.collectives import Workers
 from raypo.config import InFlight
+from raypo.deployment.handle import DeploymentHandle
 from raypo.serving.client import EngineClient
+from raypo.serving.engine import Engine
 from raypo.weights.bucket_size import BUCKET_BYTES
 from raypo.weights.buckets import as_bytes, grouped, specs_of
 from raypo.weights.manifest import Manifest, TensorSpec, WeightError, checksums, summary
@@ -87,7 +88,7 @@ class Transport:
         """
         while True:
             engines.require()
-            session = PushSession(engines, version, self.in_flight)
+            session = PushSession(engines.handle, version, self.in_flight)
             try:
                 with all_or_none(workers):
                     if workers.rank == 0:
@@ -129,7 +130,7 @@ class Transport:
 class PushSession:
     """Rank 0's side of a push: it calls all engines and collects their replies."""
 
-    engines: EngineClient
+    engines: DeploymentHandle
     """Engines of the push. `begin` narrows them to those that are up."""
     version: int
     in_flight: InFlight | None
@@ -146,7 +147,7 @@ class PushSession:
         """Begin the push on all engines that are up; they then drop their old weights."""
         self.engines = self.engines.up()
         start = PushStart(self.version, self.id, self.in_flight)
-        self.ready = [call.result() for call in self.engines.begin_push(start)]
+        self.ready = [call.result() for call in self.engines.control(Engine.begin_push, start)]
 
     def settle(self) -> None:
         """Wait for the replies to the last call.
@@ -165,7 +166,7 @@ class PushSession:
             WeightError: an engine received other tensors than were sent.
         """
         manifest = Manifest.of(self.version, self.specs)
-        for call in self.engines.finish_push(manifest):
+        for call in self.engines.control(Engine.finish_push, manifest):
             differences = manifest.differences(call.result())
             if differences:
                 raise WeightError(f"Push of version {self.version}: {summary(differences)}.")
@@ -216,7 +217,7 @@ class ObjectTransport(Transport):
                 buckets.append(StoredBucket(ref, specs_of(group, sums.result())))
                 session.settle()
                 session.specs += buckets[-1].specs
-                session.pending = session.engines.load_bucket(buckets[-1])
+                session.pending = session.engines.control(Engine.load_bucket, buckets[-1])
                 del group, parts  # free them before the next group is made
         session.settle()
         return buckets

@@ -84,7 +84,7 @@ def test_callers_are_not_in_the_way_of_a_pause(engines: EngineClient):
     under_way = [engines.submit([ask(400, seed)]) for seed in range(THREADS)]
     [each.result() for each in engines.handle.control(Engine.pause, "keep")]
     whole = engines.generate([ask(3, 0)])  # a batch waits for the pause to end too
-    [each.result() for each in engines.resume()]
+    [each.result() for each in engines.handle.control(Engine.resume)]
     answers = [each.result()[0] for each in under_way]
     assert all(len(each.token_ids) == 400 for each in answers)
     assert len(whole.result()[0].token_ids) == 3
