@@ -55,6 +55,11 @@ class EngineSection(Config):
     (`raypo plan` shows the choice)."""
     prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes across requests of one weight version."""
+    quantization: Literal["fp8"] | None = None
+    """Precision of the engines' linear layers, except the output head. fp8: 8-bit floating point,
+    with a scale for each output channel on CPUs and for each block of 128 x 128 weights on GPUs.
+    Every push is quantised anew. The learner keeps `model.dtype`, which has to be bfloat16, so
+    PPO requires `ppo.correction.kind`. null: `model.dtype`."""
     seeds: Literal["request", "engine"] = "request"
     """Random seeds of training samples. request: one seed per sample. A sample then does not depend
     on its batch, and a run that is repeated or resumed draws the same samples. engine: one random

@@ -352,6 +352,16 @@ class OnlineConfig(RecipeConfig):
                 "colocated engines take turns with the learner. Set placement.mode to dedicated "
                 "(or to {engine: dedicated}), or rollout.mode to sync."
             )
+        if engine.quantization and self.model.dtype != "bfloat16":
+            yield (
+                f"rollout.engine.quantization ({engine.quantization}): vLLM quantises bfloat16 "
+                f"weights, but model.dtype is {self.model.dtype}. Set model.dtype to bfloat16."
+            )
+        if engine.quantization and self.pushes_adapter:
+            yield (
+                f"rollout.engine.quantization ({engine.quantization}): nobody has tried adapters "
+                "on quantised weights. Set model.lora.push to merged."
+            )
         if self.learner.use_gpu != "auto":  # auto is checked once the GPUs are known
             try:
                 engine.resolved_transport(
@@ -618,6 +628,12 @@ class PPOConfig(OnlineConfig):
                 f"{key} ({value}): compares the engine's log-probs with the learner's, but "
                 f"{cutting} ({at:g}) truncates the engine's distribution. Set {cutting} to "
                 f"{usual}, or {key} to {off}."
+            )
+        if (quantized := self.rollout.engine.quantization) and section.kind == "none":
+            yield (
+                f"rollout.engine.quantization ({quantized}): engine and learner then give other "
+                "log-probs to the same tokens, and ppo.correction.kind (none) does not correct "
+                "that. Set ppo.correction.kind to tis, or another kind."
             )
         most, bound = section.max_staleness, self.rollout.staleness
         if most is not None and most >= bound:

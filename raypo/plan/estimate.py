@@ -306,7 +306,7 @@ def engine(
     more = {"sampling": 3 * 4 * sequences * shape.vocabulary}
     if isinstance(lora, PolicyLoraSection) and lora.push == "adapter":
         more["adapter"] = adapter_weights(lora, shape) * itemsize
-    weights, length = shape.parameters * itemsize, config.max_model_len
+    weights, length = engine_weight_bytes(config, shape), config.max_model_len
     dtype = config.model.dtype
     groups = [transport(config, device) == "nccl"]
     result = _in_vllm(section, shape, device, gpu_bytes, weights, dtype, length, more, groups)
@@ -318,6 +318,15 @@ def engine(
         else:
             result.host |= received
     return result
+
+
+def engine_weight_bytes(config: OnlineConfig | PolicyExamplesConfig, shape: ModelShape) -> int:
+    """Return the size of an engine's weights. Embeddings and head are never quantised."""
+    itemsize = ITEMSIZE[config.model.dtype]
+    if config.rollout.engine.quantization is None:
+        return shape.parameters * itemsize
+    outside = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+    return shape.parameters + outside * (itemsize - 1)
 
 
 def sequences_at_once(

@@ -18,7 +18,7 @@ from raypo.config import PPOConfig
 from raypo.config.auto_values import with_value
 from raypo.models.flops import Groups
 from raypo.models.model_shape import ITEMSIZE, ModelShape
-from raypo.plan.estimate import adapter_weights, sequences_at_once
+from raypo.plan.estimate import adapter_weights, engine_weight_bytes, sequences_at_once
 from raypo.plan.fit import Plan, tried, worker_counts
 from raypo.serving.engine_sizes import engine_sequences
 
@@ -294,7 +294,7 @@ class _Work:
         share, at_once = sampled_of(self._plan)
         a_token = shape.kv_bytes_per_token(config.model.dtype, tensor_parallel=size)
         steps = response * max(1.0, share / at_once)
-        weights = shape.parameters * self._itemsize / size
+        weights = engine_weight_bytes(config, shape) / size
         read = steps * (weights + at_once * (prompt + response / 2) * a_token)
         arithmetic = self._pass_s(shape) / engines / size
         kernels = steps * rates.engine_kernels_s

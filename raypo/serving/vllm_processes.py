@@ -130,6 +130,8 @@ class WorkerExtension:
     vllm_config: Any
     sleep: Any
     device: torch.device
+    raypo_awaited: set[str]
+    """Parameters that a push has to replace."""
     raypo_loaded: set[str]
     """Parameters that vLLM reported as loaded in this push."""
     raypo_is_loading: bool = False
@@ -196,6 +198,9 @@ class WorkerExtension:
         _repack_experts_at_every_load(self.model_runner.get_model())
         with _current_config(self.vllm_config):
             initialize_layerwise_reload(self.model_runner.get_model())
+        # While vLLM reloads, the model has the parameters of a checkpoint: without the scales of
+        # quantised weights, which vLLM computes when a layer is complete.
+        self.raypo_awaited = _parameter_names(self.model_runner.get_model())
         self.raypo_is_loading, self.raypo_loaded = True, set()
         group = self.raypo_group
         gpus = (device_uuid(self.device),) if self.device.type == "cuda" else ()
@@ -249,10 +254,9 @@ class WorkerExtension:
         Raises:
             WeightError: vLLM did not load one of its parameters.
         """
-        model = self.model_runner.get_model()
         self.raypo_leave_push()
         loaded = {_without_adapter(name) for name in self.raypo_loaded}
-        missing = sorted({_without_adapter(n) for n in _parameter_names(model)} - loaded)
+        missing = sorted({_without_adapter(n) for n in self.raypo_awaited} - loaded)
         if missing:
             raise WeightError(f"vLLM did not load {summary(missing)}. Push every parameter.")
         # vLLM 0.23 lacks this method in both model runners and does not need it: requests for an
@@ -260,7 +264,7 @@ class WorkerExtension:
         reset = getattr(self.model_runner, "reset_lora_state", None)
         if reset is not None:
             reset()
-        _repack_tied_heads(model, self.raypo_loaded)
+        _repack_tied_heads(self.model_runner.get_model(), self.raypo_loaded)
 
     def raypo_leave_push(self) -> None:
         """End vLLM's layerwise reload, also after an aborted push. Idempotent."""

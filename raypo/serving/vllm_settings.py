@@ -198,6 +198,8 @@ def engine_arguments(
     else:
         arguments["gpu_memory_utilization"] = section.gpu_memory_fraction
         arguments["enable_sleep_mode"] = section.sleeps
+    if section.quantization:
+        arguments["quantization"] = "fp8_per_channel" if device == "cpu" else "fp8_per_block"
     has_gpu = device == "cuda" and torch.cuda.is_available()
     memory = device_memory(section.extra) if has_gpu else None
     # The plan assumes the same number.

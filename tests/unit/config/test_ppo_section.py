@@ -107,6 +107,14 @@ def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
         ({"ppo__correction__kind": "tis", "rollout__top_k": 20}, "ppo.correction.kind (tis): "),
         ({"ppo__correction__kind": "mis", "rollout__min_p": 0.1}, "ppo.correction.kind (mis): "),
         (
+            {"rollout__engine__quantization": "fp8", "model__dtype": "bfloat16"},
+            "rollout.engine.quantization (fp8): engine and learner then give other",
+        ),
+        (
+            {"rollout__engine__quantization": "fp8", "ppo__correction__kind": "tis"},
+            "rollout.engine.quantization (fp8): vLLM quantises bfloat16 weights",
+        ),
+        (
             {"ppo__shaping__clip_low": 1.0, "ppo__shaping__clip_high": 0.0},
             "ppo.shaping.clip_low (1): ",
         ),
