@@ -47,7 +47,6 @@ from raypo.tuning.capacity import SweepPlan, plan_trials
 from raypo.tuning.experiment import (
     DRIVER_RESOURCES,
     Interruption,
-    RoomWatch,
     connected,
     group_gc_of_trials,
 )
@@ -269,12 +268,7 @@ class Tuner:
                     verbose=0 if self.shows_trials else self._run_config.verbose,
                     name=TUNE_FOLDER,
                     storage_path=self._files.location,
-                    callbacks=[
-                        *(self._run_config.callbacks or ()),
-                        interruption,
-                        board,
-                        RoomWatch(),
-                    ],
+                    callbacks=[*(self._run_config.callbacks or ()), interruption, board],
                 ),
             )
             if self._resume is not None:
