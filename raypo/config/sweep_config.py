@@ -87,15 +87,6 @@ class SchedulerSection(Config):
     """
 
 
-class SweepResources(Config):
-    """Resource limits of the whole sweep."""
-
-    cpus: float | None = Field(default=None, gt=0.0)
-    """Maximum number of CPU cores in use. null means all cores of the cluster."""
-    gpus: float | None = Field(default=None, gt=0.0)
-    """Maximum number of GPUs in use. null means all GPUs of the cluster."""
-
-
 @dataclass(frozen=True)
 class Constraint:
     """A bound on a metric, like `kl/ref_response_mean <= 10`. A trial that violates it ranks below
@@ -170,7 +161,6 @@ class SweepConfig(RunFile):
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of trials that run at the same time. auto: as many as fit. Trials that do not
     fit wait."""
-    resources: SweepResources = SweepResources()
     constraint: Annotated[tuple[AnyConstraint, ...], BeforeValidator(one_or_many)] = ()
     """Constraint, or list of constraints, like `kl/ref_response_mean <= 10`. A trial that violates
     a constraint ranks below all others."""

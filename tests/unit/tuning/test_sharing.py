@@ -72,7 +72,7 @@ def test_on_cpus_all_is_shared_and_takes_no_place():
     plan = plan_of({"CPU": 3.0}, use_gpu=False)
     assert plan.sharing == Sharing(("reference", "reward_0"), engines=True)
     assert plan.num_slots == 3
-    lines = describe(sweep_of(), base_of(), plan)
+    lines = describe(sweep_of(), plan)
     assert "  all trials share reference, reward_0" in lines
     assert "  engines are reused from trial to trial" in lines
 
