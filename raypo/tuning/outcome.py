@@ -15,7 +15,6 @@ from raypo.metrics.clock import duration
 from raypo.report.change import held_out_scores
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions
-from raypo.tracking.tensorboard import write_hparams
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.held_out import Scores, who_is_best
 from raypo.tuning.record import TRIALS, TrialRecord, best_of, ranked, write_trials
@@ -73,7 +72,6 @@ def write_outcome(
     )
     if records:
         write_trials(files, records, goal)
-    _write_hparams(files, goal, records)
     statuses = ("finished", "stopped", "failed", "interrupted")
     files.write_summary(
         {
@@ -146,14 +144,3 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
         head.append("# These are its last values; before each copy it trained with others.")
     text = yaml.safe_dump(escaped(values), sort_keys=False, allow_unicode=True)
     return "\n".join([*head, text])
-
-
-def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:
-    """Write each trial's point and last metrics beside its curves, for TensorBoard."""
-    shown = {*goal.named, SCORE, REWARD_MODEL, KL}
-    for record in records:
-        metrics = {name: value for name, value in record.metrics.items() if name in shown}
-        if metrics:
-            run = trial_files(files, record.name)
-            write_hparams(run.folder, record.point, metrics, step=record.step)
-            run.sync()
