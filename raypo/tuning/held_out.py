@@ -100,38 +100,15 @@ def model_weights(config: Mapping[str, Any]) -> dict[str, float]:
     return {name: common * entry["weight"] for name, entry in zip(names, entries, strict=True)}
 
 
-def gaming_words(
-    trials: Sequence[TrialRecord],
-    changes: Mapping[str, Changes],
-    held_out: Mapping[str, Scores],
-) -> list[str]:
-    """Return sentences about trials whose held-out score and reward-model score disagree.
+def gaming_words(trials: Sequence[TrialRecord], changes: Mapping[str, Changes]) -> str:
+    """Describe the trials that game the reward model, worst first. Empty if there are none.
 
     Args:
-        trials: All trials. If fewer than two have both scores, the result is empty.
+        trials: All trials.
         changes: Changes of both scores, by trial name.
-        held_out: Held-out scores by prompt, for each trial name.
     """
-    judged = [trial for trial in trials if {SCORE, REWARD_MODEL} <= trial.judged.keys()]
-    if len(judged) < 2:
-        return []
-    pairs = [(trial, changes.get(trial.name, {})) for trial in judged]
+    pairs = [(trial, changes.get(trial.name, {})) for trial in trials]
     gamed = [(trial, change) for trial, change in pairs if _is_gamed(change)]
-    return list(filter(None, [_of_gamed(gamed), _of_favourite(judged, held_out)]))
-
-
-def _is_gamed(change: Changes) -> bool:
-    """Return True if the reward-model score rose and the held-out score fell.
-
-    Both changes must be significant.
-    """
-    if not {SCORE, REWARD_MODEL} <= change.keys():
-        return False
-    return change[REWARD_MODEL].direction == 1 and change[SCORE].direction == -1
-
-
-def _of_gamed(gamed: Sequence[tuple[TrialRecord, Changes]]) -> str:
-    """Describe the trials that game the reward model, worst first."""
     if not gamed:
         return ""
     gamed = sorted(gamed, key=lambda pair: pair[1][SCORE].after - pair[1][SCORE].before)
@@ -148,26 +125,11 @@ def _of_gamed(gamed: Sequence[tuple[TrialRecord, Changes]]) -> str:
     )
 
 
-def _of_favourite(judged: Sequence[TrialRecord], held_out: Mapping[str, Scores]) -> str:
-    """Compare the trial with the best reward-model score to the one with the best held-out score.
+def _is_gamed(change: Changes) -> bool:
+    """Return True if the reward-model score rose and the held-out score fell.
 
-    Only trials with a score of the latest step are compared.
+    Both changes must be significant.
     """
-    last = max(trial.scored_step for trial in judged)
-    as_far = [trial for trial in judged if trial.scored_step == last]
-    best = max(as_far, key=lambda trial: trial.metrics[SCORE])
-    liked = max(as_far, key=lambda trial: trial.metrics[REWARD_MODEL])
-    if len(as_far) < 2:
-        return ""
-    if liked is best:
-        return "Reward model and held-out score put the same trial first."
-    favourite = (
-        f"The reward model likes {point_text(liked.point)} best "
-        f"({number(liked.metrics[REWARD_MODEL])}, against {number(best.metrics[REWARD_MODEL])} at "
-        f"{point_text(best.point)})"
-    )
-    scores = f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}"
-    lead = paired_change(held_out.get(liked.name, {}), held_out.get(best.name, {}))
-    if lead is None or lead.direction != 1:
-        return f"{favourite}; that its held-out score is {scores} may be chance."
-    return f"{favourite}, but the held-out score there is only {scores}."
+    if not {SCORE, REWARD_MODEL} <= change.keys():
+        return False
+    return change[REWARD_MODEL].direction == 1 and change[SCORE].direction == -1

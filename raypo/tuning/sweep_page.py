@@ -5,7 +5,6 @@ This module does not import Ray.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from raypo.report.charts import (
     chart_of,
     line_chart,
     new_figure,
-    parallel_chart,
     spans_decades,
 )
 from raypo.report.page import COLOURS, Chart, Details, Page, Section, Table, Tiles, Words, number
@@ -138,7 +136,6 @@ def _result(section: Section, sweep: SweepData) -> None:
             )
     count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
     total = sum(trial.device_s for trial in sweep.trials)
-    saved = sum(_saved(trial, sweep) for trial in sweep.trials)
     section.add(
         Tiles(
             [
@@ -147,14 +144,13 @@ def _result(section: Section, sweep: SweepData) -> None:
                 ("stopped early", str(count["stopped"]), sweep.config.scheduler.kind),
                 ("failed", str(count["failed"]), ""),
                 ("device-seconds", number(round(total)), "of all trials"),
-                ("saved by stopping", number(round(saved)), "device-seconds, at their steps' pace"),
             ]
         )
     )
 
 
 def _why(section: Section, sweep: SweepData) -> None:
-    for words in gaming_words(sweep.trials, sweep.changes, sweep.held_out):
+    if words := gaming_words(sweep.trials, sweep.changes):
         section.add(Words(words, strong=True))
     for key, domain in sweep.config.space.items():
         for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
@@ -215,9 +211,6 @@ def _trials(section: Section, sweep: SweepData) -> None:
             ],
         )
     )
-    rows: list[Mapping[str, Any]] = [{**trial.point, **trial.metrics} for trial in sweep.trials]
-    columns = {key: key for key in keys} | {name: label_of(name) for name in shown}
-    section.add(parallel_chart("Parallel coordinates", rows, columns, colour=sweep.goal.metrics[0]))
 
 
 def _front(section: Section, sweep: SweepData) -> None:
@@ -253,25 +246,14 @@ def _front(section: Section, sweep: SweepData) -> None:
 def _cost(section: Section, sweep: SweepData) -> None:
     labels = _labels(sweep)
     costs = {labels[trial.name]: trial.device_s for trial in sweep.trials}
-    saved = {labels[trial.name]: _saved(trial, sweep) for trial in sweep.trials}
     wall = duration(sum(trial.seconds for trial in sweep.trials))
-    by_kind = {"spent": costs} | ({"saved by stopping early": saved} if any(saved.values()) else {})
     section.add(
         Words(
             f"The trials took {wall} one after the other, {number(sum(costs.values()))} "
             "device-seconds: seconds times the devices that a trial holds."
         ),
-        bar_chart("Cost of each trial", by_kind, x_title="device-seconds", wide=True),
+        bar_chart("Cost of each trial", {"spent": costs}, x_title="device-seconds", wide=True),
     )
-
-
-def _saved(trial: TrialRecord, sweep: SweepData) -> float:
-    """Estimate the device-seconds saved by stopping a trial early, from its median step time."""
-    paces = [row["time/step_s"] for row in sweep.rows.get(trial.name, ()) if "time/step_s" in row]
-    if trial.status != "stopped" or not paces or not trial.seconds:
-        return 0.0
-    num_devices, last_step = trial.device_s / trial.seconds, sweep.rows[trial.name][-1]["step"]
-    return num_devices * statistics.median(paces) * (sweep.num_steps - last_step)
 
 
 def _labels(sweep: SweepData) -> dict[str, str]:
