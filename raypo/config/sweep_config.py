@@ -172,10 +172,6 @@ class SweepConfig(RunFile):
     serve all trials at the same time. Other engines pass from trial to trial on CPUs; on GPUs each
     trial starts its own. auto: all roles; on GPUs, only if sharing does not reduce the number of
     concurrent trials."""
-    share_batches: bool = False
-    """Let trials on the same engines (`model.lora.push: adapter`) sample in the same batches
-    instead of in turns. This is faster, but rounding then makes the results of a trial depend on
-    timing."""
     seed: int = Field(default=0, ge=0)
     """Random seed of the searcher. The seed of a run is the key `seed` of the base."""
 
@@ -378,15 +374,6 @@ def _check_sharing(sweep: SweepConfig, base: AnyConfig) -> None:
                 f"shared, because each trial has its own. Leave {role} out, or set "
                 "overrides.placement.mode to colocated."
             )
-    if not sweep.share_batches:
-        return
-    pushes_adapters = isinstance(base, OnlineConfig) and base.pushes_adapter
-    if not pushes_adapters or base.placement.group_of("engine") == "dedicated":
-        raise ConfigError(
-            "share_batches (True): trials can share batches only if they use the same engines, "
-            "each with its own LoRA adapter. Set overrides.model.lora.push to adapter and leave "
-            "the engines colocated, or remove share_batches."
-        )
 
 
 def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:

@@ -90,7 +90,6 @@ def plan_sweep(
         num_trials=sweep.num_trials,
         at_most=at_once,
         share=sweep.share,
-        share_batches=sweep.share_batches,
         use_gpu=use_gpu,
     )
     if sweep.scheduler.kind == "pbt" and plan.num_slots < sweep.num_trials:
@@ -111,7 +110,6 @@ def plan_trials(
     num_trials: int,
     at_most: int,
     share: Sequence[SharedRole] | Literal["auto"],
-    share_batches: bool = False,
     use_gpu: bool,
     worker: Resources | None = None,
 ) -> SweepPlan:
@@ -125,7 +123,6 @@ def plan_trials(
         at_most: Maximum number of concurrent trials.
         share: Roles to share. `auto` shares all roles. On GPUs it does so only if sharing does not
             lower the number of concurrent trials.
-        share_batches: Whether trials that share engines sample in the same batches.
         use_gpu: Whether a learner worker takes a GPU.
         worker: Resources of a learner worker. None means those of the config.
 
@@ -140,7 +137,7 @@ def plan_trials(
     ]
     wanted = min(num_trials, at_most)
     num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)
-    sharing = Sharing.of(base, trials, share=share, share_batches=share_batches, use_gpu=use_gpu)
+    sharing = Sharing.of(base, trials, share=share, use_gpu=use_gpu)
     if sharing.bundles:
         placed = place(sharing.bundles, nodes, strategy)
         left = without(nodes, sharing.bundles, placed)

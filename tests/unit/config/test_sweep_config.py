@@ -242,14 +242,6 @@ def test_trials_may_sample_ahead_on_engines_of_their_own(base: Path):
     sweep_of(base, share=["reward"], overrides=apart).base_config()
 
 
-def test_only_trials_that_use_the_same_engines_share_batches(base: Path):
-    assert refused(base, share_batches=True).startswith("share_batches (True): trials can share")
-    adapters = {"model.lora": {"rank": 4, "push": "adapter"}}
-    sweep_of(base, share_batches=True, overrides=adapters).base_config()
-    apart = {**adapters, "placement.mode": "dedicated"}
-    assert "leave the engines colocated" in refused(base, share_batches=True, overrides=apart)
-
-
 def test_pbt_copies_checkpoints_so_there_must_be_some(base: Path):
     pbt = {"scheduler": {"kind": "pbt", "perturb_every": 5}, "searcher": "random"}
     assert "(eval.every). Set it to a multiple of that" in refused(base, **pbt)
