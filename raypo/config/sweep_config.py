@@ -144,8 +144,8 @@ class SweepConfig(RunFile):
     """Overrides of the base for all trials, like {num_steps: 8}."""
     space: dict[str, Annotated[Domain, PlainSerializer(Domain.as_written)]] = Field(min_length=1)
     """Search space: a domain for each key of the base that varies, like {learner.policy_lr:
-    {loguniform: [1.0e-7, 1.0e-5]}}. The kinds of domain are choice, grid, uniform, loguniform,
-    randint and quniform."""
+    {loguniform: [1.0e-7, 1.0e-5]}}. The kinds of domain are choice, grid, uniform, loguniform
+    and randint."""
     metric: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("eval/score_mean",)
     """Metric, or list of metrics, whose last values rank the trials. Several metrics give a Pareto
     front."""
