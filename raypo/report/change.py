@@ -116,13 +116,13 @@ def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
     """Return the mean score of each prompt, because samples of a prompt are correlated.
 
     Args:
-        rows: Rollouts with `group_index`, `prompt`, `score` and `row_index`, which old files
-            lack. Rollouts without a score are skipped, and so are an episode's later
-            conversations, because the first one stands for the sample.
+        rows: Rollouts with `group_index`, `prompt`, `score` and `row_index`. Rollouts without a
+            score are skipped, and so are an episode's later conversations, because the first one
+            stands for the sample.
     """
     scores: dict[Hashable, list[float]] = {}
     for row in rows:
-        if row["score"] is not None and not row.get("row_index"):
+        if row["score"] is not None and not row["row_index"]:
             scores.setdefault((row["group_index"], row["prompt"]), []).append(row["score"])
     return {key: statistics.fmean(values) for key, values in scores.items()}
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypo.report.change import held_out_scores
+from raypo.report.change import held_out_change
 from raypo.report.page import Section, Table, Words
 from raypo.storage.run_files import RunFiles
 
@@ -37,26 +37,17 @@ MAX_PROMPTS = 6
 MAX_CHARACTERS = 400
 """Maximum number of characters of a prompt or response in the table that compares responses before
 and after training. Longer ones are cut."""
-PLACES = {"low": 0.1, "middle": 0.5, "high": 0.9}
-"""Quantiles of a step's scores. The samples with these scores are taken as typical."""
 
 
 def before_and_after_texts(section: Section, files: RunFiles) -> None:
-    """Add a table of responses before and after training to the section.
+    """Add a table of held-out responses of the first and the last saved evaluation to the section.
 
-    The responses are held-out samples of the first and the last evaluation. If fewer than two
-    evaluations are saved, they are training samples of the first and the last saved step.
+    With fewer than two evaluations nothing is added.
     """
-    steps = files.rollout_steps(held_out=True)
-    if len(steps) > 1:
-        _same_prompts(section, files, steps[0], steps[-1])
+    compared = held_out_change(files)
+    if compared is None:
         return
-    steps = files.rollout_steps()
-    if len(steps) > 1:
-        _typical(section, files, steps[0], steps[-1])
-
-
-def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> None:
+    first, last, change = compared
     before, after = (
         {
             (row["group_index"], row["prompt"]): row
@@ -66,13 +57,6 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
         for step in (first, last)
     )  # the first sample of each prompt
     shared = [prompt for prompt in before if prompt in after][::-1]
-    scores = [held_out_scores(files, step) for step in (first, last)]
-    judged = [
-        [each[prompt] for each in scores]
-        for prompt in shared
-        if all(prompt in each for each in scores)
-    ]
-    up, down = (sum(sign * (b - a) > 0 for a, b in judged) for sign in (1, -1))
 
     def num_equal(prompt: Any) -> int:
         pair = before[prompt], after[prompt]
@@ -85,23 +69,18 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
     worse = [prompt for prompt in shared if gain(prompt) < 0]
     share = len(worse) / max(sum(gain(prompt) != 0 for prompt in shared), 1)
     shown_worse = evenly(worse, int(MAX_PROMPTS * max(share, 1 / 3)))
-    chosen: list[Any] = []
-    for number in range(3):
-        alike = [p for p in shared if p not in worse and num_equal(p) == number]
-        if room := MAX_PROMPTS - len(shown_worse) - len(chosen):
-            chosen += evenly(alike, room)
-    chosen = sorted([*chosen, *shown_worse], key=num_equal)
+    others = sorted((prompt for prompt in shared if prompt not in worse), key=num_equal)
+    shown = sorted([*others[: MAX_PROMPTS - len(shown_worse)], *shown_worse], key=num_equal)
     tokenizer = tokenizer_of(files, files.config() or {})
     when = "before the first update" if first == 0 else f"after step {first}"
     section.add(
         Words(
-            f"{up} better, {down} worse of {len(judged)} held-out prompts: their scores after "
-            f"step {last} compared with {when}.",
+            f"Held-out scores after step {last} compared with {when}: {change.basis}.",
             strong=True,
         ),
         Words(
-            "Evenly spaced examples. Prompts whose score changed come first (at least a third "
-            "of them worse, if there are that many), then prompts whose response changed:"
+            "Examples. Prompts whose score changed come first (at least a third of them worse, "
+            "if there are that many), then prompts whose response changed:"
         ),
         Table(
             ["prompt", "label", when, "score", f"after step {last}", "score"],
@@ -114,39 +93,10 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
                     _cut(_response(after[prompt], tokenizer)),
                     after[prompt]["score"],
                 ]
-                for prompt in chosen
+                for prompt in shown
             ],
         ),
     )
-
-
-def _typical(section: Section, files: RunFiles, first: int, last: int) -> None:
-    tokenizer = tokenizer_of(files, files.config() or {})
-    rows = [
-        [
-            f"step {step}, {place}",
-            _cut(row["prompt"]),
-            _cut(_response(row, tokenizer)),
-            row["score"],
-        ]
-        for step in (first, last)
-        for place, row in typical(files.rollouts(step)).items()
-    ]
-    words = (
-        "Trained samples of the first and the last step: at the 10th percentile, the median and "
-    )
-    section.add(
-        Words(f"{words}the 90th percentile of their scores."),
-        Table(["", "prompt", "response", "score"], rows),
-    )
-
-
-def typical(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the rows whose scores are at the quantiles PLACES."""
-    firsts = [row for row in rows if row["score"] is not None and not row["row_index"]]
-    scored = sorted(firsts, key=lambda row: row["score"])
-    last = len(scored) - 1
-    return {name: scored[round(place * last)] for name, place in PLACES.items()} if scored else {}
 
 
 def _response(row: Row, tokenizer: Tokenizer | None) -> str:

@@ -83,7 +83,7 @@ def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Sc
     columns = ("group_index", "prompt", "scores_by_source", "row_index")
     scores: dict[Hashable, list[float]] = {}
     for row in files.rollouts(step, held_out=True, columns=columns):
-        if row.get("row_index"):  # the sample was counted by its first conversation
+        if row["row_index"]:  # the sample was counted by its first conversation
             continue
         by_source = dict(row["scores_by_source"] or ())
         if weights and all(by_source.get(name) is not None for name in weights):

@@ -53,15 +53,6 @@ def test_pairs_see_what_means_do_not():
     assert (paired.direction, unpaired.direction) == (1, 0)
 
 
-def test_the_better_of_two_is_the_worse_of_the_other_way_round():
-    before, after = scores(*range(12)), scores(*(2.0 * number for number in range(12)))
-    there, back = paired_change(before, after), paired_change(after, before)
-    assert there is not None
-    assert back is not None
-    assert (there.direction, back.direction) == (1, -1)
-    assert there.margin == back.margin
-
-
 def test_few_prompts_and_few_that_changed_say_nothing():
     nine = scores(*[0.0] * 9)
     few = paired_change(nine, dict.fromkeys(nine, 1.0))
@@ -81,7 +72,7 @@ def test_few_prompts_and_few_that_changed_say_nothing():
 
 def test_samples_of_a_prompt_are_one_unit():
     rows = [
-        {"group_index": group, "prompt": "p", "score": score}
+        {"group_index": group, "prompt": "p", "score": score, "row_index": 0}
         for group, score in ((0, 0.0), (0, 1.0), (0, None), (1, 1.0), (2, None))
     ]
     assert scores_by_prompt(rows) == {(0, "p"): 0.5, (1, "p"): 1.0}
@@ -103,16 +94,6 @@ def test_conversations_of_an_episode_are_one_sample_of_one_prompt(tmp_path: Path
     expected = {(group, f"task {group}"): group for group in range(4)}
     assert held_out_scores(files, 0) == {key: group % 2 for key, group in expected.items()}
     assert model_scores(files, 0, {"model": 1.0}) == expected
-
-
-def test_files_without_the_index_of_the_conversation_are_read(tmp_path: Path):
-    files = RunFiles.at(str(tmp_path / "run"))
-    files.folder.mkdir()
-    row = rollout(1, 0, 0) | {"score": 0.5, "scores_by_source": {"model": 2.0}}
-    table = rollout_table([row]).drop_columns(["row_index"])
-    files.write_rollouts(0, table, held_out=True)
-    assert held_out_scores(files, 0) == {(0, row["prompt"]): 0.5}
-    assert model_scores(files, 0, {"model": 1.0}) == {(0, row["prompt"]): 2.0}
 
 
 def test_a_welch_interval_by_hand():
