@@ -142,7 +142,7 @@ def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int,
     if len(steps) < 2:
         return None
     first, last = steps[0], steps[-1]
-    change = paired_change(*(held_out_scores(files, each) for each in (first, last)))
+    change = paired_change(*(held_out_scores(files, number) for number in (first, last)))
     return None if change is None else (first, last, change)
 
 
@@ -172,7 +172,7 @@ def lead_words(
         steps: Steps at which the models were scored, by name. None omits the steps from the
             sentence.
     """
-    means = {name: statistics.fmean(each.values()) for name, each in scores.items()}
+    means = {name: statistics.fmean(by_prompt.values()) for name, by_prompt in scores.items()}
     best, second = sorted(means, key=lambda name: -means[name])[:2]
     lead = paired_change(scores[second], scores[best])
     assert lead is not None, f"{best} and {second} have no prompt in common"
@@ -217,7 +217,7 @@ def change_over_steps(
     samples = [_of_a_step(row, samples_per_prompt) for row in (seen[0], seen[-1])]
     steps = f"step {seen[0]['step']} against step {seen[-1]['step']}"
     if name == "rollout/score_mean" and samples[0] and samples[1]:
-        count = math.floor(min(each[2] for each in samples if each))
+        count = math.floor(min(sample[2] for sample in samples if sample))
         if count >= MIN_UNITS:
             return unpaired_change(samples[0], samples[1], f"{steps}, {count} prompts each")
         steps += f", {count} {'prompt' if count == 1 else 'prompts'} each"

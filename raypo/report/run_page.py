@@ -158,13 +158,13 @@ def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
 
     If several metrics are named, the first of them that has such a value is used.
     """
-    found: dict[str, float] = {}
+    starts: dict[str, float] = {}
     for run, rows in curves.items():
-        own = [row for row in rows[:2] if row["step"]]  # without the row of `with_the_start`
-        for start in (reference(own, name) for name in reversed(names)):
+        first_rows = [row for row in rows[:2] if row["step"]]  # without the row of `with_the_start`
+        for start in (reference(first_rows, name) for name in reversed(names)):
             if start is not None:
-                found[run] = start
-    return found
+                starts[run] = start
+    return starts
 
 
 Evaluations = Mapping[int, Mapping[Any, float]]
@@ -221,7 +221,7 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
     if len(judges) > 1:
         return f"{unknown} their held-out scores come from different functions."
     scores = {name: held_out_scores(run.files, last[name]) for name, run in runs.items()}
-    if len({frozenset(each) for each in scores.values()}) > 1 or not all(scores.values()):
+    if len({frozenset(by_prompt) for by_prompt in scores.values()}) > 1 or not all(scores.values()):
         return f"{unknown} their held-out prompts are not the same."
     return lead_words(scores, steps=last)
 
@@ -286,8 +286,8 @@ NOISE = 1e-7
 
 def _constant(plot: Plot, curves: RowsByRun) -> str:
     """Return the title and the values of a plot whose metrics do not change, else nothing."""
-    rows = [row for each in curves.values() for row in each]
-    found: list[float] = []
+    rows = [row for rows_of_run in curves.values() for row in rows_of_run]
+    constants: list[float] = []
     for name in plot.lines(name for row in rows for name in row):
         values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
         spread = max(values, default=0.0) - min(values, default=0.0)
@@ -295,14 +295,14 @@ def _constant(plot: Plot, curves: RowsByRun) -> str:
         noise = 1e-6 * size if name.endswith("learning_rate") else max(NOISE, 1e-6 * size)
         if len(values) < 2 or spread > noise:
             return ""
-        found.append(0.0 if size < noise else values[-1])
-    words = ", ".join(number(value) for value in dict.fromkeys(found))
-    return f"{plot.title[0].lower()}{plot.title[1:]} ({words})" if found else ""
+        constants.append(0.0 if size < noise else values[-1])
+    words = ", ".join(number(value) for value in dict.fromkeys(constants))
+    return f"{plot.title[0].lower()}{plot.title[1:]} ({words})" if constants else ""
 
 
 def _drawn(plot: Plot, curves: RowsByRun) -> Chart | None:
     """Return a plot of the catalogue, with a dashed line at a held-out metric's initial value."""
-    rows = [row for each in curves.values() for row in each]
+    rows = [row for rows_of_run in curves.values() for row in rows_of_run]
     lines = plot.lines(name for row in rows for name in row)
     has_start = len(lines) == 1 and next(iter(lines)).startswith("eval/")
     return line_chart(
@@ -387,7 +387,7 @@ def _config(section: Section, runs: Mapping[str, RunData]) -> None:
     if len(runs) > 1:
         flat = {name: flatten(run.config) for name, run in runs.items()}
         keys = sorted(set().union(*flat.values()))
-        rows = [[key, *(each.get(key, "") for each in flat.values())] for key in keys]
+        rows = [[key, *(values.get(key, "") for values in flat.values())] for key in keys]
         differing = [row for row in rows if len({str(value) for value in row[1:]}) > 1]
         section.add(Words("Keys that differ:"), Table(["key", *flat], differing))
     for name, run in runs.items():
@@ -398,7 +398,7 @@ def _config(section: Section, runs: Mapping[str, RunData]) -> None:
             ["recipe", run.config.get("recipe", "")],
             ["files", run.files.location],
             *([["time", duration(wall_s)]] if wall_s else []),
-            *([package, each] for package, each in versions.items()),
+            *([package, version] for package, version in versions.items()),
         ]
         section.add(Table(["run" + suffix, ""], facts))
         if run.config:

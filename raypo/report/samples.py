@@ -116,10 +116,10 @@ def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
 
     A sample has several rows if an agent's episode has several conversations.
     """
-    found: dict[tuple[int, int], list[Row]] = {}
+    samples: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["group_index"], row["sample_index"]), []).append(row)
-    return [sorted(each, key=lambda row: row["row_index"]) for each in found.values()]
+        samples.setdefault((row["group_index"], row["sample_index"]), []).append(row)
+    return [sorted(sample, key=lambda row: row["row_index"]) for sample in samples.values()]
 
 
 def num_tokens(sample: Sequence[Row]) -> int:
@@ -186,16 +186,16 @@ def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[
     scored = sorted((s for s in samples if s[0]["score"] is not None), key=lambda s: s[0]["score"])
     edge = max(count // 8, 1)
     recurring = sorted(
-        (each for each in samples if seen.get(each[0]["prompt_index"], 0) > 1),
-        key=lambda each: (-seen[each[0]["prompt_index"]], each[0]["prompt_index"]),
+        (sample for sample in samples if seen.get(sample[0]["prompt_index"], 0) > 1),
+        key=lambda sample: (-seen[sample[0]["prompt_index"]], sample[0]["prompt_index"]),
     )
     longest = sorted(samples, key=num_tokens, reverse=True)
     wishes = [*scored[-edge:], *scored[:edge], *longest[:edge], *recurring[: count // 2], *samples]
     chosen: dict[tuple[int, int], list[Row]] = {}
-    for each in wishes:
+    for sample in wishes:
         if len(chosen) >= count:
             break
-        chosen[each[0]["group_index"], each[0]["sample_index"]] = each
+        chosen[sample[0]["group_index"], sample[0]["sample_index"]] = sample
     return [chosen[key] for key in sorted(chosen)]
 
 
@@ -217,7 +217,7 @@ def _sample(
         "error": episode.get("error"),
         "turns": episode.get("num_turns"),
         "metrics": {name: _rounded(value) for name, value in metrics.items()} or None,
-        "more": [_conversation(each, tokenizer) for each in others] or None,
+        "more": [_conversation(other, tokenizer) for other in others] or None,
     }
     return {key: value for key, value in sample.items() if value is not None}
 
@@ -237,7 +237,7 @@ def _conversation(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
         # If a character spans several tokens, the last of them gets its text.
         stream = DecodeStream(skip_special_tokens=False)
-        sample["tokens"] = [stream.step(tokenizer, int(each)) or "" for each in ids]
+        sample["tokens"] = [stream.step(tokenizer, int(token_id)) or "" for token_id in ids]
     if row["advantages"] is not None:
         sample["advantages"] = [_rounded(value) for value in row["advantages"][: len(ids)]]
     mask = row["response_mask"] or [True] * len(row["response_ids"])
@@ -245,10 +245,10 @@ def _conversation(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
         tokens = zip(row["log_probs"], row["ref_log_probs"], mask, strict=True)
         sample["changes"] = [_rounded(a - b) if own else 0.0 for a, b, own in tokens][: len(ids)]
     if not all(mask):
-        sample["others"] = [place for place in range(len(ids)) if not mask[place]]
+        sample["others"] = [index for index in range(len(ids)) if not mask[index]]
     rewards = row["turn_rewards"] or []
-    told = {t: _rounded(each) for t, each in enumerate(rewards[: len(ids)]) if each}
-    sample["rewards"] = told or None
+    earned = {t: _rounded(reward) for t, reward in enumerate(rewards[: len(ids)]) if reward}
+    sample["rewards"] = earned or None
     uses = {end - 1: words for end, words in _tool_uses(row).items() if end <= len(ids)}
     sample["tools"] = uses or None
     return {key: value for key, value in sample.items() if value is not None}

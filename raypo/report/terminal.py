@@ -66,8 +66,8 @@ def _title(rows: Sample) -> str:
     if row["advantage_mean"] is not None:
         parts.append(f"advantage {row['advantage_mean']:+.2f}")
     if row["kl"] is not None:
-        parts.append(f"KL {sum(each['kl'] for each in rows):.2f}")
-    cut = ", cut off" if any(each["finish_reason"] == "length" for each in rows) else ""
+        parts.append(f"KL {sum(row['kl'] for row in rows):.2f}")
+    cut = ", cut off" if any(row["finish_reason"] == "length" for row in rows) else ""
     episode = row["episode"] or {}
     if episode:
         parts.append(f"{episode['num_turns']} turns")

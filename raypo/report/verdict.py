@@ -99,8 +99,8 @@ def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
 
 def own_functions(section: Mapping[str, Any]) -> list[str]:
     """Return the reward functions that belong to single prompt sources."""
-    entries = [each for each in section.get("prompts") or () if isinstance(each, Mapping)]
-    return [each["function"] for each in entries if each.get("function")]
+    entries = [entry for entry in section.get("prompts") or () if isinstance(entry, Mapping)]
+    return [entry["function"] for entry in entries if entry.get("function")]
 
 
 def _judges(config: Mapping[str, Any]) -> str:
@@ -163,7 +163,9 @@ def _learning(
     suffice, and otherwise on a training metric. In the second case, held-out metrics are appended
     without an interval.
     """
-    name, label, sign, *_ = next((each for each in TRAINED if each.name in rows[-1]), TRAINED[0])
+    name, label, sign, *_ = next(
+        (headline for headline in TRAINED if headline.name in rows[-1]), TRAINED[0]
+    )
     samples = (config.get("rollout") or {}).get("samples_per_prompt")
     trained = change_over_steps(rows, name, samples_per_prompt=samples)
     if held_out is not None and (held_out[2].direction is not None or trained is None):

@@ -180,9 +180,9 @@ class PythonSandbox:
             await process.stdin.drain()
         process.stdin.close()
         # UTF-8 takes up to 4 bytes per character; 4 more tell whether the output exceeds the limit.
-        kept, room = bytearray(), 4 * self._max_output_chars + 4
+        output, room = bytearray(), 4 * self._max_output_chars + 4
         while piece := await process.stdout.read(65536):
-            kept += piece[: room - len(kept)]
+            output += piece[: room - len(output)]
         await process.wait()
-        text = kept.decode(errors="replace")
+        text = output.decode(errors="replace")
         return text[: self._max_output_chars], len(text) > self._max_output_chars

@@ -211,16 +211,16 @@ class LiveView(Progress):
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """Format a step as one line. Missing metrics are left out."""
     # Metrics of evaluations come last, because most steps lack them.
-    columns = sorted(_COLUMNS, key=lambda each: each.name.startswith("eval/"))
+    columns = sorted(_COLUMNS, key=lambda metric: metric.name.startswith("eval/"))
     number = f"step {step:{len(str(num_steps))}d}/{num_steps}"
     return "  ".join([number, *_values(columns, metrics), *_parts(metrics)])
 
 
 def _values(columns: Sequence[Metric], metrics: Mapping[str, float]) -> list[str]:
     return [
-        each.line.format(metrics[each.name])
-        for each in columns
-        if each.name in metrics and (metrics[each.name] or not each.unless_zero)
+        metric.line.format(metrics[metric.name])
+        for metric in columns
+        if metric.name in metrics and (metrics[metric.name] or not metric.unless_zero)
     ]
 
 

@@ -129,8 +129,8 @@ def _lines_on_the_best(
 
 def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) -> str:
     """Return the best trial as a run config: the base as written, with the trial's values."""
-    own: dict[str, Any] = {"name": f"{sweep.name}-best", "storage_path": sweep.storage_path}
-    values = with_values(base, {**best.point, **own})
+    identity: dict[str, Any] = {"name": f"{sweep.name}-best", "storage_path": sweep.storage_path}
+    values = with_values(base, {**best.point, **identity})
     head = [
         f"# The best trial of the sweep {sweep.name}: {best.name}, {point_text(best.point)}.",
         f"# Its base is {sweep.base}; relative paths start where the sweep was started.",

@@ -121,8 +121,8 @@ class SweepSearcher(Searcher):
             return point
         if point is not None:
             self.study.enqueue_trial(point)
-        self._asked[trial_id] = asked = self.study.ask(self._space)
-        return point or asked.params
+        self._asked[trial_id] = trial = self.study.ask(self._space)
+        return point or trial.params
 
     def on_trial_complete(
         self, trial_id: str, result: dict | None = None, error: bool = False

@@ -470,7 +470,7 @@ def _check_run_config(run: tune.RunConfig) -> None:
             "to storage_path. Give it as a URI, like s3://bucket/folder."
         )
     rule = run.stop
-    are_stoppers = isinstance(rule, list) and all(isinstance(one, Stopper) for one in rule)
+    are_stoppers = isinstance(rule, list) and all(isinstance(stopper, Stopper) for stopper in rule)
     if not (rule is None or are_stoppers or isinstance(rule, Mapping) or callable(rule)):
         raise ConfigError(
             f"RunConfig.stop ({rule!r:.80}): must be a mapping of metrics to values, a function "
