@@ -48,7 +48,6 @@ from raypo.report.page import (
 )
 from raypo.report.samples import before_and_after_texts, run_samples
 from raypo.report.verdict import (
-    dip,
     headline,
     judge_of_held_out,
     outside_steps,
@@ -109,7 +108,7 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
     curves = {name: with_the_start(each) for name, each in rows.items()}
     evaluations = {name: held_out_evaluations(run.files) for name, run in named.items()}
     _headline(page.section("Result"), named, curves, evaluations)
-    _warnings(page.section("Warnings"), named, evaluations)
+    _warnings(page.section("Warnings"), named)
     if len(runs) == 1 and with_samples:
         before_and_after_texts(page.section("What it did to the texts"), runs[0].files)
     for title, plots in PLOTS.items():
@@ -262,17 +261,12 @@ def _change(rows: Sequence[Row], metric: Metric) -> str:
     return " → ".join(_value(metric.name, value) for value in change or ())
 
 
-def _warnings(
-    section: Section, runs: Mapping[str, RunData], evaluations: Mapping[str, Evaluations]
-) -> None:
+def _warnings(section: Section, runs: Mapping[str, RunData]) -> None:
     notices = []
     for name, run in runs.items():
         prefix = f"{name}, " if len(runs) > 1 else ""
         for f in findings(run.rows, run.config):
             notices.append((f"{prefix}step {f.step}", f.text, f.remedy))
-        if low := dip(evaluations[name]):
-            what = f"the held-out score {low[1]}."
-            notices.append((f"{prefix}step {low[0]}", what, "Read its held-out samples."))
     is_ppo = any("ppo/policy_loss" in row for run in runs.values() for row in run.rows[:1])
     watched = "KL, length, clipping, engine against learner, groups, entropy, phases"
     watched = watched if is_ppo else "skipped updates"

@@ -271,11 +271,11 @@ def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
     rewards, uses = row["turn_rewards"] or [], _tool_uses(row)
     if tokenizer is None or not row["turn_index"]:
         return [Turn(True, row["response"], sum(rewards), [t for ts in uses.values() for t in ts])]
-    found = []
+    turns = []
     for by_policy, first, end in _stretches(row):
         text = tokenizer.decode(list(row["response_ids"][first:end]), skip_special_tokens=False)
-        found.append(Turn(by_policy, text, sum(rewards[first:end]), uses.get(end, ())))
-    return found
+        turns.append(Turn(by_policy, text, sum(rewards[first:end]), uses.get(end, ())))
+    return turns
 
 
 def _stretches(row: Row) -> list[tuple[bool, int, int]]:
@@ -284,12 +284,12 @@ def _stretches(row: Row) -> list[tuple[bool, int, int]]:
     A part is a turn of the policy, or what the environment wrote between two turns. Begin and end
     (exclusive) are token indices.
     """
-    found, first = [], 0
+    stretches, first = [], 0
     for turn, run in groupby(row["turn_index"] or [0] * len(row["response_ids"])):
         end = first + len(list(run))
-        found.append((turn >= 0, first, end))
+        stretches.append((turn >= 0, first, end))
         first = end
-    return found
+    return stretches
 
 
 def _tool_uses(row: Row) -> dict[int, list[str]]:
@@ -300,17 +300,17 @@ def _tool_uses(row: Row) -> dict[int, list[str]]:
     """
     episode = row["episode"] or {}
     ends = [end for by_policy, _, end in _stretches(row) if by_policy]
-    found: dict[int, list[str]] = {}
+    uses_by_end: dict[int, list[str]] = {}
     if not ends or row["row_index"]:
-        return found
+        return uses_by_end
     for use in episode.get("tool_uses") or ():
         is_told = len(ends) == episode["num_turns"]
         end = ends[max(use["turn"], 1) - 1] if is_told else ends[-1]
         failed = "" if use["error"] is None else f" failed: {use['error']}"
-        found.setdefault(end, []).append(
+        uses_by_end.setdefault(end, []).append(
             f"{use['name'] or 'a call'}{failed} ({use['seconds']:.3g} s)"
         )
-    return found
+    return uses_by_end
 
 
 def tokenizer_of(files: RunFiles, config: Mapping[str, Any]) -> Tokenizer | None:

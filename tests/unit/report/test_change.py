@@ -104,42 +104,21 @@ def test_a_welch_interval_by_hand():
     assert change.words == "95 % interval of the change -0.60 to +4.60; halves"
 
 
-def step(number: int, mean: float, *, std: float = 1.0, samples: int = 512) -> dict[str, float]:
-    return {
-        "step": number,
-        "rollout/score_mean": mean,
-        "rollout/score_std": std,
-        "rollout/samples_sampled": samples,
-    }
-
-
-def test_of_few_steps_the_prompts_are_the_units_and_not_the_samples():
-    """A rise of 0.2 at a spread of 1: clear of 512 prompts, not of 64 with eight samples each."""
-    rows = [step(1, 0.0), step(2, 0.2)]
-    alone, grouped = (
-        change_over_steps(rows, "rollout/score_mean", samples_per_prompt=count) for count in (1, 8)
-    )
-    assert alone is not None
-    assert grouped is not None
-    assert (alone.direction, grouped.direction) == (1, 0)
-    assert alone.basis == "step 1 against step 2, 512 prompts each"
-    unknown = change_over_steps(rows, "rollout/score_mean")
-    assert unknown is not None
-    assert unknown.direction is None
-
-
 def test_of_many_steps_the_steps_are_the_units():
-    rows = [
-        step(number, 0.1 * number + 0.05 * (-1) ** number, samples=2) for number in range(1, 31)
-    ]
-    change = change_over_steps(rows, "rollout/score_mean", samples_per_prompt=2)
+    def rows(scores: list[float]) -> list[dict[str, float]]:
+        return [{"step": step, "score": score} for step, score in enumerate(scores, start=1)]
+
+    rising = [0.1 * step + 0.05 * (-1) ** step for step in range(1, 31)]
+    change = change_over_steps(rows(rising), "score")
     assert change is not None
     assert change.direction == 1
     assert change.basis == "means of the first and of the last 7 steps"
-    flat = [step(number, (-1.0) ** number) for number in range(1, 31)]
-    still = change_over_steps(flat, "rollout/score_mean", samples_per_prompt=1)
+    still = change_over_steps(rows([(-1.0) ** step for step in range(1, 31)]), "score")
     assert still is not None
     assert still.direction == 0
+    few = change_over_steps(rows(rising[:9]), "score")
+    assert few is not None
+    assert few.direction is None
 
 
 def test_a_lead_is_told_with_its_interval_or_called_chance():

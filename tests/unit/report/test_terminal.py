@@ -55,7 +55,7 @@ def test_orders():
     assert [row["score"] for (row,) in chosen(samples, "worst", 3)] == [0.01, 0.01, 0.01]
     assert chosen(samples, "best", 9)[-1][0]["score"] is None
     assert chosen(samples, "longest", 1) == [[rows[5]]]
-    assert chosen(samples, None, 3) == [[rows[0]], [rows[3]], [rows[6]]]
+    assert chosen(samples, None, 3) == [[rows[0]], [rows[4]], [rows[8]]]
     assert len(chosen(samples, None, 50)) == 9
 
 
