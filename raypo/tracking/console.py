@@ -117,15 +117,12 @@ class Console:
             self.message(text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Write the line of a completed step and its new warnings.
-
-        If the metrics lack the key `step`, the console counts the steps itself.
-        """
-        self._step = int(metrics.get("step", self._step + 1))
+        """Write the line of a completed step (key `step`) and its new warnings."""
+        self._step = int(metrics["step"])
         self._has_step = True
-        self._rows.append({**metrics, "step": self._step})
+        self._rows.append(metrics)
         self.message(step_line(self._step, self._num_steps, metrics))
-        for finding in self._watch.add(self._rows[-1]):
+        for finding in self._watch.add(metrics):
             self.message(f"warning: {finding.text} {finding.remedy}")
         if self._view is not None:
             self._view.step(self._step, metrics)
