@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raypo.metrics.catalogue import label_of
-from raypo.report.change import Change, held_out_change, lead_words, paired_change
+from raypo.report.change import (
+    Change,
+    held_out_change,
+    lead_words,
+    paired_change,
+    scores_by_prompt,
+)
 from raypo.report.page import number
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import REWARD_MODEL, SCORE, Goal
@@ -81,15 +86,15 @@ def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
 def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Scores:
     """Return the mean reward-model score of each held-out prompt (`eval/reward_model_mean`)."""
     columns = ("group_index", "prompt", "scores_by_source", "row_index")
-    scores: dict[Hashable, list[float]] = {}
-    for row in files.rollouts(step, held_out=True, columns=columns):
-        if row["row_index"]:  # the sample was counted by its first conversation
-            continue
-        by_source = dict(row["scores_by_source"] or ())
-        if weights and all(by_source.get(name) is not None for name in weights):
-            total = math.fsum(weight * by_source[name] for name, weight in weights.items())
-            scores.setdefault((row["group_index"], row["prompt"]), []).append(total)
-    return {prompt: statistics.fmean(values) for prompt, values in scores.items()}
+    rows = files.rollouts(step, held_out=True, columns=columns)
+    return scores_by_prompt({**row, "score": _model_score(row, weights)} for row in rows)
+
+
+def _model_score(row: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
+    by_source = dict(row["scores_by_source"] or ())
+    if not weights or any(by_source.get(name) is None for name in weights):
+        return None
+    return math.fsum(weight * by_source[name] for name, weight in weights.items())
 
 
 def model_weights(config: Mapping[str, Any]) -> dict[str, float]:
