@@ -140,8 +140,7 @@ def bar_chart(
     title: str,
     values_by_run: Mapping[str, Mapping[str, float]],
     *,
-    x_title: str = "",
-    wide: bool = False,
+    x_title: str,
 ) -> Chart | None:
     """Return horizontal bars, one per label and run, with the first label on top."""
     several = len(values_by_run) > 1
@@ -159,7 +158,7 @@ def bar_chart(
                 textangle=0,
                 hovertemplate="%{y}: %{x:.4g}<extra></extra>",
             )
-    return chart_of(title, figure, wide=wide)
+    return chart_of(title, figure)
 
 
 def spans_decades(values: Sequence[Any]) -> bool:

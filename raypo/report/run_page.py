@@ -105,7 +105,7 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         subtitle=f"raypo report, written {written}",
         badge=runs[0].status if len(runs) == 1 else "",
     )
-    curves = {name: with_the_start(each) for name, each in rows.items()}
+    curves = {name: with_the_start(metrics_of_run) for name, metrics_of_run in rows.items()}
     evaluations = {name: held_out_evaluations(run.files) for name, run in named.items()}
     _headline(page.section("Result"), named, curves, evaluations)
     _warnings(page.section("Warnings"), named)
@@ -348,10 +348,12 @@ def _cost(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
     rows = {name: run.rows for name, run in runs.items()}
     by_step = line_chart("Seconds per step", rows, "time/step_s", y_title="seconds")
     if len(runs) == 1:
-        (each,) = rows.values()
-        phases = {name: label_of(name) for name in seconds_by_phase(each)}
-        by_step = stacked_chart("Seconds by step", each, phases, y_title="seconds", wide=True)
-    memory = {run: _memory(each) for run, each in rows.items()}
+        (metrics_of_run,) = rows.values()
+        phases = {name: label_of(name) for name in seconds_by_phase(metrics_of_run)}
+        by_step = stacked_chart(
+            "Seconds by step", metrics_of_run, phases, y_title="seconds", wide=True
+        )
+    memory = {run: _memory(metrics_of_run) for run, metrics_of_run in rows.items()}
     return [
         bar_chart("Seconds by phase, all steps", seconds, x_title="seconds"),
         bar_chart("Peak memory by role", memory, x_title="GB"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raypo.metrics.catalogue import label_of
 from raypo.report.change import (
     Change,
     held_out_change,
+    held_out_scores,
     lead_words,
     paired_change,
     scores_by_prompt,
@@ -18,27 +19,24 @@ from raypo.report.page import number
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import REWARD_MODEL, SCORE, Goal
 from raypo.tuning.record import TrialRecord
+from raypo.tuning.sweep_folder import trial_files
 from raypo.tuning.view import point_text
 
 MAX_NAMED = 4
 """Maximum number of trials named in a sentence."""
 
-Scores = Mapping[Any, float]
-"""Mean score of the samples of each held-out prompt, by prompt."""
 Changes = Mapping[str, Change]
 """Changes of the held-out score (key SCORE) and of the reward-model score (key REWARD_MODEL) on the
 held-out prompts. A change that is not known has no entry."""
 
 
-def who_is_best(
-    trials: Sequence[TrialRecord], goal: Goal, held_out: Callable[[TrialRecord], Scores]
-) -> str:
+def who_is_best(trials: Sequence[TrialRecord], goal: Goal, files: RunFiles) -> str:
     """Describe the best trial and its lead over the next trial with a score of the same step.
 
     Args:
         trials: Trials, best first; those without a score are skipped. At least one has a score.
         goal: Objective of the sweep.
-        held_out: Function that returns a trial's held-out scores by prompt.
+        files: The sweep's folder.
     """
     trials = [trial for trial in trials if math.isfinite(goal.gains(trial.judged)[0])]
     best, metric = trials[0], goal.metrics[0]
@@ -62,7 +60,10 @@ def who_is_best(
     second = peers[0]
     other = point_text(second.point)
     if metric == SCORE:
-        scores = {name: held_out(best), other: held_out(second)}
+        scores = {
+            text: held_out_scores(trial_files(files, trial.name), trial.scored_step)
+            for text, trial in ((name, best), (other, second))
+        }
         if len(scores) > 1 and scores[name] and scores[name].keys() == scores[other].keys():
             return (
                 f"{lead_words(scores, label=label)} Both scores are from step {best.scored_step}."
@@ -83,7 +84,7 @@ def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
     return changes | ({REWARD_MODEL: of_model} if of_model else {})
 
 
-def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Scores:
+def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> dict[Any, float]:
     """Return the mean reward-model score of each held-out prompt (`eval/reward_model_mean`)."""
     columns = ("group_index", "prompt", "scores_by_source", "row_index")
     rows = files.rollouts(step, held_out=True, columns=columns)

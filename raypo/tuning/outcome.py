@@ -12,13 +12,11 @@ from raypo.config.base import escaped
 from raypo.config.sweep_config import SweepConfig, with_values
 from raypo.metrics.catalogue import label_of
 from raypo.metrics.clock import duration
-from raypo.report.change import held_out_scores
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
-from raypo.tuning.held_out import Scores, who_is_best
+from raypo.tuning.held_out import who_is_best
 from raypo.tuning.record import TRIALS, TrialRecord, best_of, ranked, write_trials
-from raypo.tuning.sweep_folder import trial_files
 from raypo.tuning.view import point_text
 
 BEST = "best.yaml"
@@ -95,17 +93,13 @@ def _lines_on_the_best(
     best: TrialRecord, files: RunFiles, records: Sequence[TrialRecord], goal: Goal
 ) -> list[str]:
     best_first = ranked(records, goal)
-
-    def held_out(trial: TrialRecord) -> Scores:
-        return held_out_scores(trial_files(files, trial.name), trial.scored_step)
-
     metrics = [
         f"{name} {best.metrics[name]:.4g}"
         for name in (SCORE, REWARD_MODEL, KL)
         if name in best.metrics
     ]
     lines = [f"best: {best.name}, {point_text(best.point)}; {', '.join(metrics)}"]
-    lines.append(who_is_best(best_first, goal, held_out))
+    lines.append(who_is_best(best_first, goal, files))
     metric, sign = goal.metrics[0], goal.signs[0]
     start = metric.replace("eval/", "eval/initial_", 1)
     pairs = [
