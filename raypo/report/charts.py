@@ -119,10 +119,9 @@ def stacked_chart(
     rows: Sequence[Row],
     metrics: Mapping[str, str],
     *,
-    y_title: str = "",
-    wide: bool = False,
+    y_title: str,
 ) -> Chart | None:
-    """Return stacked bars, one per step; `metrics` maps names to legend labels."""
+    """Return stacked bars, one per step, on the whole width of the page; `metrics` maps names to legend labels."""
     look = {"barmode": "stack", "bargap": 0.1, "showlegend": True, "legend_traceorder": "normal"}
     figure = new_figure("step", y_title, **look)
     for number, (name, label) in enumerate(metrics.items()):
@@ -133,7 +132,7 @@ def stacked_chart(
                 name=label,
                 marker_color=_colour(number),
             )
-    return chart_of(title, figure, wide=wide)
+    return chart_of(title, figure, wide=True)
 
 
 def bar_chart(

@@ -350,9 +350,7 @@ def _cost(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
     if len(runs) == 1:
         (metrics_of_run,) = rows.values()
         phases = {name: label_of(name) for name in seconds_by_phase(metrics_of_run)}
-        by_step = stacked_chart(
-            "Seconds by step", metrics_of_run, phases, y_title="seconds", wide=True
-        )
+        by_step = stacked_chart("Seconds by step", metrics_of_run, phases, y_title="seconds")
     memory = {run: _memory(metrics_of_run) for run, metrics_of_run in rows.items()}
     return [
         bar_chart("Seconds by phase, all steps", seconds, x_title="seconds"),
