@@ -121,7 +121,7 @@ def stacked_chart(
     *,
     y_title: str,
 ) -> Chart | None:
-    """Return stacked bars, one per step, on the whole width of the page; `metrics` maps names to legend labels."""
+    """Return stacked bars, one per step; `metrics` maps names to legend labels."""
     look = {"barmode": "stack", "bargap": 0.1, "showlegend": True, "legend_traceorder": "normal"}
     figure = new_figure("step", y_title, **look)
     for number, (name, label) in enumerate(metrics.items()):

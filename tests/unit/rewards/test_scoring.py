@@ -176,12 +176,6 @@ def test_too_many_failed_samples_are_told_with_the_first_of_them():
     )
 
 
-def test_long_texts_are_cut_in_messages():
-    long = rollout("x" * 10_000)
-    error = too_many_failures(1, 1, long, name=NAME, max_failed_fraction=0.0, reason=None)
-    assert len(str(error)) < 700
-
-
 def test_a_wrong_number_of_scores_names_both_numbers():
     assert refused([1.0]) == (
         f"{NAME} returned 1 scores for 4 rollouts. Return one score per rollout, in their "
