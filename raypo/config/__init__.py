@@ -1,6 +1,6 @@
 """Public config classes: frozen pydantic models, without torch."""
 
-from raypo.config.base import ConfigError, flatten, is_import_path
+from raypo.config.base import Config, ConfigError, flatten, is_import_path
 from raypo.config.dpo_config import DPOConfig, DPOSection, PreferencesSection
 from raypo.config.learner_section import (
     OVERLAPPED_STAGE,
