@@ -236,9 +236,9 @@ class Bench:
         self.folder, self.repeats = folder, repeats
         self.model = prepare_model(folder / "smollm2-135m")
 
-    def work(self, dtype: str, length: str | int, **more: Any) -> dict[str, Any]:
+    def work(self, dtype: str, length: str, **more: Any) -> dict[str, Any]:
         """What all measurements of one size have in common."""
-        tokens = LENGTHS[length] if isinstance(length, str) else length
+        tokens = LENGTHS[length]
         work: dict[str, Any] = {
             "model": str(self.model),
             "dtype": DTYPES[dtype],
