@@ -74,7 +74,7 @@ def plan(
 
 
 def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | None) -> None:
-    """Print a sweep's trials, the resources of each trial, their concurrency and the total cost."""
+    """Print a sweep's trials, the resources of each trial, and their concurrency."""
     from raypo.checks.input_checks import check_inputs
     from raypo.cluster.placement import takes_gpus
     from raypo.config.sweep_config import SweepConfig
@@ -87,7 +87,7 @@ def print_sweep_plan(file: Path, overrides: list[str] | None, cluster: str | Non
     notes = check_inputs(base, on_this_machine=False)
     nodes = [node.resources for node in _nodes(base, cluster)]
     plan = plan_sweep(sweep, base, nodes, use_gpu=takes_gpus(base, nodes))
-    for line in describe(sweep, base, plan):
+    for line in describe(sweep, plan):
         typer.echo(line)
     for note in notes:
         typer.echo(f"Note: {note}.")

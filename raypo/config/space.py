@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,11 @@ RANGES = {
     "uniform": "[low, high]",
     "loguniform": "[low, high], both above 0",
     "randint": "[low, high], whole numbers, high left out",
-    "quniform": "[low, high, step]",
 }
 """Form of the values of each kind of range, by kind."""
 LISTS = ("choice", "grid")
 MAX_TEST_VALUES = 100
-"""Approximate maximum number of values of a stepped range that are validated."""
+"""Approximate maximum number of whole numbers of a range that are validated."""
 KINDS = (*LISTS, *RANGES)
 
 
@@ -67,32 +66,22 @@ class Domain:
     def test_values(self) -> tuple[Any, ...]:
         """Values of the domain to validate a config with.
 
-        A list gives all its values. A continuous range gives its two ends. A stepped range gives
-        about `MAX_TEST_VALUES` values, including the last one.
+        A list gives all its values. A continuous range gives its two ends. A range of whole numbers
+        gives about `MAX_TEST_VALUES` values, including the last one.
         """
-        if self.kind not in ("randint", "quniform"):
+        if self.kind != "randint":
             return self.values
-        steps = self.steps
-        return tuple(dict.fromkeys([*steps[:: max(1, len(steps) // MAX_TEST_VALUES)], steps[-1]]))
-
-    @property
-    def steps(self) -> Sequence[float]:
-        """All values of a randint or quniform domain, in order."""
-        if self.kind == "randint":
-            return range(*self.values)
-        low, high, step = self.values
-        count = 1 + math.floor((high - low) / step * (1 + 1e-9))
-        return [round(low + index * step, 12) for index in range(count)]
+        numbers = range(*self.values)
+        step = max(1, len(numbers) // MAX_TEST_VALUES)
+        return tuple(dict.fromkeys([*numbers[::step], numbers[-1]]))
 
     def nearest(self, value: Any) -> Any:
         """Return the value of a range that is nearest to `value`. For a list, return `value`."""
         if self.is_list:
             return value
-        low, high = self.values[:2]
+        low, high = self.values
         if self.kind == "randint":
             return int(min(max(value, low), high - 1))
-        if self.kind == "quniform":
-            return min(self.steps, key=lambda step: abs(step - value))
         return float(min(max(value, low), high))
 
     def as_written(self) -> dict[str, list[Any]]:
@@ -123,7 +112,7 @@ def _check_range(key: str, kind: str, values: list[Any]) -> None:
         raise ValueError(f"space.{key} ({kind}: {values!r}): {rule}. {remedy}.")
 
     usual = f"Write {kind}: {RANGES[kind]}"
-    if len(values) != (3 if kind == "quniform" else 2):
+    if len(values) != 2:
         refuse(f"must be {RANGES[kind]}", usual)
     for value in values:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -131,15 +120,11 @@ def _check_range(key: str, kind: str, values: list[Any]) -> None:
             refuse("must be numbers", usual)
         if kind == "randint" and not isinstance(value, int):
             refuse("must be whole numbers", usual)
-    low, high = values[:2]
+    low, high = values
     if not low < high:
         refuse(f"low ({low:g}) must be below high ({high:g})", "Swap or change them")
     if kind == "loguniform" and low <= 0:
         refuse(f"low ({low:g}) must be above 0", "Choose a small positive number, or uniform")
-    if kind == "quniform" and not 0 < values[2] <= high - low:
-        refuse(
-            f"step ({values[2]:g}) must be above 0 and at most high - low", "Choose another step"
-        )
 
 
 def _short(value: Any) -> str:

@@ -87,15 +87,6 @@ class SchedulerSection(Config):
     """
 
 
-class SweepResources(Config):
-    """Resource limits of the whole sweep."""
-
-    cpus: float | None = Field(default=None, gt=0.0)
-    """Maximum number of CPU cores in use. null means all cores of the cluster."""
-    gpus: float | None = Field(default=None, gt=0.0)
-    """Maximum number of GPUs in use. null means all GPUs of the cluster."""
-
-
 @dataclass(frozen=True)
 class Constraint:
     """A bound on a metric, like `kl/ref_response_mean <= 10`. A trial that violates it ranks below
@@ -153,8 +144,8 @@ class SweepConfig(RunFile):
     """Overrides of the base for all trials, like {num_steps: 8}."""
     space: dict[str, Annotated[Domain, PlainSerializer(Domain.as_written)]] = Field(min_length=1)
     """Search space: a domain for each key of the base that varies, like {learner.policy_lr:
-    {loguniform: [1.0e-7, 1.0e-5]}}. The kinds of domain are choice, grid, uniform, loguniform,
-    randint and quniform."""
+    {loguniform: [1.0e-7, 1.0e-5]}}. The kinds of domain are choice, grid, uniform, loguniform
+    and randint."""
     metric: Annotated[tuple[str, ...], BeforeValidator(one_or_many)] = ("eval/score_mean",)
     """Metric, or list of metrics, whose last values rank the trials. Several metrics give a Pareto
     front."""
@@ -170,7 +161,6 @@ class SweepConfig(RunFile):
     max_concurrent: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Maximum number of trials that run at the same time. auto: as many as fit. Trials that do not
     fit wait."""
-    resources: SweepResources = SweepResources()
     constraint: Annotated[tuple[AnyConstraint, ...], BeforeValidator(one_or_many)] = ()
     """Constraint, or list of constraints, like `kl/ref_response_mean <= 10`. A trial that violates
     a constraint ranks below all others."""
@@ -182,10 +172,6 @@ class SweepConfig(RunFile):
     serve all trials at the same time. Other engines pass from trial to trial on CPUs; on GPUs each
     trial starts its own. auto: all roles; on GPUs, only if sharing does not reduce the number of
     concurrent trials."""
-    share_batches: bool = False
-    """Let trials on the same engines (`model.lora.push: adapter`) sample in the same batches
-    instead of in turns. This is faster, but rounding then makes the results of a trial depend on
-    timing."""
     seed: int = Field(default=0, ge=0)
     """Random seed of the searcher. The seed of a run is the key `seed` of the base."""
 
@@ -388,15 +374,6 @@ def _check_sharing(sweep: SweepConfig, base: AnyConfig) -> None:
                 f"shared, because each trial has its own. Leave {role} out, or set "
                 "overrides.placement.mode to colocated."
             )
-    if not sweep.share_batches:
-        return
-    pushes_adapters = isinstance(base, OnlineConfig) and base.pushes_adapter
-    if not pushes_adapters or base.placement.group_of("engine") == "dedicated":
-        raise ConfigError(
-            "share_batches (True): trials can share batches only if they use the same engines, "
-            "each with its own LoRA adapter. Set overrides.model.lora.push to adapter and leave "
-            "the engines colocated, or remove share_batches."
-        )
 
 
 def _check_pbt(sweep: SweepConfig, base: AnyConfig) -> None:

@@ -101,18 +101,6 @@ def nodes_of(group: PlacementGroup) -> list[str]:
     return [placed[index] for index in range(group.bundle_count)]
 
 
-def waiting_groups() -> dict[str, str]:
-    """Describe why each waiting placement group waits, by the group's name.
-
-    The description names the missing resources, and the groups that hold resources.
-    """
-    return {
-        info["name"]: f"{words(_held(info))} are not free. {_holders(info['placement_group_id'])}"
-        for info in placement_group_table().values()
-        if info["state"] == "PENDING"
-    }
-
-
 def _why_it_waits(
     bundles: Sequence[Bundle], what: str, group: PlacementGroup, placement: PlacementSection
 ) -> str:

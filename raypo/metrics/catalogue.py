@@ -88,20 +88,20 @@ class Plot(NamedTuple):
     """Metric names, or patterns like `eval/pass_at_*`."""
     unit: str = ""
 
-    def lines(self, known: Iterable[str]) -> dict[str, str]:
-        """Return the known metrics that the plot draws, with their legend labels.
+    def lines(self, logged: Iterable[str]) -> dict[str, str]:
+        """Return the logged metrics that the plot draws, with their legend labels.
 
         Labels are the words in which the names differ: `mean` and `max` for `..._mean`, `..._max`.
         A part of a score is labelled with its name.
         """
-        known = sorted({name for name in known if "/initial_" not in name})
-        names = [name for each in self.metrics for name in known if fnmatchcase(name, each)]
+        logged = sorted({name for name in logged if "/initial_" not in name})
+        names = [name for pattern in self.metrics for name in logged if fnmatchcase(name, pattern)]
         if self.metrics[0].endswith("reward/*"):
             return {name: name.partition("reward/")[2] for name in names}
         words = [re.split("[/_]", name) for name in names]
         shared = {"time", "perf"}.union(set(words[0]).intersection(*words[1:]) if words else ())
-        kept = (" ".join(word for word in each if word not in shared) for each in words)
-        return dict(zip(names, kept, strict=True))
+        labels = (" ".join(word for word in parts if word not in shared) for parts in words)
+        return dict(zip(names, labels, strict=True))
 
 
 _OF_EXAMPLES = (
@@ -152,14 +152,15 @@ def doubt_about(name: str, recipe: str) -> str | None:
     None means that a run may log the metric.
     """
     names = [
-        f"{group}{each}"
-        for group, names in LOGGED.items()
+        f"{group}{metric}"
+        for group, metrics in LOGGED.items()
         if group not in _NOT_OF.get(recipe, ())
-        for each in names.split()
+        for metric in metrics.split()
     ]
-    if any(fnmatchcase(name, each) for each in names):
+    if any(fnmatchcase(name, pattern) for pattern in names):
         return None
-    near = difflib.get_close_matches(name, [each for each in names if "*" not in each], n=1)
+    plain = [metric for metric in names if "*" not in metric]
+    near = difflib.get_close_matches(name, plain, n=1)
     return f"Did you mean {near[0]}?" if near else "Take a name from a run's metrics.jsonl."
 
 

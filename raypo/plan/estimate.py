@@ -144,21 +144,21 @@ def _learner(
     runtime += _communicators([sharding.workers > 1, broadcasts], device)
     result = Memory(held={"runtime": runtime})
     update: Bytes = {}
-    for each in learned:
-        trained, largest = _trained(config, each)
-        frozen = each.weights if config.model.lora else 0
+    for model in learned:
+        trained, largest = _trained(config, model)
+        frozen = model.weights if config.model.lora else 0
         is_muon = config.learner.optimizer == "muon"
-        matrices = each.shape.layers * each.shape.layer_weights if is_muon else 0
+        matrices = model.shape.layers * model.shape.layer_weights if is_muon else 0
         held, added, host = memory.trained(
             trained, largest, sharding, itemsize=itemsize, frozen=frozen, matrices=matrices
         )
-        is_exported = each.name == "policy" or (
+        is_exported = model.name == "policy" or (
             isinstance(config.learner, LearnerSection) and config.learner.save_critic
         )
-        exported = each.weights * itemsize if is_exported else 0
+        exported = model.weights * itemsize if is_exported else 0
         result.snapshot += memory.snapshot(trained, sharding, matrices=matrices, exported=exported)
-        result.held |= {f"{each.name} {what}": size for what, size in held.items()}
-        result.host |= {f"{each.name} {what}": size for what, size in host.items()}
+        result.held |= {f"{model.name} {what}": size for what, size in held.items()}
+        result.host |= {f"{model.name} {what}": size for what, size in host.items()}
         for what, size in added.items():
             update[what] = max(update.get(what, 0), size)
     gathered = update.pop("gathered weights", 0)
@@ -166,9 +166,9 @@ def _learner(
     checkpointing = config.learner.activation_checkpointing
     saved = max(
         memory.activations(
-            each.shape, learning, itemsize=itemsize, device=device, checkpointing=checkpointing
+            model.shape, learning, itemsize=itemsize, device=device, checkpointing=checkpointing
         )
-        for each in learned
+        for model in learned
     )
     made = _logits(config, first, learning, device, learns=True) if has_words else 0
     scratch = memory.layer_scratch(first, reading, itemsize=itemsize)
@@ -208,7 +208,7 @@ def _loaded_whole(
     in_shares = sharding.workers > 1 and not apart and not isinstance(config, RewardModelConfig)
     if sharding.stage < 3 or in_shares:
         return 0
-    whole = max(each.weights for each in learned) * ITEMSIZE[config.model.dtype]
+    whole = max(model.weights for model in learned) * ITEMSIZE[config.model.dtype]
     return whole - sum(size for what, size in held.items() if what != "runtime")
 
 
@@ -411,9 +411,9 @@ def _update(device: Device, gathered: int, saved: int, made: int, step: int) -> 
     """Return the bytes that an update adds at its peak: in a backward pass or an optimizer step."""
     if device == "cpu":
         # Activations are freed before the optimizer step, but the heap keeps their memory.
-        kept = int(CPU_HEAP * saved)
+        heap = int(CPU_HEAP * saved)
         added = {"logits": made} if made >= step else {"gradient copies": step}
-        return _named(gathered, {"activations": kept, **added})
+        return _named(gathered, {"activations": heap, **added})
     if saved + made >= step:
         return _named(gathered, {"activations": saved, "logits": made})
     return _named(gathered, {"gradient copies": step})

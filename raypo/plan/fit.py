@@ -213,7 +213,7 @@ class Plan:
             for load in self.loads
             if load.snapshot and load.available is not None
         ]
-        short = [each for each in frees if each[1].snapshot > SNAPSHOT_SHARE * each[0]]
+        short = [pair for pair in frees if pair[1].snapshot > SNAPSHOT_SHARE * pair[0]]
         for free, load in (short or frees)[:1]:
             where = "within their step" if short else "while the next steps run"
             yield (
@@ -263,7 +263,7 @@ class Plan:
     @property
     def idle_gpus(self) -> int:
         """Number of GPUs of the nodes that no bundle uses."""
-        used = {(each.node, gpu) for each in self.bundles for gpu in each.gpus}
+        used = {(placed.node, gpu) for placed in self.bundles for gpu in placed.gpus}
         return sum(node.gpus for node in self.nodes) - len(used)
 
     @property
@@ -274,17 +274,17 @@ class Plan:
     @property
     def gpu_bytes(self) -> int | None:
         """Memory of the smallest GPU in use. None means unknown."""
-        sizes = [self.nodes[each.node].gpu_bytes for each in self.bundles]
+        sizes = [self.nodes[placed.node].gpu_bytes for placed in self.bundles]
         return min((size for size in sizes if size), default=None)
 
     def _torn_apart(self) -> list[str]:
         """Return an error for each role whose replica would span workers on several nodes."""
-        where = [each.node for each in self.bundles if each.group == "workers"]
+        where = [placed.node for placed in self.bundles if placed.group == "workers"]
         count, use_gpu = self.config.learner.num_workers, self.device == "cuda"
         roles = served_roles(self.config, num_workers=count, use_gpu=use_gpu)
-        found = [torn_apart(role, where) for role in roles if role.group == "colocated"]
+        errors = [torn_apart(role, where) for role in roles if role.group == "colocated"]
         # Reward models share one config key, so they share one error.
-        return list(dict.fromkeys(filter(None, found)))
+        return list(dict.fromkeys(filter(None, errors)))
 
     def _loads(self, sharding: Sharding) -> list[DeviceLoad]:
         """Return the loads of devices if the learner's models are sharded as `sharding` says."""
@@ -303,18 +303,18 @@ class Plan:
         processes: dict[int, list[Role]] = {}
         in_turn: dict[int, list[Role]] = {}
         stores: set[int] = set()
-        for each in self.bundles:
-            occupants = [by_name[occupant.role] for occupant in each.bundle.occupants]
-            node, is_shared = self.nodes[each.node], takes_turns and each.group == "workers"
+        for placed in self.bundles:
+            occupants = [by_name[occupant.role] for occupant in placed.bundle.occupants]
+            node, is_shared = self.nodes[placed.node], takes_turns and placed.group == "workers"
             needed, phase = _worst_turn(occupants) if is_shared else _worst(occupants, is_ahead)
-            for gpu in each.gpus:
+            for gpu in placed.gpus:
                 loads.append(DeviceLoad(f"{node.name} GPU {gpu}", phase, needed, node.gpu_bytes))
-            for occupant, role in zip(each.bundle.occupants, occupants, strict=True):
-                processes.setdefault(each.node, []).extend([role] * occupant.processes)
-            in_turn.setdefault(each.node, []).extend(occupants if is_shared else ())
-            if by_name.get("engine") in occupants or (each.group, each.index) == ("workers", 0):
+            for occupant, role in zip(placed.bundle.occupants, occupants, strict=True):
+                processes.setdefault(placed.node, []).extend([role] * occupant.processes)
+            in_turn.setdefault(placed.node, []).extend(occupants if is_shared else ())
+            if by_name.get("engine") in occupants or (placed.group, placed.index) == ("workers", 0):
                 stores.add(
-                    each.node
+                    placed.node
                 )  # the object store holds weights pushed from rank 0 to engines
         stored = 0
         sampled = engine_config(config)

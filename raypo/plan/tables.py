@@ -29,8 +29,8 @@ def times(step: StepTime, changes: Sequence[tuple[str, float]]) -> Table:
     )
     table = _table(title, "phase", "limited by", right="seconds")
     table.add_column("moved by each device, GB", justify="right")
-    for each in step.phases:
-        table.add_row(each.phase, each.limit, f"{each.seconds:.3g}", gb(int(each.moved)))
+    for phase in step.phases:
+        table.add_row(phase.phase, phase.limit, f"{phase.seconds:.3g}", gb(int(phase.moved)))
     how = "longer of rollouts and update" if step.is_ahead else "sum of all phases"
     table.add_row("step", how, f"{step.seconds:.3g}", "", style="bold")
     faster = "; ".join(f"{change}: {seconds:.3g} s" for change, seconds in changes)
@@ -51,14 +51,14 @@ def gb(size: int) -> str:
 
 def _bundles(plan: Plan) -> Table:
     table = _table("Placement", "group", "bundle", "node", "resources", "roles", "device")
-    for each in plan.bundles:
+    for placed in plan.bundles:
         table.add_row(
-            each.group,
-            str(each.index),
-            plan.nodes[each.node].name,
-            words(each.bundle.resources),
-            ", ".join(each.roles),
-            each.devices,
+            placed.group,
+            str(placed.index),
+            plan.nodes[placed.node].name,
+            words(placed.bundle.resources),
+            ", ".join(placed.roles),
+            placed.devices,
         )
     return table
 

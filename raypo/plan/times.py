@@ -79,16 +79,16 @@ class Rates:
         Returns:
             The rates. They are None if a GPU is unknown, on CPUs, and for recipes other than ppo.
         """
-        used = [plan.nodes[each.node] for each in plan.bundles]
+        used = [plan.nodes[bundle.node] for bundle in plan.bundles]
         gpus = [node.gpu for node in used if node.gpu is not None]
         if plan.device == "cpu" or len(gpus) < len(used) or not isinstance(plan.config, PPOConfig):
             return None
         dtype = plan.config.model.dtype
         link = min(gpu.link_gbs for gpu in gpus)
-        if len({each.node for each in plan.bundles if each.group == "workers"}) > 1:
+        if len({bundle.node for bundle in plan.bundles if bundle.group == "workers"}) > 1:
             parts = [n.network_gbs / n.gpus if n.network_gbs else None for n in used]
-            own = [part or gpu.network_gbs for part, gpu in zip(parts, gpus, strict=True)]
-            link = min(link, *own)
+            limits = [part or gpu.network_gbs for part, gpu in zip(parts, gpus, strict=True)]
+            link = min(link, *limits)
         return cls(
             flops=COMPUTED * min(gpu.tflops(dtype) for gpu in gpus) * 1e12,
             memory=READ * min(gpu.memory_gbs for gpu in gpus) * 1e9,
@@ -138,7 +138,7 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """Duration of the step."""
-        by_name = {each.phase: each.seconds for each in self.phases}
+        by_name = {phase.phase: phase.seconds for phase in self.phases}
         rollout = by_name["generate"] + by_name["score"]
         rest = sum(by_name.values()) - rollout
         return max(rollout, rest) if self.is_ahead else rollout + rest
@@ -161,7 +161,7 @@ def sampled_of(plan: Plan) -> tuple[int, int]:
     config = plan.config
     assert isinstance(config, PPOConfig), "rates are of ppo runs only"
     engines = {
-        g.index for each in plan.bundles for g in each.bundle.occupants if g.role == "engine"
+        g.index for bundle in plan.bundles for g in bundle.bundle.occupants if g.role == "engine"
     }
     share = -(-config.responses_per_step // len(engines))
     section = config.rollout.engine
@@ -170,8 +170,8 @@ def sampled_of(plan: Plan) -> tuple[int, int]:
     )
     held = next(role.memory.held for role in plan.roles if role.name == "engine")
     groups = groups_of(config)
-    each = groups.prompt_tokens / groups.samples + groups.response_tokens
-    fitting = int(held["KV cache"] / a_token / each) if held.get("KV cache") else share
+    tokens = groups.prompt_tokens / groups.samples + groups.response_tokens
+    fitting = int(held["KV cache"] / a_token / tokens) if held.get("KV cache") else share
     at_once = sequences_at_once(config, plan.device, plan.gpu_bytes)
     return share, max(1, min(share, at_once, fitting))
 
@@ -187,7 +187,7 @@ def step_time(plan: Plan, rates: Rates) -> StepTime:
         work.push(),
         work.take_turns(),
     ]
-    shown = [each for each in phases if each.seconds or each.phase in ("generate", "score")]
+    shown = [phase for phase in phases if phase.seconds or phase.phase in ("generate", "score")]
     config = work.config
     return StepTime(shown, config.responses_per_step, is_ahead=config.rollout.mode != "sync")
 

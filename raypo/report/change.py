@@ -116,13 +116,13 @@ def scores_by_prompt(rows: Iterable[Mapping[str, Any]]) -> dict[Any, float]:
     """Return the mean score of each prompt, because samples of a prompt are correlated.
 
     Args:
-        rows: Rollouts with `group_index`, `prompt`, `score` and `row_index`, which old files
-            lack. Rollouts without a score are skipped, and so are an episode's later
-            conversations, because the first one stands for the sample.
+        rows: Rollouts with `group_index`, `prompt`, `score` and `row_index`. Rollouts without a
+            score are skipped, and so are an episode's later conversations, because the first one
+            stands for the sample.
     """
     scores: dict[Hashable, list[float]] = {}
     for row in rows:
-        if row["score"] is not None and not row.get("row_index"):
+        if row["score"] is not None and not row["row_index"]:
             scores.setdefault((row["group_index"], row["prompt"]), []).append(row["score"])
     return {key: statistics.fmean(values) for key, values in scores.items()}
 
@@ -142,7 +142,7 @@ def held_out_change(files: RunFiles, step: int | None = None) -> tuple[int, int,
     if len(steps) < 2:
         return None
     first, last = steps[0], steps[-1]
-    change = paired_change(*(held_out_scores(files, each) for each in (first, last)))
+    change = paired_change(*(held_out_scores(files, number) for number in (first, last)))
     return None if change is None else (first, last, change)
 
 
@@ -172,7 +172,7 @@ def lead_words(
         steps: Steps at which the models were scored, by name. None omits the steps from the
             sentence.
     """
-    means = {name: statistics.fmean(each.values()) for name, each in scores.items()}
+    means = {name: statistics.fmean(by_prompt.values()) for name, by_prompt in scores.items()}
     best, second = sorted(means, key=lambda name: -means[name])[:2]
     lead = paired_change(scores[second], scores[best])
     assert lead is not None, f"{best} and {second} have no prompt in common"
@@ -187,21 +187,16 @@ def lead_words(
     )
 
 
-def change_over_steps(
-    rows: Sequence[Mapping[str, Any]], name: str, *, samples_per_prompt: int | None = None
-) -> Change | None:
+def change_over_steps(rows: Sequence[Mapping[str, Any]], name: str) -> Change | None:
     """Return the change over a run of a metric that is measured on new data in each step.
 
-    With enough steps, the first steps are compared with the last steps. The unit is a step, so
-    correlations within a step do not matter. Otherwise the scores of the first step are compared
-    with those of the last step. The unit is a prompt, because the samples of a prompt are
-    correlated. With too few prompts, there is no interval.
+    The means of the first and of the last steps are compared. The unit is a step, so correlations
+    within a step do not matter. With too few steps, the first and the last one are compared, and
+    there is no interval.
 
     Args:
         rows: The run's metrics by step.
         name: Name of the metric.
-        samples_per_prompt: Responses per prompt. None means unknown, or that the metric is not a
-            score.
 
     Returns:
         The change, or None if fewer than two steps have the metric.
@@ -209,34 +204,13 @@ def change_over_steps(
     seen = [row for row in rows if math.isfinite(row.get(name, math.nan))]
     if len(seen) < 2:
         return None
-    if len(seen) >= 2 * MIN_STEPS:
-        count = max(MIN_STEPS, len(seen) // 4)
-        ends = [[row[name] for row in part] for part in (seen[:count], seen[-count:])]
-        start, end = ((statistics.fmean(e), statistics.variance(e), float(count)) for e in ends)
-        return unpaired_change(start, end, f"means of the first and of the last {count} steps")
-    samples = [_of_a_step(row, samples_per_prompt) for row in (seen[0], seen[-1])]
-    steps = f"step {seen[0]['step']} against step {seen[-1]['step']}"
-    if name == "rollout/score_mean" and samples[0] and samples[1]:
-        count = math.floor(min(each[2] for each in samples if each))
-        if count >= MIN_UNITS:
-            return unpaired_change(samples[0], samples[1], f"{steps}, {count} prompts each")
-        steps += f", {count} {'prompt' if count == 1 else 'prompts'} each"
-    return Change(seen[0][name], seen[-1][name], None, steps)
-
-
-def _of_a_step(
-    row: Mapping[str, Any], samples_per_prompt: int | None
-) -> tuple[float, float, float] | None:
-    """Return a step's mean score, variance and number of prompts, or None if they are unknown.
-
-    The variance is that of the samples, an upper bound of the variance of prompt means.
-    """
-    std, count = row.get("rollout/score_std"), row.get("rollout/samples_sampled")
-    if not samples_per_prompt or not count or std is None or not math.isfinite(std):
-        return None
-    prompts = count / samples_per_prompt
-    of_sample = prompts / (prompts - 1) if prompts > 1 else math.nan
-    return row["rollout/score_mean"], std**2 * of_sample, prompts
+    if len(seen) < 2 * MIN_STEPS:
+        steps = f"step {seen[0]['step']} against step {seen[-1]['step']}"
+        return Change(seen[0][name], seen[-1][name], None, steps)
+    count = max(MIN_STEPS, len(seen) // 4)
+    ends = [[row[name] for row in part] for part in (seen[:count], seen[-count:])]
+    start, end = ((statistics.fmean(e), statistics.variance(e), float(count)) for e in ends)
+    return unpaired_change(start, end, f"means of the first and of the last {count} steps")
 
 
 def decimals(margin: float) -> int:

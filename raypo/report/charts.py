@@ -119,8 +119,7 @@ def stacked_chart(
     rows: Sequence[Row],
     metrics: Mapping[str, str],
     *,
-    y_title: str = "",
-    wide: bool = False,
+    y_title: str,
 ) -> Chart | None:
     """Return stacked bars, one per step; `metrics` maps names to legend labels."""
     look = {"barmode": "stack", "bargap": 0.1, "showlegend": True, "legend_traceorder": "normal"}
@@ -133,15 +132,14 @@ def stacked_chart(
                 name=label,
                 marker_color=_colour(number),
             )
-    return chart_of(title, figure, wide=wide)
+    return chart_of(title, figure, wide=True)
 
 
 def bar_chart(
     title: str,
     values_by_run: Mapping[str, Mapping[str, float]],
     *,
-    x_title: str = "",
-    wide: bool = False,
+    x_title: str,
 ) -> Chart | None:
     """Return horizontal bars, one per label and run, with the first label on top."""
     several = len(values_by_run) > 1
@@ -159,52 +157,7 @@ def bar_chart(
                 textangle=0,
                 hovertemplate="%{y}: %{x:.4g}<extra></extra>",
             )
-    return chart_of(title, figure, wide=wide)
-
-
-def parallel_chart(
-    title: str, rows: Sequence[Row], columns: Mapping[str, str], *, colour: str
-) -> Chart | None:
-    """Return a chart of parallel coordinates for a sweep, one line per trial, coloured by a metric.
-
-    Args:
-        title: Title of the chart.
-        rows: One row per trial. Rows without the metric of `colour` are skipped.
-        columns: Axis labels by key of the rows. String values become ticks.
-        colour: Key of the metric that colours a line.
-    """
-    seen = _rows_with(rows, colour)
-    if not seen:
-        return None
-    dimensions = [_dimension(seen, key, label) for key, label in columns.items()]
-    figure = new_figure(margin={"l": 60, "r": 40, "t": 60, "b": 30})
-    figure.add_parcoords(
-        dimensions=[dimension for dimension in dimensions if dimension],
-        line_color=[row[colour] for row in seen],
-        line_colorscale="Viridis",
-        line_showscale=True,
-        line_colorbar=_bar(columns.get(colour, colour)),
-    )
-    return chart_of(title, figure, wide=True)
-
-
-def _dimension(rows: Sequence[Row], key: str, label: str) -> dict[str, Any] | None:
-    values: list[Any] = [row.get(key) for row in rows]
-    if spans_decades(values):
-        logs = list(map(math.log10, values))
-        powers = range(math.floor(min(logs)), math.ceil(max(logs)) + 1)
-        shown = {"tickvals": list(powers), "ticktext": [f"{10.0**power:g}" for power in powers]}
-        return {"label": label, "values": logs, "range": [powers[0], powers[-1]], **shown}
-    if all(_is_number(value) for value in values):
-        return {"label": label, "values": values}
-    words = sorted({str(value) for value in values if value is not None})
-    if not words:
-        return None
-    positions = [words.index(str(value)) if value is not None else -1 for value in values]
-    ticks = {"tickvals": list(range(len(words))), "ticktext": words}
-    if -1 in positions:
-        ticks = {"tickvals": [-1, *ticks["tickvals"]], "ticktext": ["-", *words]}
-    return {"label": label, "values": positions, **ticks}
+    return chart_of(title, figure)
 
 
 def spans_decades(values: Sequence[Any]) -> bool:

@@ -32,10 +32,10 @@ def make_app(make_page: Callable[[], Page], version: Callable[[], str], *, token
     lock = threading.Lock()
     made: dict[str, Page] = {}
 
-    def current(known: str | None) -> str | None:
+    def current(known_version: str | None) -> str | None:
         with lock:  # concurrent requests share one page
             newest = version()
-            if newest == known:
+            if newest == known_version:
                 return None
             if newest not in made:
                 page = make_page()
@@ -43,11 +43,11 @@ def make_app(make_page: Callable[[], Page], version: Callable[[], str], *, token
                 made.clear()
                 made[newest] = page
             # A browser that knows a version has plotly.js already, the largest part of the page.
-            return made[newest].html(with_plotly=known is None)
+            return made[newest].html(with_plotly=known_version is None)
 
     async def answer(request: Request) -> Response:
-        given = request.query_params.get("token", "")
-        if not (is_secret(given, token) or has_token(request.headers, token)):
+        sent = request.query_params.get("token", "")
+        if not (is_secret(sent, token) or has_token(request.headers, token)):
             return PlainTextResponse(
                 "The token is missing or wrong: open the address that raypo monitor has printed.\n",
                 401,

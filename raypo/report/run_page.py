@@ -48,7 +48,6 @@ from raypo.report.page import (
 )
 from raypo.report.samples import before_and_after_texts, run_samples
 from raypo.report.verdict import (
-    dip,
     headline,
     judge_of_held_out,
     outside_steps,
@@ -106,10 +105,10 @@ def run_page(runs: Sequence[RunData], *, with_samples: bool = True) -> Page:
         subtitle=f"raypo report, written {written}",
         badge=runs[0].status if len(runs) == 1 else "",
     )
-    curves = {name: with_the_start(each) for name, each in rows.items()}
+    curves = {name: with_the_start(metrics_of_run) for name, metrics_of_run in rows.items()}
     evaluations = {name: held_out_evaluations(run.files) for name, run in named.items()}
     _headline(page.section("Result"), named, curves, evaluations)
-    _warnings(page.section("Warnings"), named, evaluations)
+    _warnings(page.section("Warnings"), named)
     if len(runs) == 1 and with_samples:
         before_and_after_texts(page.section("What it did to the texts"), runs[0].files)
     for title, plots in PLOTS.items():
@@ -158,13 +157,13 @@ def _start(curves: RowsByRun, *names: str) -> dict[str, float]:
 
     If several metrics are named, the first of them that has such a value is used.
     """
-    found: dict[str, float] = {}
+    starts: dict[str, float] = {}
     for run, rows in curves.items():
-        own = [row for row in rows[:2] if row["step"]]  # without the row of `with_the_start`
-        for start in (reference(own, name) for name in reversed(names)):
+        first_rows = [row for row in rows[:2] if row["step"]]  # without the row of `with_the_start`
+        for start in (reference(first_rows, name) for name in reversed(names)):
             if start is not None:
-                found[run] = start
-    return found
+                starts[run] = start
+    return starts
 
 
 Evaluations = Mapping[int, Mapping[Any, float]]
@@ -221,7 +220,7 @@ def _comparison(runs: Mapping[str, RunData]) -> str:
     if len(judges) > 1:
         return f"{unknown} their held-out scores come from different functions."
     scores = {name: held_out_scores(run.files, last[name]) for name, run in runs.items()}
-    if len({frozenset(each) for each in scores.values()}) > 1 or not all(scores.values()):
+    if len({frozenset(by_prompt) for by_prompt in scores.values()}) > 1 or not all(scores.values()):
         return f"{unknown} their held-out prompts are not the same."
     return lead_words(scores, steps=last)
 
@@ -262,17 +261,12 @@ def _change(rows: Sequence[Row], metric: Metric) -> str:
     return " → ".join(_value(metric.name, value) for value in change or ())
 
 
-def _warnings(
-    section: Section, runs: Mapping[str, RunData], evaluations: Mapping[str, Evaluations]
-) -> None:
+def _warnings(section: Section, runs: Mapping[str, RunData]) -> None:
     notices = []
     for name, run in runs.items():
         prefix = f"{name}, " if len(runs) > 1 else ""
         for f in findings(run.rows, run.config):
             notices.append((f"{prefix}step {f.step}", f.text, f.remedy))
-        if low := dip(evaluations[name]):
-            what = f"the held-out score {low[1]}."
-            notices.append((f"{prefix}step {low[0]}", what, "Read its held-out samples."))
     is_ppo = any("ppo/policy_loss" in row for run in runs.values() for row in run.rows[:1])
     watched = "KL, length, clipping, engine against learner, groups, entropy, phases"
     watched = watched if is_ppo else "skipped updates"
@@ -286,8 +280,8 @@ NOISE = 1e-7
 
 def _constant(plot: Plot, curves: RowsByRun) -> str:
     """Return the title and the values of a plot whose metrics do not change, else nothing."""
-    rows = [row for each in curves.values() for row in each]
-    found: list[float] = []
+    rows = [row for rows_of_run in curves.values() for row in rows_of_run]
+    constants: list[float] = []
     for name in plot.lines(name for row in rows for name in row):
         values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
         spread = max(values, default=0.0) - min(values, default=0.0)
@@ -295,14 +289,14 @@ def _constant(plot: Plot, curves: RowsByRun) -> str:
         noise = 1e-6 * size if name.endswith("learning_rate") else max(NOISE, 1e-6 * size)
         if len(values) < 2 or spread > noise:
             return ""
-        found.append(0.0 if size < noise else values[-1])
-    words = ", ".join(number(value) for value in dict.fromkeys(found))
-    return f"{plot.title[0].lower()}{plot.title[1:]} ({words})" if found else ""
+        constants.append(0.0 if size < noise else values[-1])
+    words = ", ".join(number(value) for value in dict.fromkeys(constants))
+    return f"{plot.title[0].lower()}{plot.title[1:]} ({words})" if constants else ""
 
 
 def _drawn(plot: Plot, curves: RowsByRun) -> Chart | None:
     """Return a plot of the catalogue, with a dashed line at a held-out metric's initial value."""
-    rows = [row for each in curves.values() for row in each]
+    rows = [row for rows_of_run in curves.values() for row in rows_of_run]
     lines = plot.lines(name for row in rows for name in row)
     has_start = len(lines) == 1 and next(iter(lines)).startswith("eval/")
     return line_chart(
@@ -354,10 +348,10 @@ def _cost(runs: Mapping[str, RunData], curves: RowsByRun) -> list[Chart | None]:
     rows = {name: run.rows for name, run in runs.items()}
     by_step = line_chart("Seconds per step", rows, "time/step_s", y_title="seconds")
     if len(runs) == 1:
-        (each,) = rows.values()
-        phases = {name: label_of(name) for name in seconds_by_phase(each)}
-        by_step = stacked_chart("Seconds by step", each, phases, y_title="seconds", wide=True)
-    memory = {run: _memory(each) for run, each in rows.items()}
+        (metrics_of_run,) = rows.values()
+        phases = {name: label_of(name) for name in seconds_by_phase(metrics_of_run)}
+        by_step = stacked_chart("Seconds by step", metrics_of_run, phases, y_title="seconds")
+    memory = {run: _memory(metrics_of_run) for run, metrics_of_run in rows.items()}
     return [
         bar_chart("Seconds by phase, all steps", seconds, x_title="seconds"),
         bar_chart("Peak memory by role", memory, x_title="GB"),
@@ -387,7 +381,7 @@ def _config(section: Section, runs: Mapping[str, RunData]) -> None:
     if len(runs) > 1:
         flat = {name: flatten(run.config) for name, run in runs.items()}
         keys = sorted(set().union(*flat.values()))
-        rows = [[key, *(each.get(key, "") for each in flat.values())] for key in keys]
+        rows = [[key, *(values.get(key, "") for values in flat.values())] for key in keys]
         differing = [row for row in rows if len({str(value) for value in row[1:]}) > 1]
         section.add(Words("Keys that differ:"), Table(["key", *flat], differing))
     for name, run in runs.items():
@@ -398,7 +392,7 @@ def _config(section: Section, runs: Mapping[str, RunData]) -> None:
             ["recipe", run.config.get("recipe", "")],
             ["files", run.files.location],
             *([["time", duration(wall_s)]] if wall_s else []),
-            *([package, each] for package, each in versions.items()),
+            *([package, version] for package, version in versions.items()),
         ]
         section.add(Table(["run" + suffix, ""], facts))
         if run.config:

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypo.report.change import held_out_scores
+from raypo.report.change import held_out_change
 from raypo.report.page import Section, Table, Words
 from raypo.storage.run_files import RunFiles
 
@@ -37,26 +37,17 @@ MAX_PROMPTS = 6
 MAX_CHARACTERS = 400
 """Maximum number of characters of a prompt or response in the table that compares responses before
 and after training. Longer ones are cut."""
-PLACES = {"low": 0.1, "middle": 0.5, "high": 0.9}
-"""Quantiles of a step's scores. The samples with these scores are taken as typical."""
 
 
 def before_and_after_texts(section: Section, files: RunFiles) -> None:
-    """Add a table of responses before and after training to the section.
+    """Add a table of held-out responses of the first and the last saved evaluation to the section.
 
-    The responses are held-out samples of the first and the last evaluation. If fewer than two
-    evaluations are saved, they are training samples of the first and the last saved step.
+    With fewer than two evaluations nothing is added.
     """
-    steps = files.rollout_steps(held_out=True)
-    if len(steps) > 1:
-        _same_prompts(section, files, steps[0], steps[-1])
+    compared = held_out_change(files)
+    if compared is None:
         return
-    steps = files.rollout_steps()
-    if len(steps) > 1:
-        _typical(section, files, steps[0], steps[-1])
-
-
-def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> None:
+    first, last, change = compared
     before, after = (
         {
             (row["group_index"], row["prompt"]): row
@@ -66,13 +57,6 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
         for step in (first, last)
     )  # the first sample of each prompt
     shared = [prompt for prompt in before if prompt in after][::-1]
-    scores = [held_out_scores(files, step) for step in (first, last)]
-    judged = [
-        [each[prompt] for each in scores]
-        for prompt in shared
-        if all(prompt in each for each in scores)
-    ]
-    up, down = (sum(sign * (b - a) > 0 for a, b in judged) for sign in (1, -1))
 
     def num_equal(prompt: Any) -> int:
         pair = before[prompt], after[prompt]
@@ -85,23 +69,18 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
     worse = [prompt for prompt in shared if gain(prompt) < 0]
     share = len(worse) / max(sum(gain(prompt) != 0 for prompt in shared), 1)
     shown_worse = evenly(worse, int(MAX_PROMPTS * max(share, 1 / 3)))
-    chosen: list[Any] = []
-    for number in range(3):
-        alike = [p for p in shared if p not in worse and num_equal(p) == number]
-        if room := MAX_PROMPTS - len(shown_worse) - len(chosen):
-            chosen += evenly(alike, room)
-    chosen = sorted([*chosen, *shown_worse], key=num_equal)
+    others = sorted((prompt for prompt in shared if prompt not in worse), key=num_equal)
+    shown = sorted([*others[: MAX_PROMPTS - len(shown_worse)], *shown_worse], key=num_equal)
     tokenizer = tokenizer_of(files, files.config() or {})
     when = "before the first update" if first == 0 else f"after step {first}"
     section.add(
         Words(
-            f"{up} better, {down} worse of {len(judged)} held-out prompts: their scores after "
-            f"step {last} compared with {when}.",
+            f"Held-out scores after step {last} compared with {when}: {change.basis}.",
             strong=True,
         ),
         Words(
-            "Evenly spaced examples. Prompts whose score changed come first (at least a third "
-            "of them worse, if there are that many), then prompts whose response changed:"
+            "Examples. Prompts whose score changed come first (at least a third of them worse, "
+            "if there are that many), then prompts whose response changed:"
         ),
         Table(
             ["prompt", "label", when, "score", f"after step {last}", "score"],
@@ -114,39 +93,10 @@ def _same_prompts(section: Section, files: RunFiles, first: int, last: int) -> N
                     _cut(_response(after[prompt], tokenizer)),
                     after[prompt]["score"],
                 ]
-                for prompt in chosen
+                for prompt in shown
             ],
         ),
     )
-
-
-def _typical(section: Section, files: RunFiles, first: int, last: int) -> None:
-    tokenizer = tokenizer_of(files, files.config() or {})
-    rows = [
-        [
-            f"step {step}, {place}",
-            _cut(row["prompt"]),
-            _cut(_response(row, tokenizer)),
-            row["score"],
-        ]
-        for step in (first, last)
-        for place, row in typical(files.rollouts(step)).items()
-    ]
-    words = (
-        "Trained samples of the first and the last step: at the 10th percentile, the median and "
-    )
-    section.add(
-        Words(f"{words}the 90th percentile of their scores."),
-        Table(["", "prompt", "response", "score"], rows),
-    )
-
-
-def typical(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the rows whose scores are at the quantiles PLACES."""
-    firsts = [row for row in rows if row["score"] is not None and not row["row_index"]]
-    scored = sorted(firsts, key=lambda row: row["score"])
-    last = len(scored) - 1
-    return {name: scored[round(place * last)] for name, place in PLACES.items()} if scored else {}
 
 
 def _response(row: Row, tokenizer: Tokenizer | None) -> str:
@@ -166,10 +116,10 @@ def by_sample(rows: Sequence[Row]) -> list[list[Row]]:
 
     A sample has several rows if an agent's episode has several conversations.
     """
-    found: dict[tuple[int, int], list[Row]] = {}
+    samples: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
-        found.setdefault((row["group_index"], row["sample_index"]), []).append(row)
-    return [sorted(each, key=lambda row: row["row_index"]) for each in found.values()]
+        samples.setdefault((row["group_index"], row["sample_index"]), []).append(row)
+    return [sorted(sample, key=lambda row: row["row_index"]) for sample in samples.values()]
 
 
 def num_tokens(sample: Sequence[Row]) -> int:
@@ -236,16 +186,16 @@ def choose(rows: Sequence[Row], seen: Mapping[int, int], *, count: int) -> list[
     scored = sorted((s for s in samples if s[0]["score"] is not None), key=lambda s: s[0]["score"])
     edge = max(count // 8, 1)
     recurring = sorted(
-        (each for each in samples if seen.get(each[0]["prompt_index"], 0) > 1),
-        key=lambda each: (-seen[each[0]["prompt_index"]], each[0]["prompt_index"]),
+        (sample for sample in samples if seen.get(sample[0]["prompt_index"], 0) > 1),
+        key=lambda sample: (-seen[sample[0]["prompt_index"]], sample[0]["prompt_index"]),
     )
     longest = sorted(samples, key=num_tokens, reverse=True)
     wishes = [*scored[-edge:], *scored[:edge], *longest[:edge], *recurring[: count // 2], *samples]
     chosen: dict[tuple[int, int], list[Row]] = {}
-    for each in wishes:
+    for sample in wishes:
         if len(chosen) >= count:
             break
-        chosen[each[0]["group_index"], each[0]["sample_index"]] = each
+        chosen[sample[0]["group_index"], sample[0]["sample_index"]] = sample
     return [chosen[key] for key in sorted(chosen)]
 
 
@@ -267,7 +217,7 @@ def _sample(
         "error": episode.get("error"),
         "turns": episode.get("num_turns"),
         "metrics": {name: _rounded(value) for name, value in metrics.items()} or None,
-        "more": [_conversation(each, tokenizer) for each in others] or None,
+        "more": [_conversation(other, tokenizer) for other in others] or None,
     }
     return {key: value for key, value in sample.items() if value is not None}
 
@@ -287,7 +237,7 @@ def _conversation(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
         # If a character spans several tokens, the last of them gets its text.
         stream = DecodeStream(skip_special_tokens=False)
-        sample["tokens"] = [stream.step(tokenizer, int(each)) or "" for each in ids]
+        sample["tokens"] = [stream.step(tokenizer, int(token_id)) or "" for token_id in ids]
     if row["advantages"] is not None:
         sample["advantages"] = [_rounded(value) for value in row["advantages"][: len(ids)]]
     mask = row["response_mask"] or [True] * len(row["response_ids"])
@@ -295,10 +245,10 @@ def _conversation(row: Row, tokenizer: Tokenizer | None) -> dict[str, Any]:
         tokens = zip(row["log_probs"], row["ref_log_probs"], mask, strict=True)
         sample["changes"] = [_rounded(a - b) if own else 0.0 for a, b, own in tokens][: len(ids)]
     if not all(mask):
-        sample["others"] = [place for place in range(len(ids)) if not mask[place]]
+        sample["others"] = [index for index in range(len(ids)) if not mask[index]]
     rewards = row["turn_rewards"] or []
-    told = {t: _rounded(each) for t, each in enumerate(rewards[: len(ids)]) if each}
-    sample["rewards"] = told or None
+    earned = {t: _rounded(reward) for t, reward in enumerate(rewards[: len(ids)]) if reward}
+    sample["rewards"] = earned or None
     uses = {end - 1: words for end, words in _tool_uses(row).items() if end <= len(ids)}
     sample["tools"] = uses or None
     return {key: value for key, value in sample.items() if value is not None}
@@ -321,11 +271,11 @@ def turns_of(row: Row, tokenizer: Tokenizer | None) -> list[Turn]:
     rewards, uses = row["turn_rewards"] or [], _tool_uses(row)
     if tokenizer is None or not row["turn_index"]:
         return [Turn(True, row["response"], sum(rewards), [t for ts in uses.values() for t in ts])]
-    found = []
+    turns = []
     for by_policy, first, end in _stretches(row):
         text = tokenizer.decode(list(row["response_ids"][first:end]), skip_special_tokens=False)
-        found.append(Turn(by_policy, text, sum(rewards[first:end]), uses.get(end, ())))
-    return found
+        turns.append(Turn(by_policy, text, sum(rewards[first:end]), uses.get(end, ())))
+    return turns
 
 
 def _stretches(row: Row) -> list[tuple[bool, int, int]]:
@@ -334,12 +284,12 @@ def _stretches(row: Row) -> list[tuple[bool, int, int]]:
     A part is a turn of the policy, or what the environment wrote between two turns. Begin and end
     (exclusive) are token indices.
     """
-    found, first = [], 0
+    stretches, first = [], 0
     for turn, run in groupby(row["turn_index"] or [0] * len(row["response_ids"])):
         end = first + len(list(run))
-        found.append((turn >= 0, first, end))
+        stretches.append((turn >= 0, first, end))
         first = end
-    return found
+    return stretches
 
 
 def _tool_uses(row: Row) -> dict[int, list[str]]:
@@ -350,17 +300,17 @@ def _tool_uses(row: Row) -> dict[int, list[str]]:
     """
     episode = row["episode"] or {}
     ends = [end for by_policy, _, end in _stretches(row) if by_policy]
-    found: dict[int, list[str]] = {}
+    uses_by_end: dict[int, list[str]] = {}
     if not ends or row["row_index"]:
-        return found
+        return uses_by_end
     for use in episode.get("tool_uses") or ():
         is_told = len(ends) == episode["num_turns"]
         end = ends[max(use["turn"], 1) - 1] if is_told else ends[-1]
         failed = "" if use["error"] is None else f" failed: {use['error']}"
-        found.setdefault(end, []).append(
+        uses_by_end.setdefault(end, []).append(
             f"{use['name'] or 'a call'}{failed} ({use['seconds']:.3g} s)"
         )
-    return found
+    return uses_by_end
 
 
 def tokenizer_of(files: RunFiles, config: Mapping[str, Any]) -> Tokenizer | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from raypo.report.samples import by_sample, num_tokens, tokenizer_of, turns_of
+from raypo.report.samples import by_sample, evenly, num_tokens, tokenizer_of, turns_of
 from raypo.storage.rollout_table import PART
 from raypo.storage.run_files import RunFiles
 
@@ -55,8 +55,7 @@ def chosen(samples: Sequence[Sample], order: str | None, count: int) -> list[Sam
     """Return the first `count` samples in `order`, or evenly spaced ones if it is None."""
     if order:
         return sorted(samples, key=ORDERS[order])[:count]
-    gap = max(len(samples) / count, 1.0)
-    return [samples[int(position * gap)] for position in range(min(count, len(samples)))]
+    return evenly(samples, count)
 
 
 def _title(rows: Sample) -> str:
@@ -66,8 +65,8 @@ def _title(rows: Sample) -> str:
     if row["advantage_mean"] is not None:
         parts.append(f"advantage {row['advantage_mean']:+.2f}")
     if row["kl"] is not None:
-        parts.append(f"KL {sum(each['kl'] for each in rows):.2f}")
-    cut = ", cut off" if any(each["finish_reason"] == "length" for each in rows) else ""
+        parts.append(f"KL {sum(row['kl'] for row in rows):.2f}")
+    cut = ", cut off" if any(row["finish_reason"] == "length" for row in rows) else ""
     episode = row["episode"] or {}
     if episode:
         parts.append(f"{episode['num_turns']} turns")

@@ -99,8 +99,8 @@ def judge_of_held_out(config: Mapping[str, Any]) -> str | None:
 
 def own_functions(section: Mapping[str, Any]) -> list[str]:
     """Return the reward functions that belong to single prompt sources."""
-    entries = [each for each in section.get("prompts") or () if isinstance(each, Mapping)]
-    return [each["function"] for each in entries if each.get("function")]
+    entries = [entry for entry in section.get("prompts") or () if isinstance(entry, Mapping)]
+    return [entry["function"] for entry in entries if entry.get("function")]
 
 
 def _judges(config: Mapping[str, Any]) -> str:
@@ -163,9 +163,10 @@ def _learning(
     suffice, and otherwise on a training metric. In the second case, held-out metrics are appended
     without an interval.
     """
-    name, label, sign, *_ = next((each for each in TRAINED if each.name in rows[-1]), TRAINED[0])
-    samples = (config.get("rollout") or {}).get("samples_per_prompt")
-    trained = change_over_steps(rows, name, samples_per_prompt=samples)
+    name, label, sign, *_ = next(
+        (headline for headline in TRAINED if headline.name in rows[-1]), TRAINED[0]
+    )
+    trained = change_over_steps(rows, name)
     if held_out is not None and (held_out[2].direction is not None or trained is None):
         return _of_pairs(rows, config, held_out, trained)
     others, got_worse = _held_out_as_measured(rows)
@@ -230,7 +231,7 @@ def _held_out_text(rows: Sequence[Row], first: int, last: int, change: Change) -
 
 
 def _trend(evaluations: Mapping[int, Mapping[Any, float]]) -> str:
-    """Describe the held-out score over the evaluations: its last third, its maximum, and a dip.
+    """Describe the held-out score over the evaluations: its last third and its maximum.
 
     The text is empty if there are fewer than three evaluations.
     """
@@ -246,27 +247,7 @@ def _trend(evaluations: Mapping[int, Mapping[Any, float]]) -> str:
     if change and change.direction is not None:
         how = {1: "was still rising", 0: "was flat", -1: "was falling"}[change.direction]
         parts.insert(0, f"{how} from step {first} to {last}")
-    low = dip(evaluations)
-    return f"The held-out score {' and '.join(parts)}{f'; it {low[1]}' if low else ''}."
-
-
-def dip(evaluations: Mapping[int, Mapping[Any, float]]) -> tuple[int, str] | None:
-    """Return the step of the lowest held-out score, and a description of how long it was low.
-
-    The result is None if the score never fell clearly below the first one, or if the lowest score
-    is that of the last evaluation.
-    """
-    steps = list(evaluations)
-    means = {step: fmean(scores.values()) for step, scores in evaluations.items()}
-    low = min(steps[1:], key=lambda step: means[step], default=None)
-    if low is None or low == steps[-1]:
-        return None
-    change = paired_change(evaluations[steps[0]], evaluations[low])
-    if change is None or change.direction != -1:
-        return None
-    back = next((step for step in steps if step > low and means[step] >= means[steps[0]]), None)
-    until = "to the end" if back is None else f"until step {back}"
-    return low, f"was below the start {until} (lowest {means[low]:.3f} at step {low})"
+    return f"The held-out score {' and '.join(parts)}."
 
 
 def _with_verdict(direction: int | None, text: str) -> str:

@@ -116,16 +116,16 @@ def evaluation_function(
     A response is scored by the function of its source, else by `eval.function`, else by
     `otherwise`.
     """
-    own = load_function(section.function, key="eval.function") if section.function else None
+    function = load_function(section.function, key="eval.function") if section.function else None
     by_source = functions_of(section.prompts)
     if by_source:
-        common = own or otherwise
+        common = function or otherwise
         common = common.function if isinstance(common, OneAtATime) else common  # one lock is enough
-        own = RewardBySource(by_source, common, key="eval.prompts.function")
-        own.load()
-    if own is None:
+        function = RewardBySource(by_source, common, key="eval.prompts.function")
+        function.load()
+    if function is None:
         return otherwise
-    return _in_this_process(own, section.timeout_s, "eval.timeout_s")
+    return _in_this_process(function, section.timeout_s, "eval.timeout_s")
 
 
 def _in_this_process(function: RewardFunction, timeout_s: float | None, key: str) -> RewardFunction:

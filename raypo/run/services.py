@@ -60,8 +60,6 @@ class Services:
     """Roles that are not colocated with these workers: engine, reference, reward_0, ..., judge."""
     in_pool: bool = False
     """True if several runs share the engines. They push adapters only."""
-    joins: bool = False
-    """True if requests join batches that the engines sample for other runs."""
     in_turn: bool = False
     """True if the roles start one after the other, and the learner after them."""
     models_apart: bool = False
@@ -190,7 +188,6 @@ def start_deployments(
         judge=next(map(JudgeClient, of_kind["judge"].values()), None),
         elsewhere=frozenset(elsewhere),
         in_pool=pool is not None,
-        joins=pool is not None and pool.share_batches,
         in_turn=in_turn,
         models_apart=all(role.name in apart for role in roles if role.kind != "engine"),
     )

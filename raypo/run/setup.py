@@ -39,8 +39,6 @@ class Shared:
     of a shared pool."""
     pool: bool = False
     """True if all trials use the same engines, each with its own adapter."""
-    share_batches: bool = False
-    """True if requests of several trials of a pool are sampled in the same batches."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class WeightPusher:
         self._last_push: Callable[[], object] = lambda: None
         self._in_flight = rollout.in_flight if rollout.has_requests_in_flight else None
         # Requests join running batches instead of forming a batch of their own.
-        joins = self._in_flight is not None or services.joins
+        joins = self._in_flight is not None
         self.pushes = Pushes()
         self.engines = PolicyEngines(services.engine, self.pushes, joins)
         """The engines, for sampling between pushes."""

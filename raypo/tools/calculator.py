@@ -92,8 +92,4 @@ def _of_two(sign: type[ast.operator], left: float, right: float) -> Any:
     is_power = sign is ast.Pow and is_whole and abs(left) > 1
     if is_power and int(left).bit_length() * abs(right) > 2 * MAX_BITS:
         raise ToolError("a number is too large")
-    result = _BINARY[sign](left, right)
-    is_small = (sign in (ast.Div, ast.Pow) and left) or (sign is ast.Mult and left and right)
-    if is_small and isinstance(result, float) and result == 0:
-        raise ToolError("a number is too small")
-    return result
+    return _BINARY[sign](left, right)

@@ -129,32 +129,33 @@ def _split(text: str, begin: int, tools: Tools) -> tuple[str, list[ToolCall]]:
     """Split a response like `split_tool_calls`, ignoring calls before `begin`."""
     if bare := _bare_calls(text[begin:]):
         return text[:begin], bare
-    calls, place, first, can_end_early = [], begin, None, False
+    calls, offset, first, can_end_early = [], begin, None, False
     while True:
-        mark = _MARK.search(text, place)
+        mark = _MARK.search(text, offset)
         # If a value contains tags like those of the call, the call may have been closed too early.
         # The real closing tags are then left over.
-        if can_end_early and _STRAY.search(text[place : mark.start() if mark else len(text)]):
+        if can_end_early and _STRAY.search(text[offset : mark.start() if mark else len(text)]):
             raise ToolError("a tool call is ambiguous: its tags also occur in a value")
         if mark is None:
             return text[:first], calls
         first = mark.start() if first is None else first
         can_end_early = text.startswith("<function=", _behind_space(text, mark.end()))
-        found, place = _calls_at(text, mark.end(), MARKS[mark[0]], tools)
-        calls += found
+        more, offset = _calls_at(text, mark.end(), MARKS[mark[0]], tools)
+        calls += more
 
 
 def _bare_calls(text: str) -> list[ToolCall]:
     text = text.strip().removeprefix(PYTHON_TAG).lstrip()
-    found = []
+    objects = []
     if text.startswith(("{", "[")):
         with suppress(ToolError):
-            found, end = _objects_at(text, 0)
-            found = found if end == len(text) else []
-    keys = [set(each) if isinstance(each, dict) else set() for each in found]
-    if not all("name" in own and own & {"arguments", "parameters"} for own in keys):
-        return []  # JSON that is no call, although it may have a `name`
-    return [_call(each) for each in found]
+            objects, end = _objects_at(text, 0)
+            objects = objects if end == len(text) else []
+    for item in objects:
+        keys = set(item) if isinstance(item, dict) else set()
+        if "name" not in keys or not keys & {"arguments", "parameters"}:
+            return []  # JSON that is no call, although it may have a `name`
+    return [_call(item) for item in objects]
 
 
 async def call(tools: Sequence[Tool], asked: ToolCall) -> str:
@@ -192,7 +193,7 @@ async def _answer(tools: Sequence[Tool], asked: ToolCall) -> str:
         return await pydantic.validate_call(answered)(**asked.arguments)
     except pydantic.ValidationError as error:
         wrong = "; ".join(
-            f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
+            f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()
         )
         raise ToolError(f"{asked.name}: {wrong}") from None
 
@@ -208,87 +209,87 @@ async def answer_calls(response: str, tools: Sequence[Tool]) -> list[str]:
         heard.get()(ToolUse("", 0.0, str(error)))
         return [f"error: {error}"]
     answers = []
-    for each in calls:
+    for tool_call in calls:
         try:
-            answers.append(await call(tools, each))
+            answers.append(await call(tools, tool_call))
         except ToolError as error:
             answers.append(f"error: {error}")
     return answers
 
 
-def _calls_at(text: str, place: int, closing: str, tools: Tools) -> tuple[list[ToolCall], int]:
+def _calls_at(text: str, offset: int, closing: str, tools: Tools) -> tuple[list[ToolCall], int]:
     """Parse the calls after an opening mark; return them and the offset after the closing mark."""
-    place = _behind_space(text, place)
-    if text.startswith("<function=", place):
-        found, place = _functions_at(text, place, tools)
-    elif named := _NAMED.match(text, place):
-        arguments, place = _json_at(text, named.end(), f"the arguments of {named[1]} are")
-        found = [{"name": named[1], "arguments": arguments}]
+    offset = _behind_space(text, offset)
+    if text.startswith("<function=", offset):
+        objects, offset = _functions_at(text, offset, tools)
+    elif named := _NAMED.match(text, offset):
+        arguments, offset = _json_at(text, named.end(), f"the arguments of {named[1]} are")
+        objects = [{"name": named[1], "arguments": arguments}]
     else:
-        found, place = _objects_at(text, place)
-    place = _behind_space(text, place)
-    if closing and text.startswith(closing, place):
-        place += len(closing)
-    elif place < len(text) and not _MARK.match(text, place):
-        raise ToolError(f"a tool call ends with {closing or 'its arguments'}: {text[place:]:.100}")
-    return [_call(each) for each in found], place
+        objects, offset = _objects_at(text, offset)
+    offset = _behind_space(text, offset)
+    if closing and text.startswith(closing, offset):
+        offset += len(closing)
+    elif offset < len(text) and not _MARK.match(text, offset):
+        raise ToolError(f"a tool call ends with {closing or 'its arguments'}: {text[offset:]:.100}")
+    return [_call(item) for item in objects], offset
 
 
-def _functions_at(text: str, place: int, tools: Tools) -> tuple[list[Any], int]:
+def _functions_at(text: str, offset: int, tools: Tools) -> tuple[list[Any], int]:
     """Parse calls in Qwen3-Coder's format."""
-    found: list[Any] = []
-    while function := _FUNCTION.match(text, place):
-        name, place, arguments = function[1], function.end(), {}
-        while parameter := _PARAMETER.match(text, place):
+    objects: list[Any] = []
+    while function := _FUNCTION.match(text, offset):
+        name, offset, arguments = function[1], function.end(), {}
+        while parameter := _PARAMETER.match(text, offset):
             begin, key = parameter.end(), parameter[1]
             end = _VALUE_END.search(text, begin)
             if end is None:
                 raise ToolError(f"the argument {key} of {name} does not end with </parameter>")
             if key in arguments:
                 raise ToolError(f"the argument {key} of {name} is given twice")
-            arguments[key], place = text[begin : end.start()], end.end()
-        if not text.startswith("</function>", place):
+            arguments[key], offset = text[begin : end.start()], end.end()
+        if not text.startswith("</function>", offset):
             raise ToolError(f"the call of {name} does not end with </function>")
-        place = _behind_space(text, place + len("</function>"))
-        found.append({"name": name, "arguments": _typed(arguments, _parameters(name, tools))})
-    return found, place
+        offset = _behind_space(text, offset + len("</function>"))
+        objects.append({"name": name, "arguments": _typed(arguments, _parameters(name, tools))})
+    return objects, offset
 
 
-def _objects_at(text: str, place: int) -> tuple[list[Any], int]:
+def _objects_at(text: str, offset: int) -> tuple[list[Any], int]:
     """Parse a JSON object, a list of these, or a list of Python calls. Return a list of objects."""
     try:
-        found, end = _json_at(text, place, "a tool call is")
-        return (found if isinstance(found, list) else [found]), end
+        value, end = _json_at(text, offset, "a tool call is")
+        return (value if isinstance(value, list) else [value]), end
     except ToolError:
-        if (end := _end_of_list(text, place)) is not None:
+        if (end := _end_of_list(text, offset)) is not None:
             with suppress(*_NO_PYTHON):
-                match ast.parse(text[place:end], mode="eval").body:
-                    case ast.List(elts=calls) if all(isinstance(each, ast.Call) for each in calls):
-                        return [_of_python(each) for each in calls], end  # pyright: ignore
+                match ast.parse(text[offset:end], mode="eval").body:
+                    case ast.List(elts=calls) if all(isinstance(node, ast.Call) for node in calls):
+                        return [_of_python(node) for node in calls], end  # pyright: ignore
         raise
 
 
-def _json_at(text: str, place: int, what: str) -> tuple[Any, int]:
+def _json_at(text: str, offset: int, what: str) -> tuple[Any, int]:
     try:
-        return json.JSONDecoder(object_pairs_hook=_no_key_twice).raw_decode(text, place)
+        return json.JSONDecoder(object_pairs_hook=_no_key_twice).raw_decode(text, offset)
     except (ValueError, RecursionError) as error:
         raise ToolError(f"{what} not JSON: {error}") from None
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError(f"a key is given twice: {', '.join(key for key, _ in pairs):.100}")
-    return found
+    return values
 
 
-def _end_of_list(text: str, place: int) -> int | None:
+def _end_of_list(text: str, offset: int) -> int | None:
     """Return the end of the Python list that begins at `place`.
 
     The result is None if the list is incomplete.
     """
     depth = 0
-    for part in _PYTHON.finditer(text, place) if text.startswith("[", place) else ():
+    for part in _PYTHON.finditer(text, offset) if text.startswith("[", offset) else ():
         if part["unclosed"]:
             return None
         if part["text"] is None:
@@ -298,19 +299,19 @@ def _end_of_list(text: str, place: int) -> int | None:
     return None
 
 
-def _behind_space(text: str, place: int) -> int:
-    return _SPACE.match(text, place).end()  # pyright: ignore[reportOptionalMemberAccess]
+def _behind_space(text: str, offset: int) -> int:
+    return _SPACE.match(text, offset).end()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _of_python(call: ast.Call) -> dict[str, Any]:
-    names = [each.arg for each in call.keywords]
+    names = [keyword.arg for keyword in call.keywords]
     if call.args or not all(names):
         raise ToolError(f"arguments of a tool call have names: {ast.unparse(call):.100}")
     if len(set(names)) < len(names):
         raise ToolError(f"an argument is given twice: {ast.unparse(call):.100}")
     return {
         "name": ast.unparse(call.func),
-        "arguments": {str(each.arg): _literal(each.value) for each in call.keywords},
+        "arguments": {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords},
     }
 
 
@@ -337,8 +338,8 @@ def _typed(arguments: dict[str, str], schemas: Mapping[str, Any]) -> dict[str, A
     typed: dict[str, Any] = dict(arguments)
     for name, text in arguments.items():
         schema = schemas.get(name, {})
-        kinds = [each.get("type", []) for each in (schema, *schema.get("anyOf", ()))]
-        kinds = {kind for own in kinds for kind in ([own] if isinstance(own, str) else own)}
+        kinds = [part.get("type", []) for part in (schema, *schema.get("anyOf", ()))]
+        kinds = {name for kind in kinds for name in ([kind] if isinstance(kind, str) else kind)}
         if not kinds or "string" in kinds:
             continue
         for read in (ast.literal_eval, json.loads):
@@ -347,19 +348,19 @@ def _typed(arguments: dict[str, str], schemas: Mapping[str, Any]) -> dict[str, A
     return typed
 
 
-def _call(found: Any) -> ToolCall:
+def _call(value: Any) -> ToolCall:
     arguments = None
-    if isinstance(found, dict) and isinstance(found.get("name"), str):
-        arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(value, dict) and isinstance(value.get("name"), str):
+        arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):  # some models quote the arguments
-            what, text = f"the arguments of {found['name']} are", arguments.strip()
+            what, text = f"the arguments of {value['name']} are", arguments.strip()
             arguments, end = _json_at(text, 0, what)
             if end < len(text):
                 raise ToolError(f"{what} not JSON alone: {text[end:]:.100}")
     if not isinstance(arguments, dict):
         raise ToolError('a tool call is {"name": "...", "arguments": {...}}')
     try:  # convert to plain JSON values
-        told = json.dumps([found["name"], arguments], ensure_ascii=False, allow_nan=False)
-        return ToolCall(*json.loads(told.encode()))
+        written = json.dumps([value["name"], arguments], ensure_ascii=False, allow_nan=False)
+        return ToolCall(*json.loads(written.encode()))
     except (ValueError, TypeError, RecursionError) as error:
         raise ToolError(f"a tool call has a value that JSON cannot hold: {error}") from None

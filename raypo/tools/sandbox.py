@@ -47,23 +47,6 @@ class Ran:
     """True if output was truncated."""
 
 
-def text_for_model(ran: Ran, time_limit_s: float) -> str:
-    """Format a result as text for the model."""
-    output = ran.output + ("\n... (cut)" if ran.is_cut else "")
-    if ran.exit_code is None:
-        return f"{output}\nended after {time_limit_s:g} s: the time limit".lstrip()
-    if ran.exit_code < 0:
-        return f"{output}\nended by {_signal_name(-ran.exit_code)}".lstrip()
-    return output or "(it printed nothing)"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # Python names only the first and the last real-time signal
-        return f"signal {number}"
-
-
 LOOK_EVERY_S = 0.02
 _turns: dict[int, threading.BoundedSemaphore] = {}
 """Semaphore of this process for each concurrency limit. All sandboxes with this limit share it,
@@ -132,7 +115,13 @@ class PythonSandbox:
         Args:
             code: The program. Print what you want to see.
         """
-        return text_for_model(await self.run(code), self._time_limit_s)
+        ran = await self.run(code)
+        output = ran.output + ("\n... (cut)" if ran.is_cut else "")
+        if ran.exit_code is None:
+            return f"{output}\nended after {self._time_limit_s:g} s: the time limit".lstrip()
+        if ran.exit_code < 0:
+            return f"{output}\nended by a signal: {signal.strsignal(-ran.exit_code)}".lstrip()
+        return output or "(it printed nothing)"
 
     async def run(self, code: str) -> Ran:
         """Run a program until it ends, times out, or the caller is cancelled.
@@ -191,9 +180,9 @@ class PythonSandbox:
             await process.stdin.drain()
         process.stdin.close()
         # UTF-8 takes up to 4 bytes per character; 4 more tell whether the output exceeds the limit.
-        kept, room = bytearray(), 4 * self._max_output_chars + 4
+        output, room = bytearray(), 4 * self._max_output_chars + 4
         while piece := await process.stdout.read(65536):
-            kept += piece[: room - len(kept)]
+            output += piece[: room - len(output)]
         await process.wait()
-        text = kept.decode(errors="replace")
+        text = output.decode(errors="replace")
         return text[: self._max_output_chars], len(text) > self._max_output_chars

@@ -117,15 +117,12 @@ class Console:
             self.message(text)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Write the line of a completed step and its new warnings.
-
-        If the metrics lack the key `step`, the console counts the steps itself.
-        """
-        self._step = int(metrics.get("step", self._step + 1))
+        """Write the line of a completed step (key `step`) and its new warnings."""
+        self._step = int(metrics["step"])
         self._has_step = True
-        self._rows.append({**metrics, "step": self._step})
+        self._rows.append(metrics)
         self.message(step_line(self._step, self._num_steps, metrics))
-        for finding in self._watch.add(self._rows[-1]):
+        for finding in self._watch.add(metrics):
             self.message(f"warning: {finding.text} {finding.remedy}")
         if self._view is not None:
             self._view.step(self._step, metrics)
@@ -211,16 +208,16 @@ class LiveView(Progress):
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """Format a step as one line. Missing metrics are left out."""
     # Metrics of evaluations come last, because most steps lack them.
-    columns = sorted(_COLUMNS, key=lambda each: each.name.startswith("eval/"))
+    columns = sorted(_COLUMNS, key=lambda metric: metric.name.startswith("eval/"))
     number = f"step {step:{len(str(num_steps))}d}/{num_steps}"
     return "  ".join([number, *_values(columns, metrics), *_parts(metrics)])
 
 
 def _values(columns: Sequence[Metric], metrics: Mapping[str, float]) -> list[str]:
     return [
-        each.line.format(metrics[each.name])
-        for each in columns
-        if each.name in metrics and (metrics[each.name] or not each.unless_zero)
+        metric.line.format(metrics[metric.name])
+        for metric in columns
+        if metric.name in metrics and (metrics[metric.name] or not metric.unless_zero)
     ]
 
 

@@ -61,8 +61,8 @@ def grafana_dashboard() -> dict[str, Any]:
         head = {"x": 0, "y": y, "w": 24, "h": 1}
         panels.append({"id": next(numbers), "type": "row", "title": title, "gridPos": head})
         for position, plot in enumerate(plots):
-            place = {"x": 12 * (position % 2), "y": y + 1 + 8 * (position // 2), "w": 12, "h": 8}
-            panels.append({"id": next(numbers), "gridPos": place, **_panel(plot)})
+            cell = {"x": 12 * (position % 2), "y": y + 1 + 8 * (position // 2), "w": 12, "h": 8}
+            panels.append({"id": next(numbers), "gridPos": cell, **_panel(plot)})
         y += 1 + 8 * ((len(plots) + 1) // 2)
     run = {
         "name": "run",

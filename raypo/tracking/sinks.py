@@ -115,13 +115,13 @@ class Wandb(Sink):
         import wandb
 
         plain = re.sub(r"[^A-Za-z0-9_-]", "-", files.name)[:40]
-        known = _remembered(files, _WANDB_ID)
+        earlier_id = _remembered(files, _WANDB_ID)
         self._run = wandb.init(
             project=section.project,
             entity=section.entity,
             mode=section.mode,
             name=files.name,
-            id=known or _remember(files, _WANDB_ID, f"{plain}-{secrets.token_hex(4)}"),
+            id=earlier_id or _remember(files, _WANDB_ID, f"{plain}-{secrets.token_hex(4)}"),
             resume="allow",
             dir=str(files.folder),
             config=dict(config),
@@ -147,13 +147,15 @@ class MLflow(Sink):
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self._client = MlflowClient(section.tracking_uri)
-        found = self._client.get_experiment_by_name(section.experiment)
+        existing = self._client.get_experiment_by_name(section.experiment)
         experiment = (
-            found.experiment_id if found else self._client.create_experiment(section.experiment)
+            existing.experiment_id
+            if existing
+            else self._client.create_experiment(section.experiment)
         )
-        if known := _remembered(files, _MLFLOW_ID):
-            self._id = known
-            self._client.update_run(known, status="RUNNING")
+        if earlier_id := _remembered(files, _MLFLOW_ID):
+            self._id = earlier_id
+            self._client.update_run(earlier_id, status="RUNNING")
             return
         created = self._client.create_run(experiment, run_name=files.name)
         self._id = _remember(files, _MLFLOW_ID, created.info.run_id)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-HPARAMS_SUFFIX = ".hparams"
 
 
 class TensorBoard:
@@ -20,14 +17,13 @@ class TensorBoard:
     its `flush` does not wait for that thread, so a killed run would lose its last steps.
     """
 
-    def __init__(self, folder: str | Path, *, first_step: int = 1, suffix: str = "") -> None:
+    def __init__(self, folder: str | Path, *, first_step: int = 1) -> None:
         """Open a new event file.
 
         Args:
             folder: Folder for event files. It may contain the files of earlier attempts.
             first_step: Next step to be written. TensorBoard then hides what earlier files have for
                 this and later steps, so that a resumed run has one curve.
-            suffix: Suffix of the file name. Empty means the id of this process.
         """
         from tensorboardX.event_file_writer import EventsWriter
 
@@ -35,19 +31,19 @@ class TensorBoard:
         self._events = import_module("tensorboardX.proto.event_pb2")
         self._summary = import_module("tensorboardX.proto.summary_pb2").Summary
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(Path(folder) / "events"), suffix or f".{os.getpid()}")
+        self._writer = EventsWriter(str(Path(folder) / "events"), f".{os.getpid()}")
         if first_step > 1:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self.add(first_step, session_log=start)
+            self._add(first_step, session_log=start)
         self._writer.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step. All values must be finite."""
         scalars = [self._summary.Value(tag=k, simple_value=float(v)) for k, v in metrics.items()]
-        self.add(step, summary=self._summary(value=scalars))
+        self._add(step, summary=self._summary(value=scalars))
         self._writer.flush()
 
-    def add(self, step: int, **content: Any) -> None:
+    def _add(self, step: int, **content: Any) -> None:
         """Write one event. The next `write` or `close` flushes it to disk."""
         event = self._events.Event(wall_time=time.time(), step=step, **content)
         self._writer.write_event(event)
@@ -55,27 +51,3 @@ class TensorBoard:
     def close(self, status: str = "finished") -> None:
         """Close the event file. The status of the run is not shown."""
         self._writer.close()
-
-
-def write_hparams(
-    folder: str | Path, point: Mapping[str, Any], metrics: Mapping[str, float], *, step: int
-) -> None:
-    """Write a sweep's trial for TensorBoard's HParams page. Replace the file of an earlier call.
-
-    Args:
-        folder: The trial's run folder.
-        point: Config values of the trial, by config key.
-        metrics: The last metrics of the trial. Values that are not finite are left out.
-        step: The step of these metrics.
-    """
-    from tensorboardX.summary import hparams
-
-    for earlier in Path(folder).glob(f"*{HPARAMS_SUFFIX}"):
-        earlier.unlink()
-    plain = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in point.items()}
-    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    board = TensorBoard(folder, suffix=HPARAMS_SUFFIX)
-    for each in hparams(plain, finite):
-        board.add(step, summary=each)
-    board.write(step, finite)
-    board.close()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from raypo.cluster.placement import (
@@ -22,11 +21,7 @@ from raypo.cluster.placement import (
 )
 from raypo.config import AnyConfig, ConfigError
 from raypo.config.sweep_config import SharedRole, SweepConfig
-from raypo.metrics.clock import duration
-from raypo.storage.folder import below
-from raypo.storage.run_files import RunFiles
 from raypo.tuning.shared import Sharing
-from raypo.tuning.sweep_folder import TRIALS_FOLDER
 
 
 @dataclass(frozen=True)
@@ -95,29 +90,16 @@ def plan_sweep(
         num_trials=sweep.num_trials,
         at_most=at_once,
         share=sweep.share,
-        share_batches=sweep.share_batches,
         use_gpu=use_gpu,
     )
-    bundles, num_slots = plan.bundles, plan.num_slots
-    for key, name in (("cpus", "CPU"), ("gpus", "GPU")):
-        limit, asked = getattr(sweep.resources, key), _amount(name, bundles)
-        if limit is None or not asked:
-            continue
-        if limit < asked:
-            raise ConfigError(
-                f"resources.{key} ({limit:g}): one trial takes {asked:g} {name}. Set "
-                f"resources.{key} to at least {asked:g}, or lower the resources of a trial in "
-                "the base."
-            )
-        num_slots = min(num_slots, int(limit / asked + 1e-9))
-    if sweep.scheduler.kind == "pbt" and num_slots < sweep.num_trials:
+    if sweep.scheduler.kind == "pbt" and plan.num_slots < sweep.num_trials:
         raise ConfigError(
             f"num_samples ({sweep.num_trials}): pbt compares trials that run at the same time, "
-            f"and {num_slots} of {_words(bundles)} fit here. Set num_samples to "
-            f"{max(2, num_slots)}, or lower the resources of a trial "
+            f"and {plan.num_slots} of {_words(plan.bundles)} fit here. Set num_samples to "
+            f"{max(2, plan.num_slots)}, or lower the resources of a trial "
             "(overrides.learner.cpus_per_worker)."
         )
-    return replace(plan, num_slots=num_slots)
+    return plan
 
 
 def plan_trials(
@@ -128,7 +110,6 @@ def plan_trials(
     num_trials: int,
     at_most: int,
     share: Sequence[SharedRole] | Literal["auto"],
-    share_batches: bool = False,
     use_gpu: bool,
     worker: Resources | None = None,
 ) -> SweepPlan:
@@ -142,7 +123,6 @@ def plan_trials(
         at_most: Maximum number of concurrent trials.
         share: Roles to share. `auto` shares all roles. On GPUs it does so only if sharing does not
             lower the number of concurrent trials.
-        share_batches: Whether trials that share engines sample in the same batches.
         use_gpu: Whether a learner worker takes a GPU.
         worker: Resources of a learner worker. None means those of the config.
 
@@ -157,7 +137,7 @@ def plan_trials(
     ]
     wanted = min(num_trials, at_most)
     num_slots = groups_side_by_side(trial, nodes, strategy, at_most=wanted)
-    sharing = Sharing.of(base, trials, share=share, share_batches=share_batches, use_gpu=use_gpu)
+    sharing = Sharing.of(base, trials, share=share, use_gpu=use_gpu)
     if sharing.bundles:
         placed = place(sharing.bundles, nodes, strategy)
         left = without(nodes, sharing.bundles, placed)
@@ -177,7 +157,7 @@ def plan_trials(
     return SweepPlan(num_trials, bundles, num_slots, sharing)
 
 
-def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
+def describe(sweep: SweepConfig, plan: SweepPlan) -> list[str]:
     """Return the plan as lines for the terminal."""
     goals = ", ".join(f"{m} ({mode})" for m, mode in zip(sweep.metric, sweep.mode, strict=True))
     lines = [
@@ -188,34 +168,11 @@ def describe(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> list[str]:
         f"  each trial takes {_words(plan.bundles)}; {plan.num_slots} at a time, the others wait",
         *plan.sharing.lines(),
     ]
-    lines.append(f"  cost: {estimate(sweep, base, plan)}")
     if sweep.searcher == "grid":
         for number, point in enumerate(grid_points(sweep)):
             words = ", ".join(f"{key}={value}" for key, value in point.items())
             lines.append(f"  {trial_name(sweep.name, number)}: {words}")
     return lines
-
-
-def estimate(sweep: SweepConfig, base: AnyConfig, plan: SweepPlan) -> str:
-    """Estimate the cost of a sweep whose trials all run to the end.
-
-    The estimate uses the step times of one of the sweep's trials. If none has run, it uses those of
-    the base's own run.
-    """
-    trials = below(sweep.storage_path, sweep.name, TRIALS_FOLDER)
-    runs = [(trials, trial_name(sweep.name, number)) for number in range(plan.num_trials)]
-    for storage, name in [*runs, (base.storage_path, base.name)]:
-        rows = RunFiles(storage, name).metrics()
-        steps = [row["time/step_s"] for row in rows if "time/step_s" in row]
-        if steps:
-            trial_s = statistics.median(steps) * base.num_steps
-            device_s = trial_s * plan.num_trials * plan.num_devices
-            wall_s = trial_s * -(-plan.num_trials // plan.num_slots)
-            return (
-                f"at most {device_s:.0f} device-seconds, {duration(wall_s)}, estimated from the "
-                f"run {name}; start-up takes additional time"
-            )
-    return "not known before the base config has run once"
 
 
 def grid_points(sweep: SweepConfig) -> list[dict[str, Any]]:

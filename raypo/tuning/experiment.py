@@ -1,12 +1,10 @@
-"""The process that runs Tune's loop: Ray's connection, signals, and waiting trials."""
+"""The process that runs Tune's loop: Ray's connection, and signals."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,15 +17,12 @@ from ray.tune.experiment import Trial
 from raypo.cluster.connect import connect
 from raypo.cluster.placement_group_gc import start_placement_group_gc
 from raypo.config import AnyConfig
-from raypo.deployment.reserve import SAY_AFTER_S, waiting_groups
 from raypo.tracking.console import Console
 from raypo.trainer.watch import stop_on_signal
 
 DRIVER_RESOURCES: dict[str, float] = {"memory": 1}
 """Resources of a trial's actor. They are tiny, because the learner workers reserve their resources
 in separate placement groups. If the actors reserved more, trials could wait for each other."""
-CHECK_EVERY_S = 2.0
-"""Interval in seconds at which the placement groups of waiting trials are checked."""
 TUNE_ENVIRONMENT = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # `stop_on_signal` handles signals
     # Reports of steps without an evaluation lack its metrics. Tune's strict check would refuse
@@ -57,37 +52,6 @@ class Interruption(Callback):
             # Tune would print how `tune.Tuner.restore` resumes, which fits neither kind of driver.
             logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
             signal.raise_signal(signal.SIGUSR1)
-
-
-class RoomWatch(Callback):
-    """Tune callback that prints which trial waits for resources, and which programs hold them.
-
-    Each trial's run reports this too, but only to a log file, because that is where the output of
-    Tune's actors goes.
-    """
-
-    def __init__(self) -> None:
-        self._since: dict[str, float] = {}
-        """Time at which each waiting group was first seen, by name. inf means that it has been
-        reported."""
-        self._checked_at = -math.inf
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune pickles callbacks for its own restore
-
-    def on_step_end(self, iteration: int, trials: list[Trial], **_: Any) -> None:
-        """Check the placement groups. Tune calls this after each iteration of its loop."""
-        now = time.monotonic()
-        if now - self._checked_at < CHECK_EVERY_S:
-            return
-        self._checked_at = now
-        names = tuple(f"raypo:{trial}:" for trial in trials)
-        waiting = {name: why for name, why in waiting_groups().items() if name.startswith(names)}
-        self._since = {name: self._since.get(name, now) for name in waiting}
-        for name, since in self._since.items():
-            if since <= now - SAY_AFTER_S:
-                self._since[name] = math.inf  # reported
-                Console().message(f"{name.split(':')[1]} waits for room: {waiting[name]}")
 
 
 @contextmanager

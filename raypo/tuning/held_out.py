@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raypo.metrics.catalogue import label_of
-from raypo.report.change import Change, held_out_change, lead_words, paired_change
+from raypo.report.change import (
+    Change,
+    held_out_change,
+    held_out_scores,
+    lead_words,
+    paired_change,
+    scores_by_prompt,
+)
 from raypo.report.page import number
 from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import REWARD_MODEL, SCORE, Goal
 from raypo.tuning.record import TrialRecord
+from raypo.tuning.sweep_folder import trial_files
 from raypo.tuning.view import point_text
 
 MAX_NAMED = 4
 """Maximum number of trials named in a sentence."""
 
-Scores = Mapping[Any, float]
-"""Mean score of the samples of each held-out prompt, by prompt."""
 Changes = Mapping[str, Change]
 """Changes of the held-out score (key SCORE) and of the reward-model score (key REWARD_MODEL) on the
 held-out prompts. A change that is not known has no entry."""
 
 
-def who_is_best(
-    trials: Sequence[TrialRecord], goal: Goal, held_out: Callable[[TrialRecord], Scores]
-) -> str:
+def who_is_best(trials: Sequence[TrialRecord], goal: Goal, files: RunFiles) -> str:
     """Describe the best trial and its lead over the next trial with a score of the same step.
 
     Args:
         trials: Trials, best first; those without a score are skipped. At least one has a score.
         goal: Objective of the sweep.
-        held_out: Function that returns a trial's held-out scores by prompt.
+        files: The sweep's folder.
     """
     trials = [trial for trial in trials if math.isfinite(goal.gains(trial.judged)[0])]
     best, metric = trials[0], goal.metrics[0]
@@ -57,7 +60,10 @@ def who_is_best(
     second = peers[0]
     other = point_text(second.point)
     if metric == SCORE:
-        scores = {name: held_out(best), other: held_out(second)}
+        scores = {
+            text: held_out_scores(trial_files(files, trial.name), trial.scored_step)
+            for text, trial in ((name, best), (other, second))
+        }
         if len(scores) > 1 and scores[name] and scores[name].keys() == scores[other].keys():
             return (
                 f"{lead_words(scores, label=label)} Both scores are from step {best.scored_step}."
@@ -78,18 +84,18 @@ def held_out_changes(files: RunFiles, step: int) -> dict[str, Change]:
     return changes | ({REWARD_MODEL: of_model} if of_model else {})
 
 
-def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> Scores:
+def model_scores(files: RunFiles, step: int, weights: Mapping[str, float]) -> dict[Any, float]:
     """Return the mean reward-model score of each held-out prompt (`eval/reward_model_mean`)."""
     columns = ("group_index", "prompt", "scores_by_source", "row_index")
-    scores: dict[Hashable, list[float]] = {}
-    for row in files.rollouts(step, held_out=True, columns=columns):
-        if row.get("row_index"):  # the sample was counted by its first conversation
-            continue
-        by_source = dict(row["scores_by_source"] or ())
-        if weights and all(by_source.get(name) is not None for name in weights):
-            total = math.fsum(weight * by_source[name] for name, weight in weights.items())
-            scores.setdefault((row["group_index"], row["prompt"]), []).append(total)
-    return {prompt: statistics.fmean(values) for prompt, values in scores.items()}
+    rows = files.rollouts(step, held_out=True, columns=columns)
+    return scores_by_prompt({**row, "score": _model_score(row, weights)} for row in rows)
+
+
+def _model_score(row: Mapping[str, Any], weights: Mapping[str, float]) -> float | None:
+    by_source = dict(row["scores_by_source"] or ())
+    if not weights or any(by_source.get(name) is None for name in weights):
+        return None
+    return math.fsum(weight * by_source[name] for name, weight in weights.items())
 
 
 def model_weights(config: Mapping[str, Any]) -> dict[str, float]:
@@ -100,38 +106,15 @@ def model_weights(config: Mapping[str, Any]) -> dict[str, float]:
     return {name: common * entry["weight"] for name, entry in zip(names, entries, strict=True)}
 
 
-def gaming_words(
-    trials: Sequence[TrialRecord],
-    changes: Mapping[str, Changes],
-    held_out: Mapping[str, Scores],
-) -> list[str]:
-    """Return sentences about trials whose held-out score and reward-model score disagree.
+def gaming_words(trials: Sequence[TrialRecord], changes: Mapping[str, Changes]) -> str:
+    """Describe the trials that game the reward model, worst first. Empty if there are none.
 
     Args:
-        trials: All trials. If fewer than two have both scores, the result is empty.
+        trials: All trials.
         changes: Changes of both scores, by trial name.
-        held_out: Held-out scores by prompt, for each trial name.
     """
-    judged = [trial for trial in trials if {SCORE, REWARD_MODEL} <= trial.judged.keys()]
-    if len(judged) < 2:
-        return []
-    pairs = [(trial, changes.get(trial.name, {})) for trial in judged]
+    pairs = [(trial, changes.get(trial.name, {})) for trial in trials]
     gamed = [(trial, change) for trial, change in pairs if _is_gamed(change)]
-    return list(filter(None, [_of_gamed(gamed), _of_favourite(judged, held_out)]))
-
-
-def _is_gamed(change: Changes) -> bool:
-    """Return True if the reward-model score rose and the held-out score fell.
-
-    Both changes must be significant.
-    """
-    if not {SCORE, REWARD_MODEL} <= change.keys():
-        return False
-    return change[REWARD_MODEL].direction == 1 and change[SCORE].direction == -1
-
-
-def _of_gamed(gamed: Sequence[tuple[TrialRecord, Changes]]) -> str:
-    """Describe the trials that game the reward model, worst first."""
     if not gamed:
         return ""
     gamed = sorted(gamed, key=lambda pair: pair[1][SCORE].after - pair[1][SCORE].before)
@@ -148,26 +131,11 @@ def _of_gamed(gamed: Sequence[tuple[TrialRecord, Changes]]) -> str:
     )
 
 
-def _of_favourite(judged: Sequence[TrialRecord], held_out: Mapping[str, Scores]) -> str:
-    """Compare the trial with the best reward-model score to the one with the best held-out score.
+def _is_gamed(change: Changes) -> bool:
+    """Return True if the reward-model score rose and the held-out score fell.
 
-    Only trials with a score of the latest step are compared.
+    Both changes must be significant.
     """
-    last = max(trial.scored_step for trial in judged)
-    as_far = [trial for trial in judged if trial.scored_step == last]
-    best = max(as_far, key=lambda trial: trial.metrics[SCORE])
-    liked = max(as_far, key=lambda trial: trial.metrics[REWARD_MODEL])
-    if len(as_far) < 2:
-        return ""
-    if liked is best:
-        return "Reward model and held-out score put the same trial first."
-    favourite = (
-        f"The reward model likes {point_text(liked.point)} best "
-        f"({number(liked.metrics[REWARD_MODEL])}, against {number(best.metrics[REWARD_MODEL])} at "
-        f"{point_text(best.point)})"
-    )
-    scores = f"{number(liked.metrics[SCORE])} instead of {number(best.metrics[SCORE])}"
-    lead = paired_change(held_out.get(liked.name, {}), held_out.get(best.name, {}))
-    if lead is None or lead.direction != 1:
-        return f"{favourite}; that its held-out score is {scores} may be chance."
-    return f"{favourite}, but the held-out score there is only {scores}."
+    if not {SCORE, REWARD_MODEL} <= change.keys():
+        return False
+    return change[REWARD_MODEL].direction == 1 and change[SCORE].direction == -1

@@ -12,14 +12,11 @@ from raypo.config.base import escaped
 from raypo.config.sweep_config import SweepConfig, with_values
 from raypo.metrics.catalogue import label_of
 from raypo.metrics.clock import duration
-from raypo.report.change import held_out_scores
 from raypo.storage.run_files import RunFiles
 from raypo.storage.summary import installed_versions
-from raypo.tracking.tensorboard import write_hparams
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
-from raypo.tuning.held_out import Scores, who_is_best
+from raypo.tuning.held_out import who_is_best
 from raypo.tuning.record import TRIALS, TrialRecord, best_of, ranked, write_trials
-from raypo.tuning.sweep_folder import trial_files
 from raypo.tuning.view import point_text
 
 BEST = "best.yaml"
@@ -73,7 +70,6 @@ def write_outcome(
     )
     if records:
         write_trials(files, records, goal)
-    _write_hparams(files, goal, records)
     statuses = ("finished", "stopped", "failed", "interrupted")
     files.write_summary(
         {
@@ -97,17 +93,13 @@ def _lines_on_the_best(
     best: TrialRecord, files: RunFiles, records: Sequence[TrialRecord], goal: Goal
 ) -> list[str]:
     best_first = ranked(records, goal)
-
-    def held_out(trial: TrialRecord) -> Scores:
-        return held_out_scores(trial_files(files, trial.name), trial.scored_step)
-
     metrics = [
         f"{name} {best.metrics[name]:.4g}"
         for name in (SCORE, REWARD_MODEL, KL)
         if name in best.metrics
     ]
     lines = [f"best: {best.name}, {point_text(best.point)}; {', '.join(metrics)}"]
-    lines.append(who_is_best(best_first, goal, held_out))
+    lines.append(who_is_best(best_first, goal, files))
     metric, sign = goal.metrics[0], goal.signs[0]
     start = metric.replace("eval/", "eval/initial_", 1)
     pairs = [
@@ -131,8 +123,8 @@ def _lines_on_the_best(
 
 def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) -> str:
     """Return the best trial as a run config: the base as written, with the trial's values."""
-    own: dict[str, Any] = {"name": f"{sweep.name}-best", "storage_path": sweep.storage_path}
-    values = with_values(base, {**best.point, **own})
+    identity: dict[str, Any] = {"name": f"{sweep.name}-best", "storage_path": sweep.storage_path}
+    values = with_values(base, {**best.point, **identity})
     head = [
         f"# The best trial of the sweep {sweep.name}: {best.name}, {point_text(best.point)}.",
         f"# Its base is {sweep.base}; relative paths start where the sweep was started.",
@@ -146,14 +138,3 @@ def best_config(sweep: SweepConfig, base: Mapping[str, Any], best: TrialRecord) 
         head.append("# These are its last values; before each copy it trained with others.")
     text = yaml.safe_dump(escaped(values), sort_keys=False, allow_unicode=True)
     return "\n".join([*head, text])
-
-
-def _write_hparams(files: RunFiles, goal: Goal, records: Sequence[TrialRecord]) -> None:
-    """Write each trial's point and last metrics beside its curves, for TensorBoard."""
-    shown = {*goal.named, SCORE, REWARD_MODEL, KL}
-    for record in records:
-        metrics = {name: value for name, value in record.metrics.items() if name in shown}
-        if metrics:
-            run = trial_files(files, record.name)
-            write_hparams(run.folder, record.point, metrics, step=record.step)
-            run.sync()

@@ -37,8 +37,6 @@ def as_tune(domain: Domain) -> Any:
     """Convert a domain to Ray Tune's class."""
     if domain.is_list:
         return tune.choice(list(domain.values))
-    if domain.kind == "quniform":  # Tune's quniform requires that the step divides both ends
-        return tune.choice(list(domain.steps))
     return getattr(tune, domain.kind)(*domain.values)
 
 
@@ -46,11 +44,9 @@ def as_optuna(domain: Domain) -> BaseDistribution:
     """Convert a domain to Optuna's class."""
     if domain.is_list:
         return CategoricalDistribution(list(domain.values))
-    low, high = domain.values[:2]
+    low, high = domain.values
     if domain.kind == "randint":
         return IntDistribution(low, high - 1)
-    if domain.kind == "quniform":
-        return FloatDistribution(low, domain.steps[-1], step=domain.values[2])
     return FloatDistribution(low, high, log=domain.kind == "loguniform")
 
 
@@ -125,8 +121,8 @@ class SweepSearcher(Searcher):
             return point
         if point is not None:
             self.study.enqueue_trial(point)
-        self._asked[trial_id] = asked = self.study.ask(self._space)
-        return point or asked.params
+        self._asked[trial_id] = trial = self.study.ask(self._space)
+        return point or trial.params
 
     def on_trial_complete(
         self, trial_id: str, result: dict | None = None, error: bool = False

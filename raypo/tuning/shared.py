@@ -28,8 +28,6 @@ class Sharing:
     """True if each deployment of engines serves one trial after the other."""
     pool: bool = False
     """True if all trials use the same engines at the same time, each with its own LoRA adapter."""
-    share_batches: bool = False
-    """True if trials that share a pool sample in the same batches."""
     bundles: tuple[Bundle, ...] = ()
     """Bundles of the placement group that holds the models and the pool. There are none
     on CPUs, because all processes share the cores."""
@@ -41,7 +39,6 @@ class Sharing:
         trials: Iterable[AnyConfig],
         *,
         share: Sequence[SharedRole] | Literal["auto"],
-        share_batches: bool,
         use_gpu: bool,
     ) -> Sharing:
         """Return which of the roles in `share` the trials can share.
@@ -54,7 +51,6 @@ class Sharing:
             base: Run config of a trial, without the values of the space.
             trials: Run configs that represent all trials.
             share: Roles to share. `auto` means all roles.
-            share_batches: Whether trials that share engines also sample in the same batches.
             use_gpu: Whether a learner worker takes a GPU.
         """
         if not isinstance(base, OnlineConfig):
@@ -83,7 +79,7 @@ class Sharing:
         engines = shares_engine and not base.pushes_adapter and not use_gpu
         placed = with_dedicated(base, [*models, "engine"] if pool else models)
         bundles = dedicated_bundles(placed, use_gpu=True) if use_gpu else ()
-        return cls(tuple(models), engines, pool, pool and share_batches, tuple(bundles))
+        return cls(tuple(models), engines, pool, tuple(bundles))
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -98,8 +94,6 @@ class Sharing:
             lines.append(f"  all trials share {', '.join(self.roles)}{bundles}")
         if self.engines:
             lines.append("  engines are reused from trial to trial")
-        if self.share_batches:
-            lines.append("  trials sample in the same batches: their numbers depend on timing")
         return lines
 
 
@@ -151,7 +145,7 @@ def started(
                 services.append(start_shared(base, run, ["engine"], logs_dir=logs, use_gpu=False))
             engine_pool = start_engine_pool([s.handles["engine"] for s in services[1:]])
         models = {role: common.handles[role] for role in sharing.models}
-        yield Shared(base, models, engine_pool, sharing.pool, sharing.share_batches)
+        yield Shared(base, models, engine_pool, sharing.pool)
     finally:
         if engine_pool is not None:
             ray.kill(engine_pool)

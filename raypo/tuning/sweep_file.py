@@ -60,7 +60,7 @@ def run_sweep(
         for change in record_inputs(base, files, resumes=bool(records)):
             console.message(f"changed input, accepted: {change}")
         files.sync()
-        for line in describe(sweep, base, plan):
+        for line in describe(sweep, plan):
             console.message(line)
         if records:
             num_ended = sum(record.has_ended for record in records)

@@ -26,7 +26,6 @@ TRIALS_DO_NOT_DEPEND_ON = (
     "max_concurrent",
     "num_samples",
     "overrides",  # compared as part of the base, which contains them
-    "resources",
     "storage_path",
 )
 """Keys of a sweep file that may change when the sweep resumes or is extended with trials."""

@@ -5,7 +5,6 @@ This module does not import Ray.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +12,10 @@ from typing import Any
 
 from raypo.config.sweep_config import SweepConfig
 from raypo.metrics.catalogue import label_of
-from raypo.metrics.clock import duration
-from raypo.report.change import held_out_scores
 from raypo.report.charts import (
-    bar_chart,
     chart_of,
     line_chart,
     new_figure,
-    parallel_chart,
     spans_decades,
 )
 from raypo.report.page import COLOURS, Chart, Details, Page, Section, Table, Tiles, Words, number
@@ -29,7 +24,6 @@ from raypo.storage.run_files import RunFiles
 from raypo.tuning.goal import KL, REWARD_MODEL, SCORE, Goal
 from raypo.tuning.held_out import (
     Changes,
-    Scores,
     gaming_words,
     held_out_changes,
     who_is_best,
@@ -55,8 +49,6 @@ class SweepData:
     """Trials, best first."""
     rows: dict[str, list[dict[str, Any]]]
     """Metrics of each step, by trial name."""
-    held_out: Mapping[str, Scores]
-    """Held-out score of each prompt, by trial name. The mean over prompts is the trial's score."""
     changes: Mapping[str, Changes]
     """Changes of the held-out scores up to the step of the trial's score, by trial name."""
 
@@ -73,16 +65,13 @@ def load_sweep(files: RunFiles) -> SweepData | None:
     rows = {name: run.metrics() for name, run in runs.items()}
     status = (files.summary() or {}).get("status", "unfinished")
     status = "running" if files.is_running() else status
-    held_out = {
-        trial.name: held_out_scores(runs[trial.name], trial.scored_step) for trial in trials
-    }
     changes = {t.name: held_out_changes(runs[t.name], t.scored_step) for t in trials}
     steps = base["num_steps"]
-    return SweepData(config, steps, goal, status, files, trials, rows, held_out, changes)
+    return SweepData(config, steps, goal, status, files, trials, rows, changes)
 
 
 def sweep_page(sweep: SweepData) -> Page:
-    """Return the page: result, effect of the values, trials, score against KL, curves, cost."""
+    """Return the page: result, effect of the values, trials, score against KL, curves."""
     written = time.strftime("%Y-%m-%d %H:%M")
     page = Page(
         title=sweep.config.name,
@@ -97,7 +86,6 @@ def sweep_page(sweep: SweepData) -> Page:
     for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
         named = {labels[name]: with_the_start(rows) for name, rows in sweep.rows.items() if rows}
         curves.add(line_chart(label_of(metric), named, metric))
-    _cost(page.section("Cost"), sweep)
     best = sweep.files.read("best.yaml")
     if best is not None:
         page.section("Best config").add(Details("best.yaml", best.decode()))
@@ -130,7 +118,7 @@ def _result(section: Section, sweep: SweepData) -> None:
             (r[0] for r in map(with_the_start, sweep.rows.values()) if r and metric in r[0]), {}
         )
         was = f" It was {number(start[metric])} before the first update." if start else ""
-        words = who_is_best(sweep.trials, sweep.goal, lambda trial: sweep.held_out[trial.name])
+        words = who_is_best(sweep.trials, sweep.goal, sweep.files)
         section.add(Words(f"{words}{was}", strong=True))
         if broken := sweep.goal.broken(best.metrics):
             section.add(
@@ -138,7 +126,6 @@ def _result(section: Section, sweep: SweepData) -> None:
             )
     count = {s: sum(t.status == s for t in sweep.trials) for s in ("finished", "stopped", "failed")}
     total = sum(trial.device_s for trial in sweep.trials)
-    saved = sum(_saved(trial, sweep) for trial in sweep.trials)
     section.add(
         Tiles(
             [
@@ -147,14 +134,13 @@ def _result(section: Section, sweep: SweepData) -> None:
                 ("stopped early", str(count["stopped"]), sweep.config.scheduler.kind),
                 ("failed", str(count["failed"]), ""),
                 ("device-seconds", number(round(total)), "of all trials"),
-                ("saved by stopping", number(round(saved)), "device-seconds, at their steps' pace"),
             ]
         )
     )
 
 
 def _why(section: Section, sweep: SweepData) -> None:
-    for words in gaming_words(sweep.trials, sweep.changes, sweep.held_out):
+    if words := gaming_words(sweep.trials, sweep.changes):
         section.add(Words(words, strong=True))
     for key, domain in sweep.config.space.items():
         for metric in dict.fromkeys([*sweep.goal.metrics, SCORE, REWARD_MODEL, KL]):
@@ -215,9 +201,6 @@ def _trials(section: Section, sweep: SweepData) -> None:
             ],
         )
     )
-    rows: list[Mapping[str, Any]] = [{**trial.point, **trial.metrics} for trial in sweep.trials]
-    columns = {key: key for key in keys} | {name: label_of(name) for name in shown}
-    section.add(parallel_chart("Parallel coordinates", rows, columns, colour=sweep.goal.metrics[0]))
 
 
 def _front(section: Section, sweep: SweepData) -> None:
@@ -248,30 +231,6 @@ def _front(section: Section, sweep: SweepData) -> None:
             hovertemplate="%{text}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
         )
     section.add(chart_of(f"{label_of(metric)} against KL", figure, wide=True))
-
-
-def _cost(section: Section, sweep: SweepData) -> None:
-    labels = _labels(sweep)
-    costs = {labels[trial.name]: trial.device_s for trial in sweep.trials}
-    saved = {labels[trial.name]: _saved(trial, sweep) for trial in sweep.trials}
-    wall = duration(sum(trial.seconds for trial in sweep.trials))
-    by_kind = {"spent": costs} | ({"saved by stopping early": saved} if any(saved.values()) else {})
-    section.add(
-        Words(
-            f"The trials took {wall} one after the other, {number(sum(costs.values()))} "
-            "device-seconds: seconds times the devices that a trial holds."
-        ),
-        bar_chart("Cost of each trial", by_kind, x_title="device-seconds", wide=True),
-    )
-
-
-def _saved(trial: TrialRecord, sweep: SweepData) -> float:
-    """Estimate the device-seconds saved by stopping a trial early, from its median step time."""
-    paces = [row["time/step_s"] for row in sweep.rows.get(trial.name, ()) if "time/step_s" in row]
-    if trial.status != "stopped" or not paces or not trial.seconds:
-        return 0.0
-    num_devices, last_step = trial.device_s / trial.seconds, sweep.rows[trial.name][-1]["step"]
-    return num_devices * statistics.median(paces) * (sweep.num_steps - last_step)
 
 
 def _labels(sweep: SweepData) -> dict[str, str]:

@@ -47,7 +47,6 @@ from raypo.tuning.capacity import SweepPlan, plan_trials
 from raypo.tuning.experiment import (
     DRIVER_RESOURCES,
     Interruption,
-    RoomWatch,
     connected,
     group_gc_of_trials,
 )
@@ -269,12 +268,7 @@ class Tuner:
                     verbose=0 if self.shows_trials else self._run_config.verbose,
                     name=TUNE_FOLDER,
                     storage_path=self._files.location,
-                    callbacks=[
-                        *(self._run_config.callbacks or ()),
-                        interruption,
-                        board,
-                        RoomWatch(),
-                    ],
+                    callbacks=[*(self._run_config.callbacks or ()), interruption, board],
                 ),
             )
             if self._resume is not None:
@@ -476,7 +470,7 @@ def _check_run_config(run: tune.RunConfig) -> None:
             "to storage_path. Give it as a URI, like s3://bucket/folder."
         )
     rule = run.stop
-    are_stoppers = isinstance(rule, list) and all(isinstance(one, Stopper) for one in rule)
+    are_stoppers = isinstance(rule, list) and all(isinstance(stopper, Stopper) for stopper in rule)
     if not (rule is None or are_stoppers or isinstance(rule, Mapping) or callable(rule)):
         raise ConfigError(
             f"RunConfig.stop ({rule!r:.80}): must be a mapping of metrics to values, a function "

@@ -75,13 +75,8 @@ class Shape:
         }
 
 
-SHAPES = {
-    "27M": Shape(384, 8, 1024, 6, 2),
-    "57M": Shape(512, 15, 1408, 8, 4),
-    "135M": Shape(576, 30, 1536, 9, 3),
-    "267M": Shape(960, 20, 2560, 15, 5),
-}
-"""Of the growth over the model's size; all with a vocabulary of 49,152."""
+SMALL = Shape(576, 30, 1536, 9, 3)
+"""Shape of SmolLM2-135M."""
 
 
 def prepare_model(folder: Path) -> Path:
@@ -92,7 +87,7 @@ def prepare_model(folder: Path) -> Path:
     if (folder / "config.json").exists():
         return folder
     if not SMOLLM2.exists():
-        return random_model(folder, SHAPES["135M"])
+        return random_model(folder, SMALL)
     shutil.copytree(SMOLLM2, folder)
     tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     end = next(token["id"] for token in tokens if token["content"] == NEVER)
@@ -241,9 +236,9 @@ class Bench:
         self.folder, self.repeats = folder, repeats
         self.model = prepare_model(folder / "smollm2-135m")
 
-    def work(self, dtype: str, length: str | int, **more: Any) -> dict[str, Any]:
+    def work(self, dtype: str, length: str, **more: Any) -> dict[str, Any]:
         """What all measurements of one size have in common."""
-        tokens = LENGTHS[length] if isinstance(length, str) else length
+        tokens = LENGTHS[length]
         work: dict[str, Any] = {
             "model": str(self.model),
             "dtype": DTYPES[dtype],
@@ -363,8 +358,6 @@ class Bench:
     def measure(self, name: str) -> dict[str, Any]:
         """What a name of `NAMES` stands for."""
         tool, *rest = name.split("_")
-        if tool == "growth":
-            return self.growth(*rest)
         work = self.work(*rest)
         if tool == "raypo":
             return self.raypo(work)
@@ -379,26 +372,11 @@ class Bench:
             return found | {"passes_s": found["forward_s"] + found["update_s"]}
         return self.piece(tool, work)
 
-    def growth(self, what: str, size: str) -> dict[str, Any]:
-        """A step of raypo in float32, one of its sizes another than that of all others."""
-        if what == "model":
-            folder = random_model(self.folder / f"random-{size}", SHAPES[size])
-            return self.raypo(self.work("float32", "short", model=str(folder), steps=4))
-        return self.raypo(
-            self.work("float32", "short", steps=4, **{what.replace("-", "_"): int(size)})
-        )
 
-
-GROWTH = {
-    "prompts": (2, 4, 8, 16),
-    "new-tokens": (24, 48, 96, 192),
-    "model": tuple(SHAPES),
-}
 TOOLS = ("raypo", "trl", "trl8", "vllm", "bare", "learner", "deepspeed", "critic", "barecritic")
 """trl has all 32 responses in a micro-batch, trl8 has 8: the table shows the faster one."""
 CASES = [(dtype, length) for length in LENGTHS for dtype in DTYPES]
 NAMES = [f"{tool}_{dtype}_{length}" for dtype, length in CASES for tool in TOOLS]
-NAMES += [f"growth_{what}_{size}" for what, sizes in GROWTH.items() for size in sizes]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -416,8 +394,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(name, json.dumps(known["found"][name]), flush=True)
         file.write_text(json.dumps(known, indent=1))
     print(f"\n{table(known)}\n\n{file}")
-    if any(name.startswith("growth_") for name in known["found"]):
-        print(draw_growth(known["found"], options.runs / "growth.png"))
 
 
 def machine() -> dict[str, Any]:
@@ -511,7 +487,7 @@ def table(known: dict[str, Any]) -> str:
 
 def needed_flops(prompt: int) -> float:
     """Of a step: a pass to sample, one of the reference, and an update of three; prompts once."""
-    return 5 * pass_flops(SHAPES["135M"], PROMPTS, SAMPLES, prompt, NEW_TOKENS)
+    return 5 * pass_flops(SMALL, PROMPTS, SAMPLES, prompt, NEW_TOKENS)
 
 
 def pass_flops(shape: Shape, prompts: int, samples: int, prompt: int, new: int) -> float:
@@ -523,25 +499,6 @@ def pass_flops(shape: Shape, prompts: int, samples: int, prompt: int, new: int) 
     squares = prompts * (prompt**2 + samples * ((prompt + new) ** 2 - prompt**2))
     read = Lengths(prompts * prompt + responses, responses, squares)
     return forward_flops(from_config(shape.config), read)
-
-
-def draw_growth(found: dict[str, Any], file: Path) -> Path:
-    """Seconds of a step and its phases over what grows."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
-    for axes, (what, sizes) in zip(figure.subplots(1, len(GROWTH)), GROWTH.items(), strict=True):
-        steps = {str(size): found.get(f"growth_{what}_{size}") for size in sizes}
-        measured = {float(size.rstrip("M")): step for size, step in steps.items() if step}
-        for phase in ("step_s", "generate_s", "score_s", "update_s", "push_weights_s"):
-            seconds = [step[phase] for step in measured.values()]
-            label = phase.removesuffix("_s").replace("_", " ")
-            axes.plot(list(measured), seconds, marker="o", label=label)
-        axes.set_xticks([float(str(size).rstrip("M")) for size in sizes], sizes)
-        axes.set(xlabel=what.replace("-", " "), ylabel="s", xlim=0, ylim=0)
-    figure.axes[0].legend(fontsize=8)
-    figure.savefig(file, dpi=110)
-    return file
 
 
 if __name__ == "__main__":

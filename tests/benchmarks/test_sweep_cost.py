@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import psutil
 import pytest
@@ -229,27 +228,3 @@ def test_sixteen_trials_with_early_stopping_cost_a_quarter_of_separate_runs(
     assert all(same.values()), same
     assert best["feasible"]
     assert num_trials < 16 or wall <= 0.3
-
-
-def generate_s(folder: Path, name: str) -> float:
-    """Median seconds that a trial's step waits for its responses."""
-    trials = (folder / "runs" / name / "trials").iterdir()
-    return median(row["time/generate_s"] for trial in trials for row in read_metrics(trial)[1:])
-
-
-def test_trials_of_a_pool_that_share_batches_wait_less_for_their_responses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Responses of up to 100 tokens; as many trials at a time as there are cores."""
-    write_task(tmp_path)
-    pool = (
-        "overrides: {num_steps: 12, model.lora: {rank: 4, push: adapter}, "
-        "rollout.max_new_tokens: 100}"
-    )
-    ways = {"turns": pool, "joined": f"{pool}\nshare_batches: true"}
-    costs = {name: sweep(tmp_path, name, more) for name, more in ways.items()}
-    seconds = {name: generate_s(tmp_path, name) for name in ways}
-    with capsys.disabled():
-        print(f"\n{NUM_TRIALS} trials of 12 steps; seconds of sampling a step: {seconds}")
-        print(f"sharing batches / taking turns: {costs['joined'] / costs['turns']}")
-    assert seconds["joined"] < seconds["turns"]

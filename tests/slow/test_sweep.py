@@ -7,14 +7,11 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
-from ray.exceptions import RayError
 
 from raypo import PPOConfig, PPOTrainer
 from raypo.config.sweep_config import SweepConfig
@@ -429,64 +426,3 @@ max_concurrent: 2
     alone = read_metrics(Path(base.storage_path) / "alone-adapter")
     trial = read_metrics(files.folder / "trials" / last.name)
     assert numbers(alone) == numbers(trial)
-
-
-def rollouts(run: Path) -> list[dict[str, Any]]:
-    """Of the first step."""
-    return pq.read_table(run / "rollouts" / "step_00001.parquet").to_pylist()
-
-
-def test_trials_of_a_pool_share_the_steps_of_its_engine_if_they_may(task: Path, local_ray: None):
-    """What they sample is what a trial samples alone, but for rounding."""
-    import ray
-
-    from raypo.deployment.spec import Call
-    from raypo.tuning.sweep_file import run_sweep
-
-    path = write_sweep(
-        task,
-        "together",
-        """
-space: {learner.policy_lr: {grid: [1.0e-2, 2.0e-2]}}
-overrides: {num_steps: 4, model.lora: {rank: 4, push: adapter}, rollout.max_new_tokens: 100}
-searcher: grid
-metric: rollout/score_mean
-max_concurrent: 2
-share_batches: true
-""",
-    )
-    sweep = SweepConfig.load(path)
-    base, files = sweep.base_config(), RunFiles(sweep.storage_path, sweep.name)
-    running, is_over = [0], threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(0.1):
-            with suppress(ValueError, RayError):  # it is not there yet, or no more
-                engine: Any = ray.get_actor("raypo:together-shared:engine:0")
-                load: Any = ray.get(engine.call.remote(Call("load")))
-                running.append(load.running)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        outcome = run_sweep(sweep, base, files)
-    finally:
-        is_over.set()
-        watcher.join()
-    assert [record.status for record in outcome.records] == ["finished"] * 2
-    assert isinstance(base, PPOConfig)
-    assert max(running) > base.responses_per_step, "requests of both trials run at once"
-
-    values: Any = base.model_dump() | {"name": "alone-together"}
-    values["learner"]["policy_lr"] = 2e-2
-    PPOTrainer(PPOConfig.parse(values)).fit()
-    alone = rollouts(Path(base.storage_path) / "alone-together")
-    trial = rollouts(files.folder / "trials" / outcome.records[-1].name)
-    alike = [
-        (one["log_probs"], other["log_probs"])
-        for one, other in zip(alone, trial, strict=True)
-        if one["response_ids"] == other["response_ids"]
-    ]
-    assert len(alike) >= 0.9 * len(alone)
-    for one, other in alike:
-        assert other == pytest.approx(one, abs=1e-4)

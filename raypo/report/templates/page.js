@@ -35,12 +35,10 @@
     drawn.set(element, figure);
     const layout = layoutOf(figure.layout);
     if (figure.data.some((trace) => trace.hovertemplate || trace.orientation === "h")) layout.hovermode = "closest";
-    const parallel = figure.data.some((trace) => trace.type === "parcoords");
-    if (parallel) { delete layout.xaxis; delete layout.yaxis; }
     return Plotly.react(element, figure.data, layout, {
       responsive: true, displaylogo: false,
       displayModeBar: narrow() ? false : "hover",
-      modeBarButtons: parallel ? [["toImage"]] : [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+      modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
     });
   };
   const redraw = () => drawn.forEach((figure, element) => draw(element, figure));

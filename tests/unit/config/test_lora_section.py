@@ -11,23 +11,12 @@ def ppo(lora: object, **model: object) -> PPOConfig:
     return PPOConfig.parse(RUN | {"model": {"policy": "p", "lora": lora, **model}})
 
 
-def test_an_empty_section_is_the_defaults():
-    lora = ppo({}).model.lora
-    assert lora is not None
-    assert (lora.rank, lora.target_modules) == (16, "all-linear")
-
-
 def test_the_policy_without_its_adapter_is_the_reference_unless_another_is_named():
     assert ppo(None).reference == "p"
     assert ppo({}).reference is None
     assert ppo({}, reference="r").reference == "r"
     without_kl = RUN | {"model": {"policy": "p"}, "ppo": {"kl": {"coef": 0.0}}}
     assert PPOConfig.parse(without_kl).reference is None
-
-
-def test_dropout_is_no_key():
-    with pytest.raises(ConfigError, match=r"model.lora.dropout: there is no such key"):
-        ppo({"dropout": 0.1})
 
 
 def test_a_reward_model_pushes_nothing():

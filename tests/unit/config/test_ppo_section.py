@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 from raypo.config import PRESETS, PPOConfig, PPOSection, flatten
-from raypo.config.ppo_section import ESTIMATORS, GROUP_ADVANTAGES, Preset
+from raypo.config.ppo_section import ESTIMATORS, Preset
 from raypo.ppo.surrogates import SURROGATES
 from tests.unit.config.test_run_config import refused, with_keys
 
@@ -25,20 +25,6 @@ def test_the_choices_are_those_that_the_mathematics_has():
     fields = PPOSection().__class__
     assert choices(fields, "advantage") == set(ESTIMATORS)
     assert choices(fields, "policy_loss") == set(SURROGATES)
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_what_an_estimator_needs_is_what_the_mathematics_says(kind):
-    parts = {"right": 1.0} if kind == "gdpo" else None
-    section = PPOSection.model_validate(
-        {"advantage": kind, "kl": {"coef": 0.0}, "part_weights": parts}
-    )
-    assert section.needs_critic == ESTIMATORS[kind].needs_critic
-    assert (
-        section.needs_group
-        == ESTIMATORS[kind].needs_group
-        == (kind in (*GROUP_ADVANTAGES, "gdpo", "gigpo"))
-    )
 
 
 @pytest.mark.parametrize(

@@ -428,12 +428,6 @@ def test_a_key_that_is_given_twice_is_told_with_both_lines(tmp_path, text, messa
 # Frozen, comparable, light
 
 
-def test_a_config_survives_its_dump():
-    config = PPOConfig.parse(with_keys(ppo__kl__coef=0.5, data__label_key="answer"))
-    assert PPOConfig.parse(config.model_dump()) == config
-    assert PPOConfig.parse(config.model_dump(mode="json")) == config
-
-
 def test_differences_are_told_by_key_and_what_numbers_do_not_depend_on_is_ignored():
     mine = PPOConfig.parse(MINIMAL)
     theirs = PPOConfig.parse(

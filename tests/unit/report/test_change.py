@@ -53,15 +53,6 @@ def test_pairs_see_what_means_do_not():
     assert (paired.direction, unpaired.direction) == (1, 0)
 
 
-def test_the_better_of_two_is_the_worse_of_the_other_way_round():
-    before, after = scores(*range(12)), scores(*(2.0 * number for number in range(12)))
-    there, back = paired_change(before, after), paired_change(after, before)
-    assert there is not None
-    assert back is not None
-    assert (there.direction, back.direction) == (1, -1)
-    assert there.margin == back.margin
-
-
 def test_few_prompts_and_few_that_changed_say_nothing():
     nine = scores(*[0.0] * 9)
     few = paired_change(nine, dict.fromkeys(nine, 1.0))
@@ -81,7 +72,7 @@ def test_few_prompts_and_few_that_changed_say_nothing():
 
 def test_samples_of_a_prompt_are_one_unit():
     rows = [
-        {"group_index": group, "prompt": "p", "score": score}
+        {"group_index": group, "prompt": "p", "score": score, "row_index": 0}
         for group, score in ((0, 0.0), (0, 1.0), (0, None), (1, 1.0), (2, None))
     ]
     assert scores_by_prompt(rows) == {(0, "p"): 0.5, (1, "p"): 1.0}
@@ -105,16 +96,6 @@ def test_conversations_of_an_episode_are_one_sample_of_one_prompt(tmp_path: Path
     assert model_scores(files, 0, {"model": 1.0}) == expected
 
 
-def test_files_without_the_index_of_the_conversation_are_read(tmp_path: Path):
-    files = RunFiles.at(str(tmp_path / "run"))
-    files.folder.mkdir()
-    row = rollout(1, 0, 0) | {"score": 0.5, "scores_by_source": {"model": 2.0}}
-    table = rollout_table([row]).drop_columns(["row_index"])
-    files.write_rollouts(0, table, held_out=True)
-    assert held_out_scores(files, 0) == {(0, row["prompt"]): 0.5}
-    assert model_scores(files, 0, {"model": 1.0}) == {(0, row["prompt"]): 2.0}
-
-
 def test_a_welch_interval_by_hand():
     """Variances 1 and 3 over 4 and 4: standard error 1, degrees (1+3)^2 * 3 / (1+9) = 4.8."""
     change = unpaired_change((0.0, 1.0, 4.0), (2.0, 3.0, 4.0), "halves")
@@ -123,42 +104,21 @@ def test_a_welch_interval_by_hand():
     assert change.words == "95 % interval of the change -0.60 to +4.60; halves"
 
 
-def step(number: int, mean: float, *, std: float = 1.0, samples: int = 512) -> dict[str, float]:
-    return {
-        "step": number,
-        "rollout/score_mean": mean,
-        "rollout/score_std": std,
-        "rollout/samples_sampled": samples,
-    }
-
-
-def test_of_few_steps_the_prompts_are_the_units_and_not_the_samples():
-    """A rise of 0.2 at a spread of 1: clear of 512 prompts, not of 64 with eight samples each."""
-    rows = [step(1, 0.0), step(2, 0.2)]
-    alone, grouped = (
-        change_over_steps(rows, "rollout/score_mean", samples_per_prompt=count) for count in (1, 8)
-    )
-    assert alone is not None
-    assert grouped is not None
-    assert (alone.direction, grouped.direction) == (1, 0)
-    assert alone.basis == "step 1 against step 2, 512 prompts each"
-    unknown = change_over_steps(rows, "rollout/score_mean")
-    assert unknown is not None
-    assert unknown.direction is None
-
-
 def test_of_many_steps_the_steps_are_the_units():
-    rows = [
-        step(number, 0.1 * number + 0.05 * (-1) ** number, samples=2) for number in range(1, 31)
-    ]
-    change = change_over_steps(rows, "rollout/score_mean", samples_per_prompt=2)
+    def rows(scores: list[float]) -> list[dict[str, float]]:
+        return [{"step": step, "score": score} for step, score in enumerate(scores, start=1)]
+
+    rising = [0.1 * step + 0.05 * (-1) ** step for step in range(1, 31)]
+    change = change_over_steps(rows(rising), "score")
     assert change is not None
     assert change.direction == 1
     assert change.basis == "means of the first and of the last 7 steps"
-    flat = [step(number, (-1.0) ** number) for number in range(1, 31)]
-    still = change_over_steps(flat, "rollout/score_mean", samples_per_prompt=1)
+    still = change_over_steps(rows([(-1.0) ** step for step in range(1, 31)]), "score")
     assert still is not None
     assert still.direction == 0
+    few = change_over_steps(rows(rising[:9]), "score")
+    assert few is not None
+    assert few.direction is None
 
 
 def test_a_lead_is_told_with_its_interval_or_called_chance():

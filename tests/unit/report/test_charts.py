@@ -1,6 +1,4 @@
-import pytest
-
-from raypo.report.charts import line_chart, parallel_chart, scatter_chart, spans_decades
+from raypo.report.charts import line_chart, scatter_chart, spans_decades
 from raypo.report.page import COLOURS, Page, Table
 
 ROWS = [{"step": 1, "a": 1.0, "b": 3.0}, {"step": 2, "a": 2.0}, {"step": 3, "a": float("nan")}]
@@ -9,7 +7,6 @@ ROWS = [{"step": 1, "a": 1.0, "b": 3.0}, {"step": 2, "a": 2.0}, {"step": 3, "a":
 def test_a_chart_of_figures_that_no_row_has_is_none():
     assert line_chart("x", {"run": ROWS}, "nothing") is None
     assert scatter_chart("x", {"run": ROWS}, "a", "nothing") is None
-    assert parallel_chart("x", ROWS, {"a": "a"}, colour="nothing") is None
 
 
 def test_what_is_missing_or_not_finite_is_no_point():
@@ -26,23 +23,8 @@ def test_a_run_keeps_its_colour_when_another_lacks_the_figure():
     assert [trace["line"]["color"] for trace in chart.figure["data"]] == [COLOURS[1]]
 
 
-def test_parallel_coordinates_have_words_as_ticks():
-    rows = [{"lr": 0.1, "kind": "ppo", "score": 1.0}, {"lr": 0.2, "kind": None, "score": 0.5}]
-    chart = parallel_chart("x", rows, {"lr": "lr", "kind": "kind"}, colour="score")
-    assert chart is not None
-    numbers, words = chart.figure["data"][0]["dimensions"]
-    assert numbers["values"] == [0.1, 0.2]
-    assert (words["values"], words["ticktext"]) == ([0, -1], ["-", "ppo"])
-
-
 def test_values_over_decades_have_a_logarithmic_axis():
-    rows = [{"coef": coef, "score": 1.0} for coef in (0.001, 0.1, 3.0)]
-    chart = parallel_chart("x", rows, {"coef": "coef"}, colour="score")
-    assert chart is not None
-    (axis,) = chart.figure["data"][0]["dimensions"]
-    assert axis["values"] == pytest.approx([-3.0, -1.0, 0.477], abs=1e-3)
-    assert axis["ticktext"] == ["0.001", "0.01", "0.1", "1", "10"]
-    assert axis["range"] == [-3, 1]
+    assert spans_decades([0.001, 0.1, 3.0])
     for flat in ([0.0, 100.0], [-1.0, 1.0], [1.0, 99.0], ["a", "b"], []):
         assert not spans_decades(flat)
 

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from raypo.cli import app
 from raypo.report.page import Section, Table, Words
-from raypo.report.samples import before_and_after_texts, by_sample, run_samples, typical
+from raypo.report.samples import before_and_after_texts, by_sample, run_samples
 from raypo.report.terminal import chosen, print_samples
 from raypo.storage.rollout_table import rollout_table
 from raypo.storage.run_files import RunFiles
@@ -55,7 +55,7 @@ def test_orders():
     assert [row["score"] for (row,) in chosen(samples, "worst", 3)] == [0.01, 0.01, 0.01]
     assert chosen(samples, "best", 9)[-1][0]["score"] is None
     assert chosen(samples, "longest", 1) == [[rows[5]]]
-    assert chosen(samples, None, 3) == [[rows[0]], [rows[3]], [rows[6]]]
+    assert chosen(samples, None, 3) == [[rows[0]], [rows[4]], [rows[8]]]
     assert len(chosen(samples, None, 50)) == 9
 
 
@@ -133,8 +133,6 @@ def test_the_conversations_of_an_agents_episode_are_one_sample(tmp_path: Path):
     assert [each["prompt"] for each in trained] == ["first prompt", "prompt 1 </script>"]
     assert [each["prompt"] for each in trained[0]["more"]] == ["second prompt"]
     assert "tools" not in trained[0]["more"][0]
-    typical_ones = {id(row) for row in typical([*rows, rollout(1, 1, 0)]).values()}
-    assert id(rows[1]) not in typical_ones
 
 
 def test_samples_before_and_after_show_changed_ones_first_and_turns_apart(tmp_path: Path):
@@ -166,5 +164,5 @@ def test_samples_before_and_after_show_losses_beside_wins(tmp_path: Path):
     heading, _, table = section.blocks
     assert isinstance(heading, Words)
     assert isinstance(table, Table)
-    assert heading.text.startswith("20 better, 4 worse of 24 held-out prompts")
+    assert heading.text.endswith("20 prompts better, 4 worse, of 24.")
     assert [row[5] - row[3] for row in table.rows] == [1, 1, 1, 1, -1, -1]

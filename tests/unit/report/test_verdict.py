@@ -7,7 +7,7 @@ import pytest
 
 from raypo.report import run_page as run_page_module
 from raypo.report import verdict
-from raypo.report.page import Notices, Words
+from raypo.report.page import Words
 from raypo.report.run_page import load_run, run_page
 from raypo.report.verdict import learned
 from raypo.storage.rollout_table import rollout_table
@@ -32,13 +32,12 @@ def said(*folders: Path) -> str:
     return " ".join(block.text for block in result.blocks if isinstance(block, Words))
 
 
-def scored(folder: Path, scores: list[float], *, prompts: int, samples: int, std: float) -> Path:
+def scored(folder: Path, scores: list[float]) -> Path:
     """A run without held-out prompts."""
     files = RunFiles(str(folder), "scored")
-    files.write_config({"name": "scored", "rollout": {"samples_per_prompt": samples}})
+    files.write_config({"name": "scored"})
     for step, score in enumerate(scores, start=1):
-        row = {"rollout/score_mean": score, "rollout/score_std": std}
-        files.append_metrics(step, row | {"rollout/samples_sampled": prompts * samples})
+        files.append_metrics(step, {"rollout/score_mean": score})
     return files.folder
 
 
@@ -95,21 +94,6 @@ def test_a_run_that_is_held_to_its_reference_shows_no_clear_change(tmp_path: Pat
     )
 
 
-def test_the_trend_names_the_last_third_the_best_step_and_a_dip_that_is_a_notice_too(
-    tmp_path: Path,
-):
-    """A start as good as step 20 of the quickstart, then its untrained answers."""
-    folder = write_recorded(tmp_path, PPO, held_out={0: 20, 10: 0, 20: 30, 30: 40})
-    words = said(folder)
-    assert "The held-out score was " in words
-    dip = "was below the start until step 20 (lowest 0.478 at step 10)"
-    assert f"from step 20 to 30 and was best at step 30 (0.836); it {dip}." in words
-    page = run_page([load_run(str(folder))], with_samples=False)
-    (warnings,) = next(s for s in page.sections if s.title == "Warnings").blocks
-    assert isinstance(warnings, Notices)
-    assert ("step 10", f"the held-out score {dip}.") in [each[:2] for each in warnings.notices]
-
-
 @pytest.mark.parametrize(
     ("held_out", "trend"),
     [
@@ -125,7 +109,6 @@ def test_the_trend_names_the_last_third_the_best_step_and_a_dip_that_is_a_notice
 def test_the_trend_of_the_last_third(tmp_path: Path, held_out: dict[int, int], trend: str):
     words = said(write_recorded(tmp_path, PPO, held_out=held_out))
     assert trend in words
-    assert "below the start" not in words
 
 
 def test_from_step_30_on_there_was_no_clear_change(tmp_path: Path):
@@ -152,27 +135,17 @@ def test_a_held_out_score_that_falls_while_training_rises_is_gaming(tmp_path: Pa
     assert "games" not in overfit
 
 
-def test_three_steps_of_eight_responses_do_not_say_whether_it_learned(tmp_path: Path):
+def test_three_steps_do_not_say_whether_it_learned(tmp_path: Path):
     """As a new user's first run measured them."""
     scores = [-0.708, -0.552, -0.602]
-    words = said(scored(tmp_path, scores, prompts=2, samples=4, std=0.3))
+    words = said(scored(tmp_path, scores))
     assert (
         "Too little data to say whether it learned: the training score rose from -0.708 "
-        "to -0.602 (step 1 against step 3, 2 prompts each: too few for an interval)." in words
+        "to -0.602 (step 1 against step 3: too few for an interval)." in words
     )
     assert "It learned" not in words
-    one = said(scored(tmp_path / "one", scores[:1], prompts=2, samples=4, std=0.3))
+    one = said(scored(tmp_path / "one", scores[:1]))
     assert "was -0.708 in its only step, so it is unknown whether it learned." in one
-
-
-def test_few_steps_of_many_prompts_can_say_it(tmp_path: Path):
-    """The quickstart's first three steps, without held-out answers: 128 prompts each."""
-    folder = write_recorded(tmp_path, PPO, steps=[1, 20, 40], held_out={0: 0})
-    words = said(folder)
-    assert "It learned. The training score rose from -0.348 to 1.724" in words
-    assert "step 1 against step 3, 128 prompts each)" in words
-    again = write_recorded(tmp_path / "again", PPO, steps=[38, 39, 40], held_out={0: 0})
-    assert "No clear change. The training score" in said(again)
 
 
 def test_many_steps_without_held_out_prompts_are_judged_by_their_trend(tmp_path: Path):

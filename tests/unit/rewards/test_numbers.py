@@ -63,6 +63,9 @@ def test_what_is_no_number_is_none(text):
         ("４２", ["42"]),
         ("US$5", ["5"]),
         (r"3\frac{1}{2}", [r"3\frac{1}{2}"]),
+        ("2e3", ["2e3"]),
+        (r"4!", []),
+        (r"5\text{ cm}^2", ["5"]),
     ],
 )
 def test_a_number_stands_alone_where_nothing_takes_it_as_an_operand(text, found):

@@ -284,11 +284,6 @@ def test_the_reason_of_a_failure_may_be_nested_too_deeply():
         assert "status 400: [[[" in reason_of(client(url, batch_size=100))
 
 
-def test_a_long_reason_of_a_failure_is_cut():
-    with scripted(lambda body, number: (400, {"error": "x" * 10**6})) as (url, _):
-        assert 1000 < len(reason_of(client(url, batch_size=100))) < 1500
-
-
 def test_a_slow_server_times_out_and_the_other_one_answers():
     release = threading.Event()
 

@@ -82,23 +82,15 @@ def test_a_number_is_right_whatever_it_is_written_like(response, score):
     assert number_answer([rollout(response, GSM8K)]) == [score]
 
 
-def test_thousands_may_have_commas():
-    assert number_answer([rollout("#### 1234", "1,234"), rollout("1,234.50", "1234.5")]) == [1, 1]
+def test_exact_match_looks_past_white_space_only():
+    responses = [("4", "4"), (" 4\n", "4"), ("4", 4), ("4.", "4"), ("a", "A"), ("", "4")]
+    assert exact_match([rollout(*pair) for pair in responses]) == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("label", "response", "score"),
     [
-        ("2", "x^2", 0.0),
-        ("2", r"it is \frac{1}{2}", 0.0),
-        ("3", "2e3", 0.0),
-        ("2000", "2e3", 1.0),
-        ("-7", "10-7", 0.0),
-        ("123", "1,2,3", 0.0),
-        ("5", "-$5", 0.0),
-        ("-5", "-$5", 1.0),
-        ("-5", "−5", 1.0),
-        ("5", "−5", 0.0),
+        ("1234", "#### 1,234", 1.0),
         ("-5", r"\boxed{-5}", 1.0),
         ("12", r"3 * 4 = 12, and 12 * 2 is \boxed{2", 0.0),
         ("0.5", r"\boxed{\frac{1}{2}}", 1.0),
@@ -106,12 +98,7 @@ def test_thousands_may_have_commas():
         ("3", r"\boxed{2, 3}", 0.0),
         ("3", "#### 3 of 5", 0.0),
         ("24", r"#### 24 (that is \frac{48}{2})", 1.0),
-        ("4", r"\boxed{4!}", 0.0),
         ("42", "The answer is 42!", 1.0),
-        ("5", r"\boxed{5\text{ cm}^2}", 1.0),
-        ("42", "答案是42。", 1.0),
-        ("50", "50%", 1.0),
-        ("3", "7 = 3 + 4", 0.0),
         ("24", "24\n\nStep 3.14.15", 1.0),
     ],
 )

@@ -53,21 +53,6 @@ def test_records_of_all_loggers_go_to_the_file_and_none_to_the_console(tmp_path,
     assert capsys.readouterr() == ("", "")
 
 
-def test_warnings_go_to_the_file(tmp_path, recwarn):
-    warnings.simplefilter("always")
-    with warnings.catch_warnings():
-        log_to_file(tmp_path / "w.log")
-        warnings.warn("old key", UserWarning, stacklevel=1)
-    assert "UserWarning: old key" in (tmp_path / "w.log").read_text()
-
-
-def test_calling_twice_writes_once(tmp_path):
-    for _ in range(2):
-        log_to_file(tmp_path / "w.log")
-    logging.getLogger("a.library").warning("once")
-    assert (tmp_path / "w.log").read_text().count("once") == 1
-
-
 def test_a_library_that_sets_itself_up_later_is_caught_by_a_second_call(tmp_path, capsys):
     log_to_file(tmp_path / "w.log")
     late = library_with_a_console_of_its_own("DeepSpeed")

@@ -2,7 +2,7 @@ import math
 from typing import Any
 
 from raypo.tracking.sinks import Sinks
-from raypo.tracking.tensorboard import TensorBoard, write_hparams
+from raypo.tracking.tensorboard import TensorBoard
 
 
 def events(folder):
@@ -46,19 +46,3 @@ def test_a_new_run_hides_nothing(tmp_path):
     board.write(1, {"x": 1.0})
     board.close()
     assert events(tmp_path) == [(1, "x", 1.0)]
-
-
-def test_a_trials_point_and_last_figures_are_one_file_that_is_replaced(tmp_path):
-    for score in (0.5, 0.7):
-        write_hparams(
-            tmp_path, {"ppo.kl.coef": 0.1, "ppo.preset": None}, {"eval/score_mean": score}, step=9
-        )
-    found = events(tmp_path)
-    assert [tag for _, tag, _ in found[:3]] == [
-        "_hparams_/experiment",
-        "_hparams_/session_start_info",
-        "_hparams_/session_end_info",
-    ]
-    (scalar,) = found[3:]
-    assert (scalar[0], scalar[1]) == (9, "eval/score_mean")
-    assert math.isclose(scalar[2], 0.7, rel_tol=1e-6)

@@ -214,9 +214,6 @@ def test_a_comparison_that_an_earlier_attempt_has_made_is_not_made_again(tmp_pat
         (Domain("uniform", (0.0, 1.0)), 1.2, 1.0),
         (Domain("loguniform", (0.01, 1.0)), 0.008, 0.01),
         (Domain("randint", (1, 5)), 6, 4),
-        (Domain("quniform", (0.1, 1.0, 0.4)), 1.2, 0.9),  # high is no step
-        (Domain("quniform", (0.1, 1.0, 0.1)), 0.31, 0.3),  # and not 0.1 + 2 * 0.1
-        (Domain("quniform", (1, 10, 2)), 6.3, 7),
         (Domain("choice", ("a", "b")), "b", "b"),
     ],
 )

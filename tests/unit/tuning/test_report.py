@@ -83,9 +83,7 @@ def words(blocks: list[Any]) -> str:
     return " ".join(block.text for block in blocks if isinstance(block, Words))
 
 
-def test_the_page_names_the_reward_models_favourite_where_it_is_another(
-    folder: RunFiles,
-):
+def test_the_page_names_the_best_trial_and_draws_scores_by_value(folder: RunFiles):
     for each in GAMED:
         answer(folder, each, {0: 0.4, 40: each.metrics[SCORE]}, {0: 1.0, 40: each.metrics[JUDGE]})
     page, sections = page_of(folder, GAMED)
@@ -93,15 +91,12 @@ def test_the_page_names_the_reward_models_favourite_where_it_is_another(
     assert "ppo.kl.coef=0.1 is best: held-out score 0.820, next ppo.kl.coef=3 with 0.5" in result
     assert "(95 % interval of the difference +0.2" in result
     assert "20 prompts better, 0 worse, of 20). Both scores are from step 40." in result
-    why = words(sections["What the values did"])
-    assert "The reward model likes ppo.kl.coef=0.001 best (5, against 4 at" in why
-    assert "but the held-out score there is only 0.29 instead of 0.82." in why
     charts = {b.title: b.figure for b in sections["What the values did"] if isinstance(b, Chart)}
     judged = charts["held-out score by ppo.kl.coef"]
     assert judged["data"][0]["x"] == [0.001, 0.1, 3.0]
     assert judged["data"][0]["y"] == [0.29, 0.82, 0.5]
     assert judged["layout"]["xaxis"]["type"] == "log"
-    assert "only 0.29 instead of 0.82" in page.html()
+    assert "ppo.kl.coef=0.001 games the reward model" in page.html()
 
 
 def test_a_trial_that_was_stopped_while_it_gamed_is_named(folder: RunFiles):
@@ -135,15 +130,6 @@ def test_a_lead_that_may_be_chance_makes_nobody_the_best(folder: RunFiles):
     assert "is best:" not in result
 
 
-def test_a_favourite_that_may_be_as_good_is_not_held_against_the_reward_model(folder: RunFiles):
-    close = [trial(0, 0.1, 0.80, 5.0, 2.0), trial(1, 0.3, 0.81, 4.0, 2.0)]
-    for each in close:
-        answer(folder, each, {0: 0.4, 40: each.metrics[SCORE]}, {0: 1.0, 40: each.metrics[JUDGE]})
-    _, sections = page_of(folder, close)
-    why = words(sections["What the values did"])
-    assert "that its held-out score is 0.8 instead of 0.81 may be chance" in why
-
-
 def test_a_trial_that_was_stopped_early_is_not_the_best(folder: RunFiles):
     stopped = trial(3, 1.0, 0.9, 1.0, 0.1)
     stopped.status, stopped.step = "stopped", 10
@@ -156,32 +142,12 @@ def test_a_trial_that_was_stopped_early_is_not_the_best(folder: RunFiles):
     assert chart.figure["data"][0]["x"] == [0.1, 2.0]  # not the stopped one's, little as it is
 
 
-def test_judges_that_agree_are_no_gaming(folder: RunFiles):
-    agreeing = [trial(0, 0.001, 0.3, 1.0, 2.0), trial(1, 0.1, 0.8, 2.0, 3.0)]
-    _, sections = page_of(folder, agreeing)
-    assert "put the same trial first" in words(sections["What the values did"])
-
-
 def test_the_front_holds_what_no_trial_beats_in_score_and_kl(folder: RunFiles):
     _, sections = page_of(folder, GAMED)
     (chart,) = sections["Score against KL"]
     front, others = chart.figure["data"]
     assert (front["x"], front["y"]) == ([0.1, 2.0], [0.5, 0.82])
     assert (others["x"], others["y"]) == ([12.0], [0.29])
-
-
-def test_what_early_stopping_saved_are_the_steps_that_were_left_out(folder: RunFiles):
-    """At the pace of a step, whatever the start took; on two devices."""
-    stopped = trial(3, 1.0, 0.4, 1.0, 0.5)
-    stopped.status, stopped.step, stopped.seconds, stopped.device_s = "stopped", 10, 100.0, 200.0
-    for step in range(1, 11):
-        run = RunFiles(f"{folder.location}/trials", stopped.name)
-        run.append_metrics(step, {"time/step_s": 1.5})
-    _, sections = page_of(folder, [*GAMED, stopped])
-    (chart,) = [block for block in sections["Cost"] if isinstance(block, Chart)]
-    spent, saved = chart.figure["data"]
-    assert dict(zip(saved["y"], saved["x"], strict=True))["ppo.kl.coef=1"] == 90.0
-    assert dict(zip(spent["y"], spent["x"], strict=True))["ppo.kl.coef=0.1"] == 100.0
 
 
 def test_trials_are_ranked_and_an_infeasible_one_is_called_so(folder: RunFiles):

@@ -60,8 +60,7 @@ def base_of(changes: dict[str, Any] | None = None) -> PPOConfig:
 
 def sharing_of(sweep: SweepConfig, base: PPOConfig, *, use_gpu: bool = False) -> Sharing:
     trials = [trial for _, trial in sweep.trials()]
-    share, batches = sweep.share, sweep.share_batches
-    return Sharing.of(base, trials, share=share, share_batches=batches, use_gpu=use_gpu)
+    return Sharing.of(base, trials, share=sweep.share, use_gpu=use_gpu)
 
 
 def plan_of(node: dict[str, float], *, use_gpu: bool, **changes: Any) -> SweepPlan:
@@ -72,7 +71,7 @@ def test_on_cpus_all_is_shared_and_takes_no_place():
     plan = plan_of({"CPU": 3.0}, use_gpu=False)
     assert plan.sharing == Sharing(("reference", "reward_0"), engines=True)
     assert plan.num_slots == 3
-    lines = describe(sweep_of(), base_of(), plan)
+    lines = describe(sweep_of(), plan)
     assert "  all trials share reference, reward_0" in lines
     assert "  engines are reused from trial to trial" in lines
 
@@ -120,9 +119,6 @@ def test_trials_that_push_adapters_use_the_same_engines():
 
     assert sharing() == Sharing((REWARD,), pool=True), "the reference is the base below"
     assert "  all trials share reward_0, engine" in sharing().lines()
-    together = sharing(share_batches=True)
-    assert together == Sharing((REWARD,), pool=True, share_batches=True)
-    assert together.lines()[-1].startswith("  trials sample in the same batches")
     assert not sharing({"model.lora.rank": {"choice": [4, 8]}}).pool
     assert not sharing(share="reward").pool
     on_gpus = sharing(use_gpu=True)

@@ -16,13 +16,11 @@ from ray.tune.search.optuna import OptunaSearch
 
 from raypo import ConfigError, RejectionSamplingTrainer, SFTConfig, SFTTrainer, Tuner
 from raypo.cluster.placement import Bundle
-from raypo.deployment import reserve
 from raypo.ray_internals import CHECKPOINTS, PastTrial
 from raypo.storage.run_files import RunFiles
-from raypo.tuning import experiment
 from raypo.tuning.board import Board
 from raypo.tuning.capacity import SweepPlan
-from raypo.tuning.experiment import Interruption, RoomWatch
+from raypo.tuning.experiment import Interruption
 from raypo.tuning.goal import Goal
 from raypo.tuning.population import Segment
 from raypo.tuning.shared import Sharing
@@ -174,46 +172,6 @@ def test_values_are_plain_and_a_mapping_that_is_a_value_stays_one():
         "learner.batch_size": 3,
         "data.chat_template_kwargs": {"a": {"b": 1}},
     }
-
-
-def test_a_waiting_trial_is_told_once_with_who_holds_the_room(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def group(name: str, state: str, cpus: float) -> dict[str, Any]:
-        bundles = {0: {"CPU": cpus}, 1: {"CPU": cpus}}
-        return {"name": name, "state": state, "placement_group_id": name, "bundles": bundles}
-
-    table = [
-        group("raypo:mine-1:workers", "PENDING", 2.0),
-        group("raypo:others-1:workers", "PENDING", 2.0),
-        group("raypo:mine-0:workers", "CREATED", 4.0),
-    ]
-    now = [100.0]
-    monkeypatch.setattr(reserve, "placement_group_table", lambda: dict(enumerate(table)))
-    monkeypatch.setattr(experiment.time, "monotonic", lambda: now[0])
-    watch, trials = RoomWatch(), ["mine-0", "mine-1"]
-    said = []
-    for _ in range(6):
-        watch.on_step_end(1, trials)  # pyright: ignore[reportArgumentType]
-        said.append(capsys.readouterr().out)
-        now[0] += 3.0
-    assert said == [
-        "",
-        "",
-        "mine-1 waits for room: 4 CPU are not free. Placement groups that hold the missing "
-        "resources: raypo:mine-0:workers (8 CPU).\n",
-        "",
-        "",
-        "",
-    ]
-    table.pop(0)
-    now[0] += 3.0
-    watch.on_step_end(1, trials)  # pyright: ignore[reportArgumentType]
-    table.append(group("raypo:mine-1:workers", "PENDING", 2.0))
-    for _ in range(3):
-        now[0] += 3.0
-        watch.on_step_end(1, trials)  # pyright: ignore[reportArgumentType]
-    assert capsys.readouterr().out.count("waits for room") == 1, "it waits again"
 
 
 def test_trials_get_the_trainers_torch_config_and_the_environment_of_its_workers(
