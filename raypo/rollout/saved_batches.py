@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from raypo.rollout.dynamic_sampling import Collected
+from raypo.rollout.step_batch import StepBatch
 from raypo.storage.retries import retried
 from raypo.storage.rollout_table import json_default
 from raypo.types import Episode, Prompt, Rollout, ToolUse
@@ -31,7 +31,7 @@ _OTHERS = [
 ]
 
 
-def write_batches(path: Path, batches: Mapping[int, Collected], state: Mapping[str, Any]) -> None:
+def write_batches(path: Path, batches: Mapping[int, StepBatch], state: Mapping[str, Any]) -> None:
     """Write batches by step, and further state of plain JSON values."""
     rollouts = [each for batch in batches.values() for each in batch.scored]
     index = {id(each): number for number, each in enumerate(rollouts)}
@@ -65,7 +65,7 @@ def write_batches(path: Path, batches: Mapping[int, Collected], state: Mapping[s
 
 def read_batches(
     path: Path, prompts: Sequence[Prompt]
-) -> tuple[dict[int, Collected], dict[str, Any]]:
+) -> tuple[dict[int, StepBatch], dict[str, Any]]:
     """Return the batches by step and the state that `write_batches` wrote.
 
     Args:
@@ -80,7 +80,7 @@ def read_batches(
         values = {name: column[number] for name, column in columns.items()}
         rollouts.append(_rollout(plain, values, prompts))
     batches = {
-        int(step): Collected(
+        int(step): StepBatch(
             [rollouts[number] for number in batch["scored"]],
             [rollouts[number] for number in batch["trained"]],
             batch["missing_groups"],

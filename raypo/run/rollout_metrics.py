@@ -14,8 +14,7 @@ from raypo.config import OnlineConfig, PPOConfig
 from raypo.metrics.reduce import WeightedMeans, without_lone
 from raypo.rollout.batch_scoring import named_numbers, reward_parts, reward_texts
 from raypo.rollout.collect import Sampling
-from raypo.rollout.dynamic_sampling import Collected
-from raypo.rollout.sample_counts import sample_count_metrics
+from raypo.rollout.step_batch import StepBatch
 from raypo.run.run import Run
 from raypo.types import Experience, Rollout
 
@@ -67,8 +66,8 @@ def rollout_metrics(scored: list[Rollout]) -> dict[str, float]:
 
 def batch_metrics(
     run: Run[OnlineConfig],
-    batch: Collected,
-    counts: tuple[int, int, int],
+    batch: StepBatch,
+    counts: dict[str, float],
     sampling: Sampling,
     *,
     step: int,
@@ -78,7 +77,7 @@ def batch_metrics(
     Args:
         run: The run.
         batch: The rollouts of the step.
-        counts: The counts of `SampleCounts.of_step`.
+        counts: The counts of `PromptSource.counts`.
         sampling: Sampling parameters of the run, with the runner of its episodes if it has any.
         step: The step, counted from 1.
     """
@@ -89,9 +88,7 @@ def batch_metrics(
     if not isinstance(config, PPOConfig):  # the recipe selects what is trained
         sampled = "rollout/samples_sampled"
         return metrics | {sampled: batch.metrics[sampled]}
-    metrics |= batch.metrics
-    staleness = config.ppo.correction.max_staleness
-    metrics |= sample_count_metrics(counts, batch, step=step, max_staleness=staleness)
+    metrics |= counts | batch.counts(step, config.ppo.correction.max_staleness)
     missing, wanted = batch.missing_groups, config.rollout.prompts_per_step
     if missing:
         rest = "no update" if missing == wanted else f"trains on {wanted - missing} groups"

@@ -12,7 +12,7 @@ from raypo.learner.peak import peak_flops
 from raypo.models.flops import Lengths, forward_flops
 from raypo.models.model_shape import Models, ModelShape
 from raypo.rollout.collect import samples_of
-from raypo.rollout.dynamic_sampling import Collected
+from raypo.rollout.step_batch import StepBatch
 from raypo.run.services import Services
 from raypo.types import Rollout
 
@@ -53,7 +53,7 @@ class Utilization:
         return cls(config, models_of(config), float(workers.sum(as_tensor(mine))))
 
     def rates(
-        self, batch: Collected, services: Services, *, step: int
+        self, batch: StepBatch, services: Services, *, step: int
     ) -> Callable[[Mapping[str, float]], dict[str, float]]:
         """Return a function that derives a step's rates from its metrics, including its times."""
         work = step_work(batch, self.models, self.config, step=step, elsewhere=services.elsewhere)
@@ -61,7 +61,7 @@ class Utilization:
 
 
 def step_work(
-    collected: Collected,
+    batch: StepBatch,
     models: Models | None,
     config: PPOConfig,
     *,
@@ -76,17 +76,17 @@ def step_work(
     phase `update` is `ppo.num_epochs` forward and backward passes.
 
     Args:
-        collected: The rollouts of the step.
+        batch: The rollouts of the step.
         models: Shapes of the models. None means that FLOPs are not counted.
         config: The run's config.
         step: Number of the step, counted from 1.
         elsewhere: Roles on devices of their own. Their FLOPs are not counted.
     """
-    sampled, trained = _lengths(collected.scored), _lengths(collected.trained)
-    shared, shared_trained = _shared_prompts(collected.scored), _shared_prompts(collected.trained)
-    num_tokens = sum(rollout.num_sampled for rollout in collected.scored)
+    sampled, trained = _lengths(batch.scored), _lengths(batch.trained)
+    shared, shared_trained = _shared_prompts(batch.scored), _shared_prompts(batch.trained)
+    num_tokens = sum(rollout.num_sampled for rollout in batch.scored)
     num_sampled, num_trained = (
-        len(samples_of(rollouts)) for rollouts in (collected.scored, collected.trained)
+        len(samples_of(rollouts)) for rollouts in (batch.scored, batch.trained)
     )
     epochs = config.ppo.num_epochs
     work = {

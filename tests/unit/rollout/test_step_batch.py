@@ -10,8 +10,8 @@ import pytest
 from raypo.config import FilterSection, RewardSection
 from raypo.data.stream import ShuffledStream
 from raypo.rewards.scoring import RewardError
-from raypo.rollout.dynamic_sampling import Collected, StepBatch
 from raypo.rollout.prompt_source import PromptSource
+from raypo.rollout.step_batch import StepBatch
 from raypo.types import Prompt, Rollout
 
 LENIENT = RewardSection(max_failed_fraction=1.0)
@@ -46,7 +46,7 @@ def fill(
     prompts_per_step: int = 4,
     stream: ShuffledStream[Prompt] | None = None,
     reward: RewardSection = LENIENT,
-) -> Collected:
+) -> StepBatch:
     source = PromptSource(stream or prompts(), 2)
 
     def scored_rollouts(count: int) -> list[Rollout]:
@@ -56,18 +56,18 @@ def fill(
             for sample, score in enumerate(scores_of(draw.group_index))
         ]
 
-    batch = StepBatch(prompts_per_step, section, reward)
+    batch = StepBatch(missing_groups=prompts_per_step, filter=section, reward=reward)
     while batch.num_wanted:
         batch.add(scored_rollouts(batch.num_wanted))
-    return batch.collected()
+    return batch
 
 
-def fates(collected: Collected) -> tuple[float, ...]:
+def fates(collected: StepBatch) -> tuple[float, ...]:
     names = ("sampled", "trained", "filtered", "failed")
     return tuple(collected.metrics[f"rollout/samples_{name}"] for name in names)
 
 
-def groups(collected: Collected) -> list[int]:
+def groups(collected: StepBatch) -> list[int]:
     return sorted({each.group_index for each in collected.trained})
 
 
@@ -135,10 +135,10 @@ def test_too_many_failures_stop_the_run():
 
 def test_a_response_without_a_sampled_token_cannot_be_trained():
     scored = [replace(rollout(0, n, tokens), score=1.0) for n, tokens in ((0, 0), (1, 2))]
-    batch = StepBatch(1, FilterSection(), LENIENT)
+    batch = StepBatch(missing_groups=1, filter=FilterSection(), reward=LENIENT)
     batch.add(scored)
     assert not batch.num_wanted
-    collected = batch.collected()
+    collected = batch
     assert collected.trained == scored[1:]
     assert fates(collected) == (2, 1, 0, 1)
     assert collected.metrics["rollout/samples_empty"] == 1
