@@ -151,16 +151,6 @@ def test_engine_reference_reward_model_and_store(config: PPOConfig, undisturbed:
     assert run(config, "served", disturb) == undisturbed
 
 
-def test_the_learner_worker_with_all_that_lives_beside_it(
-    config: PPOConfig, undisturbed: list[Any]
-):
-    def disturb(folder: Path) -> None:
-        wait_for_steps(folder, 3)
-        kill_train_workers()
-
-    assert run(config, "worker", disturb) == undisturbed
-
-
 def test_an_engine_that_is_killed_between_pause_and_resume(config: PPOConfig, tmp_path: Path):
     """What it was sampling is sampled by its next life, which nobody paused."""
     told = config.model_dump(mode="json")

@@ -8,13 +8,12 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypo.config import FilterSection
 from raypo.rollout.prompt_source import PromptSource
 from raypo.rollout.step_batch import StepBatch
 from raypo.storage.summary import FATES, sample_totals
 from raypo.types import Rollout
 from tests.unit.rollout.test_controller import Run, assert_accounts_close
-from tests.unit.rollout.test_step_batch import fill, prompts, rollout
+from tests.unit.rollout.test_step_batch import prompts, rollout
 
 
 def collected(*versions: int) -> StepBatch:
@@ -109,8 +108,3 @@ def test_a_synchronous_run_carries_nothing():
     assert_accounts_close(run.figures)
     assert {row["rollout/samples_carried"] for row in run.figures} == {0.0}
     assert sum(row["rollout/samples_filtered"] for row in run.figures) > 0
-
-
-def test_sampled_is_the_batch_of_the_step():
-    step = fill(lambda group: (0.0, 1.0), section=FilterSection())
-    assert step.metrics["rollout/samples_sampled"] == len(step.scored)
