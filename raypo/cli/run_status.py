@@ -54,13 +54,13 @@ def status(
             own = status_at(files)
             names = [] if own else [name for name in files.names() if not name.startswith(".")]
             below = threads.map(status_at, [RunFiles(files.location, name) for name in names])
-            each = [own] if own else [run for run in below if run is not None]
-            if not each and (runs or cluster is None):
+            statuses = [own] if own else [run for run in below if run is not None]
+            if not statuses and (runs or cluster is None):
                 raise no_run(location)
-            found += sorted(each, key=lambda run: run.age_s or 0.0)
+            found += sorted(statuses, key=lambda run: run.age_s or 0.0)
     if cluster is not None:
-        known = {run.location for run in found}
-        found += [run for run in _under_way(cluster, now) if run.location not in known]
+        locations = {run.location for run in found}
+        found += [run for run in _under_way(cluster, now) if run.location not in locations]
     if not found:
         typer.echo(f"raypo: no run is active on {cluster}, and runs/ contains none.")
         return
@@ -83,6 +83,6 @@ def _under_way(address: str, now: float) -> list[RunStatus]:
 
     look_into(address, "--cluster")
     try:
-        return [status_in_progress(name, each, now) for name, each in runs_under_way()]
+        return [status_in_progress(name, run, now) for name, run in runs_under_way()]
     finally:
         ray.shutdown()

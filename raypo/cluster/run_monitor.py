@@ -2,7 +2,7 @@
 
 Processes: the monitor is an actor that the driver owns. Rank 0 sends events without waiting; the
 driver polls them with `drain`. Workers query `stop_requested`. Other processes of the cluster query
-`standing`. The actor runs one method at a time, so it needs no lock.
+`status`. The actor runs one method at a time, so it needs no lock.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Monitor:
             self.tell("message", text)
         self._told[key] = now
 
-    def standing(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return the run's status: `about`, `metrics` of its last step, and `changed_at`.
 
         `changed_at` is the time at which that step ended, in seconds since 1970. Before the first
@@ -139,7 +139,7 @@ def runs_under_way() -> list[tuple[str, dict[str, Any]]]:
         name = str(actor["name"])
         if name.startswith(_PREFIX) and name.endswith(_SUFFIX):
             with suppress(ValueError):  # the actor has ended since
-                answer = ray.get_actor(name, actor["namespace"]).standing.remote()
+                answer = ray.get_actor(name, actor["namespace"]).status.remote()
                 asked[answer] = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     if asked:
         ray.wait([*asked], num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)

@@ -132,8 +132,8 @@ class RoundsRecipe(ABC, Generic[AnyRounds, Item]):
         for number in range(workers.broadcast(len(batches))):
             batch = batches[number] if batches else []  # other workers than the first have none
             shares = even_shares([lengths(item) for item in batch], workers.count)
-            hand = workers.scatter([[batch[index] for index in share] for share in shares])
-            updates.append(learner.update(hand, step=step))
+            share = workers.scatter([[batch[index] for index in share] for share in shares])
+            updates.append(learner.update(share, step=step))
         names = dict.fromkeys(name for metrics in updates for name in metrics)
         columns = {name: [row[name] for row in updates if name in row] for name in names}
         return {"train/updates": float(len(updates))} | {

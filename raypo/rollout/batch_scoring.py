@@ -211,7 +211,7 @@ class Scoring:
     def _call_models(self, rollouts: list[Rollout]) -> None:
         scorer = self._scorer
         reference = scorer.reference.log_probs(rollouts) if scorer.reference else None
-        models = [each.score(rollouts) for each in scorer.models]
+        models = [model.score(rollouts) for model in scorer.models]
         self._model_calls.append(_ModelCalls(rollouts, reference, models))
 
 

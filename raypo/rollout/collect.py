@@ -303,7 +303,7 @@ def is_trainable(scored: Rollout) -> bool:
 
 def samples_of(scored: list[Rollout]) -> list[Rollout]:
     """Return one rollout per sample. If an episode has several conversations, take the first."""
-    return [each for each in scored if each.row_index == 0]
+    return [rollout for rollout in scored if rollout.row_index == 0]
 
 
 def refuse_too_many_failures(scored: list[Rollout], section: RewardSection) -> None:

@@ -57,7 +57,7 @@ def rollout_metrics(scored: list[Rollout]) -> dict[str, float]:
         means.total("rollout/response_tokens", tokens)
         means.add("rollout/response_tokens_mean", tokens, 1)
         means.maximum("rollout/response_tokens_max", tokens)
-    for scores in (each for each in by_group.values() if len(each) > 1):
+    for scores in (scores for scores in by_group.values() if len(scores) > 1):
         means.add("rollout/zero_variance_fraction", len(set(scores)) == 1, 1)
     metrics = without_lone(means.values(), "rollout/score_mean/")
     unknown = dict.fromkeys(("rollout/score_mean", "rollout/score_std"), math.nan)
@@ -130,16 +130,16 @@ def rollout_rows(dealt: Sequence[Rollout], experience: Experience) -> list[dict[
         gap = torch.where(mask, experience.old_log_probs - experience.ref_log_probs, 0.0)
         kl = gap.sum(1).tolist()
     return [
-        sample_row(each)
+        sample_row(rollout)
         | {
             "ref_log_probs": None
             if references is None
-            else references[row, : len(each.response_ids)],
-            "advantages": advantages[row, : len(each.response_ids)],
+            else references[row, : len(rollout.response_ids)],
+            "advantages": advantages[row, : len(rollout.response_ids)],
             "advantage_mean": means[row],
             "kl": kl[row],
         }
-        for row, each in enumerate(dealt)
+        for row, rollout in enumerate(dealt)
     ]
 
 

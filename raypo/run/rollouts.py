@@ -112,14 +112,14 @@ class Rollouts:
     def deal(self, batch: StepBatch, step: int, *, minibatch_size: int) -> list[Rollout]:
         """Return this worker's share of a batch, balanced by tokens (`sharding.deal`)."""
         run = self._run
-        hands = deal(
+        shares = deal(
             batch.trained,
             minibatch_size=minibatch_size,
             seed=(run.config.seed, step),
             num_workers=run.workers.count,
             teams=self._weights.roles.teams,
         )
-        return run.workers.scatter(hands)
+        return run.workers.scatter(shares)
 
     def metrics(self, batch: StepBatch, step: int) -> dict[str, float]:
         """Return metrics of a step's samples: scores, lengths, and counts by outcome."""

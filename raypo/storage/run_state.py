@@ -77,23 +77,23 @@ def run_status(files: RunFiles, now: float) -> RunStatus | None:
     done = rows[-1]["step"] if rows else 0
     ended = summary["status"] if summary and summary.get("steps", done) >= done else None
     status = status_of(files, ended, is_silent=is_silent)
-    return _standing(files.name, files.location, config or {}, rows, status, age_s, is_silent)
+    return _status(files.name, files.location, config or {}, rows, status, age_s, is_silent)
 
 
-def status_in_progress(name: str, standing: Mapping[str, Any], now: float) -> RunStatus:
+def status_in_progress(name: str, progress: Mapping[str, Any], now: float) -> RunStatus:
     """Return the status of a run that is in progress on a cluster, as its monitor knows it.
 
     Args:
         name: Name of the run.
-        standing: See `raypo.cluster.run_monitor.Monitor.standing`.
+        progress: See `raypo.cluster.run_monitor.Monitor.status`.
         now: Current time, in seconds since 1970.
     """
-    age_s, rows = max(now - standing["changed_at"], 0.0), [standing["metrics"]]
-    run = _standing(name, standing["location"], standing, rows, "running", age_s, False)
+    age_s, rows = max(now - progress["changed_at"], 0.0), [progress["metrics"]]
+    run = _status(name, progress["location"], progress, rows, "running", age_s, False)
     return replace(run, go_on="", log=None)  # the folder may be unreachable
 
 
-def _standing(
+def _status(
     name: str,
     location: str,
     config: Mapping[str, Any],

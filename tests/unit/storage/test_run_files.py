@@ -138,6 +138,12 @@ def test_a_step_is_done_once_its_metrics_are_there(storage):
     assert reader.rollout_steps(held_out=True) == [0]
 
 
+def test_only_the_columns_that_are_wanted_are_read(storage):
+    files = RunFiles(storage[0], "r")
+    files.write_rollouts(1, rollout_table([row()]))
+    assert files.rollouts(1, columns=("score", "group_index")) == [{"score": 1.0, "group_index": 2}]
+
+
 def test_rollouts_have_the_columns_and_types_of_the_design(storage):
     uri, folder = storage
     files = RunFiles(uri, "r")

@@ -36,14 +36,14 @@ def test_a_run_that_has_ended_says_how(tmp_path: Path, ended: str):
 
 def test_a_run_on_a_cluster_stands_as_its_monitor_says_wherever_its_folder_is():
     monitor = Monitor({"recipe": "sft", "location": "s3://bucket/runs/far", "num_steps": 40})
-    begun = status_in_progress("far", monitor.standing(), time.time())
+    begun = status_in_progress("far", monitor.status(), time.time())
     assert (begun.done, begun.total, begun.scores, begun.step_s) == (0, 40, (), None)
     monitor.tell("start", 11)
     monitor.tell("phase", "loading the policy")
-    assert status_in_progress("far", monitor.standing(), time.time()).done == 10
+    assert status_in_progress("far", monitor.status(), time.time()).done == 10
     monitor.tell("step", {"step": 12, "rollout/score_mean": 0.5, "time/step_s": 2.0})
 
-    run = status_in_progress("far", monitor.standing(), time.time() + 30.0)
+    run = status_in_progress("far", monitor.status(), time.time() + 30.0)
 
     assert (run.status, run.done, run.left_s) == ("running", 12, 56.0)
     assert run.age_s == pytest.approx(30.0, abs=5.0)
